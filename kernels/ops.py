@@ -1,0 +1,88 @@
+"""The op set: the narrow waist between models and kernels.
+
+Every op takes contiguous torch tensors, writes into buffers that the caller owns, allocates nothing that outlives the call
+and never looks at a value on the host to decide what to launch. Index tensors are int32. `n` counts tokens, `H` is the hidden
+size, `d` the head size, `R` the number of requests in the step.
+
+Each signature below is the contract that every backend meets; `allspan.kernels.table` says which backend has which op.
+Batch invariance: what an op writes for a row depends on that row's inputs alone, never on how many rows come with it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class OpSet(Protocol):
+    """What a backend offers, op by op. Activations are float32 on the CPU; weights float32 or bfloat16 (sums in float32)."""
+
+    def embedding(self, ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
+        """out[n, H] = weight[ids - first_row] where 0 <= ids - first_row < weight.shape[0], else 0 (another rank's rows).
+
+        ids int32 [n]; weight [V_rank, H].
+        """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """out[n, H] = x / sqrt(mean(x²) + eps) · weight. weight float32 [H]. `out` may be `x`."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """residual += x, then out = rms_norm(residual). All [n, H]; `out` may be `x`."""
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """residual[n, H] += x[n, H]."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """out[n, N] = x[n, K] · weight[N, K]ᵀ (+ bias float32 [N]). One K-order for every n."""
+
+    def head_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """rms_norm of each head of x [n, heads, d] in place (Qwen3's q/k norm). weight float32 [d]."""
+
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Rotates q [n, Hq, d] and k [n, Hkv, d] in place, pairing element i with i + rot/2 (the NeoX convention).
+
+        positions int32 [n]; cos_sin float32 [max_positions, rot]: cosines in the first half, sines in the second.
+        """
+
+    def append_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Writes k and v [n, Hkv, d] to the pages: slot = page · page_size + offset, int32 [n].
+
+        k_cache and v_cache [pages, Hkv, page_size, d], float32 or bfloat16.
+        """
+
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMeta,
+        out: Tensor,
+    ) -> None:
+        """Causal attention of every request's new tokens over its pages (which already hold the new tokens' K and V).
+
+        q and out [n, Hq, d]. Query i of the L new ones of a request with kv_len tokens sees the first kv_len - L + i + 1.
+        """
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out[n, I] = silu(gate_up[:, :I]) · gate_up[:, I:]."""
+
+    def gather_rows(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
+        """out[m, H] = x[rows]; rows int32 [m]."""
+
+
+class AttentionMeta(Protocol):
+    """Which tokens and pages belong to which request. All int32."""
+
+    qo_indptr: Tensor
+    """[R + 1]: tokens of request r are qo_indptr[r] .. qo_indptr[r + 1]."""
+    page_indptr: Tensor
+    """[R + 1]: into page_indices."""
+    page_indices: Tensor
+    """Pages of each request, in order."""
+    kv_lens: Tensor
+    """[R]: tokens in the cache, the new ones included."""
+    kv_head_of: Tensor
+    """[Hq]: which of this rank's KV heads each query head reads (uneven splits share no fixed ratio)."""
+    scale: float
+    """Of the logits, usually 1/sqrt(d)."""

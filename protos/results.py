@@ -1,0 +1,187 @@
+"""What a caller holds of a running request: its handle and the queue that its tokens arrive in."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from allspan.protos.errors import AllspanError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The chosen token's log-probability and the most likely tokens', best first. Natural logarithm."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Seconds on the leader's clock, from the arrival of the request there."""
+
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New tokens of a request since the last read. `finish_reason` is "", "stop", "length" or "cancelled"."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str = ""
+    stop_token_id: int | None = None
+    timings: RequestTimings | None = None
+
+    def merged(self, later: Output) -> Output:
+        return Output(
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            later.finish_reason or self.finish_reason,
+            later.stop_token_id if later.stop_token_id is not None else self.stop_token_id,
+            later.timings or self.timings,
+        )
+
+
+class RequestState(enum.Enum):
+    """WAITING → GENERATING → FINISHED | CANCELLED | FAILED; nothing leaves the last three."""
+
+    WAITING = "waiting"
+    GENERATING = "generating"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHandle:
+    """Names one request: 32 hexadecimal digits. Hashable; valid until it is released."""
+
+    request_id: str
+    model: str = field(default="", compare=False)
+
+
+class ResultQueue:
+    """Tokens of one request, from the thread that receives them to the one that reads them.
+
+    Reading consumes. A failed request raises its error from every read once the tokens before it are read.
+    Safe for one producer and any number of reading threads; `aget` for asyncio.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._pending: Output | None = None
+        self._state = RequestState.WAITING
+        self._error: AllspanError | None = None
+        self._num_tokens = 0
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    @property
+    def state(self) -> RequestState:
+        return self._state
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens that have arrived so far, read or not."""
+        return self._num_tokens
+
+    def put(self, output: Output) -> None:
+        """Adds tokens; an output with a finish reason ends the request. Ignored after the end."""
+        with self._condition:
+            if self._state.is_final:
+                return
+            self._pending = output if self._pending is None else self._pending.merged(output)
+            self._num_tokens += len(output.token_ids)
+            if output.finish_reason:
+                cancelled = output.finish_reason == "cancelled"
+                self._state = RequestState.CANCELLED if cancelled else RequestState.FINISHED
+            else:
+                self._state = RequestState.GENERATING
+            self._wake()
+
+    def fail(self, error: AllspanError) -> None:
+        """Ends the request with an error. Ignored after the end."""
+        with self._condition:
+            if self._state.is_final:
+                return
+            self._error = error
+            self._state = RequestState.FAILED
+            self._wake()
+
+    def get(self, timeout: float | None = None) -> Output | None:
+        """All tokens that arrived since the last read, merged; waits for some.
+
+        None after `timeout` seconds without any, and None once the request has ended and everything was read.
+        Raises the request's AllspanError when it failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._condition:
+            while self._pending is None and not self._state.is_final:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._condition.wait(left)
+            return self._take()
+
+    def get_nowait(self) -> Output | None:
+        """`get` without waiting."""
+        with self._condition:
+            return self._take()
+
+    async def aget(self, timeout: float | None = None) -> Output | None:
+        """`get` for asyncio."""
+        event = asyncio.Event()
+        waiter = (asyncio.get_running_loop(), event)
+        with self._condition:
+            if self._pending is not None or self._state.is_final:
+                return self._take()
+            self._waiters.append(waiter)
+        try:
+            await asyncio.wait_for(event.wait(), timeout)
+        except TimeoutError:
+            pass
+        with self._condition:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            return self._take()
+
+    def __iter__(self) -> Iterator[Output]:
+        """Outputs until the request has ended; raises its error when it failed."""
+        while (output := self.get()) is not None:
+            yield output
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        while (output := await self.aget()) is not None or not self._state.is_final:
+            if output is not None:
+                yield output
+
+    def wait_finished(self, timeout: float | None = None) -> bool:
+        """Waits for the end without reading; False when `timeout` seconds ran out first."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._state.is_final, timeout)
+
+    def _take(self) -> Output | None:
+        output, self._pending = self._pending, None
+        if output is None and self._error is not None:
+            raise self._error
+        return output
+
+    def _wake(self) -> None:
+        self._condition.notify_all()
+        for loop, event in self._waiters:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+        self._waiters.clear()

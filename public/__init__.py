@@ -1,0 +1,33 @@
+"""allspan: large language models served from a cluster of processes behind one client.
+
+The public face is lazy: `from allspan import ClientEngine` imports neither torch nor MPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allspan.client.engine import ClientEngine
+    from allspan.protos.sampling import SamplingParams
+    from allspan.worker.engine.engine import Engine
+
+__all__ = ["ClientEngine", "Engine", "SamplingParams", "__version__"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ClientEngine": "allspan.client.engine",
+    "Engine": "allspan.worker.engine.engine",
+    "SamplingParams": "allspan.protos.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'allspan' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

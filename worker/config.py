@@ -1,0 +1,89 @@
+"""What a rank is told, one frozen dataclass per concern. Flags, config keys and help are made from these fields by the
+launcher, which passes them on as JSON; "auto" values are resolved there once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and in which form its weights are held."""
+
+    path: str
+    """A Hugging Face folder, a GGUF file, or (random weights) a folder with a config.json."""
+    name: str
+    """The name that requests use."""
+    dtype: str = "auto"
+    """Of the weights: "float32", "bfloat16", or "auto" (the checkpoint's; quantised GGUF types decode to float32)."""
+    max_model_len: int = 0
+    """Most tokens of a request, prompt and output; 0 takes the model's."""
+    load_format: str = "auto"
+    """"auto", or "dummy" for random weights."""
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache of one rank."""
+
+    page_size: int = 32
+    """Tokens a page: 16, 32, 64 or 128."""
+    kv_cache_dtype: str = "auto"
+    """"float32", "bfloat16", or "auto" (as the weights)."""
+    kv_cache_bytes: int = 0
+    """Bytes of KV on this rank; 0: min(25 % of the node's available memory / ranks on it, max_num_seqs full contexts)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one step may hold."""
+
+    max_num_seqs: int = 64
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 512
+    """Token budget of a step, decodes and prefill chunks together."""
+    max_queued_requests: int = 1024
+    """Most requests that wait; one more is refused with QueueFull."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """This rank's place in its world."""
+
+    threads: int = 1
+    """Compute threads of this rank."""
+    cpus: tuple[int, ...] = ()
+    """Processors that the threads are pinned to; empty: not pinned."""
+    collectives: str = "auto"
+    """"window" (shared memory of one host), "mpi", or "auto"."""
+    timeout_s: float = 60.0
+    """How long a collective waits for a peer before the world is given up."""
+    oversubscribed: bool = False
+    """More compute threads than processors: waiting yields at once instead of spinning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """Where this rank listens."""
+
+    run_dir: str
+    """The cluster's run directory (mode 0700)."""
+    epoch: int = 1
+    """Counts the worlds that this run directory has seen."""
+    host: str = ""
+    """Empty: a unix socket in the run directory; else an address to listen on (TCP, the port is published)."""
+    supervisor_pid: int = 0
+    """Ends when this process is gone; 0: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything that one rank needs."""
+
+    model: ModelConfig
+    service: ServiceConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()

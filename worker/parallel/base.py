@@ -1,0 +1,44 @@
+"""What the engine needs of the other ranks of its world."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Collectives(Protocol):
+    """Collective operations over one named group. Every rank calls the same ones in the same order, tokens or not.
+
+    Each has a deadline; a peer that does not arrive raises DeadlineExceeded naming the ranks awaited.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sums the contiguous float32 `x` over the ranks, in place, in rank order."""
+
+    def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
+        """Gives each rank whole rows: x [m, widths[rank]] is this rank's column slice of m rows; out [m_rank, sum(widths)]
+        gets rows rank, rank + size, rank + 2·size … (m_rank of them), the slices side by side. float32."""
+
+    def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
+        """The way back: row j of `x` [m_rank, w] on rank r becomes row r + j·size of `out` [m, w] everywhere. float32 or int32."""
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlanChannel(Protocol):
+    """Carries each step's plan from the leader (rank 0) to every follower, in order."""
+
+    def publish(self, data: bytes) -> None:
+        """Leader: hands over the next plan; waits (bounded) while a follower is a whole ring behind."""
+
+    def receive(self, timeout: float) -> bytes | None:
+        """Follower: the next plan, sleeping until it comes; None after `timeout` seconds without one."""
+
+    def close(self) -> None: ...
