@@ -87,3 +87,25 @@ class WorkerConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+
+CHOICES: dict[str, tuple[str | int, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "load_format": ("auto", "dummy"),
+    "device": ("cpu", "cuda"),
+    "page_size": (16, 32, 64, 128),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16"),
+    "collectives": ("auto", "window", "mpi"),
+}
+"""What a field may be, by its name; flags and config keys refuse anything else."""
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "max_model_len": (0, 2**31 - 1),
+    "kv_cache_bytes": (0, 2**50),
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "max_queued_requests": (1, 1 << 20),
+    "threads": (0, 4096),
+    "timeout_s": (1, 86400),
+}
+"""Lowest and highest value of a numeric field, by its name, both allowed. `threads` 0: decided by the launcher."""
