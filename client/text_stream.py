@@ -1,0 +1,92 @@
+"""From a request's tokens to its text: incremental, never half a character, cut before a stop string.
+
+Shared by `generate` and the gateway. The owner of the request stops it on the engine when `TextDelta.stopped_early` is set:
+
+    stream = TextStream(tokenizer, params)
+    async for output in queue:
+        delta = stream.push(output)
+        if delta.stopped_early:
+            engine.stop_request(handle)
+        if delta.finished:
+            break
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allspan.protos.results import Output, TokenLogprob
+from allspan.protos.sampling import SamplingParams
+from allspan.protos.text import Detokenizer, StopStrings, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one `Output` adds. `finish_reason` is "" while the request goes on, else "stop", "length" or "cancelled"."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str = ""
+    stop: str | int | None = None
+    """The stop string or token id that ended the output, if one did."""
+    stopped_early: bool = False
+    """A stop string ended the text here while the engine still generates: stop the request there."""
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.finish_reason)
+
+
+class TextStream:
+    """Feeds on the outputs of one request, in order. The text leaves out special tokens and the token that ended it."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(params.stop) if params.stop else None
+        self._finished = False
+
+    def push(self, output: Output) -> TextDelta:
+        """Text that is sure: what may begin a stop string, or half a character, waits for the next push or the end.
+
+        With stop strings, tokens after the one that completed the first match are dropped, however outputs were merged.
+        Empty deltas once it has finished.
+        """
+        if self._finished:
+            return TextDelta("", (), ())
+        if self._stops is None:
+            return self._push_all(output)
+        return self._push_until_stop(output, self._stops)
+
+    def _push_all(self, output: Output) -> TextDelta:
+        text = self._detokenizer.push(_visible(output))
+        if output.finish_reason:
+            self._finished = True
+            text += self._detokenizer.finish()
+        return TextDelta(text, output.token_ids, output.logprobs, output.finish_reason, output.stop_token_id)
+
+    def _push_until_stop(self, output: Output, stops: StopStrings) -> TextDelta:
+        text = ""
+        for count, token_id in enumerate(_visible(output), start=1):
+            text += stops.push(self._detokenizer.push((token_id,)))
+            if stops.matched is not None:
+                return self._cut(text, output, count, stops.matched)
+        if not output.finish_reason:
+            return TextDelta(text, output.token_ids, output.logprobs)
+        text += stops.push(self._detokenizer.finish())
+        if stops.matched is not None:
+            return self._cut(text, output, len(output.token_ids), stops.matched)
+        self._finished = True
+        text += stops.finish()
+        return TextDelta(text, output.token_ids, output.logprobs, output.finish_reason, output.stop_token_id)
+
+    def _cut(self, text: str, output: Output, count: int, stop: str) -> TextDelta:
+        self._finished = True
+        early = not output.finish_reason
+        return TextDelta(text, output.token_ids[:count], output.logprobs[:count], "stop", stop, early)
+
+
+def _visible(output: Output) -> tuple[int, ...]:
+    """The tokens that show as text: all but a last one that ended the output."""
+    ids = output.token_ids
+    return ids[:-1] if output.stop_token_id is not None and ids and ids[-1] == output.stop_token_id else ids
