@@ -1,8 +1,8 @@
 """The op set: the narrow waist between models and kernels.
 
-Every op takes contiguous torch tensors, writes into buffers that the caller owns, allocates nothing that outlives the call
-and never looks at a value on the host to decide what to launch. Index tensors are int32. `n` counts tokens, `H` is the hidden
-size, `d` the head size, `R` the number of requests in the step.
+Every op takes contiguous torch tensors, writes into buffers that the caller owns, allocates nothing that outlives the
+call and never looks at a value on the host to decide what to launch. Index tensors are int32. `n` counts tokens, `H` is
+the hidden size, `d` the head size, `R` the number of requests in the step.
 
 Each signature below is the contract that every backend meets; `allspan.kernels.table` says which backend has which op.
 Batch invariance: what an op writes for a row depends on that row's inputs alone, never on how many rows come with it.
@@ -16,10 +16,14 @@ from torch import Tensor
 
 
 class OpSet(Protocol):
-    """What a backend offers, op by op. Activations are float32 on the CPU; weights float32 or bfloat16 (sums in float32)."""
+    """What a backend offers, op by op. On the CPU activations are float32, weights float32 or bfloat16, sums float32."""
+
+    @property
+    def name(self) -> str:
+        """Backend and variant: "cpu/avx512", "reference"."""
 
     def embedding(self, ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
-        """out[n, H] = weight[ids - first_row] where 0 <= ids - first_row < weight.shape[0], else 0 (another rank's rows).
+        """out[n, H] = weight[ids - first_row] where that row is one of weight's, else 0 (another rank's row).
 
         ids int32 [n]; weight [V_rank, H].
         """
@@ -61,7 +65,7 @@ class OpSet(Protocol):
     ) -> None:
         """Causal attention of every request's new tokens over its pages (which already hold the new tokens' K and V).
 
-        q and out [n, Hq, d]. Query i of the L new ones of a request with kv_len tokens sees the first kv_len - L + i + 1.
+        q and out [n, Hq, d]. Query i of the L new ones of a request with kv_len tokens sees kv_len - L + i + 1 of them.
         """
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:

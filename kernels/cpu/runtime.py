@@ -1,0 +1,42 @@
+"""Opens the CPU backend: finds the compiled module, chooses the instruction set, starts the threads."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from allspan.kernels.errors import BackendUnavailable
+
+_MODULE = "allspan.kernels.cpu._native"
+
+
+def variants() -> tuple[str, ...]:
+    """Instruction sets that this CPU and its operating system can run, best first; empty if not compiled."""
+    try:
+        native = _native()
+    except BackendUnavailable:
+        return ()
+    return tuple(native.variants())
+
+
+def open_runtime(variant: str | None, threads: int, cpus: tuple[int, ...]) -> tuple[str, Any]:
+    """(variant, runtime that the ops take first). `ALLSPAN_ISA` forces a variant where the caller names none."""
+    native = _native()
+    runnable = tuple(native.variants())
+    source = "backend" if variant else "ALLSPAN_ISA"
+    chosen = variant or os.environ.get("ALLSPAN_ISA") or runnable[0]
+    if chosen not in runnable:
+        raise BackendUnavailable(f"{source}: {chosen!r} cannot run here (this CPU runs {', '.join(runnable)})")
+    if cpus and len(cpus) != threads:
+        raise ValueError(f"cpus: {len(cpus)} given for {threads} threads (one each, or none)")
+    return chosen, native.Runtime(chosen, threads, list(cpus))
+
+
+def _native() -> Any:
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the compiled kernels are not installed: {error}; install a C++ compiler and install allspan again"
+        ) from error

@@ -1,0 +1,7 @@
+"""What can be wrong with a backend."""
+
+from __future__ import annotations
+
+
+class BackendUnavailable(RuntimeError):
+    """This machine, or this installation, cannot run the backend; the message says why and what would help."""

@@ -1,0 +1,67 @@
+"""Ops that treat every row on its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def embedding(ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
+    """See `OpSet.embedding`."""
+    if weight.shape[0] == 0:
+        out.zero_()
+        return
+    rows = ids.long() - first_row
+    ours = (rows >= 0) & (rows < weight.shape[0])
+    taken = weight[rows.clamp(0, weight.shape[0] - 1)].to(out.dtype)
+    out.copy_(torch.where(ours[:, None], taken, torch.zeros_like(taken)))
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """See `OpSet.rms_norm`."""
+    out.copy_(_normed(x, weight, eps))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """See `OpSet.add_rms_norm`."""
+    residual.add_(x)
+    out.copy_(_normed(residual, weight, eps))
+
+
+def add(x: Tensor, residual: Tensor) -> None:
+    """See `OpSet.add`."""
+    residual.add_(x)
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    """See `OpSet.head_norm`."""
+    x.copy_(_normed(x, weight, eps))
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """See `OpSet.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    """See `OpSet.gather_rows`."""
+    out.copy_(x[rows.long()])
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """See `OpSet.rotary`."""
+    rot = cos_sin.shape[1]
+    cos, sin = cos_sin[positions.long()][:, None, :].chunk(2, dim=-1)
+    for x in (q, k):
+        x[..., :rot] = _rotated(x[..., :rot].float(), cos, sin).to(x.dtype)

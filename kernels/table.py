@@ -1,0 +1,124 @@
+"""The ops table: (op, backend) -> implementation, chosen once when an op set is opened.
+
+A backend is one row of `BACKENDS`; an implementation is one entry "module:function", imported when first needed.
+What a backend lacks, it takes from the reference, and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from allspan.kernels.errors import BackendUnavailable
+from allspan.kernels.ops import OpSet
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run the ops.
+
+    Without `module` the ops are plain functions. A backend with threads or variants names the module that has
+    `variants() -> tuple[str, ...]` (best first, empty where it cannot run, and never raising) and
+    `open_runtime(variant: str | None, threads: int, cpus: tuple[int, ...]) -> (variant, runtime)`, which raises
+    BackendUnavailable; its ops take the runtime as their first argument.
+    """
+
+    ops: Mapping[str, str]
+    module: str | None = None
+
+
+REFERENCE = {
+    "embedding": "allspan.kernels.reference.elementwise:embedding",
+    "rms_norm": "allspan.kernels.reference.elementwise:rms_norm",
+    "add_rms_norm": "allspan.kernels.reference.elementwise:add_rms_norm",
+    "add": "allspan.kernels.reference.elementwise:add",
+    "linear": "allspan.kernels.reference.linear:linear",
+    "head_norm": "allspan.kernels.reference.elementwise:head_norm",
+    "rotary": "allspan.kernels.reference.elementwise:rotary",
+    "append_kv": "allspan.kernels.reference.attention:append_kv",
+    "attention": "allspan.kernels.reference.attention:attention",
+    "silu_mul": "allspan.kernels.reference.elementwise:silu_mul",
+    "gather_rows": "allspan.kernels.reference.elementwise:gather_rows",
+}
+
+CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in REFERENCE}
+
+BACKENDS: Mapping[str, Backend] = {
+    "cpu": Backend(CPU, module="allspan.kernels.cpu.runtime"),
+    "reference": Backend(REFERENCE),
+}
+"""In order of preference."""
+
+
+class LoadedOps:
+    """An op set: one attribute per op, and `name`, the backend and its variant ("cpu/avx512", "reference")."""
+
+    def __init__(self, name: str, ops: Mapping[str, Callable[..., None]]) -> None:
+        self.name = name
+        for op, implementation in ops.items():
+            setattr(self, op, implementation)
+
+    def __repr__(self) -> str:
+        return f"LoadedOps({self.name})"
+
+
+def op_set(backend: str = "auto", threads: int = 1, cpus: tuple[int, ...] = ()) -> OpSet:
+    """The op set of a backend: "cpu", "reference", one variant as in "cpu/avx2", or "auto": the best that runs here.
+
+    `threads` work on each op, the calling one included; they are pinned to `cpus`, one each, when these are given.
+    Raises BackendUnavailable for a backend that cannot run here (never for "auto"), ValueError for bad arguments.
+    """
+    if threads < 1:
+        raise ValueError(f"threads: {threads} is not a number of threads (at least 1)")
+    if backend != "auto":
+        return _open(backend, threads, cpus)
+    for name in BACKENDS:
+        try:
+            return _open(name, threads, cpus)
+        except BackendUnavailable as error:
+            logger.warning("kernels: no %s backend (%s); trying the next one, which is slower", name, error)
+    raise BackendUnavailable("kernels: no backend runs here")
+
+
+def backends() -> tuple[str, ...]:
+    """Every backend and variant that this machine can run, best first: ("cpu/avx512", …, "reference")."""
+    names: list[str] = []
+    for name, backend in BACKENDS.items():
+        if backend.module is None:
+            names.append(name)
+        else:
+            names += [f"{name}/{variant}" for variant in importlib.import_module(backend.module).variants()]
+    return tuple(names)
+
+
+def _open(name: str, threads: int, cpus: tuple[int, ...]) -> OpSet:
+    family, _, variant = name.partition("/")
+    if family not in BACKENDS:
+        raise ValueError(f"backend: {name!r} is not known (auto, {', '.join(BACKENDS)})")
+    backend = BACKENDS[family]
+    if backend.module is None:
+        return cast(OpSet, LoadedOps(family, _resolve(family, backend, None)))
+    opened, runtime = importlib.import_module(backend.module).open_runtime(variant or None, threads, cpus)
+    return cast(OpSet, LoadedOps(f"{family}/{opened}", _resolve(family, backend, runtime)))
+
+
+def _resolve(name: str, backend: Backend, runtime: Any) -> dict[str, Callable[..., None]]:
+    missing = [op for op in REFERENCE if op not in backend.ops]
+    if missing:
+        logger.warning("kernels: backend %s has no %s; using the reference for it", name, ", ".join(missing))
+    ops = {op: _load(REFERENCE[op]) for op in missing}
+    for op, target in backend.ops.items():
+        function = _load(target)
+        ops[op] = function if runtime is None else partial(function, runtime)
+    return ops
+
+
+def _load(target: str) -> Callable[..., None]:
+    module, _, function = target.partition(":")
+    return cast(Callable[..., None], getattr(importlib.import_module(module), function))
