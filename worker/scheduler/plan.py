@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from allspan.protos.results import TokenLogprob
 
 
 class Operation(enum.IntEnum):
@@ -45,13 +47,20 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Applied in this order: leaves, joins, grants, runs, operation. A row samples when its run reaches its last token."""
+    """Applied in this order: leaves, drops, joins, grants, runs, operation. A row samples when its run reaches its last token.
+
+    A finish is a leave and a drop; a preemption is a leave alone, its resumption a join with `num_output`; a request that
+    ends while it waits is a drop alone. So every payload that reached the leader is dropped by exactly one plan.
+    """
 
     epoch: int
     step: int
     tokens_hash: int
     """32 bits over the tokens of the last step: a rank that sampled others sees the divergence at once."""
     leaves: tuple[int, ...] = ()
+    """Rows that become free. The request's tokens are kept, in case it joins again."""
+    drops: tuple[bytes, ...] = ()
+    """Requests that never run again: their payload and tokens are forgotten."""
     joins: tuple[Join, ...] = ()
     grants: tuple[Grant, ...] = ()
     runs: tuple[Run, ...] = ()
@@ -65,7 +74,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step made: row → new token ids (none for a row that has not reached its last token)."""
+    """What a step made: row → new token ids (none for a row that has not reached its last token).
+
+    A token of -1 says that the row's logits were not finite.
+    """
 
     step: int
     tokens: dict[int, tuple[int, ...]]
+    logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    """Of those rows that asked for them, one entry a token."""
+    tokens_hash: int = 0
+    """32 bits over all tokens so far; the next plan carries it."""

@@ -1,0 +1,56 @@
+"""How many KV pages a rank gets: asked once, before the cache is made, and refused early with numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allspan.protos.config import CacheConfig
+from allspan.protos.errors import ConfigError
+
+DEFAULT_SHARE = 0.25
+"""Of the node's available memory, for the KV of all ranks on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDemand:
+    """What one rank's cache has to hold. `available_bytes` is the node's, shared by `ranks_on_node` ranks."""
+
+    bytes_per_page: int
+    max_model_len: int
+    max_num_seqs: int
+    available_bytes: int
+    ranks_on_node: int = 1
+
+
+def pages_of(num_tokens: int, page_size: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-num_tokens // page_size)
+
+
+def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
+    """Pages of this rank's cache: `kv_cache_bytes` of them if given, else min(25 % of the node's available memory / ranks
+    on it, max_num_seqs full contexts). Raises ConfigError when one full context does not fit, with the largest
+    max_model_len that does. All ranks of a world take the smallest of their answers."""
+    context = pages_of(demand.max_model_len, cache.page_size)
+    if cache.kv_cache_bytes:
+        budget = cache.kv_cache_bytes
+        pages = budget // demand.bytes_per_page
+        source = f"kv_cache_bytes is {budget}"
+    else:
+        budget = int(demand.available_bytes * DEFAULT_SHARE) // demand.ranks_on_node
+        pages = min(budget // demand.bytes_per_page, demand.max_num_seqs * context)
+        source = (
+            f"the budget is {_size(budget)} ({DEFAULT_SHARE:.0%} of {_size(demand.available_bytes)} available memory"
+            f" / {demand.ranks_on_node} rank(s) on the node)"
+        )
+    if pages < context:
+        needed = context * demand.bytes_per_page
+        raise ConfigError(
+            f"the KV cache of one context of {demand.max_model_len} tokens takes {_size(needed)} on this rank, but {source}: "
+            f"set max_model_len to at most {pages * cache.page_size}, or kv_cache_bytes to at least {needed}"
+        )
+    return pages
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"

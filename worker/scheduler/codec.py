@@ -1,0 +1,86 @@
+"""StepPlan to bytes and back: a fixed little-endian layout, never pickle.
+
+    header   "ASP1", epoch u32, step u64, tokens_hash u32, operation u32, seven counts u32:
+             leaves, drops, joins, grants, runs, drafts, numbers
+    drops    16 bytes each
+    joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter u32
+    numbers  u32 each: leaves; row and page count of each grant; row and token count of each run; row and token count of
+             each draft; then the pages of all grants and the tokens of all drafts
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+
+from allspan.protos.errors import InternalError
+from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan
+
+_MAGIC = b"ASP1"
+_HEADER = struct.Struct("<4sIQII7I")
+_JOIN = struct.Struct("<I16sQIII")
+_ID_BYTES = 16
+
+
+def encode(plan: StepPlan) -> bytes:
+    """Raises InternalError for a value that its field cannot hold."""
+    numbers: list[int] = list(plan.leaves)
+    for grant in plan.grants:
+        numbers += (grant.row, len(grant.pages))
+    for run in plan.runs:
+        numbers += (run.row, run.num_tokens)
+    for row, tokens in plan.drafts:
+        numbers += (row, len(tokens))
+    numbers.extend(itertools.chain.from_iterable(grant.pages for grant in plan.grants))
+    numbers.extend(itertools.chain.from_iterable(tokens for _, tokens in plan.drafts))
+    if any(len(request_id) != _ID_BYTES for request_id in (*plan.drops, *(join.request_id for join in plan.joins))):
+        raise InternalError(f"a plan names a request id that is not {_ID_BYTES} bytes: {plan}")
+    parts = (plan.leaves, plan.drops, plan.joins, plan.grants, plan.runs, plan.drafts, numbers)
+    try:
+        head = _HEADER.pack(
+            _MAGIC, plan.epoch, plan.step, plan.tokens_hash, plan.operation, *(len(part) for part in parts)
+        )
+        joins = b"".join(
+            _JOIN.pack(j.row, j.request_id, j.digest, j.num_computed, j.num_output, j.adapter) for j in plan.joins
+        )
+        return head + b"".join(plan.drops) + joins + struct.pack(f"<{len(numbers)}I", *numbers)
+    except struct.error as error:
+        raise InternalError(f"a plan cannot be encoded: {error}: {plan}") from error
+
+
+def decode(data: bytes) -> StepPlan:
+    """Raises InternalError for bytes that `encode` cannot have made."""
+    if len(data) < _HEADER.size:
+        raise InternalError(f"malformed plan: {len(data)} bytes, the header alone has {_HEADER.size}")
+    magic, epoch, step, tokens_hash, operation, *counts = _HEADER.unpack_from(data)
+    if magic != _MAGIC or operation not in Operation:
+        raise InternalError(f"malformed plan: starts with {magic!r}, operation {operation}")
+    leaves, drops, joins, grants, runs, drafts, total = counts
+    joins_at = _HEADER.size + _ID_BYTES * drops
+    numbers_at = joins_at + _JOIN.size * joins
+    if len(data) != numbers_at + 4 * total:
+        raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {numbers_at + 4 * total}")
+    numbers = struct.unpack_from(f"<{total}I", data, numbers_at)
+    fixed = leaves + 2 * (grants + runs + drafts)
+    pairs = list(zip(numbers[leaves:fixed:2], numbers[leaves + 1 : fixed : 2], strict=False))
+    granted, ran, drafted = pairs[:grants], pairs[grants : grants + runs], pairs[grants + runs :]
+    if fixed + sum(count for _, count in (*granted, *drafted)) != total:
+        raise InternalError(f"malformed plan: its counts {counts} do not add up")
+    rest = iter(numbers[fixed:])
+    return StepPlan(
+        epoch=epoch,
+        step=step,
+        tokens_hash=tokens_hash,
+        leaves=numbers[:leaves],
+        drops=tuple(data[at : at + _ID_BYTES] for at in range(_HEADER.size, joins_at, _ID_BYTES)),
+        joins=tuple(Join(*values) for values in _JOIN.iter_unpack(data[joins_at:numbers_at])),
+        grants=tuple(Grant(row, _take(rest, count)) for row, count in granted),
+        runs=tuple(Run(row, count) for row, count in ran),
+        drafts=tuple((row, _take(rest, count)) for row, count in drafted),
+        operation=Operation(operation),
+    )
+
+
+def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
+    return tuple(itertools.islice(numbers, count))

@@ -1,0 +1,71 @@
+"""Limits: what the engine can hold, and the edge where a request that can never run is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from allspan.protos.errors import ConfigError, InvalidRequest
+from allspan.worker.cache.budget import pages_of
+from allspan.worker.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes that scheduling depends on. Raises ConfigError for one that cannot be."""
+
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of a request, prompt and output."""
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise ConfigError(f"{field.name} is {value}, must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request may need a token in each step"
+            )
+
+    def admit(self, request: Request) -> None:
+        """Sets `request.max_tokens`: what was asked for, cut to what the context leaves. Raises InvalidRequest, naming the
+        first bad field, for a request that can never run."""
+        ids = request.prompt_token_ids
+        self._check_prompt(ids)
+        for i, token_id in enumerate(request.params.stop_token_ids):
+            if token_id >= self.vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids[{i}] is {token_id}, must be less than the vocabulary size ({self.vocab_size})",
+                    "stop_token_ids",
+                )
+        request.max_tokens = min(request.params.max_tokens, self.max_model_len - len(ids))
+        # The last token is sampled, never computed: it takes no place in the cache.
+        pages = pages_of(len(ids) + request.max_tokens - 1, self.page_size)
+        if pages > self.num_pages:
+            raise InvalidRequest(
+                f"prompt_token_ids ({len(ids)}) and max_tokens ({request.max_tokens}) need {pages} pages of "
+                f"{self.page_size} tokens, the whole cache has {self.num_pages}; at most "
+                f"{self.num_pages * self.page_size + 1} tokens fit",
+                "max_tokens",
+            )
+
+    def _check_prompt(self, ids: tuple[int, ...]) -> None:
+        if not ids:
+            raise InvalidRequest("prompt_token_ids is empty, must have at least 1 token", "prompt_token_ids")
+        if len(ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"prompt_token_ids has {len(ids)} tokens, must be at most {self.max_model_len - 1}: the context "
+                f"(max_model_len) is {self.max_model_len} tokens, prompt and output together",
+                "prompt_token_ids",
+            )
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < self.vocab_size)
+            raise InvalidRequest(
+                f"prompt_token_ids[{i}] is {ids[i]}, must be from 0 to {self.vocab_size - 1}", "prompt_token_ids"
+            )

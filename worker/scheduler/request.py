@@ -1,0 +1,102 @@
+"""Request: a payload as it lies in every rank's inbox, and its life on the leader."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from allspan.protos.errors import InternalError
+from allspan.protos.sampling import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+_S = RequestStatus
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING: frozenset({_S.RUNNING, _S.CANCELLED, _S.FAILED}),
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.FINISHED, _S.CANCELLED, _S.FAILED}),
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.CANCELLED, _S.FAILED}),
+    _S.FINISHED: frozenset(),
+    _S.CANCELLED: frozenset(),
+    _S.FAILED: frozenset(),
+}
+"""A preempted request waits like a new one, with its output kept; nothing leaves the last three."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. What stands before `status` is the payload, equal on every rank; the rest is the leader's record.
+
+    `request_id` is 16 bytes; `params.seed` is set by whoever accepted the request, so that all ranks draw alike.
+    """
+
+    request_id: bytes
+    client_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    row: int = -1
+    num_computed: int = 0
+    """Tokens whose KV lies in `pages`."""
+    pages: list[int] = field(default_factory=list)
+    max_tokens: int = 0
+    """`params.max_tokens`, cut to what the context leaves; set on admission."""
+    order: int = 0
+    """Counts arrivals."""
+    arrived_at: float = 0.0
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.request_id) != 16:
+            raise InternalError(f"request_id has {len(self.request_id)} bytes, must be 16")
+        if self.params.seed is None:
+            raise InternalError("a request without a seed reached the engine: its ranks could not draw alike")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed; 1 is a decode."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed
+
+    def move(self, status: RequestStatus) -> None:
+        """Changes the status. Raises InternalError for a step that TRANSITIONS does not have."""
+        if status not in TRANSITIONS[self.status]:
+            raise InternalError(f"request {self.request_id.hex()} cannot go from {self.status.value} to {status.value}")
+        self.status = status
+
+    def digest(self) -> int:
+        """64 bits over the payload: two ranks that hold the same one agree (BLAKE2b, RFC 7693)."""
+        p = self.params
+        head = struct.pack(
+            "<16sQQdiddQ?iQQ",
+            self.request_id,
+            len(self.prompt_token_ids),
+            p.max_tokens,
+            p.temperature,
+            max(p.top_k, 0),
+            p.top_p,
+            p.min_p,
+            p.seed,
+            p.ignore_eos,
+            -1 if p.logprobs is None else p.logprobs,
+            p.min_tokens,
+            len(p.stop_token_ids),
+        )
+        ids = np.asarray(self.prompt_token_ids + p.stop_token_ids, dtype="<i8").tobytes()
+        return int.from_bytes(hashlib.blake2b(head + ids, digest_size=8).digest(), "little")
