@@ -1,0 +1,103 @@
+"""Chat templates: Jinja as model publishers write it, run where it can do no harm.
+
+The names and settings that a template may count on are those of Hugging Face's `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from allspan.protos.errors import CheckpointError, InvalidRequest
+
+MAX_RENDERED_CHARS = 4 * 2**20
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} … {% endgeneration %} marks the assistant's part for training; here its body is just rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class ChatTemplate:
+    """One compiled template with the model's begin- and end-of-sequence texts."""
+
+    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", extra: Mapping[str, str] | None = None) -> None:
+        """`extra`: further special tokens that the template may name. Raises CheckpointError for bad Jinja."""
+        self.source = source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self._extra = dict(extra or {})
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template is no valid Jinja: {_one_line(error)}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """The prompt's text. Raises InvalidRequest, in one line, for whatever the template objects to."""
+        values: dict[str, Any] = {"tools": None, "documents": None}
+        values |= self._extra | {"bos_token": self.bos_token, "eos_token": self.eos_token} | kwargs
+        values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate(values):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_RENDERED_CHARS:
+                    raise InvalidRequest(
+                        f"messages render to more than {MAX_RENDERED_CHARS} characters, the limit of a prompt", "messages"
+                    )
+        except InvalidRequest:
+            raise
+        except Exception as error:  # a template is foreign code: whatever it raises is about this request
+            raise InvalidRequest(f"the chat template refuses messages: {_one_line(error)}", "messages") from error
+        return "".join(parts)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+

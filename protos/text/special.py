@@ -1,0 +1,44 @@
+"""Cutting the texts of special tokens out of a prompt, the way llama.cpp does: the longest texts first, everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+
+class SpecialTokens:
+    """`control` texts count only where the caller lets text speak for the model; `defined` ones always do."""
+
+    def __init__(self, control: Mapping[str, int], defined: Mapping[str, int]) -> None:
+        self._all = _Cutter({**control, **defined})
+        self._defined = _Cutter(defined)
+
+    def split(self, text: str, parse_special: bool) -> list[str | int]:
+        """The text in order, as ids of special tokens and stretches of other text (never empty)."""
+        return (self._all if parse_special else self._defined).split(text)
+
+
+class _Cutter:
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = dict(ids)
+        # Longest in UTF-8 bytes first; among equals the first id.
+        self._texts = sorted(self._ids, key=lambda text: (-len(text.encode()), self._ids[text]))
+        self._any = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+
+    def split(self, text: str) -> list[str | int]:
+        parts: list[str | int] = [text] if text else []
+        present = set(self._any.findall(text))
+        if not present:
+            return parts
+        for special in self._texts:
+            if special in text:
+                parts = [piece for part in parts for piece in self._cut(part, special)]
+        return parts
+
+    def _cut(self, part: str | int, special: str) -> list[str | int]:
+        if isinstance(part, int) or special not in part:
+            return [part]
+        pieces: list[str | int] = []
+        for stretch in part.split(special):
+            pieces += [stretch, self._ids[special]] if stretch else [self._ids[special]]
+        return pieces[:-1]

@@ -1,0 +1,45 @@
+"""Finding stop strings in text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, and holds back only what could still become one.
+
+    The first stop string is the one that begins first; of several that begin there, the one listed first.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """(text that is safe to show, the stop string that was found or None). Nothing comes after a match."""
+        if self._matched is not None:
+            return "", self._matched
+        text = self._held + delta
+        found = [(at, order) for order, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
+        pending = self._pending(text)
+        if found and min(found)[0] <= pending:
+            at, order = min(found)
+            self._matched, self._held = self._stops[order], ""
+            return text[:at], self._matched
+        self._held = text[pending:]
+        return text[:pending], None
+
+    def finish(self) -> str:
+        """What was held back, at the end of an output without a match."""
+        text, self._held = self._held, ""
+        return text
+
+    def _pending(self, text: str) -> int:
+        """Where the longest suffix begins that is the beginning of some stop string (len(text): nowhere)."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            suffix = text[start:]
+            if any(len(stop) > len(suffix) and stop.startswith(suffix) for stop in self._stops):
+                return start
+        return len(text)
