@@ -1,0 +1,126 @@
+"""WorkerConfig as JSON: the file that a launcher writes and every rank of a world reads.
+
+    {"model": {…}, "service": {…}, "cache": {…}, "scheduler": {…}, "parallel": {…},
+     "ranks": [{"threads": 4, "cpus": [0, 1, 2, 3]}, …]}
+
+One object a concern, with the fields of `allspan.protos.config` as keys; those with defaults may be missing. `ranks` is
+optional: entry K holds what rank K has otherwise than "parallel" says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from typing import Any, TypeVar, get_type_hints
+
+from allspan.protos.config import ParallelConfig, WorkerConfig
+from allspan.protos.errors import ConfigError
+
+T = TypeVar("T")
+
+CHOICES: dict[str, tuple[str | int, ...]] = {
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "model.load_format": ("auto", "dummy"),
+    "model.device": ("cpu", "cuda"),
+    "cache.page_size": (16, 32, 64, 128),
+    "cache.kv_cache_dtype": ("auto", "float32", "bfloat16"),
+    "parallel.collectives": ("auto", "window", "mpi"),
+}
+LEAST: dict[str, float] = {
+    "model.max_model_len": 0,
+    "cache.kv_cache_bytes": 0,
+    "scheduler.max_num_seqs": 1,
+    "scheduler.max_num_batched_tokens": 1,
+    "scheduler.max_queued_requests": 1,
+    "parallel.threads": 1,
+    "parallel.timeout_s": 0.1,
+    "service.epoch": 0,
+    "service.supervisor_pid": 0,
+}
+
+
+def to_json(config: WorkerConfig, ranks: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The file's text; `ranks` are the overrides of "parallel", one a rank."""
+    values = asdict(config)
+    if ranks:
+        values["ranks"] = [dict(rank) for rank in ranks]
+    return json.dumps(values, indent=1)
+
+
+def from_json(text: str, rank: int = 0) -> WorkerConfig:
+    """What rank `rank` is told. Raises ConfigError naming the key that is unknown, missing or of a wrong kind or value."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the worker's configuration is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"the worker's configuration must be an object, is {_shown(values)}")
+    ranks = values.pop("ranks", [])
+    config = _dataclass(WorkerConfig, values, "")
+    if not isinstance(ranks, list) or (ranks and rank >= len(ranks)):
+        raise ConfigError(f"ranks must be a list with an entry for each rank (this is rank {rank}), is {_shown(ranks)}")
+    if ranks:
+        own = {key: value for key, value in asdict(config.parallel).items() if key not in ranks[rank]} | ranks[rank]
+        config = replace(config, parallel=_dataclass(ParallelConfig, own, f"ranks[{rank}]"))
+    check(config)
+    return config
+
+
+def check(config: WorkerConfig) -> WorkerConfig:
+    """The same config; raises ConfigError naming the first field whose value cannot be."""
+    for key, allowed in CHOICES.items():
+        if (value := _value(config, key)) not in allowed:
+            raise ConfigError(f"{key} is {_shown(value)}, must be one of {', '.join(map(str, allowed))}")
+    for key, least in LEAST.items():
+        if not _value(config, key) >= least:
+            raise ConfigError(f"{key} is {_value(config, key)}, must be at least {least:g}")
+    for key in ("model.path", "model.name", "service.run_dir"):
+        if not _value(config, key):
+            raise ConfigError(f"{key} is empty")
+    threads, cpus = config.parallel.threads, config.parallel.cpus
+    if cpus and len(cpus) != threads:
+        raise ConfigError(f"parallel.cpus has {len(cpus)} processors, must have one for each of {threads} threads, or none")
+    return config
+
+
+def _value(config: WorkerConfig, key: str) -> Any:
+    group, _, name = key.partition(".")
+    return getattr(getattr(config, group), name)
+
+
+def _dataclass(cls: type[T], values: Any, where: str) -> T:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must be an object, is {_shown(values)}")
+    hints = get_type_hints(cls)
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            raise ConfigError(f"unknown key {_join(where, key)!r}; known are {', '.join(names)}")
+    for field in fields(cls):  # type: ignore[arg-type]
+        if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{_join(where, field.name)} is missing")
+    return cls(**{key: _convert(hints[key], value, _join(where, key)) for key, value in values.items()})
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _dataclass(kind, value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind in (int, str, bool, float):
+        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+            raise ConfigError(f"{where} is {_shown(value)}, must be of type {kind.__name__}")
+        return value
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise ConfigError(f"{where} is {_shown(value)}, must be a list of integers of at least 0")
+    return tuple(value)
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:80]

@@ -1,0 +1,164 @@
+"""Collectives and the plan channel over plain MPI: for ranks on several hosts, and wherever the window cannot be had.
+
+Upper-case buffer calls only (the lower-case ones pickle). Everything is non-blocking and tested until its deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from allspan.protos.errors import DeadlineExceeded, InternalError
+
+_TYPES = {torch.float32: MPI.FLOAT, torch.int32: MPI.INT32_T}
+_SPINS = 200
+_YIELD_S = 0.002
+_LONGEST_SLEEP_S = 0.002
+
+
+def wait(request: Any, timeout: float, what: str, comm: Any) -> None:
+    """Waits for a request: tries a while, then yields, then sleeps. DeadlineExceeded after `timeout` seconds."""
+    if not poll(request, timeout):
+        peers = ", ".join(str(rank) for rank in range(comm.size) if rank != comm.rank)
+        raise DeadlineExceeded(f"rank {comm.rank} waited {timeout:g} s for rank {peers} in {what}")
+
+
+def poll(request: Any, timeout: float) -> bool:
+    """Whether a request completes within `timeout` seconds."""
+    for _ in range(_SPINS):
+        if request.Test():
+            return True
+    start = time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - start
+        if waited > timeout:
+            return False
+        if waited < _YIELD_S:
+            os.sched_yield()
+        else:
+            time.sleep(min(waited / 8, _LONGEST_SLEEP_S))
+    return True
+
+
+class MpiCollectives:
+    """See `allspan.worker.parallel.base.Collectives`. How MPI orders its sums is its own affair."""
+
+    def __init__(self, comm: Any, timeout: float, name: str = "tp") -> None:
+        self.name = name
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self._comm = comm
+        self._timeout = timeout
+
+    def all_reduce(self, x: Tensor) -> None:
+        buffer = [_array(x), MPI.FLOAT]
+        self._wait(self._comm.Iallreduce(MPI.IN_PLACE, buffer, MPI.SUM), "all_reduce")
+
+    def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
+        m, width = x.shape
+        mine = self._rows(m, self.rank)
+        send = torch.cat([x[rank :: self.size].reshape(-1) for rank in range(self.size)])
+        received = torch.empty(mine * sum(widths))
+        send_counts = [self._rows(m, rank) * width for rank in range(self.size)]
+        counts = [mine * w for w in widths]
+        request = self._comm.Ialltoallv(
+            [_array(send), (send_counts, _starts(send_counts)), MPI.FLOAT],
+            [_array(received), (counts, _starts(counts)), MPI.FLOAT],
+        )
+        self._wait(request, "exchange_rows")
+        column = 0
+        for part, part_width in zip(received.split(counts), widths, strict=True):
+            out[:, column : column + part_width] = part.view(mine, part_width)
+            column += part_width
+
+    def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
+        m, width = out.shape
+        counts = [self._rows(m, rank) * width for rank in range(self.size)]
+        received = torch.empty(m * width, dtype=out.dtype)
+        kind = _TYPES[out.dtype]
+        target = [_array(received), (counts, _starts(counts)), kind]
+        self._wait(self._comm.Iallgatherv([_array(x), kind], target), "all_gather_rows")
+        for rank, part in enumerate(received.split(counts)):
+            out[rank :: self.size] = part.view(-1, width)
+
+    def barrier(self) -> None:
+        self._wait(self._comm.Ibarrier(), "barrier")
+
+    def close(self) -> None:
+        pass
+
+    def _rows(self, m: int, rank: int) -> int:
+        return len(range(rank, m, self.size))
+
+    def _wait(self, request: Any, what: str) -> None:
+        wait(request, self._timeout, what, self._comm)
+
+
+class MpiPlanChannel:
+    """See `allspan.worker.parallel.base.PlanChannel`. A plan is one broadcast: its length, then its first bytes; what does
+    not fit follows in a second one. Every 64 plans a barrier, left running meanwhile, bounds how far the leader runs ahead.
+    """
+
+    _INLINE = 4096
+    _HEADER = 8
+    _FENCE_EVERY = 64
+
+    def __init__(self, comm: Any, timeout: float) -> None:
+        self._comm = comm
+        self._timeout = timeout
+        self._buffer = np.zeros(self._HEADER + self._INLINE, dtype=np.uint8)
+        self._pending: Any = None
+        self._fence: Any = None
+        self._count = 0
+
+    def publish(self, data: bytes) -> None:
+        head = len(data).to_bytes(self._HEADER, "little") + data[: self._INLINE]
+        self._buffer[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+        wait(self._comm.Ibcast([self._buffer, MPI.BYTE], root=0), self._timeout, "publish", self._comm)
+        if len(data) > self._INLINE:
+            rest = np.frombuffer(data, dtype=np.uint8, offset=self._INLINE).copy()
+            wait(self._comm.Ibcast([rest, MPI.BYTE], root=0), self._timeout, "publish", self._comm)
+        self._advance()
+
+    def receive(self, timeout: float) -> bytes | None:
+        if self._pending is None:
+            self._pending = self._comm.Ibcast([self._buffer, MPI.BYTE], root=0)
+        if not poll(self._pending, timeout):
+            return None
+        self._pending = None
+        length = int.from_bytes(self._buffer[: self._HEADER].tobytes(), "little")
+        data = self._buffer[self._HEADER : self._HEADER + min(length, self._INLINE)].tobytes()
+        if length > self._INLINE:
+            rest = np.empty(length - self._INLINE, dtype=np.uint8)
+            wait(self._comm.Ibcast([rest, MPI.BYTE], root=0), self._timeout, "receive", self._comm)
+            data += rest.tobytes()
+        self._advance()
+        return data
+
+    def close(self) -> None:
+        """Only after the last plan was received everywhere: a broadcast that is still awaited cannot be taken back."""
+        if self._fence is not None:
+            wait(self._fence, self._timeout, "close", self._comm)
+            self._fence = None
+
+    def _advance(self) -> None:
+        self._count += 1
+        if self._count % self._FENCE_EVERY == 0:
+            self.close()
+            self._fence = self._comm.Ibarrier()
+
+
+def _array(x: Tensor) -> Any:
+    if not x.is_contiguous() or x.dtype not in _TYPES:
+        raise InternalError(f"a collective needs contiguous float32 or int32, not {x.dtype} with strides {x.stride()}")
+    return x.numpy()
+
+
+def _starts(counts: list[int]) -> list[int]:
+    return [sum(counts[:i]) for i in range(len(counts))]

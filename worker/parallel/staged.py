@@ -1,0 +1,38 @@
+"""Collectives for tensors that lie on a device, through copies in host memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from allspan.worker.parallel.base import Collectives
+
+
+class StagedCollectives:
+    """See `allspan.worker.parallel.base.Collectives`; `inner` works on host memory."""
+
+    def __init__(self, inner: Collectives) -> None:
+        self.name = inner.name
+        self.rank = inner.rank
+        self.size = inner.size
+        self._inner = inner
+
+    def all_reduce(self, x: Tensor) -> None:
+        host = x.cpu()
+        self._inner.all_reduce(host)
+        x.copy_(host)
+
+    def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
+        host = out.cpu()
+        self._inner.exchange_rows(x.cpu(), widths, host)
+        out.copy_(host)
+
+    def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
+        host = out.cpu()
+        self._inner.all_gather_rows(x.cpu(), host)
+        out.copy_(host)
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def close(self) -> None:
+        self._inner.close()

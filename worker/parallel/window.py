@@ -1,0 +1,124 @@
+"""Collectives and the plan channel between ranks of one host, in memory that they share; the work is native code
+(`kernels/cpu/collectives.cpp`), which describes the algorithms."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.protos.errors import DeadlineExceeded, InternalError
+
+SLOT_BYTES = 64 * 1024
+PLAN_SLOT_BYTES = 4096
+SPINS = 200
+"""Tries before waiting yields, some 10 µs: a peer that is later than that may need this very processor."""
+PLAN_SPIN_S = 100e-6
+"""A follower spins for the next plan this long before it sleeps, which is about what a leader takes between two steps."""
+
+
+def load_native() -> Any | None:
+    """The compiled module, or None where it was not built."""
+    try:
+        module = importlib.import_module("allspan.kernels.cpu._native")
+    except ImportError:
+        return None
+    return module if hasattr(module, "PlanRing") else None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The same zeroed bytes on every rank of a host. `address` is this process's, aligned to 64."""
+
+    address: int
+    rank: int
+    size: int
+    free: Callable[[], None]
+    """Every rank calls it, once, at the end."""
+
+
+def bytes_needed(native: Any, size: int) -> tuple[int, int]:
+    """Bytes of shared memory for `size` ranks, and how many of the first must be zero."""
+    ring = int(native.PlanRing.bytes(size, PLAN_SLOT_BYTES))
+    return ring + int(native.Window.bytes(size, SLOT_BYTES)), ring + int(native.Window.bytes(size, 0))
+
+
+class WindowCollectives:
+    """See `allspan.worker.parallel.base.Collectives`. Sums are in rank order and the same bits on every rank."""
+
+    def __init__(self, native: Any, memory: SharedMemory, spins: int, timeout: float, name: str = "tp") -> None:
+        self.name = name
+        self.rank = memory.rank
+        self.size = memory.size
+        self._memory: SharedMemory | None = memory
+        start = memory.address + native.PlanRing.bytes(memory.size, PLAN_SLOT_BYTES)
+        self._window = native.Window(start, memory.rank, memory.size, SLOT_BYTES, spins, timeout)
+
+    def all_reduce(self, x: Tensor) -> None:
+        with _deadline():
+            self._window.all_reduce(_pointer(x, (torch.float32,)), x.numel())
+
+    def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
+        m = x.shape[0]
+        if x.shape[1] != widths[self.rank] or out.shape != (len(range(self.rank, m, self.size)), sum(widths)):
+            raise InternalError(f"exchange_rows of {tuple(x.shape)} by {widths} into {tuple(out.shape)}")
+        kinds = (torch.float32,)
+        with _deadline():
+            self._window.exchange_rows(_pointer(x, kinds), m, list(widths), _pointer(out, kinds))
+
+    def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
+        m, width = out.shape
+        if x.shape != (len(range(self.rank, m, self.size)), width) or x.dtype != out.dtype:
+            raise InternalError(f"all_gather_rows of {tuple(x.shape)} {x.dtype} into {tuple(out.shape)} {out.dtype}")
+        kinds = (torch.float32, torch.int32)
+        with _deadline():
+            self._window.all_gather_rows(_pointer(x, kinds), m, width, _pointer(out, kinds))
+
+    def barrier(self) -> None:
+        with _deadline():
+            self._window.barrier()
+
+    def close(self) -> None:
+        """Every rank calls it; the plan channel on the same memory ends with it."""
+        if self._memory is not None:
+            memory, self._memory = self._memory, None
+            memory.free()
+
+
+class WindowPlanChannel:
+    """See `allspan.worker.parallel.base.PlanChannel`. A follower sleeps on a futex between plans."""
+
+    def __init__(self, native: Any, memory: SharedMemory, spin: float, timeout: float) -> None:
+        self._ring = native.PlanRing(memory.address, memory.rank, memory.size, PLAN_SLOT_BYTES, spin, timeout)
+
+    def publish(self, data: bytes) -> None:
+        with _deadline():
+            self._ring.publish(data)
+
+    def receive(self, timeout: float) -> bytes | None:
+        """None also when a signal came, so that its handler runs."""
+        with _deadline():
+            data: bytes | None = self._ring.receive(timeout)
+        return data
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def _deadline() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(str(error)) from None
+
+
+def _pointer(x: Tensor, kinds: tuple[torch.dtype, ...]) -> int:
+    if not x.is_contiguous() or x.dtype not in kinds or x.device.type != "cpu":
+        raise InternalError(f"a collective needs contiguous {kinds}, not {x.dtype} on {x.device} with strides {x.stride()}")
+    return x.data_ptr()

@@ -1,0 +1,228 @@
+"""Joins this process to its world: starts MPI, picks the collectives, and ends all ranks together when one fails.
+
+A world of one rank needs no MPI at all and never loads it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol
+
+from allspan.protos.config import ParallelConfig
+from allspan.protos.errors import ConfigError
+from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.parallel.staged import StagedCollectives
+from allspan.worker.parallel.window import (
+    PLAN_SPIN_S,
+    SPINS,
+    SharedMemory,
+    WindowCollectives,
+    WindowPlanChannel,
+    bytes_needed,
+    load_native,
+)
+
+_PLACES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS"),
+)
+_GATHER_BYTES = 1024
+_LOAD_TIMEOUT_S = 3600.0
+"""Ranks may read their weights at very different speeds; that a peer died meanwhile is mpirun's to notice."""
+
+
+def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """(rank, size) as mpirun told this process, known before MPI starts; None when no mpirun started it."""
+    for rank, size in _PLACES:
+        if environment.get(rank, "").isdigit() and environment.get(size, "").isdigit():
+            return int(environment[rank]), int(environment[size])
+    return None
+
+
+class World(Protocol):
+    """All ranks of a world. `groups` names the collectives of each kind of parallelism ("tp", "ep", "dp")."""
+
+    rank: int
+    size: int
+    kind: str
+    """Of the collectives: "local", "window" or "mpi"."""
+    groups: dict[str, Collectives]
+    channel: PlanChannel | None
+
+    def agree_min(self, value: int) -> int:
+        """The least of all ranks' values, on every rank."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's data (at most 1 KiB, no zero byte at its end) on rank 0, in rank order; nothing elsewhere."""
+
+    def barrier(self) -> None: ...
+
+    def abort(self, code: int) -> NoReturn:
+        """Ends every rank of the world at once."""
+
+    def close(self) -> None:
+        """The orderly end; every rank calls it."""
+
+
+def join_world(config: ParallelConfig, device: str = "cpu") -> World:
+    """ConfigError when "window" is asked for and cannot be had."""
+    told = place()
+    if told is None or told[1] == 1:
+        return LocalWorld()
+    return MpiWorld(config, device)
+
+
+class LocalWorld:
+    """A world of this process alone."""
+
+    rank = 0
+    size = 1
+    kind = "local"
+    channel: PlanChannel | None = None
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Collectives] = _groups(LocalCollectives())
+
+    def agree_min(self, value: int) -> int:
+        return value
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def barrier(self) -> None:
+        pass
+
+    def abort(self, code: int) -> NoReturn:
+        _flush()
+        os._exit(code)
+
+    def close(self) -> None:
+        pass
+
+
+class MpiWorld:
+    """The ranks that one mpirun started. Only the main thread may use it."""
+
+    def __init__(self, config: ParallelConfig, device: str) -> None:
+        self._mpi = _start_mpi()
+        self._comm = self._mpi.COMM_WORLD
+        self._config = config
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+        memory, native, why_not = self._shared_memory()
+        if memory is None and config.collectives == "window":
+            raise ConfigError(f'collectives is "window", but {why_not}; use "auto" or "mpi"')
+        if memory is None and why_not and self.rank == 0:
+            print(f"allspan: collectives go through MPI: {why_not}", file=sys.stderr, flush=True)
+        self.kind = "mpi" if memory is None else "window"
+        collectives, self.channel = self._mpi_pair() if memory is None else self._window_pair(memory, native)
+        self.groups: dict[str, Collectives] = _groups(collectives if device == "cpu" else StagedCollectives(collectives))
+
+    def agree_min(self, value: int) -> int:
+        import numpy as np
+
+        buffer = np.array([value], dtype=np.int64)
+        self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, [buffer, self._mpi.INT64_T], self._mpi.MIN), "agree_min")
+        return int(buffer[0])
+
+    def gather(self, data: bytes) -> list[bytes]:
+        import numpy as np
+
+        if len(data) > _GATHER_BYTES:
+            raise ConfigError(f"rank {self.rank} has {len(data)} bytes to tell, at most {_GATHER_BYTES}: {data[:80]!r}…")
+        mine = np.frombuffer(data.ljust(_GATHER_BYTES, b"\0"), dtype=np.uint8).copy()
+        everyone = np.empty(self.size * _GATHER_BYTES if self.rank == 0 else 0, dtype=np.uint8)
+        self._wait(self._comm.Igather([mine, self._mpi.BYTE], [everyone, self._mpi.BYTE], root=0), "gather")
+        return [part.tobytes().rstrip(b"\0") for part in everyone.reshape(-1, _GATHER_BYTES)]
+
+    def barrier(self) -> None:
+        self._wait(self._comm.Ibarrier(), "barrier")
+
+    def abort(self, code: int) -> NoReturn:
+        _flush()
+        self._comm.Abort(code)
+        os._exit(code)
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        self.groups["tp"].close()
+        self._mpi.Finalize()
+
+    def _shared_memory(self) -> tuple[SharedMemory | None, Any, str]:
+        """Memory that all ranks share and the native module that works on it; or else why there is none."""
+        if self._config.collectives == "mpi":
+            return None, None, ""
+        host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        hosts_agree = self.agree_min(int(host.size == self.size))
+        native = load_native()
+        natives_agree = self.agree_min(int(native is not None))
+        if not hosts_agree or not natives_agree:
+            host.Free()
+            return None, None, "the compiled kernels are not installed" if hosts_agree else "the ranks are on several hosts"
+        needed, zeroed = bytes_needed(native, self.size)
+        window = self._mpi.Win.Allocate_shared(needed + 64 if self.rank == 0 else 0, 1, comm=host)
+        buffer, _ = window.Shared_query(0)
+        offset = -buffer.address % 64
+        if self.rank == 0:
+            buffer[offset : offset + zeroed] = bytes(zeroed)
+        self.barrier()
+
+        def free() -> None:
+            window.Free()
+            host.Free()
+
+        return SharedMemory(buffer.address + offset, self.rank, self.size, free), native, ""
+
+    def _window_pair(self, memory: SharedMemory, native: Any) -> tuple[Collectives, PlanChannel]:
+        timeout = self._config.timeout_s
+        crowded = self._config.oversubscribed or self._threads() > len(os.sched_getaffinity(0))
+        return (
+            WindowCollectives(native, memory, 0 if crowded else SPINS, timeout),
+            WindowPlanChannel(native, memory, 0.0 if crowded else PLAN_SPIN_S, timeout),
+        )
+
+    def _mpi_pair(self) -> tuple[Collectives, PlanChannel]:
+        from allspan.worker.parallel.mpi import MpiCollectives, MpiPlanChannel
+
+        timeout = self._config.timeout_s
+        return MpiCollectives(self._comm.Dup(), timeout), MpiPlanChannel(self._comm.Dup(), timeout)
+
+    def _threads(self) -> int:
+        """Compute threads of all ranks (they share this host)."""
+        return self.size * -self.agree_min(-self._config.threads)
+
+    def _wait(self, request: Any, what: str) -> None:
+        from allspan.worker.parallel.mpi import wait
+
+        wait(request, _LOAD_TIMEOUT_S, what, self._comm)
+
+
+def _start_mpi() -> Any:
+    """MPI, for calls from the main thread alone. That a process ends without MPI_Finalize is told to mpirun, not hidden."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    return MPI
+
+
+def _groups(collectives: Collectives) -> dict[str, Collectives]:
+    return dict.fromkeys(("tp", "ep", "dp"), collectives)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def host_name() -> str:
+    return socket.gethostname()
