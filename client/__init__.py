@@ -1,1 +1,1 @@
-"""The facade (`ClientEngine`), results, the gateway, and benchmarks that drive a server. Never torch, never `worker`."""
+"""The facade (`ClientEngine`), the gateway, and benchmarks that drive a server. Never torch, never `worker`."""

@@ -1,6 +1,6 @@
 """From a request's tokens to its text: incremental, never half a character, cut before a stop string.
 
-Shared by `generate` and the gateway. The owner of the request stops it on the engine when `TextDelta.stopped_early` is set:
+Shared by `generate` and the gateway. The request's owner stops it on the engine when `TextDelta.stopped_early` is set:
 
     stream = TextStream(tokenizer, params)
     async for output in queue:
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allspan.protos.errors import InvalidRequest
 from allspan.protos.results import Output, TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import Detokenizer, StopStrings, Tokenizer
@@ -39,10 +40,16 @@ class TextDelta:
 
 
 class TextStream:
-    """Feeds on the outputs of one request, in order. The text leaves out special tokens and the token that ended it."""
+    """Feeds on the outputs of one request, in order. The text leaves out special tokens and the token that ended it.
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    `continues`: the text goes on from the prompt's, so that a first word keeps its space (see Detokenizer).
+    Without a tokenizer the text stays empty; stop strings need one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, continues: bool = False) -> None:
+        if tokenizer is None and params.stop:
+            raise InvalidRequest(f"stop is {list(params.stop)}, the model has no tokenizer; use stop_token_ids", "stop")
+        self._detokenizer = Detokenizer(tokenizer, continues=continues) if tokenizer else None
         self._stops = StopStrings(params.stop) if params.stop else None
         self._finished = False
 
@@ -59,26 +66,34 @@ class TextStream:
         return self._push_until_stop(output, self._stops)
 
     def _push_all(self, output: Output) -> TextDelta:
-        text = self._detokenizer.push(_visible(output))
+        text = self._text(_visible(output))
         if output.finish_reason:
             self._finished = True
-            text += self._detokenizer.finish()
+            text += self._rest()
         return TextDelta(text, output.token_ids, output.logprobs, output.finish_reason, output.stop_token_id)
 
     def _push_until_stop(self, output: Output, stops: StopStrings) -> TextDelta:
         text = ""
         for count, token_id in enumerate(_visible(output), start=1):
-            text += stops.push(self._detokenizer.push((token_id,)))
-            if stops.matched is not None:
-                return self._cut(text, output, count, stops.matched)
+            sure, matched = stops.push(self._text((token_id,)))
+            text += sure
+            if matched is not None:
+                return self._cut(text, output, count, matched)
         if not output.finish_reason:
             return TextDelta(text, output.token_ids, output.logprobs)
-        text += stops.push(self._detokenizer.finish())
-        if stops.matched is not None:
-            return self._cut(text, output, len(output.token_ids), stops.matched)
+        sure, matched = stops.push(self._rest())
+        text += sure
+        if matched is not None:
+            return self._cut(text, output, len(output.token_ids), matched)
         self._finished = True
         text += stops.finish()
         return TextDelta(text, output.token_ids, output.logprobs, output.finish_reason, output.stop_token_id)
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
+        return self._detokenizer.push(token_ids) if self._detokenizer else ""
+
+    def _rest(self) -> str:
+        return self._detokenizer.finish() if self._detokenizer else ""
 
     def _cut(self, text: str, output: Output, count: int, stop: str) -> TextDelta:
         self._finished = True

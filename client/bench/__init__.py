@@ -1,0 +1,1 @@
+"""Benchmarks that drive a cluster through the facade."""

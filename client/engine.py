@@ -1,0 +1,268 @@
+"""`ClientEngine`: the facade of a cluster, one that it starts for a model or one that it attaches to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from allspan.client.generation import Generation
+from allspan.client.loop import LoopThread
+from allspan.client.process import ClusterProcess
+from allspan.client.prompts import Params, checked_ids, params_list, parse_request_id, prompt_list, with_seed
+from allspan.client.session import Session
+from allspan.client.source import source_of
+from allspan.client.statistics import merged
+from allspan.client.transport.base import Connect
+from allspan.protos.cluster import ClusterInfo
+from allspan.protos.engine import Completion, EngineStatistics, Prompt
+from allspan.protos.errors import (
+    AllspanError,
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    ModelNotFound,
+)
+from allspan.protos.results import RequestHandle, ResultQueue
+from allspan.protos.sampling import SamplingParams
+from allspan.protos.text import Tokenizer, load_tokenizer
+
+CLOSE_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class ServeOptions(TypedDict, total=False):
+    """The flags of `allspan serve`, by their names with underscores; any other of its flags is passed on as well."""
+
+    ranks: int | None
+    threads: int | None
+    dtype: str
+    max_model_len: int
+    load_format: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+    oversubscribe: bool
+    no_restart: bool
+
+
+class ClientEngine:
+    """Every method of `allspan.protos.engine.EngineProtocol`, on a cluster; safe from any thread.
+
+        with ClientEngine("smollm2-135m-instruct", ranks=2) as engine:
+            print(engine.generate("The sky is")[0].text)
+
+    `model`: a model's name or path; a cluster is started for it, and ended with this engine.
+    `attach`: instead, a run directory, its cluster.json, or every rank's address, the leader's first.
+    `tokenizer`: folder or GGUF file, when the model's own path cannot be read from here.
+    `startup_timeout`: seconds until the cluster must be ready.
+    `quiet`: keep the log of a cluster started here off this process's standard error.
+    Further options are those of `allspan serve` (`ranks`, `threads`, `dtype`, `max_model_len` …).
+    Raises the AllspanError that says why there is no cluster.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        attach: str | Path | Sequence[str] | None = None,
+        tokenizer: str | Path | None = None,
+        startup_timeout: float = 600.0,
+        quiet: bool = False,
+        connect: Connect | None = None,
+        **serve_options: Unpack[ServeOptions],
+    ) -> None:
+        if (model is None) == (attach is None):
+            raise ConfigError("give either a model to start a cluster for, or attach=… for one that runs")
+        if attach is not None and serve_options:
+            raise ConfigError(f"{', '.join(serve_options)}: options for starting a cluster, not for attaching to one")
+        deadline = time.monotonic() + startup_timeout
+        process = None if model is None else ClusterProcess(str(model), serve_options, quiet)
+        self._process = process
+        self._tokenizer_path = tokenizer
+        self._tokenizer: Tokenizer | None = None
+        try:
+            where = process.wait_ready(startup_timeout) if process is not None else attach
+            assert where is not None
+            connect = connect or _grpc_connect()
+            self._session = Session(source_of(where, connect), connect)
+            self._loop = LoopThread("allspan-client")
+        except BaseException:
+            if process is not None:
+                process.close()
+            raise
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._session, process)
+        try:
+            self._loop.run(self._session.attach(max(deadline - time.monotonic(), 1.0)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        """The cluster as of the last world that this engine attached to."""
+        assert self._session.info is not None  # set by the constructor's attach
+        return self._session.info
+
+    @property
+    def model(self) -> str:
+        """The name that the model is served under."""
+        return self.cluster.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output."""
+        return self.cluster.max_model_len
+
+    @property
+    def is_ready(self) -> bool:
+        """Every rank of the cluster is there."""
+        return not self.down_cause
+
+    @property
+    def down_cause(self) -> str:
+        """Why requests are refused with Unavailable now; "" while the cluster is up."""
+        return self._session.down_cause
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's, loaded at first use. Raises CheckpointError or ModelNotFound, naming the path."""
+        if self._tokenizer is None:
+            path = self._tokenizer_path or self.cluster.model_path
+            try:
+                self._tokenizer = load_tokenizer(path)
+            except ModelNotFound as error:
+                raise ModelNotFound(f"no tokenizer: {error.message}; give tokenizer=PATH, or token ids") from None
+            except CheckpointError as error:
+                raise CheckpointError(f"no tokenizer: {error.message}; give tokenizer=PATH, or token ids") from None
+        return self._tokenizer
+
+    def start_model(self) -> None:
+        self._loop.run(self._session.control("start_model", 0.0))
+
+    def stop_model(self, timeout: float = 60.0) -> None:
+        self._loop.run(self._session.control("stop_model", timeout))
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def start_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> tuple[RequestHandle, ResultQueue]:
+        return self._loop.run(self._start(*self._request(prompt, sampling_params, request_id)))
+
+    async def astart_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> tuple[RequestHandle, ResultQueue]:
+        """`start_request` for asyncio; cancelling it leaves no request behind."""
+        request = await asyncio.to_thread(self._request, prompt, sampling_params, request_id)
+        return await self._loop.arun(self._start(*request))
+
+    def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        request_id = None if handle is None else parse_request_id(handle.request_id)
+        for queue in self._loop.run(_now(self._session.queues, request_id)):
+            if not queue.wait_finished(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                what = "requests run" if handle is None else f"request {handle.request_id} runs"
+                raise DeadlineExceeded(f"{what} still after timeout ({timeout:g} s)")
+
+    def stop_request(self, handle: RequestHandle) -> None:
+        self._loop.run(self._session.stop(parse_request_id(handle.request_id)))
+
+    async def astop_request(self, handle: RequestHandle) -> None:
+        """`stop_request` for asyncio."""
+        await self._loop.arun(self._session.stop(parse_request_id(handle.request_id)))
+
+    def release_request(self, handle: RequestHandle) -> None:
+        self._loop.run(_now(self._session.release, parse_request_id(handle.request_id)))
+
+    def statistics(self) -> EngineStatistics:
+        return merged(self._loop.run(self._session.statuses()))
+
+    async def astatistics(self) -> EngineStatistics:
+        """`statistics` for asyncio."""
+        return merged(await self._loop.arun(self._session.statuses()))
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
+        return self._loop.run(self._generation(prompts, sampling_params))
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
+        generation = await asyncio.to_thread(self._generation, prompts, sampling_params)
+        return await self._loop.arun(generation)
+
+    def __enter__(self) -> ClientEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generation(self, prompts: Prompt | Sequence[Prompt], params: Params) -> Coroutine[Any, Any, list[Completion]]:
+        """Checks and tokenises everything in the caller's thread, before anything is sent."""
+        listed = prompt_list(prompts)
+        seeded = params_list(params, len(listed))
+        encoded = [self._encode(prompt) for prompt in listed]
+        needs_text = any(isinstance(prompt, str) for prompt in listed) or any(entry.stop for entry in seeded)
+        return Generation(self._session, self._tokenizer_for(needs_text)).run(encoded, seeded)
+
+    def _tokenizer_for(self, needs_text: bool) -> Tokenizer | None:
+        """None when the model has none and nobody needs it: then completions carry token ids and an empty text."""
+        try:
+            return self.tokenizer
+        except AllspanError:
+            if needs_text:
+                raise
+            return None
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None
+    ) -> tuple[bytes, tuple[int, ...], SamplingParams]:
+        return parse_request_id(request_id), self._encode(prompt), with_seed(params)
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt)
+        return checked_ids(prompt, self.cluster)
+
+    async def _start(
+        self, request_id: bytes, prompt: tuple[int, ...], params: SamplingParams
+    ) -> tuple[RequestHandle, ResultQueue]:
+        queue = await self._session.start(request_id, prompt, params)
+        return RequestHandle(request_id.hex(), self.model), queue
+
+
+async def _now(function: Callable[..., T], *arguments: Any) -> T:
+    """A plain function, on the loop."""
+    return function(*arguments)
+
+
+async def _close_session(session: Session) -> None:
+    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+        await session.close()
+
+
+def _shut_down(loop: LoopThread, session: Session, process: ClusterProcess | None) -> None:
+    """Runs once: by close(), when the engine is collected, or when the program ends."""
+    try:
+        loop.run(_close_session(session))
+    except TimeoutError:
+        logger.warning("the ranks did not let go within %g s", CLOSE_TIMEOUT_S)
+    finally:
+        loop.close()
+        if process is not None:
+            process.close()
+
+
+def _grpc_connect() -> Connect:
+    """Imported late: a program may import the client, and fork, before it uses gRPC."""
+    from allspan.client.transport.grpc_transport import connect
+
+    return connect

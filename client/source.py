@@ -1,0 +1,85 @@
+"""Where a facade learns about its cluster: a run directory, or the addresses of the ranks alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from allspan.client.transport.base import STATUS, Connect
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.cluster import CLUSTER_FILE, ClusterInfo, RankInfo, read_cluster
+from allspan.protos.errors import ConfigError, Unavailable
+
+_ADDRESS = re.compile(r"(unix:|unix-abstract:|ipv[46]:|dns:).+|[^/\s]+:\d+")
+
+
+class ClusterSource(Protocol):
+    """Tells the state of a cluster at this moment."""
+
+    async def read(self) -> ClusterInfo:
+        """Raises ConfigError when nothing can be read, Unavailable or DeadlineExceeded when nobody answers."""
+        ...
+
+
+class RunDirectory:
+    """Reads `cluster.json`, which the supervisor and the leader keep true."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.parent if path.name == CLUSTER_FILE else path
+
+    async def read(self) -> ClusterInfo:
+        return read_cluster(self._path)
+
+
+class Addresses:
+    """Asks the ranks themselves; the leader's address comes first. A world that answers is "ready"."""
+
+    def __init__(self, addresses: Sequence[str], connect: Connect, timeout: float = 5.0) -> None:
+        if not addresses:
+            raise ConfigError("attach is an empty list; give the address of every rank, the leader's first")
+        self._addresses = tuple(f"unix:{address}" if address.startswith("/") else address for address in addresses)
+        self._connect = connect
+        self._timeout = timeout
+
+    async def read(self) -> ClusterInfo:
+        statuses = await asyncio.gather(*(self._status(address) for address in self._addresses))
+        leader = statuses[0]
+        if leader.world_size != len(statuses):
+            raise ConfigError(
+                f"attach has {len(statuses)} addresses, the world has {leader.world_size} ranks; give all"
+            )
+        return ClusterInfo(
+            epoch=leader.epoch,
+            state="ready",
+            model=leader.model,
+            model_path=leader.model_path,
+            max_model_len=leader.max_model_len,
+            vocab_size=leader.vocab_size,
+            eos_token_ids=tuple(leader.eos_token_ids),
+            ranks=tuple(
+                RankInfo(status.rank, status.pid, status.host, address)
+                for status, address in zip(statuses, self._addresses, strict=True)
+            ),
+        )
+
+    async def _status(self, address: str) -> pb.WorkerStatus:
+        transport = self._connect(address)
+        try:
+            return await transport.unary(STATUS, pb.StatusRequest(), self._timeout)
+        except Unavailable as error:
+            raise Unavailable(f"no rank answers at {address}: {error.message}") from None
+        finally:
+            await transport.close()
+
+
+def source_of(attach: str | Path | Sequence[str], connect: Connect) -> ClusterSource:
+    """A run directory, its cluster.json, one address, or a list of addresses."""
+    if isinstance(attach, Path):
+        return RunDirectory(attach)
+    if isinstance(attach, str):
+        is_address = _ADDRESS.fullmatch(attach) and not Path(attach).exists()
+        return Addresses([attach], connect) if is_address else RunDirectory(Path(attach))
+    return Addresses(attach, connect)

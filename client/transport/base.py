@@ -1,0 +1,48 @@
+"""The contract between the facade and one rank, and the calls that it carries."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from allspan.protos import worker_pb2 as pb
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True)
+class Method(Generic[Request, Reply]):
+    """One call of `allspan.worker.v1.Worker`: its name and its messages."""
+
+    name: str
+    request: type[Request]
+    reply: type[Reply]
+
+
+START_REQUEST = Method("StartRequest", pb.StartRequestMessage, pb.Ack)
+STOP_REQUEST = Method("StopRequest", pb.RequestIds, pb.Ack)
+STATUS = Method("Status", pb.StatusRequest, pb.WorkerStatus)
+CONTROL = Method("Control", pb.ControlRequest, pb.Ack)
+RESULTS = Method("Results", pb.ResultsSubscription, pb.StepOutputs)
+
+
+class Transport(Protocol):
+    """Calls to one rank, from one asyncio loop. Failures are AllspanErrors; a rank that is gone is Unavailable."""
+
+    async def unary(self, method: Method[Request, Reply], request: Request, timeout: float) -> Reply:
+        """One message for one message; DeadlineExceeded after `timeout` seconds."""
+        ...
+
+    def stream(self, method: Method[Request, Reply], request: Request) -> AsyncIterator[Reply]:
+        """Messages until the rank ends the stream; ending the iteration ends the call."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every call and frees the connection. Idempotent."""
+        ...
+
+
+Connect = Callable[[str], Transport]
+"""Makes the transport to a rank's address ("unix:/…" or "host:port"); connects on first use."""

@@ -1,0 +1,74 @@
+"""`Transport` over grpc.aio: one channel a rank. The one place where gRPC's errors become ours.
+
+Imported when an engine first connects, so that importing the client (and forking after that) leaves gRPC alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import cast
+
+import grpc
+import grpc.aio
+
+from allspan.client.transport.base import Method, Reply, Request
+from allspan.protos.errors import AllspanError, from_grpc
+from allspan.protos.wire import CHANNEL_OPTIONS
+
+SERVICE = "allspan.worker.v1.Worker"
+
+_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    # A channel of its own: no state (such as reconnection back-off) shared with another engine of this process.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A peer whose machine vanished is noticed between messages too; servers allow no shorter interval unasked.
+    ("grpc.keepalive_time_ms", 300_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class GrpcTransport:
+    """Must be made and used on one running asyncio loop."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+    async def unary(self, method: Method[Request, Reply], request: Request, timeout: float) -> Reply:
+        call = self._channel.unary_unary(
+            f"/{SERVICE}/{method.name}",
+            request_serializer=method.request.SerializeToString,  # type: ignore[attr-defined]
+            response_deserializer=method.reply.FromString,  # type: ignore[attr-defined]
+        )
+        try:
+            return cast(Reply, await call(request, timeout=timeout))
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error) from None
+
+    async def stream(self, method: Method[Request, Reply], request: Request) -> AsyncIterator[Reply]:
+        multicall = self._channel.unary_stream(
+            f"/{SERVICE}/{method.name}",
+            request_serializer=method.request.SerializeToString,  # type: ignore[attr-defined]
+            response_deserializer=method.reply.FromString,  # type: ignore[attr-defined]
+        )
+        call = multicall(request)
+        try:
+            async for message in call:
+                yield cast(Reply, message)
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error) from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _translated(error: grpc.aio.AioRpcError) -> AllspanError:
+    details = " ".join((error.details() or "no details").split())
+    return from_grpc(error.code().name, details)
+
+
+def connect(address: str) -> GrpcTransport:
+    return GrpcTransport(address)

@@ -1,0 +1,183 @@
+"""One attached world (an epoch of a cluster): connections to its ranks, their streams, and whether it still lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from allspan.client.fanout import RankRefused, fan_out, withdraw
+from allspan.client.transport.base import CONTROL, RESULTS, STATUS, Connect, Transport
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.cluster import ClusterInfo
+from allspan.protos.errors import AllspanError, DeadlineExceeded, Unavailable, from_code
+
+HEARTBEAT_MS = 1000
+SILENCE_S = 10.0
+STALL_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class World:
+    """Lives on one asyncio loop. `on_output` gets the leader's outputs; `on_lost` is called once, when a rank is gone.
+
+    `is_busy` tells whether any request is open (an idle step loop may stand still).
+    `lost` maps the ranks that are gone to what was seen of it, in the order of seeing.
+    """
+
+    def __init__(
+        self,
+        info: ClusterInfo,
+        connect: Connect,
+        on_output: Callable[[pb.RequestOutput], None],
+        on_lost: Callable[[World], None],
+        is_busy: Callable[[], bool],
+        call_timeout: float,
+    ) -> None:
+        self.info = info
+        self.client_id = uuid.uuid4().hex
+        self.lost: dict[int, str] = {}
+        self._transports: list[Transport] = [connect(rank.address) for rank in info.ranks]
+        self._on_output = on_output
+        self._on_lost = on_lost
+        self._is_busy = is_busy
+        self._call_timeout = call_timeout
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+        now = time.monotonic()
+        self._last_message = [now] * len(info.ranks)
+        self._first_messages = [asyncio.Event() for _ in info.ranks]
+        self._progress = (0, now)
+        self._stall_logged = False
+
+    async def open(self, timeout: float) -> None:
+        """Checks that every rank is the one expected, and subscribes to all. Raises Unavailable, DeadlineExceeded."""
+        for rank, status in enumerate(await self.statuses(timeout)):
+            expected = (rank, len(self.info.ranks), self.info.epoch)
+            found = (status.rank, status.world_size, status.epoch)
+            if found != expected:
+                address = self.info.ranks[rank].address
+                raise Unavailable(f"{address} answers as (rank, of, epoch) {found}, expected {expected}")
+        self._tasks = [asyncio.create_task(self._read(rank)) for rank in range(len(self._transports))]
+        try:
+            async with asyncio.timeout(timeout):
+                for first in self._first_messages:
+                    await first.wait()
+        except TimeoutError:
+            silent = [rank for rank, first in enumerate(self._first_messages) if not first.is_set()]
+            raise DeadlineExceeded(f"{self.describe(silent[0])} sent no heartbeat within {timeout:g} s") from None
+        if self.lost:
+            raise Unavailable(self.obituary())
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def start(self, message: pb.StartRequestMessage) -> None:
+        """Fans a request out. Raises RankRefused."""
+        message.client_id = self.client_id
+        message.epoch = self.info.epoch
+        await fan_out(self._transports, message, self._call_timeout)
+
+    async def stop(self, request_ids: Sequence[bytes]) -> None:
+        """Asks the leader to end requests; their final outputs follow."""
+        await withdraw(self._transports[:1], request_ids, self._call_timeout)
+
+    async def forget(self, request_ids: Sequence[bytes]) -> None:
+        """Frees on the followers what the leader has ended, perhaps before it was ever planned."""
+        await withdraw(self._transports[1:], request_ids, self._call_timeout)
+
+    async def statuses(self, timeout: float) -> list[pb.WorkerStatus]:
+        """Every rank's, in order of rank."""
+        calls = (rank.unary(STATUS, pb.StatusRequest(), timeout) for rank in self._transports)
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        found: list[pb.WorkerStatus] = []
+        for rank, reply in enumerate(replies):
+            if isinstance(reply, AllspanError):
+                raise from_code(reply.code, f"{self.describe(rank)}: {reply.message}")
+            if isinstance(reply, BaseException):
+                raise reply
+            found.append(reply)
+        return found
+
+    async def alive(self, rank: int) -> bool:
+        """Whether a rank answers at all, within a second."""
+        try:
+            await self._transports[rank].unary(STATUS, pb.StatusRequest(), 1.0)
+        except AllspanError:
+            return False
+        return True
+
+    async def control(self, operation: str, timeout: float) -> None:
+        """An operation of the model's life cycle, on the leader, which carries it to all."""
+        request = pb.ControlRequest(operation=operation, timeout_s=timeout)
+        await self._transports[0].unary(CONTROL, request, timeout + self._call_timeout)
+
+    async def close(self) -> None:
+        """Ends the lease: the ranks drop what is left of this client's requests."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(transport.close() for transport in self._transports), return_exceptions=True)
+
+    def describe(self, rank: int) -> str:
+        info = self.info.ranks[rank]
+        return f"rank {rank} (pid {info.pid} on {info.host or 'an unknown host'})"
+
+    def obituary(self) -> str:
+        """What this side saw of the ranks that are gone, in the order of seeing."""
+        return "; ".join(f"{self.describe(rank)} is gone: {seen}" for rank, seen in self.lost.items())
+
+    def lose(self, rank: int, seen: str) -> None:
+        """Notes that a rank is gone; the first one ends the world. `RankRefused` by a dead rank comes here too."""
+        if self._closed or rank in self.lost:
+            return
+        self.lost[rank] = seen
+        self._first_messages[rank].set()
+        if len(self.lost) == 1:
+            self._on_lost(self)
+
+    async def judge(self, refusal: RankRefused) -> bool:
+        """Whether a refusal means that the rank is gone (then it is noted), rather than that it said no."""
+        if not isinstance(refusal.error, (Unavailable, DeadlineExceeded)) or await self.alive(refusal.rank):
+            return False
+        self.lose(refusal.rank, refusal.error.message)
+        return True
+
+    async def _read(self, rank: int) -> None:
+        request = pb.ResultsSubscription(client_id=self.client_id, heartbeat_ms=HEARTBEAT_MS)
+        try:
+            async for message in self._transports[rank].stream(RESULTS, request):
+                self._last_message[rank] = time.monotonic()
+                self._first_messages[rank].set()
+                if rank == 0:
+                    self._note_progress(message.progress)
+                for output in message.outputs:
+                    self._on_output(output)
+            seen = "it ended its stream"
+        except AllspanError as error:
+            seen = error.message
+        except Exception as error:
+            logger.exception("reading the results of %s failed", self.describe(rank))
+            seen = f"its results could not be read: {error!r}"
+        self.lose(rank, seen)
+
+    async def _watch(self) -> None:
+        """Silence is death. A step loop that stands still is only logged: it may be a very long step."""
+        while not self.lost:
+            await asyncio.sleep(0.5)
+            now = time.monotonic()
+            for rank, last in enumerate(self._last_message):
+                if now - last > SILENCE_S:
+                    self.lose(rank, f"it sent nothing for {SILENCE_S:g} s")
+
+    def _note_progress(self, progress: int) -> None:
+        last, since = self._progress
+        now = time.monotonic()
+        if progress != last or not self._is_busy():
+            self._progress = (progress, now)
+            self._stall_logged = False
+        elif now - since > STALL_S and not self._stall_logged:
+            self._stall_logged = True
+            logger.info("the step loop of %s has stood at step %d for %.0f s", self.describe(0), progress, now - since)
