@@ -20,7 +20,7 @@ from allspan.protos.results import Output, RequestTimings
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.scheduler.limits import Limits
-from allspan.worker.scheduler.plan import Grant, Join, Run, StepPlan, StepResult
+from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
 
 Outcome = tuple[Request, Output | AllspanError]
@@ -124,17 +124,26 @@ class Scheduler:
         self._end(request, RequestStatus.CANCELLED)
         return request, Output(finish_reason="cancelled", timings=self._timings(request))
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do. `apply` must be called with its result."""
+    def abandon(self, error: AllspanError) -> list[Outcome]:
+        """Ends every request with `error`: there will be no further step."""
+        requests = self.requests()
+        for request in requests:
+            self._end(request, RequestStatus.FAILED)
+        return [(request, error) for request in requests]
+
+    def schedule(self, operation: Operation = Operation.NONE) -> StepPlan | None:
+        """The next step, or None when there is nothing to do. `apply` must be called with its result. A step with an
+        operation runs no tokens."""
         if self._in_flight is not None:
             raise InternalError(f"step {self._in_flight.step} is still in flight")
         draft = _Draft(self.limits.max_num_batched_tokens)
-        self._schedule_decodes(draft)
-        self._schedule_prefills(draft)
-        if not draft.has_preempted:
-            self._admit_waiting(draft)
-        if not (draft.runs or self._leaves or self._drops):
-            return None
+        if operation is Operation.NONE:
+            self._schedule_decodes(draft)
+            self._schedule_prefills(draft)
+            if not draft.has_preempted:
+                self._admit_waiting(draft)
+            if not (draft.runs or self._leaves or self._drops):
+                return None
         self._step += 1
         plan = StepPlan(
             epoch=self._epoch,
@@ -145,6 +154,7 @@ class Scheduler:
             joins=tuple(draft.joins),
             grants=tuple(draft.grants),
             runs=tuple(draft.runs),
+            operation=operation,
         )
         self._leaves.clear()
         self._drops.clear()

@@ -1,0 +1,79 @@
+"""A model without weights: its logits are a hash of all tokens that it finds in its cache, read through the page table, so
+that a wrong page, slot, position or length changes the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allspan.worker.models.inputs import StepInputs
+
+
+@dataclass(frozen=True)
+class FakeCacheSpec:
+    page_size: int
+    bytes_per_page: int = 64
+
+
+class FakeModel:
+    """Meets `allspan.worker.engine.model.StepModel`. Its "KV" of a token is the token and its position."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int = 4,
+        max_model_len: int = 64,
+        widths: tuple[int, ...] = (97,),
+        rank: int = 0,
+    ) -> None:
+        self.cache_spec = FakeCacheSpec(page_size)
+        self.vocab_widths = widths
+        self.max_model_len = max_model_len
+        self.num_forwards = 0
+        self.most_tokens = 0
+        self._rank = rank
+        self._cache = np.full((num_pages * page_size, 2), -1, dtype=np.int64)
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        self.num_forwards += 1
+        self.most_tokens = max(self.most_tokens, len(inputs.ids))
+        ids, positions, slots = (t.numpy().astype(np.int64) for t in (inputs.ids, inputs.positions, inputs.slots))
+        self._cache[slots] = np.stack([ids, positions], axis=1)
+        rows = [self._logits(inputs, int(row)) for row in inputs.logits_rows]
+        widths = self.vocab_widths
+        first = sum(widths[: self._rank])
+        logits = np.stack(rows) if rows else np.zeros((0, sum(widths)), np.float32)
+        return torch.from_numpy(np.ascontiguousarray(logits[:, first : first + widths[self._rank]]))
+
+    def _logits(self, inputs: StepInputs, row: int) -> np.ndarray:
+        request = int(np.searchsorted(inputs.qo_indptr.numpy(), row, side="right")) - 1
+        behind = int(inputs.qo_indptr[request + 1]) - 1 - row
+        length = int(inputs.kv_lens[request]) - behind
+        pages = inputs.page_indices[int(inputs.page_indptr[request]) : int(inputs.page_indptr[request + 1])].numpy()
+        at = np.arange(length)
+        size = self.cache_spec.page_size
+        entries = self._cache[pages[at // size].astype(np.int64) * size + at % size]
+        if not np.array_equal(entries[:, 1], at):
+            raise AssertionError(
+                f"the cache of request {request} holds positions {entries[:, 1]}, expected 0..{length}"
+            )
+        return logits_after(entries[:, 0].tolist(), sum(self.vocab_widths))
+
+
+def logits_after(tokens: list[int], vocab_size: int) -> np.ndarray:
+    """float32 [vocab_size]: what the fake model says after these tokens."""
+    seed = 1
+    for token in tokens:
+        seed = (seed * 6364136223846793005 + token + 1442695040888963407) % 2**64
+    return np.random.default_rng(seed).standard_normal(vocab_size).astype(np.float32) * 2
+
+
+def greedy(prompt: list[int], count: int, vocab_size: int = 97) -> list[int]:
+    """The fake model's greedy output, computed without an engine."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(logits_after(tokens, vocab_size).argmax()))
+    return tokens[len(prompt) :]

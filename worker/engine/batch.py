@@ -1,0 +1,191 @@
+"""Batch: the running rows as every rank holds them. The leader's plans change it, and nothing else does."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from allspan.protos.errors import InternalError
+from allspan.worker.cache.budget import pages_of
+from allspan.worker.engine.inbox import Inbox
+from allspan.worker.models.inputs import StepInputs
+from allspan.worker.sampling.sampler import Sampled, Sampler
+from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """How much one step and one row may hold."""
+
+    max_rows: int
+    max_tokens: int
+    """Of a step."""
+    max_model_len: int
+    page_size: int
+    num_pages: int
+
+
+class StepBuffers:
+    """int32 buffers of fixed capacity, filled through numpy and handed out as tensor views on the model's device."""
+
+    def __init__(self, sizes: BatchSizes, device: torch.device) -> None:
+        pages = min(sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size), sizes.num_pages)
+        lengths = {
+            "ids": sizes.max_tokens,
+            "positions": sizes.max_tokens,
+            "slots": sizes.max_tokens,
+            "qo_indptr": sizes.max_rows + 1,
+            "page_indptr": sizes.max_rows + 1,
+            "page_indices": pages,
+            "kv_lens": sizes.max_rows,
+            "logits_rows": sizes.max_rows,
+        }
+        self._device = device
+        self._tensors = {name: torch.zeros(length, dtype=torch.int32) for name, length in lengths.items()}
+        self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
+
+    def fill(self, values: dict[str, Ints]) -> StepInputs:
+        views = {}
+        for name, value in values.items():
+            self._arrays[name][: len(value)] = value
+            view = self._tensors[name][: len(value)]
+            views[name] = view if self._device.type == "cpu" else view.to(self._device)
+        return StepInputs(**views)
+
+
+class Batch:
+    """Rows → tokens, computed counts, pages. `apply(plan)` → inputs; the model runs; `commit(sampled)` → result."""
+
+    def __init__(self, sizes: BatchSizes, sampler: Sampler, device: torch.device) -> None:
+        self._page_size = sizes.page_size
+        self._sampler = sampler
+        self._buffers = StepBuffers(sizes, device)
+        rows, pages = sizes.max_rows, pages_of(sizes.max_model_len, sizes.page_size)
+        # The system backs these with memory only where they are written.
+        self._tokens = np.zeros((rows, sizes.max_model_len), dtype=np.int32)
+        self._pages = np.zeros((rows, pages), dtype=np.int32)
+        self._num_tokens = np.zeros(rows, dtype=np.int64)
+        self._num_computed = np.zeros(rows, dtype=np.int64)
+        self._num_pages = np.zeros(rows, dtype=np.int64)
+        self._request_ids: list[bytes | None] = [None] * rows
+        self._parked: dict[bytes, Ints] = {}
+        self._step = 0
+        self._run_rows = np.zeros(0, dtype=np.int64)
+        self._run_counts = np.zeros(0, dtype=np.int64)
+        self._samples = np.zeros(0, dtype=np.bool_)
+        self.tokens_hash = 0
+
+    @property
+    def num_rows(self) -> int:
+        return sum(request_id is not None for request_id in self._request_ids)
+
+    @property
+    def sampling_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows that sample in this step, in the order of their logits, and the index that each new token will have."""
+        rows = self._run_rows[self._samples]
+        return rows, self._num_tokens[rows]
+
+    def apply(self, plan: StepPlan, inbox: Inbox) -> StepInputs | None:
+        """Takes a plan in; None when it runs no tokens. Raises InternalError when it does not fit this rank's state."""
+        if plan.tokens_hash != self.tokens_hash:
+            raise InternalError(
+                f"the ranks have diverged before step {plan.step}: the leader's tokens hash to "
+                f"{plan.tokens_hash:08x}, this rank's to {self.tokens_hash:08x}"
+            )
+        self._step = plan.step
+        for row in plan.leaves:
+            self._leave(row, plan)
+        for request_id in plan.drops:
+            self._parked.pop(request_id, None)
+            inbox.drop(request_id)
+        for join in plan.joins:
+            self._join(join, inbox)
+        for grant in plan.grants:
+            first = int(self._num_pages[grant.row])
+            self._pages[grant.row, first : first + len(grant.pages)] = grant.pages
+            self._num_pages[grant.row] += len(grant.pages)
+        self._run_rows = np.fromiter((run.row for run in plan.runs), dtype=np.int64, count=len(plan.runs))
+        self._run_counts = np.fromiter((run.num_tokens for run in plan.runs), dtype=np.int64, count=len(plan.runs))
+        return self._inputs() if plan.runs else None
+
+    def commit(self, sampled: Sampled | None) -> StepResult:
+        """Appends the step's tokens to their rows; None when no row sampled."""
+        self._num_computed[self._run_rows] += self._run_counts
+        if sampled is None:
+            return StepResult(self._step, {}, tokens_hash=self.tokens_hash)
+        rows = self._run_rows[self._samples]
+        self._tokens[rows, self._num_tokens[rows]] = sampled.tokens
+        self._num_tokens[rows] += 1
+        self.tokens_hash = zlib.crc32(np.stack([rows, sampled.tokens]).astype("<i4").tobytes(), self.tokens_hash)
+        tokens = {row: (token,) for row, token in zip(rows.tolist(), sampled.tokens.tolist(), strict=True)}
+        return StepResult(self._step, tokens, sampled.logprobs, self.tokens_hash)
+
+    def _leave(self, row: int, plan: StepPlan) -> None:
+        request_id = self._request_ids[row]
+        if request_id is None:
+            raise InternalError(f"step {plan.step}: row {row} leaves, but nobody has it")
+        if request_id not in plan.drops:
+            self._parked[request_id] = self._tokens[row, : self._num_tokens[row]].copy()
+        self._request_ids[row] = None
+        self._sampler.remove(row)
+
+    def _join(self, join: Join, inbox: Inbox) -> None:
+        if self._request_ids[join.row] is not None:
+            raise InternalError(f"request {join.request_id.hex()} joins row {join.row}, which is taken")
+        request = inbox.take(join.request_id, join.digest)
+        prompt_len = len(request.prompt_token_ids)
+        tokens = self._parked.pop(join.request_id, None)
+        if tokens is None:
+            tokens = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        if len(tokens) != prompt_len + join.num_output:
+            raise InternalError(
+                f"request {join.request_id.hex()} joins with {join.num_output} output tokens, this rank has "
+                f"{len(tokens) - prompt_len}"
+            )
+        row = join.row
+        self._request_ids[row] = join.request_id
+        self._tokens[row, : len(tokens)] = tokens
+        self._num_tokens[row] = len(tokens)
+        self._num_computed[row] = join.num_computed
+        self._num_pages[row] = 0
+        self._sampler.add(row, request.params, prompt_len)
+
+    def _inputs(self) -> StepInputs:
+        rows, counts = self._run_rows, self._run_counts
+        starts = self._num_computed[rows]
+        kv_lens = starts + counts
+        page_counts = -(-kv_lens // self._page_size)
+        if (page_counts > self._num_pages[rows]).any() or (kv_lens > self._num_tokens[rows]).any():
+            raise InternalError(f"step {self._step}: a row runs past its tokens or its pages")
+        self._samples = kv_lens == self._num_tokens[rows]
+        qo_indptr, page_indptr = _indptr(counts), _indptr(page_counts)
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], counts)
+        pages, offsets = np.divmod(positions, self._page_size)
+        page_rows = np.repeat(rows, page_counts)
+        nth_page = np.arange(page_indptr[-1]) - np.repeat(page_indptr[:-1], page_counts)
+        return self._buffers.fill(
+            {
+                "ids": self._tokens[token_rows, positions],
+                "positions": positions,
+                "slots": self._pages[token_rows, pages] * self._page_size + offsets,
+                "qo_indptr": qo_indptr,
+                "page_indptr": page_indptr,
+                "page_indices": self._pages[page_rows, nth_page],
+                "kv_lens": kv_lens,
+                "logits_rows": qo_indptr[1:][self._samples] - 1,
+            }
+        )
+
+
+def _indptr(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n + 1]: where each one's entries begin."""
+    indptr = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr

@@ -1,0 +1,287 @@
+"""EngineCore: the step loop of one rank, leader or follower.
+
+The leader's loop is `schedule → publish → execute → apply → deliver`, a follower's `receive → execute`. Whatever goes wrong
+in it ends the world: the ranks would no longer agree.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from allspan.protos.config import WorkerConfig
+from allspan.protos.errors import DeadlineExceeded, InternalError, Unavailable
+from allspan.worker.engine.batch import Batch, BatchSizes
+from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.model import StepModel
+from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.sampling.sampler import Sampler
+from allspan.worker.scheduler.codec import decode, encode
+from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
+from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.scheduler import Outcome, Scheduler
+
+IDLE_SECONDS = 0.5
+"""An idle loop wakes so often to count progress."""
+
+OnOutputs = Callable[[list[Outcome]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStatistics:
+    """Counters since the start. A follower knows rows, steps and times only."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    page_size: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    host_s: float = 0.0
+    """Seconds of steps outside the model's forward pass."""
+    model_s: float = 0.0
+
+
+class EngineCore:
+    """Submit and cancel from any thread; `run()` (or `step()`, in tests) from one.
+
+    `on_outputs` is called by that thread on the leader, once a step, with new tokens and ends of requests: each accepted
+    request ends exactly once, also when the loop fails or is shut down. It must not call back into the core's waits.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: StepModel,
+        num_pages: int,
+        collectives: Collectives,
+        channel: PlanChannel | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        on_outputs: OnOutputs = lambda outcomes: None,
+    ) -> None:
+        """`num_pages` must be the same on every rank. `channel` may be None in a world of one rank."""
+        if channel is None and collectives.size > 1:
+            raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
+        page_size, most = model.cache_spec.page_size, config.scheduler
+        self.is_leader = collectives.rank == 0
+        self.limits = Limits(
+            vocab_size=sum(model.vocab_widths),
+            max_model_len=model.max_model_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_num_seqs=most.max_num_seqs,
+            max_num_batched_tokens=most.max_num_batched_tokens,
+            max_queued_requests=most.max_queued_requests,
+        )
+        self.progress = 0
+        self.on_outputs = on_outputs
+        self._epoch = config.service.epoch
+        self._rank = collectives.rank
+        self._model = model
+        self._channel = channel
+        self._scheduler = Scheduler(self.limits, eos_token_ids, self._epoch)
+        # The leader's queue is the limit that callers meet; the inbox also holds what runs and what was just withdrawn.
+        self._inbox = Inbox(2 * (most.max_queued_requests + most.max_num_seqs))
+        sizes = BatchSizes(
+            most.max_num_seqs, most.max_num_batched_tokens, self.limits.max_model_len, page_size, num_pages
+        )
+        sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids)
+        self._sampler = sampler
+        self._batch = Batch(sizes, sampler, torch.device(config.model.device))
+        self._changed = threading.Condition()
+        self._outbox: list[Outcome] = []
+        self._accepts = True
+        self._stopping = False
+        self._is_over = False
+        self._failure: BaseException | None = None
+        self._step = 0
+        self._host_s = 0.0
+        self._model_s = 0.0
+        self._progressed_at = time.monotonic()
+
+    # From any thread -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Leader: queues a request. Follower: keeps its payload until a plan joins it. Raises InvalidRequest, QueueFull,
+        AlreadyExists, or Unavailable when the model is stopped or the loop has ended."""
+        with self._changed:
+            self._check_open()
+            if self.is_leader:
+                self._scheduler.submit(request)
+            else:
+                self.limits.admit(request)
+            self._inbox.put(request)
+            self._changed.notify_all()
+
+    def cancel(self, request_ids: Iterable[bytes]) -> None:
+        """Leader: ends requests in whatever state they are. Follower: gives back payloads that no plan has joined.
+        Idempotent; unknown ids are passed over."""
+        request_ids = tuple(request_ids)
+        if not self.is_leader:
+            self._inbox.withdraw(request_ids)
+            return
+        with self._changed:
+            outcomes = (self._scheduler.cancel(request_id) for request_id in request_ids)
+            self._outbox.extend(outcome for outcome in outcomes if outcome is not None)
+            self._changed.notify_all()
+
+    def start_model(self) -> None:
+        """Lets new requests in again."""
+        with self._changed:
+            self._accepts = True
+
+    def stop_model(self, timeout: float) -> None:
+        """Refuses new requests and waits for those that are open; DeadlineExceeded after `timeout` seconds."""
+        with self._changed:
+            self._accepts = False
+            drained = self._changed.wait_for(
+                lambda: self._is_over or not (self.is_leader and self._scheduler.requests()), timeout
+            )
+            if not drained:
+                raise DeadlineExceeded(
+                    f"{len(self._scheduler.requests())} requests still run after {timeout:g} s of draining"
+                )
+
+    def shutdown(self) -> None:
+        """Leader: ends the loop of every rank; open requests fail with Unavailable. A follower ends with its leader."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    @property
+    def state(self) -> str:
+        """ "running", "stopped" (lets nothing in) or "failed"."""
+        if self._failure is not None:
+            return "failed"
+        return "running" if self._accepts and not self._is_over else "stopped"
+
+    @property
+    def progress_age_s(self) -> float:
+        """Seconds since the loop last came round; idle, it comes round every IDLE_SECONDS."""
+        return time.monotonic() - self._progressed_at
+
+    def statistics(self) -> CoreStatistics:
+        """Takes no lock that a step holds for long."""
+        times = {"host_s": self._host_s, "model_s": self._model_s, "page_size": self.limits.page_size}
+        if not self.is_leader:
+            return CoreStatistics(running=self._batch.num_rows, steps=self._step, **times)  # type: ignore[arg-type]
+        with self._changed:
+            scheduler = self._scheduler
+            return CoreStatistics(
+                running=scheduler.num_running,
+                waiting=scheduler.num_waiting,
+                pages_total=scheduler.pool.total,
+                pages_used=scheduler.pool.num_used,
+                **asdict(scheduler.counters),
+                **times,  # type: ignore[arg-type]
+            )
+
+    # The loop --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Steps until `shutdown` (a follower: until the leader's). Raises what broke the loop."""
+        try:
+            while not self._is_over:
+                if not self.step() and self.is_leader:
+                    self._sleep()
+                self.progress += 1
+                self._progressed_at = time.monotonic()
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+
+    def step(self) -> bool:
+        """One round of the plain loop; False when there was nothing to do."""
+        return self._lead() if self.is_leader else self._follow()
+
+    def check(self) -> None:
+        """Raises InternalError unless the scheduler's books agree. For tests and idle moments."""
+        with self._changed:
+            self._scheduler.check()
+
+    def _lead(self) -> bool:
+        started = time.perf_counter()
+        with self._changed:
+            ended, self._outbox = self._outbox, []
+            plan = self._scheduler.schedule(Operation.SHUTDOWN if self._stopping else Operation.NONE)
+        if ended:
+            self._deliver(ended)
+        if plan is None:
+            return False
+        if self._channel is not None:
+            self._channel.publish(encode(plan))
+        result = self._execute(plan, started)
+        with self._changed:
+            outcomes = self._scheduler.apply(result)
+            self._changed.notify_all()
+        if outcomes:
+            self._deliver(outcomes)
+        self._host_s += time.perf_counter() - started
+        return True
+
+    def _follow(self) -> bool:
+        assert self._channel is not None
+        data = self._channel.receive(IDLE_SECONDS)
+        if data is None:
+            return False
+        started = time.perf_counter()
+        self._execute(decode(data), started)
+        self._host_s += time.perf_counter() - started
+        return True
+
+    def _execute(self, plan: StepPlan, started: float) -> StepResult:
+        if plan.epoch != self._epoch or plan.step != self._step + 1:
+            raise InternalError(
+                f"rank {self._rank} got the plan of epoch {plan.epoch}, step {plan.step}; "
+                f"it awaits epoch {self._epoch}, step {self._step + 1}"
+            )
+        self._step = plan.step
+        self._is_over = plan.operation is Operation.SHUTDOWN
+        inputs = self._batch.apply(plan, self._inbox)
+        if inputs is None:
+            return self._batch.commit(None)
+        before = time.perf_counter()
+        logits = self._model.forward(inputs)
+        elapsed = time.perf_counter() - before
+        self._model_s += elapsed
+        self._host_s -= elapsed
+        rows, positions = self._batch.sampling_rows
+        return self._batch.commit(self._sampler.sample(logits, rows, positions) if len(rows) else None)
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        self.on_outputs(outcomes)
+
+    def _sleep(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._scheduler.has_work or self._stopping, IDLE_SECONDS):
+                self._scheduler.check()
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise Unavailable(f"the engine has failed: {self._failure}")
+        if self._stopping or self._is_over:
+            raise Unavailable("the engine is shutting down")
+        if not self._accepts:
+            raise Unavailable("the model is stopped; start it with start_model")
+
+    def _end(self, failure: BaseException | None) -> None:
+        """The loop is over: nothing more is let in, and every open request is told."""
+        with self._changed:
+            self._is_over = True
+            self._failure = failure
+            ended, self._outbox = self._outbox, []
+            reason = "the engine is shutting down" if failure is None else f"the engine has failed: {failure}"
+            ended += self._scheduler.abandon(Unavailable(reason))
+            self._changed.notify_all()
+        if ended:
+            self._deliver(ended)
