@@ -1,0 +1,109 @@
+"""From a request's tokens to its text: incremental, never half a character, cut before a stop string.
+
+Shared by both engines' `generate` and the gateway. The request's owner stops it on the engine when `TextDelta.stopped_early` is set:
+
+    stream = TextStream(tokenizer, params)
+    async for output in queue:
+        delta = stream.push(output)
+        if delta.stopped_early:
+            engine.stop_request(handle)
+        if delta.finished:
+            break
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allspan.protos.errors import InvalidRequest
+from allspan.protos.results import Output, TokenLogprob
+from allspan.protos.sampling import SamplingParams
+from allspan.protos.text.detokenizer import Detokenizer
+from allspan.protos.text.stop import StopStrings
+from allspan.protos.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one `Output` adds. `finish_reason` is "" while the request goes on, else "stop", "length" or "cancelled"."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str = ""
+    stop: str | int | None = None
+    """The stop string or token id that ended the output, if one did."""
+    stopped_early: bool = False
+    """A stop string ended the text here while the engine still generates: stop the request there."""
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.finish_reason)
+
+
+class TextStream:
+    """Feeds on the outputs of one request, in order. The text leaves out special tokens and the token that ended it.
+
+    `continues`: the text goes on from the prompt's, so that a first word keeps its space (see Detokenizer).
+    Without a tokenizer the text stays empty; stop strings need one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, continues: bool = False) -> None:
+        if tokenizer is None and params.stop:
+            raise InvalidRequest(f"stop is {list(params.stop)}, the model has no tokenizer; use stop_token_ids", "stop")
+        self._detokenizer = Detokenizer(tokenizer, continues=continues) if tokenizer else None
+        self._stops = StopStrings(params.stop) if params.stop else None
+        self._finished = False
+
+    def push(self, output: Output) -> TextDelta:
+        """Text that is sure: what may begin a stop string, or half a character, waits for the next push or the end.
+
+        With stop strings, tokens after the one that completed the first match are dropped, however outputs were merged.
+        Empty deltas once it has finished.
+        """
+        if self._finished:
+            return TextDelta("", (), ())
+        if self._stops is None:
+            return self._push_all(output)
+        return self._push_until_stop(output, self._stops)
+
+    def _push_all(self, output: Output) -> TextDelta:
+        text = self._text(_visible(output))
+        if output.finish_reason:
+            self._finished = True
+            text += self._rest()
+        return TextDelta(text, output.token_ids, output.logprobs, output.finish_reason, output.stop_token_id)
+
+    def _push_until_stop(self, output: Output, stops: StopStrings) -> TextDelta:
+        text = ""
+        for count, token_id in enumerate(_visible(output), start=1):
+            sure, matched = stops.push(self._text((token_id,)))
+            text += sure
+            if matched is not None:
+                return self._cut(text, output, count, matched)
+        if not output.finish_reason:
+            return TextDelta(text, output.token_ids, output.logprobs)
+        sure, matched = stops.push(self._rest())
+        text += sure
+        if matched is not None:
+            return self._cut(text, output, len(output.token_ids), matched)
+        self._finished = True
+        text += stops.finish()
+        return TextDelta(text, output.token_ids, output.logprobs, output.finish_reason, output.stop_token_id)
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
+        return self._detokenizer.push(token_ids) if self._detokenizer else ""
+
+    def _rest(self) -> str:
+        return self._detokenizer.finish() if self._detokenizer else ""
+
+    def _cut(self, text: str, output: Output, count: int, stop: str) -> TextDelta:
+        self._finished = True
+        early = not output.finish_reason
+        return TextDelta(text, output.token_ids[:count], output.logprobs[:count], "stop", stop, early)
+
+
+def _visible(output: Output) -> tuple[int, ...]:
+    """The tokens that show as text: all but a last one that ended the output."""
+    ids = output.token_ids
+    return ids[:-1] if output.stop_token_id is not None and ids and ids[-1] == output.stop_token_id else ids
