@@ -164,7 +164,7 @@ class Session:
         finally:
             self._world = None
             self._fail_all(Unavailable(self._down))
-        logger.warning("%s", self._down)
+        logger.info("%s", self._down)
         await world.close()
         self._spawn(self._revive())
 
