@@ -1,0 +1,177 @@
+"""The gateway's process side: both servers in one asyncio loop, from the first byte to the last.
+
+sockets = bind(config)                       # before the model loads
+asyncio.Runner(loop_factory=new_event_loop) as runner: runner.run(serve_gateway(…))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import uvicorn
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.grpc_service import SERVICE, InferenceService
+from allspan.client.gateway.health import EngineHealth
+from allspan.client.gateway.http import make_app
+from allspan.client.gateway.readiness import GatewayEngine
+from allspan.client.gateway.sockets import Sockets, bind, let_share
+from allspan.client.gateway.submit import ServedModel, Submitter
+from allspan.protos import inference_pb2
+from allspan.protos.errors import ConfigError, InternalError
+from allspan.protos.text import Tokenizer
+from allspan.protos.wire import CHANNEL_OPTIONS
+
+__all__ = ["GatewayConfig", "ServedModel", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
+
+CLOSE_S = 1.0
+
+logger = logging.getLogger("allspan.gateway")
+
+Started = Callable[[str, str], None]
+
+
+async def serve_gateway(
+    engine: GatewayEngine,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    config: GatewayConfig,
+    sockets: Sockets,
+    stop: asyncio.Event,
+    on_started: Started | None = None,
+) -> None:
+    """Serves until `stop` is set, then drains: not ready, running requests finish (up to `shutdown_timeout`), all closes.
+
+    Cancelling it stops at once. `on_started(http_address, grpc_address)` is called when both servers answer. Takes over
+    `sockets`, never `engine`. Raises ConfigError, InternalError.
+    """
+    submitter = Submitter(engine, with_template(tokenizer, config), model, config)
+    health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
+    addresses = (sockets.http_address, sockets.grpc_address)
+    try:
+        async with _grpc_server(submitter, health, sockets), _http_server(submitter, config, sockets.http) as http:
+            follow = asyncio.create_task(health.follow())
+            try:
+                if on_started is not None:
+                    on_started(*addresses)
+                await _first(stop, http)
+                await health.enter_graceful_shutdown()
+                await submitter.drain(config.shutdown_timeout)
+            finally:
+                follow.cancel()
+    finally:
+        sockets.close()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def with_template(tokenizer: Tokenizer, config: GatewayConfig) -> Tokenizer:
+    """The tokenizer with --chat-template in place of the model's own. ConfigError when the file cannot be read."""
+    source = config.chat_template
+    if not source:
+        return tokenizer
+    if "{" not in source:
+        try:
+            source = Path(source).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat-template {source}: {error}") from error
+    return tokenizer.with_chat_template(source)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own (the process has one owner of those)."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+
+@contextlib.asynccontextmanager
+async def _http_server(
+    submitter: Submitter, config: GatewayConfig, sock: socket.socket
+) -> AsyncIterator[asyncio.Task[None]]:
+    server = _HttpServer(
+        uvicorn.Config(
+            make_app(submitter, config),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(CLOSE_S),
+        )
+    )
+    task = asyncio.create_task(server.serve([sock]))
+    try:
+        await _first(server.listening, task)
+        yield task
+    finally:
+        server.should_exit = True
+        await asyncio.wait([task], timeout=3 * CLOSE_S)
+        task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _grpc_server(submitter: Submitter, health: EngineHealth, sockets: Sockets) -> AsyncIterator[None]:
+    options = (
+        *CHANNEL_OPTIONS,
+        ("grpc.so_reuseport", 1),
+        # Generation can be silent for long: pings every 10 s are welcome.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    )
+    server = grpc.aio.server(options=options)
+    handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(submitter).handlers())
+    server.add_generic_rpc_handlers((handlers,))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    described = (inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
+    names = [service.full_name for file in described for service in file.services_by_name.values()]
+    reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+    let_share(sockets.grpc)
+    try:
+        server.add_insecure_port(sockets.grpc_address)
+    except RuntimeError as error:
+        raise ConfigError(f"gRPC cannot listen on {sockets.grpc_address}: {error}") from error
+    await health.refresh()
+    await server.start()
+    sockets.grpc.close()
+    try:
+        yield
+    finally:
+        await server.stop(CLOSE_S)
+
+
+async def _first(event: asyncio.Event, server: asyncio.Task[None]) -> None:
+    """Waits for the event; InternalError when the server ends before."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((waiting, server), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if server.done():
+        raise InternalError("the HTTP server ended by itself") from (None if server.cancelled() else server.exception())

@@ -1,0 +1,130 @@
+"""One running request seen from the gateway: its text as it comes, and its end in one log line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from allspan.client.gateway.readiness import GatewayEngine
+from allspan.client.text_stream import TextDelta, TextStream
+from allspan.protos.errors import AllspanError, RequestCancelled
+from allspan.protos.results import Output, RequestHandle, ResultQueue
+
+logger = logging.getLogger("allspan.gateway")
+
+
+class Generation:
+    """Read `deltas` once; `close` in any case."""
+
+    def __init__(
+        self,
+        engine: GatewayEngine,
+        handle: RequestHandle,
+        queue: ResultQueue,
+        stream: TextStream,
+        num_prompt_tokens: int,
+        label: str,
+        arrived: float,
+    ) -> None:
+        self.handle = handle
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self._engine = engine
+        self._queue = queue
+        self._stream = stream
+        self._label = label
+        self._arrived = arrived
+        self._ttft_s: float | None = None
+        self._reason = "cancelled"
+        self._must_stop = False
+
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """What each engine step adds (or several, for a reader that is slower); the last one has the finish reason.
+
+        Raises the request's AllspanError when it failed.
+        """
+        try:
+            while (output := await self._queue.aget()) is not None or not self._queue.state.is_final:
+                if output is None:
+                    continue
+                delta = self._read(output)
+                if delta.stopped_early:
+                    self._must_stop = True
+                if delta.finish_reason == "cancelled":
+                    break
+                yield delta
+                if delta.finished:
+                    self._reason = delta.finish_reason
+                    return
+        except AllspanError as error:
+            self._reason = error.code
+            raise
+        raise RequestCancelled("the request was cancelled on the server")
+
+    def _read(self, output: Output) -> TextDelta:
+        if self._ttft_s is None and output.token_ids:
+            self._ttft_s = time.monotonic() - self._arrived
+        if output.timings is not None:
+            self.num_cached_tokens = output.timings.cached_tokens
+        delta = self._stream.push(output)
+        self.num_output_tokens += len(delta.token_ids)
+        return delta
+
+    def fail(self, error: AllspanError) -> None:
+        """Ends it for its reader, and on the engine when it is closed."""
+        self._must_stop = True
+        self._queue.fail(error)
+
+    async def close(self) -> None:
+        """Stops it if it still runs, lets the engine forget it, and logs its end."""
+        try:
+            if self._must_stop or not self._queue.state.is_final:
+                await self._engine.astop_request(self.handle)
+        except AllspanError as error:
+            logger.info("request %s could not be stopped: %s", self.handle.request_id, error.message)
+        finally:
+            self._engine.release_request(self.handle)
+            self._log()
+
+    def _log(self) -> None:
+        logger.info(
+            "finished %s %s: prompt %d tokens (%d cached), output %d, ttft %s, total %.3f s, reason %s",
+            self._label,
+            self.handle.request_id,
+            self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.num_output_tokens,
+            "none" if self._ttft_s is None else f"{self._ttft_s:.3f} s",
+            time.monotonic() - self._arrived,
+            self._reason,
+        )
+
+
+async def interleave(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """(place in `generations`, delta) as they come; the first failure of any ends all."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].deltas()) as deltas:
+            async for delta in deltas:
+                yield 0, delta
+        return
+    streams = [generation.deltas() for generation in generations]
+    waiting = {asyncio.ensure_future(anext(stream)): place for place, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                place = waiting.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield place, delta
+                waiting[asyncio.ensure_future(anext(streams[place]))] = place
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

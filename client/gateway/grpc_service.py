@@ -1,0 +1,155 @@
+"""The public gRPC service `allspan.v1.Inference` over the same admission as HTTP."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.submit import Job, Submitter, caller_error
+from allspan.client.text_stream import TextDelta
+from allspan.protos import inference_pb2 as pb
+from allspan.protos.errors import ERRORS, InvalidRequest
+from allspan.protos.results import TokenLogprob
+
+SERVICE = "allspan.v1.Inference"
+LABEL = f"gRPC {SERVICE}/Generate"
+MAX_REQUEST_ID_CHARS = 128
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant")
+OPTIONAL_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+    "min_tokens",
+)
+
+logger = logging.getLogger("allspan.gateway")
+
+
+class InferenceService:
+    """Handlers on the gateway's loop. A cancelled or expired call cancels its handler, which stops the request."""
+
+    def __init__(self, submitter: Submitter) -> None:
+        self._submitter = submitter
+
+    async def generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
+        try:
+            job, request_id = await self._admit(request)
+            async with self._submitter.running([job], LABEL) as (generation,), aclosing(generation.deltas()) as deltas:
+                name = request_id or generation.handle.request_id
+                async for delta in deltas:
+                    await context.write(_response(name, delta, generation))
+        except Exception as error:
+            await _abort(context, error)
+
+    async def list_models(
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        model = self._submitter.model
+        return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """For `grpc.method_handlers_generic_handler`: malformed bytes reach `generate` as None and get a status."""
+        return {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.generate, request_deserializer=_parsed, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.list_models,
+                request_deserializer=pb.ListModelsRequest.FromString,
+                response_serializer=pb.ListModelsResponse.SerializeToString,
+            ),
+        }
+
+    async def _admit(self, request: pb.GenerateRequest | None) -> tuple[Job, str]:
+        if request is None:
+            raise InvalidRequest("the message is no allspan.v1.GenerateRequest: its bytes cannot be parsed")
+        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+            raise InvalidRequest(
+                f"request_id has {len(request.request_id)} characters, at most {MAX_REQUEST_ID_CHARS}", "request_id"
+            )
+        self._submitter.check_model(request.model)
+        match request.WhichOneof("prompt"):
+            case "text":
+                token_ids = await self._submitter.encode(request.text, "text")
+            case "token_ids":
+                token_ids = await self._submitter.encode(list(request.token_ids.ids), "token_ids")
+            case "chat":
+                token_ids = await self._submitter.encode_chat(_messages(request.chat))
+            case _:
+                raise InvalidRequest("prompt is missing: set one of text, token_ids, chat", "prompt")
+        params = self._submitter.params(_sampling(request.sampling), len(token_ids), default_max_tokens=None)
+        return Job(token_ids, params), request.request_id
+
+
+def _parsed(data: bytes) -> pb.GenerateRequest | None:
+    request = pb.GenerateRequest()
+    try:
+        request.ParseFromString(data)
+    except DecodeError:
+        return None
+    return request
+
+
+def _messages(chat: pb.Messages) -> list[dict[str, str]]:
+    count = len(chat.messages)
+    if not 1 <= count <= MAX_MESSAGES:
+        raise InvalidRequest(f"chat.messages has {count} entries, must have from 1 to {MAX_MESSAGES}", "messages")
+    for i, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise InvalidRequest(
+                f"chat.messages[{i}].role is {message.role[:64]!r}, must be one of {', '.join(ROLES)}", "messages"
+            )
+    return [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+        for message in chat.messages
+    ]
+
+
+def _sampling(options: pb.SamplingOptions) -> dict[str, Any]:
+    fields = {name: getattr(options, name) for name in OPTIONAL_FIELDS if options.HasField(name)}
+    if fields.get("logprobs") == -1:
+        del fields["logprobs"]
+    return fields | {"stop": tuple(options.stop), "stop_token_ids": tuple(options.stop_token_ids)}
+
+
+def _response(request_id: str, delta: TextDelta, generation: Generation) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(
+        request_id=request_id, text=delta.text, token_ids=delta.token_ids, finish_reason=delta.finish_reason
+    )
+    for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False):
+        response.logprobs.append(_logprob(token_id, entry))
+    if delta.finished:
+        response.usage.prompt_tokens = generation.num_prompt_tokens
+        response.usage.completion_tokens = generation.num_output_tokens
+        response.usage.cached_tokens = generation.num_cached_tokens
+    return response
+
+
+def _logprob(token_id: int, entry: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        chosen=pb.Logprob(token_id=token_id, logprob=entry.logprob),
+        top=[pb.Logprob(token_id=top_id, logprob=logprob) for top_id, logprob in entry.top],
+    )
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    """Ends the call with the status of the errors table; the trailers carry the code and the field by name."""
+    shown = caller_error(error, LABEL)
+    row = ERRORS[shown.code]
+    logger.info("%s refused or broken off with %s: %s", LABEL, row.grpc, shown.message)
+    trailers = [("allspan-error-code", shown.code)]
+    if isinstance(shown, InvalidRequest) and shown.field:
+        trailers.append(("allspan-error-field", shown.field.encode("ascii", "replace").decode()))
+    await context.abort(grpc.StatusCode[row.grpc], shown.message, tuple(trailers))
+    raise AssertionError("abort returns never")

@@ -1,0 +1,92 @@
+"""What both OpenAI endpoints share: the envelope around choices, usage, and log-probabilities with tokens' text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.submit import Job, Submitter
+from allspan.client.text_stream import TextDelta
+from allspan.protos.results import TokenLogprob
+from allspan.protos.text import Tokenizer
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Gathered:
+    """One choice of an answer that is not streamed, as far as it has come."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def add(self, delta: TextDelta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+
+
+class Shape(Protocol):
+    """How one endpoint's answer looks."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> list[Json]:
+        """Choices of the chunks that come before a stream's first token."""
+
+    def pieces(self, index: int, delta: TextDelta) -> list[Json]:
+        """Choices of the chunks for one delta; none when it holds nothing to tell."""
+
+    def choice(self, index: int, gathered: Gathered) -> Json:
+        """A whole choice."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked request: its jobs in the order of their choices, and how to answer."""
+
+    jobs: list[Job]
+    shape: Shape
+    choices: int
+    """Of each prompt."""
+    stream: bool
+    include_usage: bool
+
+
+class Endpoint(Protocol):
+    """From a body to a plan."""
+
+    async def __call__(self, submitter: Submitter, body: bytes) -> Plan: ...
+
+
+def usage(generations: Sequence[Generation], choices: int) -> Json:
+    """Counts over all choices; a prompt with several choices counts once."""
+    firsts = generations[::choices]
+    prompt = sum(generation.num_prompt_tokens for generation in firsts)
+    completion = sum(generation.num_output_tokens for generation in generations)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(generation.num_cached_tokens for generation in firsts)},
+    }
+
+
+class TokenTexts:
+    """A single token as text and as bytes; bytes that are no whole character show as U+FFFD in the text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def piece(self, token_id: int) -> bytes:
+        return b"".join(self._tokenizer.pieces([token_id], skip_special_tokens=False))
+
+    def text(self, token_id: int) -> str:
+        return self.piece(token_id).decode("utf-8", "replace")

@@ -1,0 +1,29 @@
+"""What the gateway asks of its engine beside `EngineProtocol`: the truth about its world, and calls that never block."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from allspan.protos.engine import EngineProtocol, Prompt
+from allspan.protos.results import RequestHandle, ResultQueue
+from allspan.protos.sampling import SamplingParams
+
+
+class GatewayEngine(EngineProtocol, Protocol):
+    """`ClientEngine` attached to a cluster, or a scripted fake."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Every rank is up and its step loop makes progress."""
+
+    @property
+    def down_cause(self) -> str:
+        """Why it is not ready, "" while it is."""
+
+    async def astart_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> tuple[RequestHandle, ResultQueue]:
+        """`start_request` for asyncio."""
+
+    async def astop_request(self, handle: RequestHandle) -> None:
+        """`stop_request` for asyncio."""

@@ -1,0 +1,277 @@
+"""The OpenAI requests as pydantic models: strict types, unknown fields refused by name. Ranges are checked once, by
+`SamplingParams`; here only what it does not know of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from allspan.client.gateway.http_errors import HttpError
+from allspan.protos.errors import InvalidRequest
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_MESSAGES = 4096
+
+Prompt = str | list[int]
+
+_ROLES = ("system", "developer", "user", "assistant")
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "stop",
+)
+
+# Fields that change nothing here: who asks, how it is billed or kept.
+HARMLESS = frozenset(
+    (
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
+)
+# Fields that would change the output but are not there yet → the values with which they change nothing.
+NOT_YET: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "include_stop_str_in_output": (False,),
+    "priority": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "verbosity": ("medium",),
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logit_bias": ({},),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+REFUSED = {
+    "chat_template": "a template comes with the model or from the server's --chat-template, never from a request",
+    "chat_template_kwargs": "a template's variables cannot be set by a request",
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis; there is none
+
+
+class SamplingFields(BaseModel):
+    """What both endpoints share. None is as good as absent."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> dict[str, Any]:
+        """The given fields of `SamplingParams` (logprobs aside, whose shape differs per endpoint)."""
+        fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if isinstance(self.seed, int) and self.seed < 0:
+            fields["seed"] = self.seed + 2**64  # OpenAI's seeds are signed
+        return fields
+
+    def check(self) -> None:
+        """What no type says; InvalidRequest names the field."""
+        if not 1 <= self.choices <= MAX_CHOICES:
+            raise InvalidRequest(f"n is {self.n}, must be from 1 to {MAX_CHOICES}", "n")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is given, which needs stream to be true", "stream_options")
+        for name, value in (self.model_extra or {}).items():
+            _check_extra(name, value)
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+Body = TypeVar("Body", bound=SamplingFields)
+
+
+def parse(model: type[Body], body: bytes) -> Body:
+    """The checked request; HttpError (malformed JSON) or InvalidRequest (a field) says what is wrong."""
+    try:
+        request = model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        if first["type"] == "json_invalid":
+            raise HttpError(400, f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
+        raise InvalidRequest(*_described(first["loc"], first["msg"], first.get("input"))) from None
+    request.check()
+    return request
+
+
+def read_prompts(value: Any) -> list[Prompt]:
+    """One text, texts, token ids, or lists of token ids; InvalidRequest names the place of what does not fit."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        what = "missing" if value is None else f"a {type(value).__name__}"
+        raise InvalidRequest(f"prompt is {what}, must be a string, a list of strings, or token ids", "prompt")
+    if not value:
+        raise InvalidRequest("prompt is an empty list, must hold at least one prompt", "prompt")
+    if not isinstance(value[0], (str, list)):
+        return [_token_ids("prompt", value)]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} a request", "prompt")
+    kind = type(value[0])
+    for i, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise InvalidRequest(f"prompt[{i}] is {_short(item)}, the prompts before it are of another kind", "prompt")
+    return value if kind is str else [_token_ids(f"prompt[{i}]", item) for i, item in enumerate(value)]
+
+
+def read_messages(value: Any) -> list[dict[str, str]]:
+    """Messages for the chat template, content as plain text; InvalidRequest names the place of what does not fit."""
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("messages is missing or empty, must be a list with at least one message", "messages")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"messages has {len(value)} entries, at most {MAX_MESSAGES}", "messages")
+    return [_message(f"messages[{i}]", item) for i, item in enumerate(value)]
+
+
+def _message(place: str, item: Any) -> dict[str, str]:
+    if not isinstance(item, dict):
+        raise InvalidRequest(f"{place} is {_short(item)}, must be an object with role and content", "messages")
+    role = item.get("role")
+    if role in ("tool", "function") or item.get("tool_calls") or item.get("function_call"):
+        raise InvalidRequest(f"{place} belongs to a tool call: tools are not supported yet", "messages")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{place}.role is {_short(role)}, must be one of {', '.join(_ROLES)}", "messages")
+    content = _content(f"{place}.content", item.get("content"))
+    message = {"role": "system" if role == "developer" else role, "content": content}
+    if (name := item.get("name")) is not None:
+        if not isinstance(name, str):
+            raise InvalidRequest(f"{place}.name is {_short(name)}, must be a string", "messages")
+        message["name"] = name
+    return message
+
+
+def _content(place: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"{place} is {_short(content)}, must be a string or a list of text parts", "messages")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image_url", "input_audio", "file", "video_url"):
+            raise InvalidRequest(f"{place}[{i}] is of type {kind!r}: only text is supported", "messages")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{place}[{i}] is {_short(part)}, must be {{'type': 'text', 'text': …}}", "messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _token_ids(place: str, values: list[Any]) -> list[int]:
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequest(f"{place}[{i}] is {_short(value)}, must be a token id", "prompt")
+    return values
+
+
+def _check_extra(name: str, value: Any) -> None:
+    if name in HARMLESS:
+        return
+    if name in REFUSED:
+        raise InvalidRequest(f"{name} is not accepted: {REFUSED[name]}", name)
+    if name not in NOT_YET:
+        raise InvalidRequest(f"{_short(name)} is not a field that this endpoint knows", name[:64])
+    neutral = [item for item in NOT_YET[name] if item == value and isinstance(item, bool) == isinstance(value, bool)]
+    if value is not None and not neutral:
+        raise InvalidRequest(f"{name} is {_short(value)}: not supported yet", name)
+
+
+def _described(location: tuple[int | str, ...], problem: str, value: Any) -> tuple[str, str]:
+    """A message in one line and the name of the field. A union's arms follow the field in pydantic's locations."""
+    field = str(location[0]) if location else "body"
+    inner = "".join(f"[{part}]" for part in location[1:] if isinstance(part, int))
+    named = [part for part in location[1:] if isinstance(part, str) and part in StreamOptions.model_fields]
+    path = field + "".join(f".{part}" for part in named) + inner
+    return f"{path} is {_short(value)}: {problem[:1].lower()}{problem[1:]}", field
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

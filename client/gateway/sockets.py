@@ -1,0 +1,132 @@
+"""Both ports are taken before a model loads, so that a busy one fails at once and not after minutes."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from allspan.client.gateway.config import GatewayConfig
+from allspan.protos.errors import ConfigError
+
+_LISTEN = "0A"  # state column of /proc/net/tcp
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """The bound HTTP socket, and one that holds the gRPC port until the gRPC server takes it over."""
+
+    http: socket.socket
+    grpc: socket.socket
+
+    @property
+    def http_address(self) -> str:
+        """As a URL without a path."""
+        return f"http://{address_of(self.http)}"
+
+    @property
+    def grpc_address(self) -> str:
+        """As a gRPC target."""
+        return address_of(self.grpc)
+
+    def close(self) -> None:
+        """Frees both ports. Idempotent."""
+        self.http.close()
+        self.grpc.close()
+
+
+def bind(config: GatewayConfig) -> Sockets:
+    """Takes both ports; ConfigError names the port, its flag and, where it can be found out, who holds it."""
+    if not config.insecure and not _is_loopback(config.host):
+        raise ConfigError(
+            f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost), because the gateway has "
+            "neither TLS nor keys; --insecure listens there all the same"
+        )
+    http = _take(config.host, config.port, "--port")
+    try:
+        grpc = _take(config.host, config.grpc_port, "--grpc-port")
+    except ConfigError:
+        http.close()
+        raise
+    return Sockets(http, grpc)
+
+
+def address_of(sock: socket.socket) -> str:
+    """HOST:PORT of a bound socket, brackets around an IPv6 host."""
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def let_share(sock: socket.socket) -> None:
+    """Lets one more socket of this user bind the same port: the gRPC library insists on binding by itself."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _take(host: str, port: int, flag: str) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{flag} is {port}, must be from 0 (any free port) to 65535")
+    try:
+        choices = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host is {host!r}, which is no address of this machine: {error}") from error
+    family, kind, protocol, _, address = choices[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # On while binding: connections of an earlier gateway that linger must not count. Off afterwards: on Linux two
+        # sockets that both have it on, neither listening yet, could bind the same port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(_refusal(host, port, flag, error)) from error
+    return sock
+
+
+def _refusal(host: str, port: int, flag: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        owner = port_owner(port)
+        by = f" by {owner}" if owner else ""
+        return f"port {port} ({flag}) on {host} is in use{by}; choose another with {flag}, 0 takes any free one"
+    if error.errno == errno.EACCES:
+        return f"port {port} ({flag}) needs rights that this user has not; choose one above 1023 with {flag}"
+    return f"cannot listen on {host} port {port} ({flag}): {error.strerror}"
+
+
+def port_owner(port: int) -> str:
+    """ "process PID (NAME)" that listens on a TCP port of this machine, or "" where that cannot be found out."""
+    inodes = _listening_inodes(port)
+    for directory in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            links = [os.readlink(entry) for entry in directory.iterdir()]
+            if any(link in inodes for link in links):
+                name = (directory.parent / "comm").read_text().strip()
+                return f"process {directory.parent.name} ({name})"
+        except OSError:  # gone in the meantime, or another user's
+            continue
+    return ""
+
+
+def _listening_inodes(port: int) -> set[str]:
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for columns in map(str.split, lines):
+            if columns[3] == _LISTEN and int(columns[1].rsplit(":", 1)[1], 16) == port:
+                found.add(f"socket:[{columns[9]}]")
+    return found

@@ -1,0 +1,263 @@
+"""Admission shared by HTTP and gRPC: from prompts and sampling fields to running requests, never more than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.readiness import GatewayEngine
+from allspan.client.text_stream import TextStream
+from allspan.protos.cluster import ClusterInfo
+from allspan.protos.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
+from allspan.protos.results import RequestHandle
+from allspan.protos.sampling import SamplingParams
+from allspan.protos.text import GenerationDefaults, Tokenizer, generation_defaults
+
+# Shorter texts are tokenised on the event loop: a thread's hand-over costs more than they do.
+INLINE_CHARS = 8192
+
+logger = logging.getLogger("allspan.gateway")
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The one model behind the gateway."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    defaults: GenerationDefaults
+    created: int
+    """Seconds since 1970."""
+
+    @classmethod
+    def of(cls, info: ClusterInfo, config: GatewayConfig) -> ServedModel:
+        """From what a ready cluster says of itself and what its model's files recommend. CheckpointError."""
+        return cls(
+            name=config.served_model_name or info.model,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            defaults=generation_defaults(info.model_path),
+            created=int(time.time()),
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt and how to go on from it."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+
+
+class Submitter:
+    """Counts what runs, refuses what is too much or too late, and ends what its caller leaves."""
+
+    def __init__(self, engine: GatewayEngine, tokenizer: Tokenizer, model: ServedModel, config: GatewayConfig) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model = model
+        self._max_requests = config.max_concurrent_requests
+        self._max_chars = config.max_prompt_chars or max(65536, 64 * model.max_model_len)
+        self._admitted = 0
+        self._running: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    @property
+    def is_ready(self) -> bool:
+        """New requests are welcome."""
+        return not self._draining and self.engine.is_ready
+
+    @property
+    def down_cause(self) -> str:
+        """Why new requests are not welcome, "" while they are."""
+        return "the server is shutting down" if self._draining else self.engine.down_cause
+
+    def check_model(self, name: str) -> None:
+        """ModelNotFound for any name but the served one; "" is the served one."""
+        if name and name != self.model.name:
+            raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {self.model.name!r}")
+
+    async def encode(self, prompt: str | Sequence[int], field: str = "prompt") -> Sequence[int]:
+        """Token ids of a prompt, checked; InvalidRequest names what does not fit."""
+        if isinstance(prompt, str):
+            self._check_chars(len(prompt), field)
+            if not prompt:
+                raise InvalidRequest(f"{field} is empty, must hold at least one token", field)
+            ids: Sequence[int] = await _off_loop(len(prompt), self.tokenizer.encode, prompt)
+        else:
+            ids = prompt
+        self._check_ids(ids, field)
+        return ids
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        """Token ids of a conversation through the chat template; InvalidRequest when there is none."""
+        if not self.tokenizer.has_chat_template:
+            raise InvalidRequest(
+                f"model {self.model.name!r} has no chat template (a base model?): use /v1/completions or a text prompt, or "
+                "give the server one with --chat-template",
+                "messages",
+            )
+        chars = sum(len(message["content"]) for message in messages)
+        self._check_chars(chars, "messages")
+        ids = await _off_loop(chars, self.tokenizer.encode_chat, messages)
+        self._check_ids(ids, "messages")
+        return ids
+
+    def params(
+        self, given: Mapping[str, Any], num_prompt_tokens: int, default_max_tokens: int | None
+    ) -> SamplingParams:
+        """Given fields over the model's defaults; max_tokens is `default_max_tokens`, None the rest of the context."""
+        room = self.model.max_model_len - num_prompt_tokens
+        values = self.model.defaults.sampling()
+        values["max_tokens"] = room if default_max_tokens is None else min(room, default_max_tokens)
+        params = SamplingParams(**(values | dict(given)))
+        if params.max_tokens > room:
+            raise InvalidRequest(
+                f"max_tokens is {params.max_tokens} after a prompt of {num_prompt_tokens} tokens, at most {room} are left "
+                f"of the context of {self.model.max_model_len}",
+                "max_tokens",
+            )
+        self._check_stop_ids(params.stop_token_ids)
+        return params
+
+    @asynccontextmanager
+    async def running(self, jobs: Sequence[Job], label: str) -> AsyncIterator[list[Generation]]:
+        """Starts all jobs or none; on leaving, whatever still runs is stopped and all are released."""
+        generations = await self.start(jobs, label)
+        try:
+            yield generations
+        finally:
+            await self.end(generations)
+
+    async def start(self, jobs: Sequence[Job], label: str) -> list[Generation]:
+        """Starts all jobs or none; the caller must `end` them. QueueFull, Unavailable, or what the engine says."""
+        self._admit(len(jobs))
+        started: list[Generation] = []
+        try:
+            results = await asyncio.gather(*(self._start(job, label, started) for job in jobs), return_exceptions=True)
+            if failures := [result for result in results if isinstance(result, BaseException)]:
+                raise failures[0]
+        except BaseException:
+            self._leave(len(jobs) - len(started))
+            await self.end(started)
+            raise
+        return [result for result in results if isinstance(result, Generation)]
+
+    async def end(self, generations: Sequence[Generation]) -> None:
+        """Stops what still runs, releases all. Idempotent."""
+        ending = [generation for generation in generations if generation in self._running]
+        self._running.difference_update(ending)
+        try:
+            await asyncio.gather(*(generation.close() for generation in ending))
+        finally:
+            self._leave(len(ending))
+
+    async def drain(self, timeout: float) -> None:
+        """Refuses what is new, waits for what runs, and after `timeout` seconds fails the rest."""
+        self._draining = True
+        if await self._wait_idle(timeout):
+            return
+        logger.warning("%d requests still ran after %g s and end unfinished", len(self._running), timeout)
+        for generation in self._running:
+            generation.fail(Unavailable("the server is shutting down"))
+        await self._wait_idle(1.0)
+
+    async def _wait_idle(self, timeout: float) -> bool:
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _start(self, job: Job, label: str, started: list[Generation]) -> Generation:
+        arrived = time.monotonic()
+        handle = RequestHandle(uuid.uuid4().hex, self.model.name)
+        try:
+            _, queue = await self.engine.astart_request(job.token_ids, job.params, handle.request_id)
+        except BaseException:
+            # Cancelled just as the engine said yes, the answer is lost; the name is not.
+            self.engine.release_request(handle)
+            raise
+        stream = TextStream(self.tokenizer, job.params)
+        generation = Generation(self.engine, handle, queue, stream, len(job.token_ids), label, arrived)
+        self._running.add(generation)
+        started.append(generation)
+        return generation
+
+    def _admit(self, count: int) -> None:
+        if self._draining:
+            raise Unavailable(self.down_cause)
+        if self._admitted + count > self._max_requests:
+            raise QueueFull(
+                f"{self._admitted} requests are running and {count} more were asked for, at most {self._max_requests} at "
+                "once; try again later"
+            )
+        self._admitted += count
+        self._idle.clear()
+
+    def _leave(self, count: int) -> None:
+        self._admitted -= count
+        if not self._admitted:
+            self._idle.set()
+
+    def _check_chars(self, chars: int, field: str) -> None:
+        if chars > self._max_chars:
+            raise InvalidRequest(f"{field} has {chars} characters, at most {self._max_chars}", field)
+
+    def _check_ids(self, ids: Sequence[int], field: str) -> None:
+        if not ids:
+            raise InvalidRequest(f"{field} has no tokens, must hold at least one", field)
+        most = self.model.max_model_len - 1
+        if len(ids) > most:
+            raise InvalidRequest(
+                f"{field} has {len(ids)} tokens, at most {most} leave room for one more in the context of "
+                f"{self.model.max_model_len}",
+                field,
+            )
+        if min(ids) < 0 or max(ids) >= self.model.vocab_size:
+            index, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self.model.vocab_size)
+            raise InvalidRequest(
+                f"{field}[{index}] is token id {bad}, must be from 0 to {self.model.vocab_size - 1}", field
+            )
+
+    def _check_stop_ids(self, ids: Sequence[int]) -> None:
+        last = self.model.vocab_size - 1
+        for index, token_id in enumerate(ids):
+            if token_id > last:
+                raise InvalidRequest(
+                    f"stop_token_ids[{index}] is {token_id}, must be from 0 to {last}", "stop_token_ids"
+                )
+
+
+def spread(job: Job, count: int) -> list[Job]:
+    """`count` jobs of one prompt; a given seed goes up by one per choice, or all would be the same."""
+    seed = job.params.seed
+    if seed is None:
+        return [job] * count
+    return [Job(job.token_ids, job.params.with_(seed=(seed + i) % 2**64)) for i in range(count)]
+
+
+def caller_error(error: Exception, what: str) -> AllspanError:
+    """The error as its caller may see it: a bug becomes InternalError with an id, and its traceback goes to the log."""
+    if isinstance(error, AllspanError):
+        return error
+    name = f"incident-{uuid.uuid4().hex[:12]}"
+    logger.error("%s: %s", name, what, exc_info=error)
+    return InternalError(f"internal error; the server's log says more under {name}")
+
+
+async def _off_loop(chars: int, function: Callable[[A], list[int]], argument: A) -> list[int]:
+    return function(argument) if chars <= INLINE_CHARS else await asyncio.to_thread(function, argument)
