@@ -1,21 +1,13 @@
-"""A model without weights: its logits are a hash of all tokens that it finds in its cache, read through the page table, so
-that a wrong page, slot, position or length changes the output."""
+"""A model without weights: its logits are a hash of all tokens that it finds in its cache, read through the page table,
+so that a wrong page, slot, position or length changes the output."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from allspan.worker.models.inputs import StepInputs
-
-
-@dataclass(frozen=True)
-class FakeCacheSpec:
-    page_size: int
-    bytes_per_page: int = 64
 
 
 class FakeModel:
@@ -29,7 +21,7 @@ class FakeModel:
         widths: tuple[int, ...] = (97,),
         rank: int = 0,
     ) -> None:
-        self.cache_spec = FakeCacheSpec(page_size)
+        self._page_size = page_size
         self.vocab_widths = widths
         self.max_model_len = max_model_len
         self.num_forwards = 0
@@ -54,7 +46,7 @@ class FakeModel:
         length = int(inputs.kv_lens[request]) - behind
         pages = inputs.page_indices[int(inputs.page_indptr[request]) : int(inputs.page_indptr[request + 1])].numpy()
         at = np.arange(length)
-        size = self.cache_spec.page_size
+        size = self._page_size
         entries = self._cache[pages[at // size].astype(np.int64) * size + at % size]
         if not np.array_equal(entries[:, 1], at):
             raise AssertionError(

@@ -1,7 +1,7 @@
 """EngineCore: the step loop of one rank, leader or follower.
 
-The leader's loop is `schedule → publish → execute → apply → deliver`, a follower's `receive → execute`. Whatever goes wrong
-in it ends the world: the ranks would no longer agree.
+The leader's loop is `schedule → publish → execute → apply → deliver`, a follower's `receive → execute`. Whatever goes
+wrong in it ends the world: the ranks would no longer agree.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class CoreStatistics:
 class EngineCore:
     """Submit and cancel from any thread; `run()` (or `step()`, in tests) from one.
 
-    `on_outputs` is called by that thread on the leader, once a step, with new tokens and ends of requests: each accepted
-    request ends exactly once, also when the loop fails or is shut down. It must not call back into the core's waits.
+    `on_outputs` is called by that thread on the leader, once a step, with new tokens and ends of requests: each
+    accepted request ends exactly once, also when the loop fails or is shut down. It must not wait for the core.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EngineCore:
         """`num_pages` must be the same on every rank. `channel` may be None in a world of one rank."""
         if channel is None and collectives.size > 1:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
-        page_size, most = model.cache_spec.page_size, config.scheduler
+        page_size, most = config.cache.page_size, config.scheduler
         self.is_leader = collectives.rank == 0
         self.limits = Limits(
             vocab_size=sum(model.vocab_widths),
@@ -108,11 +108,9 @@ class EngineCore:
         self._model_s = 0.0
         self._progressed_at = time.monotonic()
 
-    # From any thread -------------------------------------------------------------------------------------------------
-
     def submit(self, request: Request) -> None:
-        """Leader: queues a request. Follower: keeps its payload until a plan joins it. Raises InvalidRequest, QueueFull,
-        AlreadyExists, or Unavailable when the model is stopped or the loop has ended."""
+        """Leader: queues a request. Follower: keeps its payload until a plan joins it. Raises InvalidRequest,
+        QueueFull, AlreadyExists, or Unavailable when the model is stopped or the loop has ended."""
         with self._changed:
             self._check_open()
             if self.is_leader:
@@ -184,8 +182,6 @@ class EngineCore:
                 **asdict(scheduler.counters),
                 **times,  # type: ignore[arg-type]
             )
-
-    # The loop --------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Steps until `shutdown` (a follower: until the leader's). Raises what broke the loop."""

@@ -9,16 +9,6 @@ from torch import Tensor
 from allspan.worker.models.inputs import StepInputs
 
 
-class CacheLayout(Protocol):
-    """The part of a cache's description that scheduling sees."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def bytes_per_page(self) -> int: ...
-
-
 class StepModel(Protocol):
     """A loaded model whose cache is bound."""
 
@@ -28,9 +18,6 @@ class StepModel(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
-
-    @property
-    def cache_spec(self) -> CacheLayout: ...
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """This rank's slice of the logits, float32 [m, vocab_widths[rank]]; may be overwritten until the next call."""

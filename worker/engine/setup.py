@@ -1,0 +1,92 @@
+"""From a configuration to an EngineCore: the model is loaded, the cache is sized and bound. The same for every rank of a
+cluster and for `Engine`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from allspan.kernels.ops import OpSet
+from allspan.protos.config import WorkerConfig
+from allspan.protos.config_json import check
+from allspan.protos.errors import ConfigError
+from allspan.protos.text.generation import generation_defaults
+from allspan.worker.cache.budget import CacheDemand, num_kv_pages
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.memory import available_bytes
+from allspan.worker.engine.core import EngineCore
+from allspan.worker.models.loader import load_model
+from allspan.worker.models.model import Model
+from allspan.worker.parallel.base import Collectives, PlanChannel
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """A rank that is ready to step, and what there is to say about it."""
+
+    core: EngineCore
+    model: Model
+    eos_token_ids: tuple[int, ...]
+    """Of the model's config and its generation_config.json together."""
+    kv_bytes: int
+    load_s: float
+
+
+def load_engine(
+    config: WorkerConfig,
+    ops: OpSet,
+    collectives: Collectives,
+    channel: PlanChannel | None = None,
+    ranks_on_node: int = 1,
+    on_progress: OnProgress | None = None,
+) -> LoadedEngine:
+    """Every rank of a world calls it at once. `ranks_on_node` share this node's memory; `on_progress` as in `load_model`.
+
+    Raises ModelNotFound, CheckpointError, or ConfigError (also when one full context does not fit the cache).
+    """
+    started = time.monotonic()
+    check(config)
+    model, cache, most = config.model, config.cache, config.scheduler
+    loaded = load_model(
+        model, collectives, ops, most.max_num_batched_tokens, most.max_num_seqs, on_progress, cache
+    )
+    demand = CacheDemand(
+        bytes_per_page=loaded.cache_spec.bytes_per_page,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=most.max_num_seqs,
+        available_bytes=available_bytes(config.parallel.cpus),
+        ranks_on_node=ranks_on_node,
+    )
+    num_pages = agreed_pages(config, demand, collectives)
+    kv = KVCache(loaded.cache_spec, num_pages, model.device)
+    loaded.bind_cache(kv)
+    defaults = () if model.load_format == "dummy" else generation_defaults(model.path).eos_token_ids
+    eos = tuple(sorted({*loaded.spec.eos_token_ids, *defaults}))
+    core = EngineCore(config, loaded, num_pages, collectives, channel, eos)
+    return LoadedEngine(core, loaded, eos, kv.num_bytes, time.monotonic() - started)
+
+
+def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collectives) -> int:
+    """The smallest of the ranks' page counts, since one page number means the same page on each of them.
+
+    A rank for which not even one context fits raises its own ConfigError, and its peers one that names it.
+    """
+    failure: ConfigError | None = None
+    try:
+        pages = num_kv_pages(config.cache, demand)
+    except ConfigError as error:
+        failure, pages = error, 0
+    mine = torch.tensor([[min(pages, 2**31 - 1)]], dtype=torch.int32)
+    everyone = torch.empty((collectives.size, 1), dtype=torch.int32)
+    collectives.all_gather_rows(mine, everyone)
+    if failure is not None:
+        raise failure
+    counts: list[int] = everyone[:, 0].tolist()
+    if 0 in counts:
+        raise ConfigError(f"the KV cache does not fit on rank {counts.index(0)}; its own message has the numbers")
+    return min(counts)
