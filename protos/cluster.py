@@ -56,9 +56,13 @@ class ClusterInfo:
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old text or the new, never half of it."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def write_cluster(run_dir: Path, info: ClusterInfo) -> None:

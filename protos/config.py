@@ -33,7 +33,7 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     """"float32", "bfloat16", or "auto" (as the weights)."""
     kv_cache_bytes: int = 0
-    """Bytes of KV on this rank; 0: min(25 % of the node's available memory / ranks on it, max_num_seqs full contexts)."""
+    """Bytes of KV on this rank; 0: min(25 % of the node's free memory / ranks on it, max_num_seqs full contexts)."""
 
 
 @dataclass(frozen=True, slots=True)

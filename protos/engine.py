@@ -96,11 +96,15 @@ class EngineProtocol(Protocol):
         """Counters of the engine and of each rank."""
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Runs prompts to their end, together, and returns them in order. A list of integers is one prompt."""
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """`generate` for asyncio; cancelling it stops its requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import threading
 import time
@@ -142,21 +143,23 @@ class ResultQueue:
             return self._take()
 
     async def aget(self, timeout: float | None = None) -> Output | None:
-        """`get` for asyncio."""
-        event = asyncio.Event()
-        waiter = (asyncio.get_running_loop(), event)
-        with self._condition:
-            if self._pending is not None or self._state.is_final:
-                return self._take()
-            self._waiters.append(waiter)
-        try:
-            await asyncio.wait_for(event.wait(), timeout)
-        except TimeoutError:
-            pass
-        with self._condition:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            return self._take()
+        """`get` for asyncio. Cancelling it loses no tokens: they are taken only on the way out."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            waiter = (asyncio.get_running_loop(), asyncio.Event())
+            with self._condition:
+                if self._pending is not None or self._state.is_final:
+                    return self._take()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._waiters.append(waiter)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(waiter[1].wait(), left)
+            finally:
+                with self._condition, contextlib.suppress(ValueError):  # a wake has removed it already
+                    self._waiters.remove(waiter)
 
     def __iter__(self) -> Iterator[Output]:
         """Outputs until the request has ended; raises its error when it failed."""
@@ -164,9 +167,9 @@ class ResultQueue:
             yield output
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        while (output := await self.aget()) is not None or not self._state.is_final:
-            if output is not None:
-                yield output
+        """`__iter__` for `async for`."""
+        while (output := await self.aget()) is not None:
+            yield output
 
     def wait_finished(self, timeout: float | None = None) -> bool:
         """Waits for the end without reading; False when `timeout` seconds ran out first."""
@@ -176,12 +179,12 @@ class ResultQueue:
     def _take(self) -> Output | None:
         output, self._pending = self._pending, None
         if output is None and self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # else every read would lengthen the same traceback
         return output
 
     def _wake(self) -> None:
         self._condition.notify_all()
         for loop, event in self._waiters:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
                 loop.call_soon_threadsafe(event.set)
         self._waiters.clear()

@@ -14,17 +14,18 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from allspan.protos.errors import CheckpointError, InvalidRequest
+from allspan.protos.errors import InvalidRequest
 
 MAX_RENDERED_CHARS = 4 * 2**20
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's part for training; here its body is just rendered."""
+    """{% generation %} … {% endgeneration %} marks the assistant's part for training; here its body is rendered."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - how jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
@@ -32,22 +33,44 @@ class _GenerationBlock(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-class ChatTemplate:
-    """One compiled template with the model's begin- and end-of-sequence texts."""
+class _Environment(ImmutableSandboxedEnvironment):
+    """Besides what the sandbox forbids: no operator may blow a small template up to gigabytes."""
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", extra: Mapping[str, str] | None = None) -> None:
-        """`extra`: further special tokens that the template may name. Raises CheckpointError for bad Jinja."""
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        size = sum(len(value) for value in (left, right) if isinstance(value, (str, list, tuple)))
+        times = max((abs(value) for value in (left, right) if isinstance(value, (int, float))), default=0)
+        if operator == "**" or size * times > MAX_RENDERED_CHARS:
+            raise SecurityError(f"operator {operator} makes values of more than {MAX_RENDERED_CHARS} characters")
+        return super().call_binop(context, operator, left, right)
+
+
+class ChatTemplate:
+    """One compiled template with the model's begin- and end-of-sequence texts.
+
+    `error` says, in one line, why the source is no valid Jinja; None when it is. A model with a bad template can still
+    complete text, so only rendering fails.
+    """
+
+    def __init__(
+        self, source: str, bos_token: str = "", eos_token: str = "", extra: Mapping[str, str] | None = None
+    ) -> None:
+        """`extra`: further special tokens that the template may name."""
         self.source = source
         self.bos_token = bos_token
         self.eos_token = eos_token
         self._extra = dict(extra or {})
+        self.error: str | None = None
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template is no valid Jinja: {_one_line(error)}") from error
+            self.error = f"the chat template is no valid Jinja: {_one_line(error)}"
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The prompt's text. Raises InvalidRequest, in one line, for whatever the template objects to."""
+        if self.error is not None:
+            raise InvalidRequest(f"{self.error}; use completions or give --chat-template FILE", "messages")
         values: dict[str, Any] = {"tools": None, "documents": None}
         values |= self._extra | {"bos_token": self.bos_token, "eos_token": self.eos_token} | kwargs
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
@@ -59,7 +82,7 @@ class ChatTemplate:
                 size += len(part)
                 if size > MAX_RENDERED_CHARS:
                     raise InvalidRequest(
-                        f"messages render to more than {MAX_RENDERED_CHARS} characters, the limit of a prompt", "messages"
+                        f"messages render to more than {MAX_RENDERED_CHARS} characters, the limit", "messages"
                     )
         except InvalidRequest:
             raise
@@ -68,10 +91,9 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
-    )
+def _environment() -> _Environment:
+    extensions = [_GenerationBlock, LoopControlExtension]
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -99,5 +121,3 @@ def _strftime_now(format: str) -> str:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
-
-

@@ -1,7 +1,7 @@
 """What one token adds to the text, from the `decoder` entry of a tokenizer.json.
 
-A decoder is described there as steps over a list of tokens. Those of the supported families work on each token by itself
-(the leading space of a text apart), which is what makes incremental detokenising exact and cheap.
+A decoder is described there as steps over a list of tokens. Those of the supported families work on each token by
+itself (the leading space of a text apart), which is what makes incremental detokenising exact and cheap.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ def piece_decoder(decoder: dict[str, Any] | None, path: Path) -> PieceDecoder:
     """For a decoder as tokenizer.json describes it. Raises CheckpointError for one that is not supported."""
     steps: list[Callable[[str], str | bytes]] = []
     strips = False
-    if decoder is None:
-        entries = []
-    else:
-        entries = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    entries: list[dict[str, Any]] = [] if decoder is None else decoder.get("decoders", [decoder])
     for entry in entries:
         kind = entry["type"]
         if kind == "ByteLevel":

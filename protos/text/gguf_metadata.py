@@ -1,7 +1,7 @@
 """A GGUF file's key-value part, read in one pass.
 
-The `gguf` package builds an array view for every string of the vocabulary, which takes seconds; a prompt cannot wait for
-that. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The `gguf` package builds an array view for every string of the vocabulary, which takes seconds; a prompt cannot wait
+for that. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class _Reader:
                 raise self._cut()
             return self._strings(count) if kind == _STRING else [self._value(kind) for _ in range(count)]
         dtype = self._dtype(kind)
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        values: list[Any] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        return values
 
     def _strings(self, count: int) -> list[str]:
         data, at, length_of = self._data, self._at, struct.Struct("<Q").unpack_from

@@ -20,6 +20,7 @@ from allspan.protos.text.tokenizer import Tokenizer
 
 # Folders with vocab.json and merges.txt alone: what their tokenizer class does to text before merging.
 _RULES_BY_CLASS = {"Qwen2Tokenizer": "qwen2", "Qwen2TokenizerFast": "qwen2", "GPT2Tokenizer": "gpt-2"}
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,7 +54,7 @@ class FolderCodec:
         self._backend = backend
         self._literal: Backend | None = None
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-        self._decode: PieceDecoder = piece_decoder(json.loads(backend.to_str())["decoder"], path)
+        self._decode: PieceDecoder = piece_decoder(_described(backend.decoder), path)
         self.strips_leading_space = self._decode.strips_leading_space
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -75,6 +76,14 @@ class FolderCodec:
             literal.encode_special_tokens = True
             self._literal = literal
         return self._literal
+
+
+def _described(decoder: decoders.Decoder | None) -> dict[str, Any] | None:
+    """A decoder as tokenizer.json writes it."""
+    if decoder is None:
+        return None
+    description: dict[str, Any] = json.loads(decoder.__getstate__())
+    return description
 
 
 def _backend(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[int, AddedToken]]:
@@ -103,7 +112,8 @@ def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:
     if rule is None:
         known = ", ".join(_RULES_BY_CLASS)
         raise CheckpointError(
-            f"{path} has no tokenizer.json, and how tokenizer_class {kind!r} cuts words is not known (known: {known}); {way_out}"
+            f"{path} has no tokenizer.json, and how tokenizer_class {kind!r} cuts words is not known "
+            f"(known: {known}); {way_out}"
         )
     try:
         backend = Backend(BPE.from_file(str(vocab), str(merges)))
@@ -123,7 +133,7 @@ def _add_tokens(path: Path, backend: Backend, config: Mapping[str, Any]) -> None
     for text, token_id in _read_json(path / "added_tokens.json").items():
         listed[int(token_id)] = AddedToken(text, normalized=False, special=False)
     for token_id, entry in config.get("added_tokens_decoder", {}).items():
-        flags = {key: bool(entry.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        flags = {key: bool(entry.get(key, False)) for key in _TOKEN_FLAGS}
         listed[int(token_id)] = AddedToken(entry["content"], **flags)
     for token_id in sorted(set(listed) - set(known)):
         token = listed[token_id]

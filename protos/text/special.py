@@ -27,8 +27,7 @@ class _Cutter:
 
     def split(self, text: str) -> list[str | int]:
         parts: list[str | int] = [text] if text else []
-        present = set(self._any.findall(text))
-        if not present:
+        if not self._any.search(text):
             return parts
         for special in self._texts:
             if special in text:

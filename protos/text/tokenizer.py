@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from allspan.protos.errors import InvalidRequest
+from allspan.protos.errors import ConfigError, InvalidRequest
 from allspan.protos.text.chat import ChatTemplate
 
 
@@ -52,16 +52,20 @@ class Tokenizer:
         return self.chat_template is not None
 
     def with_chat_template(self, source: str) -> Tokenizer:
-        """The same tokenizer with another template (Jinja source)."""
-        bos, eos = (self.chat_template.bos_token, self.chat_template.eos_token) if self.chat_template else self._ends()
-        return replace(self, chat_template=ChatTemplate(source, bos, eos))
+        """The same tokenizer with another template (Jinja source). Raises ConfigError for bad Jinja."""
+        ids = (self.bos_token_id, self.eos_token_ids[0] if self.eos_token_ids else None)
+        bos, eos = ("" if i is None else self.codec.piece(i).decode("utf-8", "replace") for i in ids)
+        template = ChatTemplate(source, bos, eos)
+        if template.error is not None:
+            raise ConfigError(template.error)
+        return replace(self, chat_template=template)
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text.
 
         `add_special_tokens` wraps them as the model wants its prompts (usually: begin-of-sequence first; never a second
-        one, should the text spell it out). `parse_special` reads the text of a special token ("<|im_end|>") as that token;
-        False takes it letter by letter, for text that must not speak for the model.
+        one, should the text spell it out). `parse_special` reads the text of a special token ("<|im_end|>") as that
+        token; False takes it letter by letter, for text that must not speak for the model.
         """
         try:
             text.encode("utf-8")
@@ -107,8 +111,3 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of the rendered chat. A template writes every special token itself, so nothing is added to it."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **kwargs), add_special_tokens=False)
-
-    def _ends(self) -> tuple[str, str]:
-        bos = b"" if self.bos_token_id is None else self.codec.piece(self.bos_token_id)
-        eos = self.codec.piece(self.eos_token_ids[0]) if self.eos_token_ids else b""
-        return bos.decode("utf-8", "replace"), eos.decode("utf-8", "replace")
