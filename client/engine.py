@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,7 +15,6 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from allspan.client.generation import Generation
 from allspan.client.loop import LoopThread
 from allspan.client.process import ClusterProcess
-from allspan.client.prompts import Params, checked_ids, params_list, parse_request_id, prompt_list, with_seed
 from allspan.client.session import Session
 from allspan.client.source import source_of
 from allspan.client.statistics import merged
@@ -28,6 +28,7 @@ from allspan.protos.errors import (
     DeadlineExceeded,
     ModelNotFound,
 )
+from allspan.protos.prompts import Params, checked_ids, params_list, parse_request_id, prompt_list, with_seed
 from allspan.protos.results import RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import Tokenizer, load_tokenizer
@@ -50,7 +51,7 @@ class ServeOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     kv_cache_bytes: int
     oversubscribe: bool
-    no_restart: bool
+    restart: bool
 
 
 class ClientEngine:
@@ -84,7 +85,8 @@ class ClientEngine:
         if attach is not None and serve_options:
             raise ConfigError(f"{', '.join(serve_options)}: options for starting a cluster, not for attaching to one")
         deadline = time.monotonic() + startup_timeout
-        process = None if model is None else ClusterProcess(str(model), serve_options, quiet)
+        options = {"start_timeout_s": max(1, math.ceil(startup_timeout)), **serve_options}
+        process = None if model is None else ClusterProcess(str(model), options, quiet)
         self._process = process
         self._tokenizer_path = tokenizer
         self._tokenizer: Tokenizer | None = None

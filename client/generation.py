@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Sequence
 
 from allspan.client.session import Session
-from allspan.client.text_stream import TextStream
 from allspan.protos.engine import Completion
 from allspan.protos.errors import AllspanError, QueueFull
 from allspan.protos.results import RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import Tokenizer
+from allspan.protos.text.stream import TextStream
 
 MAX_IN_FLIGHT = 512
 QUEUE_WAIT_S = 60.0

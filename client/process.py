@@ -39,19 +39,22 @@ logger = logging.getLogger("allspan.cluster")
 
 
 def flags(options: Mapping[str, object]) -> list[str]:
-    """`serve`'s flags for options by their names: True is a bare flag; False and None leave it out.
+    """`serve`'s flags for options by their names; None leaves one out.
 
-    >>> flags({"ranks": 2, "oversubscribe": True, "threads": None})
-    ['--ranks=2', '--oversubscribe']
+    >>> flags({"ranks": 2, "oversubscribe": True, "restart": False, "threads": None})
+    ['--ranks=2', '--oversubscribe', '--no-restart']
     """
     words = []
     for name, value in options.items():
         if not name.isidentifier():
             raise ConfigError(f"serve option {name!r} is no name of a flag")
-        if value is None or value is False:
+        if value is None:
             continue
-        flag = f"--{name.replace('_', '-')}"
-        words.append(flag if value is True else f"{flag}={value}")
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
     return words
 
 
