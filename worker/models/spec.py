@@ -1,4 +1,4 @@
-"""ModelSpec: a family is data. A foreign config is read once, in its family's file; after it there are only these values."""
+"""ModelSpec: a family is data. A foreign config is read once, in its family's file; from then on these values count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Rotary embedding. `kind` is "default", "llama3", "yarn" or "linear"; the rest are that kind's parameters (Hugging Face names)."""
+    """Rotary embedding. `kind` is "default", "llama3", "yarn" or "linear"; the rest are that kind's parameters
+    (Hugging Face names)."""
 
     theta: float
     kind: str = "default"
@@ -21,6 +22,10 @@ class RotarySpec:
     beta_slow: float = 1.0
     attention_factor: float = 0.0
     """YaRN's scale of cos and sin; 0: 0.1 · ln(factor) + 1."""
+    truncate: bool = True
+    """YaRN: whether the ends of the ramp are rounded outwards to whole elements."""
+    freq_factors: tuple[float, ...] = ()
+    """Divisors of the inverse frequencies, one a pair of elements (how GGUF files carry llama3 scaling)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +53,5 @@ class ModelSpec:
     """Of the checkpoint: "float32", "bfloat16" or "float16"."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What the user should hear about this reading of the model, such as a context cut to the sliding window."""

@@ -1,0 +1,44 @@
+"""KVCache: one rank's pages of keys and values."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from allspan.protos.errors import ConfigError
+from allspan.worker.cache.spec import CacheSpec
+
+
+class KVCache:
+    """`keys[layer]` and `values[layer]` are [num_pages, num_kv_heads, page_size, head_dim], zeros at first.
+
+    On the CPU they lie in one anonymous mapping: pages of memory are taken when first written, on the node of the
+    thread that writes. Raises ConfigError when the memory cannot be had.
+    """
+
+    def __init__(self, spec: CacheSpec, num_pages: int, device: str = "cpu") -> None:
+        self.spec = spec
+        self.num_pages = num_pages
+        self.num_bytes = spec.bytes_per_page * num_pages
+        try:
+            raw = (
+                _mapped(self.num_bytes)
+                if device == "cpu"
+                else torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+            )
+        except (OSError, ValueError, torch.OutOfMemoryError) as error:
+            raise ConfigError(
+                f"kv_cache_bytes: {self.num_bytes} bytes for {num_pages} pages of KV cannot be had on {device}: {error}"
+            ) from error
+        layers = raw.view(getattr(torch, spec.dtype)).view(2 * spec.num_layers, num_pages, *spec.page_shape).unbind(0)
+        self.keys: list[Tensor] = list(layers[::2])
+        self.values: list[Tensor] = list(layers[1::2])
+
+
+def _mapped(num_bytes: int) -> Tensor:
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

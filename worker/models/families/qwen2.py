@@ -1,0 +1,29 @@
+"""Qwen 1.5, 2 and 2.5 dense: Llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from allspan.worker.models.families.common import Family, Features, dense_spec, sliding_window
+from allspan.worker.models.foreign import ForeignConfig
+from allspan.worker.models.spec import ModelSpec
+
+
+def _read(config: ForeignConfig) -> ModelSpec:
+    features = Features(qkv_bias=True, max_position_embeddings=32768, sliding_window=qwen_window(config))
+    return dense_spec(config, "qwen2", features)
+
+
+def qwen_window(config: ForeignConfig) -> int:
+    """Qwen's window is off unless `use_sliding_window`, and then for the layers from `max_window_layers` on."""
+    if not config.flag("use_sliding_window"):
+        return 0
+    if config.has("sliding_window") and config.get("sliding_window") is None:
+        return 0
+    window = config.size("sliding_window", 4096)
+    if config.get("layer_types") is not None:
+        return sliding_window(config, window)
+    first = config.get("max_window_layers")
+    layers = config.size("num_hidden_layers")
+    return window if (28 if first is None else int(first)) < layers else 0
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read, gguf_architectures=("qwen2",))

@@ -1,0 +1,127 @@
+"""From a path on disk to a Model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from allspan.kernels.ops import OpSet
+from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.protos.errors import CheckpointError, ConfigError
+from allspan.worker.cache.spec import ITEM_BYTES, CacheSpec
+from allspan.worker.models.layout import IGNORED_TENSORS, Holding, Progress, expected_shapes
+from allspan.worker.models.model import Model, ModelLimits
+from allspan.worker.models.registry import ModelSource, find_model
+from allspan.worker.models.shard import Shard, make_shard
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.parallel.base import Collectives
+from allspan.worker.quant.table import METHODS
+from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
+from allspan.worker.weights.random_weights import RandomWeights
+from allspan.worker.weights.safetensors_folder import SafetensorsFolder
+
+logger = logging.getLogger(__name__)
+
+_QUANTISED_NAMES = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that is known of one rank's model before its weights are read."""
+
+    source: ModelSource
+    holding: Holding
+    cache_spec: CacheSpec
+    max_model_len: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.holding.num_bytes
+
+
+def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
+    """Reads the model's config and settles what this rank holds. Raises as `load_model` does."""
+    source = find_model(config.path)
+    shard = make_shard(source.spec, rank, size)
+    dtype = weight_dtype(config.dtype, source.spec)
+    kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
+    if kv_dtype not in ITEM_BYTES:
+        raise ConfigError(f"kv_cache_dtype {cache.kv_cache_dtype!r} is not known (auto, {', '.join(ITEM_BYTES)})")
+    return Prepared(
+        source=source,
+        holding=Holding(shard, source.family.weights, METHODS[dtype](), getattr(torch, dtype)),
+        cache_spec=CacheSpec(
+            page_size=cache.page_size,
+            num_layers=source.spec.num_layers,
+            num_kv_heads=len(shard.kv_heads),
+            head_dim=source.spec.head_dim,
+            dtype=kv_dtype,
+        ),
+        max_model_len=context_length(config.max_model_len, source.spec),
+    )
+
+
+def load_model(
+    config: ModelConfig,
+    collectives: Collectives,
+    ops: OpSet,
+    max_tokens: int,
+    max_requests: int,
+    on_progress: Progress | None = None,
+    cache: CacheConfig | None = None,
+) -> Model:
+    """Reads this rank's slices of the checkpoint and builds its Model.
+
+    Buffers are made for steps of at most `max_tokens` tokens and `max_requests` rows of logits.
+    `on_progress(done_bytes, total_bytes)` is called after each weight. `cache` gives the pages' size and dtype.
+    Raises ModelNotFound, CheckpointError or ConfigError.
+    """
+    prepared = prepare(config, cache or CacheConfig(), collectives.rank, collectives.size)
+    if collectives.rank == 0:
+        for note in prepared.source.spec.notes:
+            logger.warning("%s: %s", config.path, note)
+    checkpoint = open_checkpoint(prepared.source, prepared.holding.shard, config.load_format)
+    tensors = prepared.holding.read(checkpoint, config.device, on_progress)
+    limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len)
+    return Model(prepared.holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)
+
+
+def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Checkpoint:
+    """Opens the weights and checks that they are those of the config; nothing is read yet."""
+    weights = source.family.weights
+    if load_format == "dummy":
+        return RandomWeights(expected_shapes(shard, weights, RandomWeights.naming))
+    if load_format != "auto":
+        raise ConfigError(f"load_format {load_format!r} is not known (auto, dummy)")
+    checkpoint: Checkpoint = source.gguf if source.gguf is not None else SafetensorsFolder(source.path)
+    for name in checkpoint.names():
+        if name.endswith(_QUANTISED_NAMES):
+            raise CheckpointError(
+                f"{checkpoint.where(name)}: tensor {name!r} is of a quantised checkpoint, which is not supported "
+                "(supported: safetensors in float32, bfloat16 or float16, and GGUF)"
+            )
+    ignored = IGNORED_TENSORS + (("lm_head.weight",) if source.spec.tie_word_embeddings else ())
+    check_tensors(checkpoint, expected_shapes(shard, weights, checkpoint.naming), ignored)
+    return checkpoint
+
+
+def weight_dtype(wanted: str, spec: ModelSpec) -> str:
+    """float32 or bfloat16; "auto" is the checkpoint's, float16 held as float32 (exact)."""
+    if wanted == "auto":
+        return "bfloat16" if spec.dtype == "bfloat16" else "float32"
+    if wanted not in METHODS:
+        raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(METHODS)})")
+    return wanted
+
+
+def context_length(wanted: int, spec: ModelSpec) -> int:
+    """`max_model_len`, or the model's own for 0."""
+    limit = spec.max_position_embeddings
+    if wanted < 0 or wanted > limit:
+        reason = f"; {spec.notes[0]}" if spec.notes else ""
+        raise ConfigError(
+            f"max_model_len {wanted} is not within 1 … {limit}, the model's context (0: all of it){reason}"
+        )
+    return wanted or limit

@@ -1,0 +1,101 @@
+"""Model: one rank's part of a loaded model, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import OpSet
+from allspan.protos.errors import InternalError
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.inputs import StepInputs
+from allspan.worker.models.layout import Holding
+from allspan.worker.models.program import Interpreter, Rows
+from allspan.worker.models.rope import cos_sin_table
+from allspan.worker.models.shard import split
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.parallel.base import Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """For what the buffers are made: tokens and rows of logits of a step, and tokens of a request."""
+
+    max_tokens: int
+    max_requests: int
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class _Attention:
+    """See `allspan.kernels.ops.AttentionMeta`."""
+
+    qo_indptr: Tensor
+    page_indptr: Tensor
+    page_indices: Tensor
+    kv_lens: Tensor
+    kv_head_of: Tensor
+    scale: float
+
+
+class Model:
+    """`bind_cache` first, then `forward` for every step."""
+
+    def __init__(
+        self,
+        holding: Holding,
+        tensors: Mapping[str, Tensor],
+        cache_spec: CacheSpec,
+        limits: ModelLimits,
+        ops: OpSet,
+        collectives: Collectives,
+        device: str,
+    ) -> None:
+        shard = holding.shard
+        self.spec: ModelSpec = shard.spec
+        self.max_model_len = limits.max_model_len
+        self.cache_spec = cache_spec
+        self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.vocab_widths = tuple(len(rows) for rows in split(shard.spec.vocab_size, shard.size))
+        """Columns of each rank's logits."""
+        capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
+        self._interpreter = Interpreter(build_decoder(holding), ops, collectives, capacity, device)
+        self._interpreter.bind(tensors)
+        table = cos_sin_table(shard.spec.rotary, shard.spec.head_dim, limits.max_model_len)
+        self._interpreter.bind({"cos_sin": table.to(device)})
+        self._kv_head_of = torch.tensor(shard.kv_head_of, dtype=torch.int32, device=device)
+        self._scale = shard.spec.head_dim**-0.5
+        self._cache: KVCache | None = None
+
+    def bind_cache(self, kv: KVCache) -> None:
+        """Uses these pages from now on; they must be of this model's `cache_spec`."""
+        if kv.spec != self.cache_spec:
+            raise InternalError(f"a cache of {kv.spec} for a model of {self.cache_spec}")
+        self._cache = kv
+        self._interpreter.bind({f"k_cache.{i}": keys for i, keys in enumerate(kv.keys)})
+        self._interpreter.bind({f"v_cache.{i}": values for i, values in enumerate(kv.values)})
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """This rank's logits, float32 [m, vocab_widths[rank]]: a view of a buffer that the next step overwrites.
+
+        Writes the keys and values of the n new tokens to their slots. Every rank must call it with the same inputs.
+        Raises InternalError without a cache, or for more rows than the model was loaded for.
+        """
+        if self._cache is None:
+            raise InternalError("forward before bind_cache")
+        attention = _Attention(
+            inputs.qo_indptr, inputs.page_indptr, inputs.page_indices, inputs.kv_lens, self._kv_head_of, self._scale
+        )
+        named = {
+            "ids": inputs.ids,
+            "positions": inputs.positions,
+            "slots": inputs.slots,
+            "logits_rows": inputs.logits_rows,
+            "attention": attention,
+        }
+        return self._interpreter.run(named, inputs.ids.shape[0], inputs.logits_rows.shape[0])

@@ -1,0 +1,160 @@
+"""Program: a forward pass as data. It is built once and run for every batch; Python interprets it here.
+
+A slot is a tensor that ops name: a buffer (allocated once, cut to the step's rows), a weight, an input of the step, or
+a layer of the cache. An op is a name from `allspan.kernels.ops.OpSet` or the collectives, and its arguments in order.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import OpSet
+from allspan.protos.errors import InternalError
+from allspan.worker.parallel.base import Collectives
+
+COLLECTIVE_OPS = frozenset({"all_reduce"})
+
+
+class Rows(enum.Enum):
+    """How many rows of a buffer a step uses: one a new token, or one a row of logits."""
+
+    TOKENS = "tokens"
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`index` into the program's slots."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """float32 [rows, *shape]. Buffers of one `storage` are the same memory in different shapes."""
+
+    name: str
+    rows: Rows
+    shape: tuple[int, ...]
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor (or, for attention, its metadata) that somebody else provides under this name."""
+
+    name: str
+
+
+Argument = Slot | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """`rows` LOGITS: the op is left out of a step without rows of logits."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    slots: tuple[Buffer | Named, ...]
+    ops: tuple[Op, ...]
+    output: Slot
+
+
+class ProgramBuilder:
+    """Collects slots and ops; the same name is the same slot."""
+
+    def __init__(self) -> None:
+        self._slots: list[Buffer | Named] = []
+        self._by_name: dict[str, Slot] = {}
+        self._ops: list[Op] = []
+
+    def buffer(self, name: str, rows: Rows, *shape: int) -> Slot:
+        return self._add(Buffer(name, rows, shape, name))
+
+    def view(self, name: str, slot: Slot, *shape: int) -> Slot:
+        """The buffer `slot` with rows of another shape."""
+        buffer = self._slots[slot.index]
+        if not isinstance(buffer, Buffer) or math.prod(shape) != math.prod(buffer.shape):
+            raise InternalError(f"slot {name!r}: {buffer} has no view of shape {shape}")
+        return self._add(Buffer(name, buffer.rows, shape, buffer.storage))
+
+    def named(self, name: str) -> Slot:
+        """A weight, an input or a cache tensor."""
+        return self._add(Named(name))
+
+    def op(self, name: str, *arguments: Argument) -> None:
+        used = [self._slots[argument.index] for argument in arguments if isinstance(argument, Slot)]
+        logits = any(isinstance(slot, Buffer) and slot.rows is Rows.LOGITS for slot in used)
+        self._ops.append(Op(name, arguments, Rows.LOGITS if logits else Rows.TOKENS))
+
+    def build(self, output: Slot) -> Program:
+        return Program(tuple(self._slots), tuple(self._ops), output)
+
+    def _add(self, slot: Buffer | Named) -> Slot:
+        known = self._by_name.get(slot.name)
+        if known is None:
+            known = self._by_name[slot.name] = Slot(len(self._slots))
+            self._slots.append(slot)
+        elif self._slots[known.index] != slot:
+            raise InternalError(f"slot {slot.name!r} is declared twice: {self._slots[known.index]} and {slot}")
+        return known
+
+
+class Interpreter:
+    """Runs a program op by op. Buffers are allocated here, for `max_tokens` and `max_requests` rows."""
+
+    def __init__(
+        self, program: Program, ops: OpSet, collectives: Collectives, capacity: Mapping[Rows, int], device: str
+    ) -> None:
+        self._program = program
+        self._capacity = dict(capacity)
+        self._table: list[Any] = [None] * len(program.slots)
+        self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
+        self._buffers: list[tuple[int, Rows, Tensor]] = []
+        storages: dict[str, Tensor] = {}
+        for i, slot in enumerate(program.slots):
+            if isinstance(slot, Buffer):
+                shape = (self._capacity[slot.rows], *slot.shape)
+                if slot.storage not in storages:
+                    storages[slot.storage] = torch.zeros(shape, device=device)
+                self._buffers.append((i, slot.rows, storages[slot.storage].view(shape)))
+        self._calls: list[tuple[Callable[..., None], tuple[Argument, ...], bool]] = [
+            (getattr(collectives if op.name in COLLECTIVE_OPS else ops, op.name), op.arguments, op.rows is Rows.LOGITS)
+            for op in program.ops
+        ]
+
+    def bind(self, values: Mapping[str, Any]) -> None:
+        """Sets named slots; a name that the program does not use is passed over."""
+        for name, value in values.items():
+            index = self._names.get(name)
+            if index is not None:
+                self._table[index] = value
+
+    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
+        """The output's rows of this step, a view that the next run overwrites."""
+        counts = {Rows.TOKENS: num_tokens, Rows.LOGITS: num_logits}
+        for rows, count in counts.items():
+            if count > self._capacity[rows]:
+                raise InternalError(f"a step of {count} rows of {rows.value}, the buffers hold {self._capacity[rows]}")
+        self.bind(inputs)
+        table = self._table
+        for index, rows, buffer in self._buffers:
+            table[index] = buffer[: counts[rows]]
+        if num_tokens:
+            for function, arguments, for_logits in self._calls:
+                if num_logits or not for_logits:
+                    function(*[table[a.index] if type(a) is Slot else a for a in arguments])
+        output: Tensor = table[self._program.output.index]
+        return output

@@ -1,0 +1,121 @@
+"""Which families there are, and how a path on disk becomes a ModelSpec."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allspan.protos.errors import CheckpointError, ModelNotFound
+from allspan.worker.models.families.common import Family
+from allspan.worker.models.families.llama import LLAMA, MISTRAL
+from allspan.worker.models.families.qwen2 import QWEN2
+from allspan.worker.models.families.qwen3 import QWEN3
+from allspan.worker.models.foreign import ForeignConfig
+from allspan.worker.models.gguf_config import gguf_values
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.weights.gguf_file import GgufFile
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+"""model_type → family. A new family is one file and one name here."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model as found on disk: `path` is the folder or the GGUF file; `gguf` is set for the latter."""
+
+    path: Path
+    family: Family
+    spec: ModelSpec
+    gguf: GgufFile | None
+
+
+def inspect_model(path: str) -> ModelSpec:
+    """What a model is, from its config or GGUF header alone. Raises ModelNotFound or CheckpointError."""
+    return find_model(path).spec
+
+
+def find_model(path: str) -> ModelSource:
+    """A folder with config.json, a GGUF file, a folder with one GGUF file, or a config.json (for random weights)."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ModelNotFound(f"{place}: no such file or folder")
+    if place.is_file() and place.name == "config.json":
+        place = place.parent
+    if place.is_dir() and not (place / "config.json").is_file():
+        place = _only_gguf(place)
+    if place.is_file():
+        return _from_gguf(place)
+    return _from_folder(place)
+
+
+def _from_folder(folder: Path) -> ModelSource:
+    source = folder / "config.json"
+    values = _read_json(source)
+    if not any(values.get(key) for key in ("quantization_config", "compression_config")):
+        for name in ("quantize_config.json", "quant_config.json"):
+            if (folder / name).is_file():
+                raise _quantised(folder / name, _read_json(folder / name))
+    else:
+        raise _quantised(source, values.get("quantization_config") or values["compression_config"])
+    family = _family(values.get("model_type"), str(source))
+    config = ForeignConfig(values, str(source))
+    architectures = values.get("architectures")
+    if architectures and family.architecture.lower() not in [str(name).lower() for name in architectures]:
+        raise config.error(
+            f"architecture {architectures[0]!r} of model type {family.model_type!r} is not supported "
+            f"(supported: {family.architecture})"
+        )
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        more = ForeignConfig(_read_json(generation), str(generation))
+        values["eos_token_id"] = [*config.token_ids("eos_token_id"), *more.token_ids("eos_token_id")]
+    return ModelSource(folder, family, family.read(config), None)
+
+
+def _from_gguf(path: Path) -> ModelSource:
+    file = GgufFile(path)
+    architecture = file.metadata.get("general.architecture")
+    known = {name: family for family in FAMILIES.values() for name in family.gguf_architectures}
+    if architecture not in known:
+        raise CheckpointError(
+            f"{path}: GGUF architecture {architecture!r} is not supported (supported: {', '.join(known)})"
+        )
+    family = known[architecture]
+    config = ForeignConfig(gguf_values(file, family.model_type, str(path)), str(path))
+    return ModelSource(path, family, family.read(config), file)
+
+
+def _family(model_type: object, source: str) -> Family:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise CheckpointError(f"{source}: model_type {model_type!r} is not supported (supported: {supported})")
+    return FAMILIES[model_type]
+
+
+def _quantised(source: Path, values: Any) -> CheckpointError:
+    method = values.get("quant_method") or values.get("quant_type") if isinstance(values, dict) else None
+    return CheckpointError(
+        f"{source}: quantised checkpoint ({method or 'unnamed method'}) is not supported "
+        "(supported: safetensors in float32, bfloat16 or float16, and GGUF)"
+    )
+
+
+def _only_gguf(folder: Path) -> Path:
+    files = sorted(path for path in folder.glob("*.gguf") if "-of-" not in path.name or "-00001-of-" in path.name)
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(f"{folder}: {len(files)} GGUF files: name one, such as {files[0]}")
+    raise CheckpointError(f"{folder}: no config.json and no *.gguf file in this folder")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return values

@@ -1,0 +1,81 @@
+"""Rotary embedding: inverse frequencies of each kind and the table of cosines and sines.
+
+Computed in float32 step by step as transformers does (`modeling_rope_utils`), so that long positions agree with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from allspan.worker.models.spec import RotarySpec
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def cos_sin_table(rotary: RotarySpec, head_dim: int, max_positions: int) -> Tensor:
+    """float32 [max_positions, rot]: cosines in the first half of a row, sines in the second."""
+    inverse, scale = inverse_frequencies(rotary, head_dim)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse[None, :]
+    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).contiguous()
+
+
+def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> tuple[Tensor, float]:
+    """float32 [rot / 2] and the factor of cosines and sines."""
+    size = rotary.rotary_dim or head_dim
+    inverse = 1.0 / _powers(rotary.theta, size)
+    scale = 1.0
+    if rotary.kind == "linear":
+        inverse = inverse / rotary.factor
+    elif rotary.kind == "llama3":
+        inverse = _llama3(rotary, inverse)
+    elif rotary.kind == "yarn":
+        inverse = _yarn(rotary, size)
+        scale = rotary.attention_factor or yarn_scale(rotary.factor)
+    if rotary.freq_factors:
+        inverse = inverse / torch.tensor(rotary.freq_factors, dtype=torch.float32)
+    return inverse, scale
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature (https://arxiv.org/abs/2309.00071, section 3.4), applied to cosines and sines."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _powers(theta: float, size: int) -> Tensor:
+    exponents: Tensor = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float32) / size
+    return torch.pow(theta, exponents)
+
+
+def _llama3(rotary: RotarySpec, inverse: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    original = rotary.original_max_position_embeddings
+    low, high = rotary.low_freq_factor, rotary.high_freq_factor
+    wavelength = 2 * math.pi / inverse
+    stretched = torch.where(wavelength > original / low, inverse / rotary.factor, inverse)
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * stretched / rotary.factor + blend * stretched
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(rotary: RotarySpec, size: int) -> Tensor:
+    """YaRN (https://arxiv.org/abs/2309.00071): fast elements keep their frequency, slow ones are interpolated."""
+
+    def element(rotations: float) -> float:
+        """Which element turns so many times over the original context."""
+        original = rotary.original_max_position_embeddings
+        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+    low, high = element(rotary.beta_fast), element(rotary.beta_slow)
+    if rotary.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    powers = _powers(rotary.theta, size)
+    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return (1.0 / (rotary.factor * powers)) * (1 - keep) + (1.0 / powers) * keep

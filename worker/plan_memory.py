@@ -1,0 +1,127 @@
+"""What a model takes on each rank, without loading it: `python -m allspan.worker.plan_memory CONFIG.json --ranks N`.
+
+Prints a MemoryPlan as JSON on standard output. The launcher runs it as a process, since it reads models and so needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from allspan.protos.config import WorkerConfig
+from allspan.protos.config_json import from_json
+from allspan.protos.errors import AllspanError, ConfigError
+from allspan.worker.cache.budget import CacheDemand, num_kv_pages, pages_of
+from allspan.worker.cache.memory import available_bytes
+from allspan.worker.models.loader import prepare
+from allspan.worker.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank. `kv_bytes` is what its cache would take."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes_per_page: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """`max_model_len` is what a request may use; `largest_model_len` what would fit into the same budget of KV (no more
+    than the model's context). `num_pages` 0 and `refusal` when a full context does not fit."""
+
+    model: ModelSpec
+    dtype: str
+    page_size: int
+    max_model_len: int
+    largest_model_len: int
+    num_pages: int
+    available_bytes: int
+    refusal: str
+    ranks: tuple[RankMemory, ...]
+
+
+def plan_memory(config: WorkerConfig, num_ranks: int, available: int, ranks_on_node: int) -> MemoryPlan:
+    """`available` bytes are those of a node before any weight is loaded; its ranks' weights are taken off first.
+
+    Raises ModelNotFound, CheckpointError or ConfigError as loading would.
+    """
+    prepared = [prepare(config.model, config.cache, rank, num_ranks) for rank in range(num_ranks)]
+    first = prepared[0]
+    widest = max(rank.cache_spec.bytes_per_page for rank in prepared)
+    heaviest = max(rank.weight_bytes for rank in prepared)
+    left = max(0, available - heaviest * ranks_on_node)
+    page_size, num_seqs = config.cache.page_size, config.scheduler.max_num_seqs
+
+    def pages(max_model_len: int) -> int:
+        demand = CacheDemand(widest, max_model_len, num_seqs, left, ranks_on_node)
+        return num_kv_pages(config.cache, demand)
+
+    try:
+        num_pages, refusal = pages(first.max_model_len), ""
+    except ConfigError as error:
+        num_pages, refusal = 0, error.message
+    return MemoryPlan(
+        model=first.source.spec,
+        dtype=str(first.holding.dtype).removeprefix("torch."),
+        page_size=page_size,
+        max_model_len=first.max_model_len,
+        largest_model_len=_largest(pages, first.source.spec.max_position_embeddings, page_size),
+        num_pages=num_pages,
+        available_bytes=available,
+        refusal=refusal,
+        ranks=tuple(
+            RankMemory(
+                rank=rank,
+                weight_bytes=each.weight_bytes,
+                kv_bytes_per_page=each.cache_spec.bytes_per_page,
+                kv_bytes=each.cache_spec.bytes_per_page * num_pages,
+            )
+            for rank, each in enumerate(prepared)
+        ),
+    )
+
+
+def _largest(pages: Callable[[int], int], limit: int, page_size: int) -> int:
+    """The longest context up to `limit` for which `pages` does not refuse; 0 if not even one page fits."""
+
+    def fits(num_pages: int) -> bool:
+        try:
+            return pages(min(num_pages * page_size, limit)) > 0
+        except ConfigError:
+            return False
+
+    low, high = 0, pages_of(limit, page_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return min(low * page_size, limit)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m allspan.worker.plan_memory", description=__doc__)
+    parser.add_argument("config", metavar="CONFIG.json", help="the configuration that the ranks would get")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the world")
+    parser.add_argument("--ranks-on-node", type=int, default=0, help="ranks that share a node's memory (0: all)")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.ranks < 1:
+            raise ConfigError(f"--ranks {arguments.ranks}: must be at least 1")
+        config = from_json(Path(arguments.config).read_text(encoding="utf-8"))
+        available = available_bytes(config.parallel.cpus)
+        plan = plan_memory(config, arguments.ranks, available, arguments.ranks_on_node or arguments.ranks)
+    except (AllspanError, OSError) as error:
+        print(f"plan_memory: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(plan)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""A checkpoint: named tensors on disk, of which a rank reads only its slices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from allspan.protos.errors import CheckpointError
+
+
+class Checkpoint(Protocol):
+    """Tensors under the names of their format; files are memory-mapped, so opening one reads headers only."""
+
+    naming: str
+    """The column of a WeightMap that holds this format's names."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor, [out, in] for a matrix."""
+
+    def where(self, name: str) -> Path:
+        """The file that holds the tensor, or (for a missing one) the checkpoint itself."""
+
+    def read(self, name: str, ranges: Sequence[range], out: Tensor) -> None:
+        """Copies the slice `ranges` (one range a dimension) into `out`, converting to its dtype; reads no more."""
+
+    def release(self) -> None:
+        """Gives back what reading has left in this process's memory; the checkpoint stays usable."""
+
+
+def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], ignored: Collection[str]) -> None:
+    """Before anything is read: every expected tensor is there with its shape, and none is left over.
+
+    A left-over tensor (a bias that the config does not speak of, say) would mean another model than the one computed.
+    Names that end in one of `ignored` may be left over.
+    """
+    names = checkpoint.names()
+    for name, shape in expected.items():
+        if name not in names:
+            where = checkpoint.where(name)
+            raise CheckpointError(f"{where}: tensor {name!r} is missing (expected with shape {list(shape)})")
+        actual = checkpoint.shape(name)
+        if actual != shape:
+            raise CheckpointError(
+                f"{checkpoint.where(name)}: tensor {name!r} has shape {list(actual)}, expected {list(shape)}"
+            )
+    for name in names:
+        if name not in expected and not name.endswith(tuple(ignored)):
+            raise CheckpointError(
+                f"{checkpoint.where(name)}: tensor {name!r} is not part of the model that the config describes"
+            )

@@ -1,0 +1,177 @@
+"""GGUF files: rows are decoded by the `gguf` package, only those that a rank needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from allspan.protos.errors import CheckpointError
+from allspan.worker.weights.gguf_header import TensorInfo, read_header
+from allspan.worker.weights.mapped_file import MappedFile
+
+_PLAIN = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}
+_CHUNK = 1 << 20
+"""Elements decoded at a time: bounds the temporaries and keeps them near the processor."""
+_PERMUTED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    file: MappedFile
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    block: int
+    block_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] // self.block * self.block_bytes
+
+    @property
+    def num_rows(self) -> int:
+        return 1 if len(self.shape) == 1 else self.shape[0]
+
+
+class GgufFile:
+    """See `allspan.worker.weights.checkpoint.Checkpoint`. `metadata` is the header's.
+
+    Files of the "llama" architecture hold q and k with the rows of each head reordered for the interleaved rotary
+    embedding of llama.cpp; `read` puts them back.
+    """
+
+    naming = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        """Maps the file (or all parts of a split one) and checks its header; raises CheckpointError."""
+        self._path = path
+        self._files: list[MappedFile] = []
+        self._tensors: dict[str, _Stored] = {}
+        self.metadata: dict[str, Any] = {}
+        for part in _parts(path):
+            self._open(part)
+        architecture = self.metadata.get("general.architecture")
+        heads = self.metadata.get("llama.attention.head_count")
+        self._heads: dict[str, Any] = {}
+        if architecture == "llama":
+            self._heads = {"q": heads, "k": self.metadata.get("llama.attention.head_count_kv", heads)}
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def where(self, name: str) -> Path:
+        stored = self._tensors.get(name)
+        return self._path if stored is None else stored.file.path
+
+    def dtype(self) -> str:
+        """ "float16" or "bfloat16" when every matrix is stored so, else "float32" (quantised types decode to that)."""
+        kinds = {stored.kind for stored in self._tensors.values() if len(stored.shape) > 1}
+        if kinds == {gguf.GGMLQuantizationType.BF16}:
+            return "bfloat16"
+        return "float16" if kinds == {gguf.GGMLQuantizationType.F16} else "float32"
+
+    def read_all(self, name: str) -> list[float]:
+        """A small tensor, whole."""
+        stored = self._tensors[name]
+        out = torch.empty(stored.shape, dtype=torch.float32)
+        self.read(name, [range(size) for size in stored.shape], out)
+        values: list[float] = out.flatten().tolist()
+        return values
+
+    def read(self, name: str, ranges: Sequence[range], out: Tensor) -> None:
+        stored = self._tensors[name]
+        rows, columns = (range(1), ranges[0]) if len(ranges) == 1 else ranges
+        target = out.view(1, -1) if out.ndim == 1 else out
+        order = self._row_order(name, stored)
+        if len(ranges) == 1 and order is not None:
+            whole = self._decode(stored, np.arange(1), range(stored.shape[0]))
+            out.copy_(torch.from_numpy(whole[0, order[columns.start : columns.stop]]))
+            return
+        step = max(1, _CHUNK // max(1, len(columns)))
+        for start in range(0, len(rows), step):
+            wanted = np.arange(rows.start + start, min(rows.start + start + step, rows.stop))
+            decoded = self._decode(stored, wanted if order is None else order[wanted], columns)
+            target[start : start + len(wanted)].copy_(torch.from_numpy(decoded))
+
+    def release(self) -> None:
+        for file in self._files:
+            file.release()
+
+    def _decode(self, stored: _Stored, rows: npt.NDArray[np.int64], columns: range) -> npt.NDArray[np.float32]:
+        """float32 [rows, columns]; along a row, whole quantisation blocks are decoded and then cut."""
+        data = stored.file.view(stored.offset, stored.num_rows * stored.row_bytes).reshape(stored.num_rows, -1)
+        first, last = columns.start // stored.block, -(-columns.stop // stored.block)
+        raw = np.ascontiguousarray(data[rows, first * stored.block_bytes : last * stored.block_bytes])
+        decoded = np.asarray(gguf.dequantize(raw, stored.kind), dtype=np.float32).reshape(len(rows), -1)
+        start = columns.start - first * stored.block
+        return np.ascontiguousarray(decoded[:, start : start + len(columns)])
+
+    def _row_order(self, name: str, stored: _Stored) -> npt.NDArray[np.int64] | None:
+        """For each row of the original, where the file has it: within a head, (half, pair) became (pair, half)."""
+        match = _PERMUTED.fullmatch(name)
+        if not self._heads or match is None:
+            return None
+        heads = int(self._heads[match[1]])
+        rows = np.arange(stored.shape[0], dtype=np.int64)
+        if stored.shape[0] % (2 * heads):
+            raise CheckpointError(f"{self._path}: tensor {name!r} has {stored.shape[0]} rows for {heads} heads")
+        return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+    def _open(self, path: Path) -> None:
+        file = MappedFile(path)
+        self._files.append(file)
+        header = read_header(file)
+        if not self.metadata:
+            self.metadata = header.metadata
+        for info in header.tensors:
+            if info.name in self._tensors:
+                raise CheckpointError(f"{path}: tensor {info.name!r} is there twice")
+            self._tensors[info.name] = _locate(file, info)
+
+
+def _locate(file: MappedFile, info: TensorInfo) -> _Stored:
+    try:
+        kind = gguf.GGMLQuantizationType(info.type_id)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if kind not in _PLAIN:
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        name = next((kind.name for kind in gguf.GGMLQuantizationType if kind == info.type_id), str(info.type_id))
+        raise CheckpointError(
+            f"{file.path}: tensor {info.name!r} has type {name}, which the gguf package cannot decode"
+        ) from error
+    if not 1 <= len(info.shape) <= 2 or info.shape[-1] % block:
+        raise CheckpointError(f"{file.path}: tensor {info.name!r} has shape {list(info.shape)} for type {kind.name}")
+    stored = _Stored(file, kind, info.shape, info.offset, block, block_bytes)
+    end = info.offset + stored.num_rows * stored.row_bytes
+    if end > file.size:
+        raise CheckpointError(
+            f"{file.path}: truncated: tensor {info.name!r} ends at byte {end}, but the file has {file.size} bytes"
+        )
+    return stored
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    """The file, or every part of a split one (NAME-00001-of-00003.gguf)."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        yield path
+        return
+    for number in range(1, int(match[3]) + 1):
+        part = path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf")
+        if not part.is_file():
+            raise CheckpointError(f"{part}: part {number} of {int(match[3])} is missing")
+        yield part
