@@ -76,7 +76,8 @@ _RULES: dict[tuple[str, ...], Rule] = {
         (
             r"[\r\n]",
             rf"\s?[{_CASED_LETTERS}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            # The model's own class begins at the wide space U+3000, which llama.cpp never lets it match.
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+",
             r"\s+\z",
             _CJK_AND_BELOW,
             r"\p{N}+",
