@@ -1,0 +1,5 @@
+#include "simd_generic.h"
+
+#include "kernels.inc"
+
+const allspan::Kernels allspan::kGeneric = make_kernels("generic");

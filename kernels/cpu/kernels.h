@@ -1,0 +1,75 @@
+// What an instruction set offers to ops.cpp: kernels on raw pointers, each for a part of an op that one thread does.
+// What a kernel writes for a row depends on that row alone, bit for bit, however the rows are cut into parts.
+#pragma once
+
+#include <cstdint>
+
+namespace allspan {
+
+enum class Type { kFloat32, kBfloat16 };
+
+struct LinearArgs {
+  const float* x;      // [n, k]
+  const void* weight;  // [columns, k], of `type`
+  const float* bias;   // [columns] or null
+  float* out;          // [n, columns]
+  int64_t columns, k;
+  Type type;
+};
+
+struct CacheArgs {
+  void *k, *v;  // [pages, kv_heads, page_size, dim], of `type`
+  int64_t pages, kv_heads, page_size, dim;
+  Type type;
+};
+
+struct AttentionArgs {
+  const float* q;  // [n, heads, dim]
+  float* out;      // [n, heads, dim]
+  CacheArgs cache;
+  int64_t heads;
+  float scale;
+};
+
+// Some queries of one request, with some of the heads that read one KV head.
+struct AttentionTile {
+  const int32_t* pages;   // of the request
+  const int32_t* heads;   // query heads
+  int64_t head_count;
+  int64_t kv_head;
+  int64_t first_query;    // row of q
+  int64_t query_count;
+  int64_t first_visible;  // tokens that the first query sees; every later one sees one more
+};
+
+constexpr int64_t kTileRows = 48;   // most (query, head) pairs of a tile
+constexpr int64_t kBlockTokens = 64;  // of KV: the softmax is folded in once a block, counted from the first token
+
+struct Kernels {
+  const char* name;
+  void (*linear)(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t column_begin, int64_t column_end);
+  // scratch: attention_scratch_floats(dim).
+  void (*attention)(const AttentionArgs& args, const AttentionTile& tile, float* scratch);
+  void (*append_kv)(const CacheArgs& cache, const float* k, const float* v, const int32_t* slots, int64_t count);
+  void (*embedding)(const int32_t* ids, const void* weight, Type type, int64_t first_row, int64_t rows, int64_t width,
+                    float* out, int64_t count);
+  // residual (may be null): residual += x first, and its norm is taken.
+  void (*rms_norm)(const float* x, float* residual, const float* weight, float eps, float* out, int64_t rows,
+                   int64_t width);
+  void (*add)(const float* x, float* residual, int64_t count);
+  void (*rotary)(float* x, int64_t heads, int64_t dim, const int32_t* positions, const float* cos_sin, int64_t rot,
+                 int64_t rows);
+  void (*silu_mul)(const float* gate_up, float* out, int64_t rows, int64_t width);
+};
+
+constexpr int64_t attention_scratch_floats(int64_t dim) {
+  return kTileRows * (2 * (dim + 16) + kBlockTokens + 4);
+}
+
+extern const Kernels kGeneric;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace allspan

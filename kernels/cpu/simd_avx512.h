@@ -1,0 +1,56 @@
+// Sixteen floats at a time: AVX-512 F, BW, VL and DQ. Same names as simd_generic.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+typedef __m512 V;
+
+constexpr int kLanes = 16;
+constexpr int kDotRows = 6;  // 24 sums, 4 columns and a row: 29 of 32 registers
+constexpr int kMixRows = 6;
+constexpr int kMixVectors = 4;
+
+inline __mmask16 part_mask(int count) { return static_cast<__mmask16>((1u << count) - 1); }
+
+inline V set1(float x) { return _mm512_set1_ps(x); }
+inline V load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+inline V widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
+inline V load(const uint16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline V load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(part_mask(count), p); }
+inline V load_part(const uint16_t* p, int count) { return widen(_mm256_maskz_loadu_epi16(part_mask(count), p)); }
+inline void store_part(float* p, V v, int count) { _mm512_mask_storeu_ps(p, part_mask(count), v); }
+
+inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+// The instructions return their second operand when one is NaN: so a NaN in `a` stays.
+inline V max(V a, V b) { return _mm512_max_ps(b, a); }
+inline V min(V a, V b) { return _mm512_min_ps(b, a); }
+inline V zero_where_less(V x, V limit, V value) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), value);
+}
+inline V round_nearest(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline V exp2_whole(V n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+
+inline __m128 fold(V v) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+inline float sum(V v) {
+  __m128 s = fold(v);
+  s = _mm_hadd_ps(s, s);
+  return _mm_cvtss_f32(_mm_hadd_ps(s, s));
+}
+inline float highest(V v) { return _mm512_reduce_max_ps(v); }
+inline void sum4(const V* v, float* out) {
+  const __m128 ab = _mm_hadd_ps(fold(v[0]), fold(v[1]));
+  const __m128 cd = _mm_hadd_ps(fold(v[2]), fold(v[3]));
+  _mm_storeu_ps(out, _mm_hadd_ps(ab, cd));
+}
+
+}  // namespace

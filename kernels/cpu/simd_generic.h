@@ -1,0 +1,78 @@
+// Four floats at a time in GCC/Clang vector extensions: SSE2 on x86-64, NEON on aarch64. The wrappers of the other
+// instruction sets have the same names, so that kernels.inc is written once.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+typedef float V __attribute__((vector_size(16)));
+typedef int32_t I __attribute__((vector_size(16)));
+typedef uint16_t H __attribute__((vector_size(8)));
+
+constexpr int kLanes = 4;
+#if defined(__aarch64__)
+constexpr int kDotRows = 4;  // 32 registers
+#else
+constexpr int kDotRows = 2;  // 16 registers
+#endif
+constexpr int kMixRows = 4;
+constexpr int kMixVectors = 2;
+
+inline V set1(float x) { return V{x, x, x, x}; }
+inline V load(const float* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+inline V load(const uint16_t* p) {
+  H half;
+  std::memcpy(&half, p, sizeof half);
+  typedef uint32_t U __attribute__((vector_size(16)));
+  return (V)(__builtin_convertvector(half, U) << 16);
+}
+inline V load_part(const float* p, int count) {
+  V v = set1(0);
+  std::memcpy(&v, p, count * sizeof(float));
+  return v;
+}
+inline V load_part(const uint16_t* p, int count) {
+  uint16_t padded[4] = {0, 0, 0, 0};
+  std::memcpy(padded, p, count * sizeof(uint16_t));
+  return load(padded);
+}
+inline void store_part(float* p, V v, int count) { std::memcpy(p, &v, count * sizeof(float)); }
+
+#if defined(__aarch64__)
+inline V fma(V a, V b, V c) { return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
+inline V fma(V a, V b, V c) { return a * b + c; }
+#endif
+// The second argument where the comparison fails, so that a NaN in `a` stays.
+inline V max(V a, V b) { return (V)(((I)a & ~(a < b)) | ((I)b & (a < b))); }
+inline V min(V a, V b) { return (V)(((I)a & ~(a > b)) | ((I)b & (a > b))); }
+inline V zero_where_less(V x, V limit, V value) { return (V)((I)value & ~(x < limit)); }
+inline V round_nearest(V x) {
+  const V magic = set1(12582912.0f);  // 1.5 · 2^23: adding it leaves no room for a fraction
+  return (x + magic) - magic;
+}
+// 2^n for whole n in [-126, 127].
+inline V exp2_whole(V n) { return (V)((__builtin_convertvector(n, I) + 127) << 23); }
+
+inline float sum(V v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+inline float highest(V v) {
+  const float a = v[0] < v[1] ? v[1] : v[0];
+  const float b = v[2] < v[3] ? v[3] : v[2];
+  return a < b ? b : a;
+}
+// The sums of four vectors, each in the same order as sum().
+inline void sum4(const V* v, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
+}
+
+}  // namespace
