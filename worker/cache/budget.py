@@ -28,8 +28,8 @@ def pages_of(num_tokens: int, page_size: int) -> int:
 
 
 def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
-    """Pages of this rank's cache: `kv_cache_bytes` of them if given, else min(25 % of the node's available memory / ranks
-    on it, max_num_seqs full contexts). Raises ConfigError when one full context does not fit, with the largest
+    """Pages of this rank's cache: `kv_cache_bytes` of them if given, else min(25 % of the node's available memory /
+    ranks on it, max_num_seqs full contexts). Raises ConfigError when one full context does not fit, with the largest
     max_model_len that does. All ranks of a world take the smallest of their answers."""
     context = pages_of(demand.max_model_len, cache.page_size)
     if cache.kv_cache_bytes:
@@ -46,8 +46,8 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
     if pages < context:
         needed = context * demand.bytes_per_page
         raise ConfigError(
-            f"the KV cache of one context of {demand.max_model_len} tokens takes {_size(needed)} on this rank, but {source}: "
-            f"set max_model_len to at most {pages * cache.page_size}, or kv_cache_bytes to at least {needed}"
+            f"the KV cache of one context of {demand.max_model_len} tokens takes {_size(needed)} on this rank, but "
+            f"{source}: set max_model_len to at most {pages * cache.page_size}, or kv_cache_bytes to at least {needed}"
         )
     return pages
 

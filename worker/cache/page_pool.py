@@ -8,7 +8,7 @@ from allspan.protos.errors import InternalError
 
 
 class PagePool:
-    """Hands out page numbers 0 … total - 1. Freed pages are handed out first, so that a small load stays in few pages."""
+    """Hands out page numbers 0 … total - 1, those freed last first, so that a small load stays in few pages."""
 
     def __init__(self, total: int) -> None:
         if total < 1:

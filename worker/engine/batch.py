@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class StepBuffers:
         self._tensors = {name: torch.zeros(length, dtype=torch.int32) for name, length in lengths.items()}
         self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
 
-    def fill(self, values: dict[str, Ints]) -> StepInputs:
+    def fill(self, values: dict[str, NDArray[Any]]) -> StepInputs:
         views = {}
         for name, value in values.items():
             self._arrays[name][: len(value)] = value
@@ -123,7 +124,9 @@ class Batch:
         self._tokens[rows, self._num_tokens[rows]] = sampled.tokens
         self._num_tokens[rows] += 1
         self.tokens_hash = zlib.crc32(np.stack([rows, sampled.tokens]).astype("<i4").tobytes(), self.tokens_hash)
-        tokens = {row: (token,) for row, token in zip(rows.tolist(), sampled.tokens.tolist(), strict=True)}
+        tokens: dict[int, tuple[int, ...]] = {
+            row: (token,) for row, token in zip(rows.tolist(), sampled.tokens.tolist(), strict=True)
+        }
         return StepResult(self._step, tokens, sampled.logprobs, self.tokens_hash)
 
     def _leave(self, row: int, plan: StepPlan) -> None:

@@ -1,5 +1,5 @@
-"""From a configuration to an EngineCore: the model is loaded, the cache is sized and bound. The same for every rank of a
-cluster and for `Engine`."""
+"""From a configuration to an EngineCore: the model is loaded, the cache is sized and bound. The same for every rank of
+a cluster and for `Engine`."""
 
 from __future__ import annotations
 
@@ -45,16 +45,14 @@ def load_engine(
     ranks_on_node: int = 1,
     on_progress: OnProgress | None = None,
 ) -> LoadedEngine:
-    """Every rank of a world calls it at once. `ranks_on_node` share this node's memory; `on_progress` as in `load_model`.
+    """Every rank of a world calls it at once. `ranks_on_node` share this node's memory.
 
     Raises ModelNotFound, CheckpointError, or ConfigError (also when one full context does not fit the cache).
     """
     started = time.monotonic()
     check(config)
     model, cache, most = config.model, config.cache, config.scheduler
-    loaded = load_model(
-        model, collectives, ops, most.max_num_batched_tokens, most.max_num_seqs, on_progress, cache
-    )
+    loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, most.max_num_seqs, on_progress, cache)
     demand = CacheDemand(
         bytes_per_page=loaded.cache_spec.bytes_per_page,
         max_model_len=loaded.max_model_len,

@@ -1,7 +1,7 @@
 """What a request may ask of the sampler, one class each with the same verbs.
 
 `add(row, params, prompt_len)` and `remove(row)` keep a feature's state for the rows of the batch; `apply(logits, rows,
-positions)` changes logits [m, vocabulary] (float32) in place for those rows, and returns at once when none asked for it.
+positions)` changes logits [m, vocabulary] (float32) in place for those rows, and returns at once when none asks.
 Order: min_tokens, then temperature, top-k, top-p, min-p.
 
 Every filter is a threshold on its row's logits: what lies below becomes -inf. So tokens of equal logits stay or go
@@ -164,8 +164,8 @@ class MinP(PerRowValue):
 
 
 def cumulative_weights(logits: Tensor) -> Tensor:
-    """float64 [m, w]: running sums of exp(logit - largest), each row added up from left to right. The last is the total;
-    a sum in another order would depend on the number of rows."""
+    """float64 [m, w]: running sums of exp(logit - largest), each row added up from left to right. The last is the
+    total; a sum in another order would depend on the number of rows."""
     weights = torch.exp(logits - logits.amax(dim=1, keepdim=True))
     return torch.cumsum(weights, dim=1, dtype=torch.float64)
 

@@ -31,4 +31,5 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
     key = np.stack([seeds & _LOW, seeds >> _32])
     words = philox4x32(np.stack([at & _LOW, at >> _32, zero, zero]), key)
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
-    return (high * np.float64(2**26) + low) * np.float64(2.0**-53)
+    fractions: NDArray[np.float64] = (high * np.float64(2**26) + low) * np.float64(2.0**-53)
+    return fractions

@@ -1,7 +1,7 @@
 """Sampler: logits to tokens. The rows of a step are shared over the ranks; every rank ends with all tokens.
 
-Log-probabilities are those of the model's own logits, before temperature and filters. A row's token depends on its logits,
-its parameters, its seed and its position alone: never on its batch or on the number of ranks.
+Log-probabilities are those of the model's own logits, before temperature and filters. A row's token depends on its
+logits, its parameters, its seed and its position alone: never on its batch or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Sampler:
         self._num_logprobs[row] = -1
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows) -> Sampled:
-        """One token for each of `rows` [m]. `logits` float32 [m, widths[rank]] is this rank's slice and may be overwritten;
+        """One token for each of `rows` [m]. `logits` float32 [m, widths[rank]] is this rank's slice and is overwritten;
         `positions` [m] are the tokens' indices in their requests, prompt included."""
         world = self._collectives
         asked = self._num_logprobs[rows]
@@ -108,7 +108,7 @@ class Sampler:
         return torch.nn.functional.pad(result, (0, columns - result.shape[1]))
 
     def _draw(self, logits: Tensor, tokens: Tensor, at: Rows, rows: Rows, positions: Rows) -> None:
-        """Replaces tokens[at] by draws: the first token at which the running sum passes a uniform share of the total."""
+        """Replaces tokens[at] by draws: the first token at which the running sum passes a random share of the total."""
         where = torch.from_numpy(at).to(logits.device)
         x = logits if at.size == len(rows) else logits[where]
         rows, positions = rows[at], positions[at]
@@ -127,7 +127,7 @@ def _unpack(result: NDArray[np.int32], rows: Rows, asked: Rows) -> Sampled:
         return Sampled(tokens, {})
     most = (result.shape[1] - 2) // 2
     values = result.view(np.float32)
-    logprobs = {}
+    logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
     for i in np.flatnonzero(asked >= 0).tolist():
         count = int(asked[i])
         ids = result[i, 2 : 2 + count].tolist()

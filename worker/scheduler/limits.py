@@ -34,8 +34,8 @@ class Limits:
             )
 
     def admit(self, request: Request) -> None:
-        """Sets `request.max_tokens`: what was asked for, cut to what the context leaves. Raises InvalidRequest, naming the
-        first bad field, for a request that can never run."""
+        """Sets `request.max_tokens`: what was asked for, cut to what the context leaves. Raises InvalidRequest, naming
+        the first bad field, for a request that can never run."""
         ids = request.prompt_token_ids
         self._check_prompt(ids)
         for i, token_id in enumerate(request.params.stop_token_ids):

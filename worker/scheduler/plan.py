@@ -17,7 +17,7 @@ class Operation(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A request gets a row. Its payload lies in every rank's inbox under `request_id`; `digest` (64 bits) must match."""
+    """A request gets a row. Every rank has its payload in the inbox under `request_id`, with the same 64-bit `digest`."""
 
     row: int
     request_id: bytes
@@ -47,10 +47,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Applied in this order: leaves, drops, joins, grants, runs, operation. A row samples when its run reaches its last token.
+    """Applied in this order: leaves, drops, joins, grants, runs, operation. A row samples when its run reaches its last
+    token.
 
-    A finish is a leave and a drop; a preemption is a leave alone, its resumption a join with `num_output`; a request that
-    ends while it waits is a drop alone. So every payload that reached the leader is dropped by exactly one plan.
+    A finish is a leave and a drop; a preemption is a leave alone, its resumption a join with `num_output`; a request
+    that ends while it waits is a drop alone. So every payload that reached the leader is dropped by exactly one plan.
     """
 
     epoch: int

@@ -1,11 +1,11 @@
-"""Scheduler: decides, on the leader alone, what runs in each step. Pure Python: it counts tokens and pages, nothing else.
+"""Scheduler: decides, on the leader alone, what runs in each step. Pure Python: it counts tokens and pages, no more.
 
 A step has one budget of tokens. Running requests that need one token come first (decodes), then prefill chunks, oldest
-request first, then newcomers in the order of their arrival. A newcomer is given the pages of all its tokens at once, so
-only decodes ever run out of pages; then the youngest running request makes room: it leaves, and joins again later with
-its output kept and its KV recomputed. The oldest is never put out, and every request fits the whole pool alone, so there
-is always progress. (Continuous batching: Yu et al., Orca, OSDI 2022; paged KV and recomputation: Kwon et al., SOSP 2023;
-chunks beside decodes: Agrawal et al., Sarathi-Serve, OSDI 2024.)
+request first, then newcomers in the order of their arrival. A newcomer is given the pages of all its tokens at once,
+so only decodes ever run out of pages; then the youngest running request makes room: it leaves, and joins again later
+with its output kept and its KV recomputed. The oldest is never put out, and every request fits the whole pool alone, so
+there is always progress. (Continuous batching: Yu et al., Orca, OSDI 2022; paged KV and recomputation: Kwon et al.,
+SOSP 2023; chunks beside decodes: Agrawal et al., Sarathi-Serve, OSDI 2024.)
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def cancel(self, request_id: bytes) -> Outcome | None:
-        """Ends a request in any state; its pages are free at once, its row with the next plan. None: not known (ended)."""
+        """Ends a request in any state: its pages are free at once, its row with the next plan. None: not known."""
         request = self._requests.get(request_id)
         if request is None:
             return None

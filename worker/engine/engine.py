@@ -1,0 +1,229 @@
+"""`Engine`: the whole engine inside this process, with neither MPI nor gRPC. One rank, the same code below."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Unpack
+
+from allspan.kernels.table import op_set
+from allspan.protos.engine import Completion, EngineStatistics, Prompt, RankStatistics
+from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, DeadlineExceeded, ModelNotFound
+from allspan.protos.prompts import Params, checked_ids, params_list, parse_request_id, prompt_list, with_seed
+from allspan.protos.results import Output, RequestHandle, ResultQueue
+from allspan.protos.sampling import SamplingParams
+from allspan.protos.text.loading import load_tokenizer
+from allspan.protos.text.tokenizer import Tokenizer
+from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.generation import Generation
+from allspan.worker.engine.requests import OpenRequests
+from allspan.worker.engine.settings import EngineSettings, worker_config
+from allspan.worker.engine.setup import load_engine
+from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.scheduler.request import Request
+
+CLOSE_TIMEOUT_S = 60.0
+"""A step in flight is waited for."""
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Every method of `allspan.protos.engine.EngineProtocol`, in this process; safe from any thread.
+
+        with Engine("SmolLM2-135M-Instruct") as engine:
+            print(engine.generate("The sky is")[0].text)
+
+    `model`: a Hugging Face folder, a GGUF file, or the name of a model that `allspan pull` has fetched.
+    `tokenizer`: a folder or GGUF file, when it does not lie beside the weights.
+    `kernels`: "auto", or a backend of `allspan.kernels.table` ("cpu", "reference").
+    Further settings are the fields of `allspan.protos.config` (`threads`, `dtype`, `max_model_len`, `max_num_seqs` …).
+    Raises ModelNotFound, CheckpointError or ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        kernels: str = "auto",
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        config = worker_config(model, settings)
+        try:
+            ops = op_set(kernels, config.parallel.threads, config.parallel.cpus)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(f"kernels is {kernels!r}: {error}") from error
+        self.model = config.model.name
+        self._tokenizer_path = Path(tokenizer or config.model.path)
+        self._tokenizer: Tokenizer | None = None
+        self._loaded = load_engine(config, ops, LocalCollectives())
+        self._kernels = str(getattr(ops, "name", kernels))
+        self._core = self._loaded.core
+        self._open = OpenRequests(self._core.cancel)
+        self._core.on_outputs = self._open.deliver
+        thread = threading.Thread(target=_run, args=(self._core,), name="allspan-engine", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _close, self._core, thread)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output."""
+        return self._core.limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._core.limits.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """They end a request unless it ignores them."""
+        return self._loaded.eos_token_ids
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's, loaded at first use. Raises CheckpointError or ModelNotFound, naming the path."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = load_tokenizer(self._tokenizer_path)
+            except (CheckpointError, ModelNotFound) as error:
+                raise type(error)(f"no tokenizer: {error.message}; give tokenizer=PATH, or token ids") from error
+        return self._tokenizer
+
+    def start_model(self) -> None:
+        self._core.start_model()
+
+    def stop_model(self, timeout: float = 60.0) -> None:
+        self._core.stop_model(timeout)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def start_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> tuple[RequestHandle, ResultQueue]:
+        return self._start(self._encode(prompt), with_seed(sampling_params), parse_request_id(request_id))
+
+    def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        queue = None if handle is None else self._open.queue(parse_request_id(handle.request_id))
+        queues = self._open.queues() if handle is None else [] if queue is None else [queue]
+        for queue in queues:
+            if not queue.wait_finished(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                what = "requests run" if handle is None else f"request {handle.request_id} runs"
+                raise DeadlineExceeded(f"{what} still after timeout ({timeout:g} s)")
+
+    def stop_request(self, handle: RequestHandle) -> None:
+        self._core.cancel([parse_request_id(handle.request_id)])
+
+    def release_request(self, handle: RequestHandle) -> None:
+        request_id = parse_request_id(handle.request_id)
+        queue = self._open.remove(request_id)
+        if queue is not None and not queue.state.is_final:
+            self._core.cancel([request_id])
+            queue.put(Output(finish_reason="cancelled"))
+
+    def statistics(self) -> EngineStatistics:
+        counters = self._core.statistics()
+        rank = RankStatistics(
+            rank=0,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state=self._core.state,
+            progress=self._core.progress,
+            progress_age_s=self._core.progress_age_s,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            weight_bytes=self._loaded.model.weight_bytes,
+            kv_bytes=self._loaded.kv_bytes,
+            load_s=self._loaded.load_s,
+            kernels=self._kernels,
+        )
+        return EngineStatistics(
+            model=self.model,
+            max_model_len=self.max_model_len,
+            running=counters.running,
+            waiting=counters.waiting,
+            pages_total=counters.pages_total,
+            pages_used=counters.pages_used,
+            page_size=counters.page_size,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            finished_requests=counters.finished_requests,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+            host_s=counters.host_s,
+            model_s=counters.model_s,
+            ranks=(rank,),
+        )
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
+        generation, ids, params = self._generation(prompts, sampling_params)
+        return generation.run(ids, params)
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
+        generation, ids, params = self._generation(prompts, sampling_params)
+        return await generation.arun(ids, params)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generation(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params
+    ) -> tuple[Generation, list[tuple[int, ...]], list[SamplingParams]]:
+        """Checks and tokenises everything before any request starts."""
+        listed = prompt_list(prompts)
+        params = params_list(sampling_params, len(listed))
+        ids = [self._encode(prompt) for prompt in listed]
+        return Generation(self._start, self.release_request, self._tokenizer_or_none()), ids, params
+
+    def _start(
+        self, ids: Sequence[int], params: SamplingParams, request_id: bytes | None = None
+    ) -> tuple[RequestHandle, ResultQueue]:
+        request_id = request_id or parse_request_id(None)
+        queue = self._open.add(request_id, params, self.tokenizer if params.stop else None)
+        try:
+            self._core.submit(Request(request_id, "", tuple(ids), params))
+        except AllspanError:
+            self._open.remove(request_id)
+            raise
+        return RequestHandle(request_id.hex(), self.model), queue
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, self)
+
+    def _tokenizer_or_none(self) -> Tokenizer | None:
+        """None when the model has none: then completions carry token ids and an empty text."""
+        try:
+            return self.tokenizer
+        except (CheckpointError, ModelNotFound) as error:
+            logger.debug("completions carry no text: %s", error)
+            return None
+
+
+def _run(core: EngineCore) -> None:
+    """The engine's thread. What breaks the loop has been told to every open request, and refuses later ones."""
+    try:
+        core.run()
+    except Exception:
+        logger.exception("the engine has failed")
+
+
+def _close(core: EngineCore, thread: threading.Thread) -> None:
+    """Runs once: by close(), when the engine is collected, or when the program ends."""
+    core.shutdown()
+    thread.join(CLOSE_TIMEOUT_S)
+    if thread.is_alive():
+        logger.warning("the engine's step did not end within %g s", CLOSE_TIMEOUT_S)

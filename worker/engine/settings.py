@@ -1,0 +1,79 @@
+"""What `Engine` may be told, and where it finds a model: the settings of a worker, without a launcher."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypedDict
+
+from allspan.protos.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from allspan.protos.config_json import from_json
+from allspan.protos.errors import ConfigError, ModelNotFound
+from allspan.protos.home import models_dir
+
+
+class EngineSettings(TypedDict, total=False):
+    """Fields of `allspan.protos.config` by their own names; any other field of these classes is taken as well."""
+
+    dtype: str
+    max_model_len: int
+    load_format: str
+    device: str
+    page_size: int
+    kv_cache_dtype: str
+    kv_cache_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    threads: int
+    cpus: tuple[int, ...]
+
+
+_GROUPS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
+
+
+def find_model(model: str | Path) -> tuple[str, Path]:
+    """A model's name and path: a path that exists, else the name of a model that was pulled. Raises ModelNotFound."""
+    path = Path(model).expanduser()
+    if str(model) and path.exists():
+        path = path.resolve()
+        return (path.name if path.is_dir() else path.stem), path
+    folder, wanted = models_dir(), str(model)
+    for file in sorted(folder.glob("*.gguf")):
+        if file.stem.lower() == wanted.lower():
+            return file.stem, file
+    if wanted and not path.is_absolute() and ".." not in path.parts and (folder / wanted / "config.json").is_file():
+        return wanted, folder / wanted
+    raise ModelNotFound(
+        f"model {wanted!r} is neither a file or folder nor a model in {folder}; `allspan pull {wanted}` fetches one"
+    )
+
+
+def worker_config(model: str | Path, settings: Mapping[str, Any]) -> WorkerConfig:
+    """The configuration of a world of one rank. Raises ConfigError, naming the setting, or ModelNotFound."""
+    groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+    known = {field.name: name for name, cls in _GROUPS.items() for field in fields(cls)}
+    for key in ("path", "name"):
+        del known[key]
+    for key, value in settings.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown setting {key!r}; {hint}")
+        groups[known[key]][key] = value
+    name, path = find_model(model)
+    groups["model"] |= {"path": str(path), "name": name}
+    groups["parallel"].setdefault("threads", _processors())
+    try:
+        return from_json(json.dumps(groups | {"service": {"run_dir": "(in process)"}}))
+    except TypeError as error:
+        raise ConfigError(f"a setting is of a kind that cannot be used: {error}") from None
+
+
+def _processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
