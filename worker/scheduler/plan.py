@@ -17,7 +17,7 @@ class Operation(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A request gets a row. Every rank has its payload in the inbox under `request_id`, with the same 64-bit `digest`."""
+    """A request gets a row. Every rank has its payload in its inbox, with the same `digest` (64 bits)."""
 
     row: int
     request_id: bytes
