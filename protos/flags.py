@@ -124,15 +124,19 @@ def add_options(
     aliases: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
     choices: Mapping[str, Sequence[Any]] = types.MappingProxyType({}),
     limits: Mapping[str, tuple[float, float]] = types.MappingProxyType({}),
+    optional: bool = False,
 ) -> None:
-    """One option a field of the dataclass `cls`; `aliases`, `choices` and (inclusive) `limits` by field name."""
+    """One option a field of the dataclass `cls`; `aliases`, `choices` and (inclusive) `limits` by field name.
+
+    `optional`: what is not given is None instead of the field's default.
+    """
     docs, hints = field_docs(cls), get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if field.name in skip:
             continue
         names = [f"--{field.name.replace('_', '-')}", *aliases.get(field.name, ())]
         required = field.default is dataclasses.MISSING
-        default = None if required else field.default
+        default = None if required or optional else field.default
         help_text = docs.get(field.name, "").replace("%", "%%")
         if not required and default not in ((), "", None, False):
             help_text += f" (default: {default})"

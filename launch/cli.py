@@ -1,0 +1,81 @@
+"""The `allspan` command. Each subcommand lies in launch/commands/ and is imported only when it runs.
+
+Exit codes: 1 something failed; 2 a flag, config key or field is refused; 3 a model cannot be found or read; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from allspan import __version__
+from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, InvalidRequest, ModelNotFound
+from allspan.protos.flags import fail, nearest
+
+COMMANDS = {
+    "serve": "serve a model over HTTP (OpenAI's API) and gRPC",
+    "chat": "talk to a model in this terminal",
+    "generate": "continue one prompt",
+    "pull": "fetch a model into the cache and print where it is",
+    "doctor": "check this machine and name the fix for what is missing",
+    "plan": "print ranks, threads, memory and context, without loading",
+    "bench": "measure: `allspan bench latency`",
+}
+
+EXIT_CODES: dict[type[AllspanError], int] = {ConfigError: 2, InvalidRequest: 2, CheckpointError: 3, ModelNotFound: 3}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; every error of the user's is one line on standard error."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"allspan {__version__}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        kind = "flag" if name.startswith("-") else "command"
+        fail("allspan", f"unknown {kind} {name!r}{nearest(name, list(COMMANDS))}; allspan --help lists all", 2)
+    return run_command(name, words[1:])
+
+
+def run_command(name: str, argv: Sequence[str]) -> int:
+    prog = f"allspan {name}"
+    try:
+        return int(importlib.import_module(f"allspan.launch.commands.{name}").run(argv))
+    except AllspanError as error:
+        fail(prog, error.message, EXIT_CODES.get(type(error), 1))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("allspan"):
+            raise
+        fail(prog, f"the Python package {error.name!r} is missing; pip install 'allspan[server]'")
+    except OSError as error:
+        fail(prog, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: allspan COMMAND [MODEL] [flags]    (allspan COMMAND --help lists the flags)",
+            "",
+            *lines,
+            "",
+            "  --version  print the version",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""`allspan doctor`: checks this machine; each line is ok, warn or fail, the last two with the fix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from allspan.launch.doctor import check_all
+from allspan.protos.flags import Parser
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "allspan doctor", "Checks this machine and names the fix for what is missing; exit code 1 on a fail."
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON list of the findings.")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="HTTP port to try (default: 8000)")
+    parser.add_argument("--grpc-port", type=int, default=50051, metavar="N", help="gRPC port to try (default: 50051)")
+    namespace = parser.parse(argv)
+    findings = check_all((namespace.port, namespace.grpc_port))
+    if namespace.json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        for finding in findings:
+            fix = f"; fix: {finding.fix}" if finding.fix else ""
+            print(f"{finding.status:<4}  {finding.name:<9}  {finding.text}{fix}")
+    return 1 if any(finding.status == "fail" for finding in findings) else 0

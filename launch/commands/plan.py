@@ -1,0 +1,90 @@
+"""`allspan plan MODEL`: what a cluster would look like, without loading anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from allspan.launch.console import size
+from allspan.launch.models import FoundModel, resolve_model
+from allspan.launch.placement import Placement, place
+from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
+from allspan.launch.topology import read_topology
+from allspan.protos.config import ServiceConfig, WorkerConfig
+from allspan.protos.errors import CheckpointError, DeadlineExceeded
+
+TIMEOUT_S = 120
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = serve_parser()
+    parser.prog, parser.description = "allspan plan", "Prints ranks, threads, memory and context, without loading."
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    namespace = parser.parse(argv)
+    settings = serve_settings(namespace)
+    placement = place(read_topology(), settings.placement)
+    model = resolve_model(settings.model)
+    plan = plan_memory(settings, placement, model)
+    plan |= {"model_name": model.name, "model_path": str(model.path), "threads": [p.threads for p in placement.ranks]}
+    plan |= {"nodes": [p.node for p in placement.ranks], "placement": placement.describe()}
+    print(json.dumps(plan) if namespace.json else table(plan))
+    return 1 if plan["refusal"] else 0
+
+
+def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel) -> dict[str, Any]:
+    """Asks the worker's planner, a process of its own since it needs torch. Raises CheckpointError, DeadlineExceeded."""
+    config = WorkerConfig(
+        model=replace(settings.weights, path=str(model.path), name=model.name),
+        service=ServiceConfig(run_dir=tempfile.gettempdir()),
+        cache=settings.cache,
+        scheduler=settings.scheduler,
+        parallel=replace(settings.parallel, cpus=placement.ranks[0].cpus),
+    )
+    on_node = max(Counter(p.node for p in placement.ranks).values())
+    with tempfile.TemporaryDirectory(prefix="allspan-plan-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+        words = [sys.executable, "-m", "allspan.worker.plan_memory", str(path), "--ranks", str(len(placement.ranks))]
+        words += ["--ranks-on-node", str(on_node)]
+        try:
+            run = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineExceeded(f"planning {model.name} took more than {TIMEOUT_S} s") from error
+    if run.returncode != 0:
+        lines = [line for line in run.stderr.splitlines() if line.strip()] or ["the planner said nothing"]
+        raise CheckpointError(lines[-1].removeprefix("plan_memory: "))
+    plan: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return plan
+
+
+def table(plan: dict[str, Any]) -> str:
+    lines = [
+        f"{plan['model_name']} ({plan['model_path']})",
+        f"  {plan['placement']}; weights as {plan['dtype']}",
+        "",
+        f"  {'rank':>4}  {'node':>4}  {'threads':>7}  {'weights':>12}  {'KV cache':>12}  {'sum':>12}",
+    ]
+    for rank, node, threads in zip(plan["ranks"], plan["nodes"], plan["threads"], strict=True):
+        weights, cache = rank["weight_bytes"], rank["kv_bytes"]
+        where = "-" if node is None else node
+        lines.append(
+            f"  {rank['rank']:>4}  {where:>4}  {threads:>7}"
+            f"  {size(weights):>12}  {size(cache):>12}  {size(weights + cache):>12}"
+        )
+    lines += [
+        "",
+        f"  memory available           {size(plan['available_bytes'])}",
+        f"  KV cache size              {plan['num_pages'] * plan['page_size']:,} tokens ({plan['num_pages']} pages)",
+        f"  context of a request       {plan['max_model_len']:,} tokens",
+        f"  largest context that fits  {plan['largest_model_len']:,} tokens",
+    ]
+    if plan["refusal"]:
+        lines += ["", f"  does not fit: {plan['refusal']}"]
+    return "\n".join(lines)

@@ -1,0 +1,25 @@
+"""`allspan pull NAME`: fetches a model and says where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from allspan.launch.console import say
+from allspan.launch.models import resolve_model
+from allspan.launch.settings import add_model
+from allspan.protos.flags import Parser
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = Parser("allspan pull", "Fetches a model into $ALLSPAN_HOME (default ~/.cache/allspan).")
+    add_model(parser)
+    parser.add_argument(
+        "--print-path", action="store_true", help="Print the folder or file, last and alone on its line."
+    )
+    namespace = parser.parse(argv)
+    found = resolve_model(namespace.model)
+    if namespace.print_path:
+        print(found.path)
+    else:
+        say(f"{found.name}: {found.path}")
+    return 0

@@ -1,0 +1,19 @@
+"""`allspan serve MODEL`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from allspan.launch.serve import failed_line, serve
+from allspan.launch.settings import serve_parser, serve_settings
+from allspan.protos.errors import AllspanError
+
+
+def run(argv: Sequence[str]) -> int:
+    settings = serve_settings(serve_parser().parse(argv))
+    try:
+        return serve(settings)
+    except AllspanError as error:
+        if settings.gateway is None:
+            print(failed_line(error.code, error.message), flush=True)
+        raise

@@ -1,0 +1,27 @@
+"""Lines for whoever started the program. Standard output is left to results."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def say(text: str) -> None:
+    print(f"allspan: {text}", file=sys.stderr, flush=True)
+
+
+def size(num_bytes: float) -> str:
+    """`93.8 MiB`; negative and zero sizes too."""
+    value = float(num_bytes)
+    for unit in UNITS[:-1]:
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {UNITS[-1]}"
+
+
+def is_terminal() -> bool:
+    """Whether a bar that redraws itself makes sense on standard error."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

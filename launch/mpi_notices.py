@@ -1,0 +1,66 @@
+"""What mpirun itself says among the ranks' output: read for the cause of a death, and kept from the user's terminal."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_OPEN_MPI = re.compile(
+    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>\S+) exited on signal (?P<signal>\d+)"
+)
+_MPICH = re.compile(
+    r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)[\s=]+EXIT CODE: (?P<code>\d+).*?\(signal (?P<signal>\d+)\)"
+)
+_RULE = re.compile(rb"\s*(-{40,}|={40,})\s*")
+
+
+@dataclass(frozen=True)
+class RankDeath:
+    """The first rank that died by a signal. MPICH gives no rank: -1 there."""
+
+    rank: int
+    pid: int
+    host: str
+    signal: int
+
+
+def find_death(output: str) -> RankDeath | None:
+    """Reads mpirun's message about a dead rank (its lines break anywhere); None when there is none."""
+    text = " ".join(output.split())
+    if match := _OPEN_MPI.search(text):
+        return RankDeath(int(match["rank"]), int(match["pid"]), match["host"], int(match["signal"]))
+    if match := _MPICH.search(text):
+        return RankDeath(-1, int(match["pid"]), match["host"], int(match["signal"]))
+    return None
+
+
+class NoticeFilter:
+    """Drops mpirun's notices, which stand between two rules of dashes (or equals signs); passes everything else on.
+
+    Works on pieces of any length; only a line that may be a rule is held back until it is complete.
+    """
+
+    def __init__(self) -> None:
+        self._line = b""
+        self._passed = 0
+        self._inside = False
+
+    def pass_on(self, data: bytes) -> bytes:
+        """What of `data` (and of what was held back) is to be shown."""
+        shown = b""
+        for piece in data.splitlines(keepends=True):
+            self._line += piece
+            if self._line.endswith(b"\n"):
+                shown += self._complete()
+            elif not self._inside and not self._line.lstrip().startswith((b"-", b"=")):
+                shown += self._line[self._passed :]
+                self._passed = len(self._line)
+        return shown
+
+    def _complete(self) -> bytes:
+        line, passed = self._line, self._passed
+        self._line, self._passed = b"", 0
+        if _RULE.fullmatch(line):
+            self._inside = not self._inside
+            return b""
+        return b"" if self._inside else line[passed:]

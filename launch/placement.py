@@ -1,0 +1,131 @@
+"""Decides how many ranks there are, where each one runs and with how many threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allspan.launch.topology import Node, Topology, parse_list
+from allspan.protos.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """How the ranks are laid over this machine."""
+
+    ranks: int = 0
+    """Tensor-parallel ranks (processes that share the model); 0: one a NUMA node."""
+    threads: int = 0
+    """Compute threads of each rank; 0: the physical cores of its node, shared by the ranks there."""
+    bind: str = "auto"
+    """"auto": each rank to its NUMA node; "none"; or processors rank by rank, as in "0-31|32-63"."""
+    oversubscribe: bool = False
+    """Allow more ranks x threads than processor cores (slow; for tests)."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """`node`: NUMA node to bind to, None for none. `cpus`: processors to pin threads to, one a thread, or empty."""
+
+    rank: int
+    node: int | None
+    threads: int
+    cpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Placement:
+    ranks: tuple[RankPlace, ...]
+    oversubscribed: bool = False
+
+    def describe(self) -> str:
+        """One line: how many ranks, threads and where."""
+        threads = sorted({place.threads for place in self.ranks})
+        nodes = sorted({place.node for place in self.ranks if place.node is not None})
+        where = f" on NUMA node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}" if nodes else ""
+        words = (
+            f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}, {'/'.join(map(str, threads))} threads each"
+        )
+        return f"{words}{where}{' (oversubscribed)' if self.oversubscribed else ''}"
+
+
+def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) -> Placement:
+    """Spreads ranks over the nodes in order, contiguous ranks sharing a node. Raises ConfigError with the numbers.
+
+    Without `oversubscribe`, ranks x threads fit the machine's cores and each node's. Threads are pinned, one a core,
+    where the ranks of a node take all of its cores; ranks that leave cores free are left to the system's scheduler,
+    within the node that numactl binds them to. Where it cannot (`can_bind`), threads are pinned in any case.
+    """
+    if config.bind not in ("auto", "none"):
+        return _place_by_list(topology, config)
+    nodes = [node for node in topology.nodes if node.cores]
+    ranks = config.ranks or len(nodes)
+    groups = _spread(ranks, nodes)
+    threads = config.threads or _default_threads(topology, groups, ranks)
+    cores = topology.num_cores
+    if ranks * threads > cores and not config.oversubscribe:
+        raise ConfigError(
+            f"--ranks x --threads is {ranks} x {threads} = {ranks * threads}, this machine grants {cores} "
+            f"core{'s' if cores > 1 else ''}; lower --ranks or --threads, or pass --oversubscribe"
+        )
+    places: list[RankPlace] = []
+    oversubscribed = ranks * threads > cores
+    for node, count in groups:
+        if count * threads > len(node.cores):
+            if not config.oversubscribe:
+                raise ConfigError(
+                    f"NUMA node {node.index} has {len(node.cores)} cores, {count} ranks x {threads} threads want "
+                    f"{count * threads}; lower --ranks or --threads, or pass --oversubscribe"
+                )
+            oversubscribed = True
+    auto = config.bind == "auto"
+    for node, count in groups:
+        firsts = [core[0] for core in node.cores]
+        pin = auto and not oversubscribed and (count * threads == len(firsts) or not can_bind)
+        for i in range(count):
+            cpus = tuple(firsts[i * threads : (i + 1) * threads]) if pin else ()
+            places.append(RankPlace(len(places), node.index if auto else None, threads, cpus))
+    return Placement(tuple(places), oversubscribed)
+
+
+def _spread(ranks: int, nodes: list[Node]) -> list[tuple[Node, int]]:
+    """How many ranks each node gets: as evenly as they go, in node order."""
+    used = nodes[: min(ranks, len(nodes))]
+    each, more = divmod(ranks, len(used))
+    return [(node, each + (i < more)) for i, node in enumerate(used)]
+
+
+def _default_threads(topology: Topology, groups: list[tuple[Node, int]], ranks: int) -> int:
+    per_node = min(len(node.cores) // count for node, count in groups)
+    return max(1, min(per_node, topology.num_cores // ranks))
+
+
+def _place_by_list(topology: Topology, config: PlacementConfig) -> Placement:
+    """`--bind "0-31|32-63"`: the processors of each rank, by hand."""
+    try:
+        lists = [parse_list(part) for part in config.bind.split("|")]
+    except ValueError:
+        lists = []
+    if not lists or not all(lists):
+        raise ConfigError(
+            f'--bind is {config.bind!r}, must be auto, none or processors rank by rank as in "0-31|32-63"'
+        )
+    if config.ranks not in (0, len(lists)):
+        raise ConfigError(f"--bind names processors for {len(lists)} ranks, --ranks is {config.ranks}")
+    allowed = {cpu: node.index for node in topology.nodes for core in node.cores for cpu in core}
+    for rank, cpus in enumerate(lists):
+        if missing := [cpu for cpu in cpus if cpu not in allowed]:
+            raise ConfigError(f"--bind gives rank {rank} processor {missing[0]}, which this process may not use")
+    oversubscribed = len({cpu for cpus in lists for cpu in cpus}) < sum(len(cpus) for cpus in lists)
+    places = []
+    for rank, cpus in enumerate(lists):
+        threads = config.threads or len(cpus)
+        if threads > len(cpus) or oversubscribed:
+            if not config.oversubscribe:
+                raise ConfigError(
+                    f"--bind gives rank {rank} {len(cpus)} processors for {threads} threads, shared: {oversubscribed}; "
+                    "give each rank its own, lower --threads, or pass --oversubscribe"
+                )
+            oversubscribed = True
+        nodes = {allowed[cpu] for cpu in cpus}
+        places.append(RankPlace(rank, nodes.pop() if len(nodes) == 1 else None, threads, cpus[:threads]))
+    return Placement(tuple(places), oversubscribed)

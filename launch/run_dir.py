@@ -1,0 +1,144 @@
+"""A running cluster's two folders: the run directory (sockets, cluster.json) and the one for MPI's shared memory files.
+
+The supervisor holds a lock on `RUN_DIR/lock` for its whole life: a folder whose lock is free belongs to a dead cluster.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from allspan.launch import reaper
+from allspan.protos.cluster import socket_path
+from allspan.protos.errors import ConfigError
+
+SHM = Path("/dev/shm")
+MAX_SOCKET_PATH = 100
+"""Bytes; the kernel's limit for a unix socket's path is 107."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """`path` and `shm` exist with mode 0700 while `lock_fd` is open; `remove` takes both away."""
+
+    path: Path
+    shm: Path
+    lock_fd: int
+
+    def remove(self) -> None:
+        """Removes both folders, then lets go of the lock. Processes of the cluster must be gone."""
+        shutil.rmtree(self.shm, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock_fd)
+
+    def clear_shm(self) -> None:
+        """Removes what a dead world left in the shared-memory folder; the folder and its owner's name stay."""
+        for entry in self.shm.iterdir():
+            if entry.name == reaper.OWNER_FILE:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+
+
+def base_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's run directories lie: $XDG_RUNTIME_DIR/allspan, else /tmp/allspan-UID; made with mode 0700.
+
+    Raises ConfigError when the folder belongs to somebody else or others may write to it.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    usable = runtime and os.access(runtime, os.W_OK | os.X_OK) and os.path.isdir(runtime)
+    path = Path(runtime) / "allspan" if usable else Path(f"/tmp/allspan-{os.getuid()}")
+    _make_private(path)
+    return path
+
+
+def make_run_dir(wanted: str = "", environ: Mapping[str, str] = os.environ, shm: Path = SHM) -> RunDir:
+    """Makes and locks both folders, in `wanted` or under `base_dir()`, after removing those of dead clusters.
+
+    Raises ConfigError when `wanted` is in use, holds foreign files, or makes a socket path that is too long.
+    """
+    base = base_dir(environ)
+    guard = _lock(base / ".lock", wait_s=10.0)
+    if guard is None:
+        raise ConfigError(f"{base / '.lock'} is held by another start for more than 10 s; try again")
+    try:
+        remove_stale(base, shm)
+        path = Path(wanted).absolute() if wanted else base / secrets.token_hex(3)
+        return _make(path, shm)
+    finally:
+        os.close(guard)
+
+
+def remove_stale(base: Path, shm: Path = SHM) -> list[Path]:
+    """Ends what is left of clusters whose supervisor is dead and removes their folders; returns the run directories."""
+    owners = {path: reaper.owner_of(path) for path in shm.glob(f"allspan-{os.getuid()}-*")}
+    shms = {owner: path for path, owner in owners.items() if owner}
+    run_dirs = {str(path) for path in base.iterdir() if path.is_dir()} | set(shms)
+    removed = []
+    for run_dir in sorted(run_dirs):
+        lock = _lock(Path(run_dir) / "lock") if Path(run_dir).is_dir() else None
+        if lock is None and Path(run_dir).is_dir():
+            continue  # alive
+        reaper.clean(run_dir, str(shms[run_dir]) if run_dir in shms else "")
+        removed.append(Path(run_dir))
+        if lock is not None:
+            os.close(lock)
+    for path in (path for path, owner in owners.items() if not owner):
+        shutil.rmtree(path, ignore_errors=True)
+    return removed
+
+
+def _make(path: Path, shm: Path) -> RunDir:
+    longest = len(os.fsencode(socket_path(path, 9999, 9999)))
+    if longest > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"--run-dir {path} makes socket paths of {longest} bytes, at most {MAX_SOCKET_PATH}; take a shorter one"
+        )
+    _make_private(path)
+    lock = _lock(path / "lock")
+    if lock is None:
+        raise ConfigError(f"--run-dir {path} is in use by another cluster")
+    if foreign := [entry.name for entry in path.iterdir() if entry.name != "lock"]:
+        os.close(lock)
+        raise ConfigError(f"--run-dir {path} holds other files ({foreign[0]}); take an empty or new folder")
+    usable = shm.is_dir() and os.access(shm, os.W_OK)
+    folder = shm / f"allspan-{os.getuid()}-{secrets.token_hex(4)}" if usable else path / "shm"
+    folder.mkdir(mode=0o700)
+    (folder / reaper.OWNER_FILE).write_text(str(path))
+    return RunDir(path, folder, lock)
+
+
+def _make_private(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}; set XDG_RUNTIME_DIR or --run-dir") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(f"{path} must be a folder of this user that others cannot write to; set XDG_RUNTIME_DIR")
+    if status.st_mode & 0o077:
+        path.chmod(0o700)
+
+
+def _lock(path: Path, wait_s: float = 0.0) -> int | None:
+    """A descriptor that holds the file's lock, or None when somebody else still holds it after `wait_s`."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(handle)
+                return None
+            time.sleep(0.02)

@@ -1,0 +1,187 @@
+"""`allspan serve`: finds the model, places the ranks, supervises the cluster and runs the gateway in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from types import FrameType
+
+from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.sockets import Sockets, bind
+from allspan.launch import mpi
+from allspan.launch.console import say
+from allspan.launch.models import FoundModel, resolve_model
+from allspan.launch.placement import Placement, place
+from allspan.launch.run_dir import make_run_dir
+from allspan.launch.settings import ServeSettings
+from allspan.launch.supervisor import Supervisor
+from allspan.launch.topology import read_topology
+from allspan.launch.world import WorldPlan
+from allspan.protos.config import ServiceConfig, WorkerConfig
+from allspan.protos.errors import ConfigError
+
+
+class Interrupt:
+    """Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends everything at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._supervisor: Supervisor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def watch(self, supervisor: Supervisor) -> None:
+        """From now on a signal ends this cluster (at once, if one came before)."""
+        self._supervisor = supervisor
+        if self.requested:
+            supervisor.stop()
+
+    def watch_gateway(self, stop: asyncio.Event) -> None:
+        """From now on a signal ends the gateway first; call it on its loop."""
+        self._loop, self._stop = asyncio.get_running_loop(), stop
+        if self.requested:
+            stop.set()
+
+    def end_gateway(self) -> None:
+        """Ends the gateway from any thread; nothing when there is none (any more)."""
+        if self._loop is not None and self._stop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._supervisor is None:
+            raise KeyboardInterrupt  # nothing runs yet
+        if self.requested:
+            say("ending at once")
+            self._supervisor.end_at_once()
+            os._exit(128 + number)
+        self.requested = True
+        say(f"{signal.Signals(number).name}: shutting down (once more: at once)")
+        if self._stop is not None:
+            self.end_gateway()
+        else:
+            self._supervisor.stop()
+
+
+def serve(settings: ServeSettings) -> int:
+    """Runs until a signal, the parent's end, or a failure that is not to be mended. Returns the exit code.
+
+    Raises AllspanError for what ends it otherwise; then nothing of the cluster is left.
+    """
+    _check(settings)
+    topology = read_topology()
+    numactl, why_not = None, ""
+    if settings.placement.bind != "none":
+        numactl, why_not = mpi.find_numactl([node.index for node in topology.nodes])
+    placement = place(topology, settings.placement, can_bind=numactl is not None)
+    if why_not:
+        say(f"{why_not}: ranks are not bound to memory; threads are pinned to processors instead")
+    mpirun = mpi.find_mpirun()
+    model = resolve_model(settings.model)
+    sockets = bind(settings.gateway) if settings.gateway else None
+    interrupt = Interrupt()
+    try:
+        supervisor = _start(settings, model, placement, mpirun, numactl)
+        interrupt.watch(supervisor)
+        try:
+            ready = supervisor.wait_ready()
+            if ready and not interrupt.requested:
+                _front(settings, supervisor, interrupt, sockets, model)
+        finally:
+            supervisor.stop()
+            supervisor.join()
+    finally:
+        if sockets is not None:
+            sockets.close()
+    if supervisor.error is not None and not interrupt.requested:
+        raise supervisor.error
+    say("stopped; nothing is left")
+    return 0
+
+
+def _check(settings: ServeSettings) -> None:
+    """What can be refused before anything is fetched or started."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"a cluster needs Linux, this is {sys.platform}; the client alone works here (on Windows: WSL2)"
+        )
+    length, ranks = settings.weights.max_model_len, settings.placement.ranks
+    if length and length < 2:
+        raise ConfigError(f"--max-model-len is {length}, must be at least 2 (a prompt token and an output token)")
+    if settings.weights.device == "cuda" and ranks > 1:
+        raise ConfigError(f"--device cuda runs one rank in this version, --ranks is {ranks}")
+
+
+def _start(
+    settings: ServeSettings, model: FoundModel, placement: Placement, mpirun: mpi.Mpirun, numactl: str | None
+) -> Supervisor:
+    name = (settings.gateway.served_model_name if settings.gateway else "") or model.name
+    run = make_run_dir(settings.supervisor.run_dir)
+    config = WorkerConfig(
+        model=replace(settings.weights, path=str(model.path), name=name),
+        service=ServiceConfig(run_dir=str(run.path), supervisor_pid=os.getpid()),
+        cache=settings.cache,
+        scheduler=settings.scheduler,
+        parallel=replace(settings.parallel, oversubscribed=placement.oversubscribed),
+    )
+    say(f"serving {name} from {model.path}: {placement.describe()}; {mpirun}")
+    try:
+        supervisor = Supervisor(WorldPlan(config, placement, mpirun, numactl), run, settings.supervisor)
+    except BaseException:
+        run.remove()
+        raise
+    supervisor.start()
+    say("loading the model" + (f" on {len(placement.ranks)} ranks" if len(placement.ranks) > 1 else ""))
+    return supervisor
+
+
+def _front(
+    settings: ServeSettings, supervisor: Supervisor, interrupt: Interrupt, sockets: Sockets | None, model: FoundModel
+) -> None:
+    """Serves while the cluster lives: the gateway, or only a ready line for the program that started this one."""
+    if settings.gateway is None or sockets is None:
+        ready = {"run_dir": str(supervisor.run_dir), "model": supervisor.info.model if supervisor.info else model.name}
+        print(f"ALLSPAN READY {json.dumps(ready)}", flush=True)
+        supervisor.join()
+        return
+    from allspan.client.gateway.app import new_event_loop
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_gateway(settings.gateway, supervisor, interrupt, sockets))
+
+
+async def _gateway(config: GatewayConfig, supervisor: Supervisor, interrupt: Interrupt, sockets: Sockets) -> None:
+    # Imported here: the gateway's libraries take a second, which the ranks' loading hides.
+    from allspan.client.engine import ClientEngine
+    from allspan.client.gateway.app import serve_gateway
+
+    stop = asyncio.Event()
+    interrupt.watch_gateway(stop)
+    supervisor.on_end(interrupt.end_gateway)
+    engine = await asyncio.to_thread(ClientEngine, attach=supervisor.run_dir)
+    try:
+        name = config.served_model_name or engine.model
+
+        def announce(http: str, grpc: str) -> None:
+            _announce(name, http, grpc)
+
+        await serve_gateway(engine, engine.tokenizer, config, sockets, stop, announce)
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+def _announce(model: str, http: str, grpc: str) -> None:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
+    say(f"Server is ready to accept requests: HTTP {http}/v1, gRPC {grpc}")
+    say(f"try: curl -N {http}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+
+
+def failed_line(error_code: str, message: str) -> str:
+    """The line of `--no-gateway` for a start that failed, read by the program that waits for the ready line."""
+    return f"ALLSPAN FAILED {json.dumps({'code': error_code, 'message': message})}"

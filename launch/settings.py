@@ -1,0 +1,109 @@
+"""The launcher's flags: which dataclasses each command takes, and other spellings of their names."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from allspan.client.gateway.config import GatewayConfig
+from allspan.launch.models import DEFAULT_MODEL
+from allspan.launch.placement import PlacementConfig
+from allspan.launch.supervisor import SupervisorConfig
+from allspan.protos.config import CHOICES, LIMITS, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from allspan.protos.flags import Parser, add_options, build
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "ranks": ("-tp", "--tensor-parallel-size"),
+    "max_model_len": ("--context-length",),
+    "max_num_seqs": ("--max-running-requests",),
+    "max_num_batched_tokens": ("--chunked-prefill-size",),
+    "kv_cache_bytes": ("--kv-cache-memory-bytes",),
+}
+
+_LIMITS: dict[str, tuple[float, float]] = LIMITS | {
+    "ranks": (0, 1024),
+    "start_timeout_s": (1, 86400),
+    "parent_pid": (0, 2**31 - 1),
+    "port": (0, 65535),
+    "grpc_port": (0, 65535),
+    "max_body_bytes": (1024, 2**31),
+    "max_prompt_chars": (0, 2**31),
+    "max_concurrent_requests": (1, 1 << 20),
+    "body_timeout": (0.1, 3600),
+    "shutdown_timeout": (0, 3600),
+}
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Everything that `allspan serve` was told, one part a concern."""
+
+    model: str
+    placement: PlacementConfig
+    weights: ModelConfig
+    """`path` and `name` are empty until the model is found."""
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    supervisor: SupervisorConfig
+    gateway: GatewayConfig | None
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help=f"A folder, a GGUF file, a short name, or ORG/NAME (default: {DEFAULT_MODEL})",
+    )
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that starts a cluster takes: ranks, threads, dtype, context and random weights first."""
+    _add(parser, PlacementConfig)
+    _add(parser, ModelConfig, skip=("path", "name"))
+    parser.add_argument(
+        "--random-weights",
+        dest="load_format",
+        action="store_const",
+        const="dummy",
+        help="Random weights for a folder with a config.json; the same as --load-format dummy.",
+    )
+    _add(parser, CacheConfig)
+    _add(parser, SchedulerConfig)
+    _add(parser, ParallelConfig, skip=("threads", "cpus", "oversubscribed"))
+
+
+def serve_parser() -> Parser:
+    parser = Parser("allspan serve", "Serves a model from a cluster of ranks, over HTTP (OpenAI's API) and gRPC.")
+    add_model(parser)
+    add_cluster_options(parser)
+    _add(parser, GatewayConfig)
+    parser.add_argument(
+        "--gateway",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Listen for HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
+    )
+    _add(parser, SupervisorConfig)
+    parser.add_config()
+    return parser
+
+
+def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
+    return ServeSettings(
+        model=namespace.model,
+        placement=build(PlacementConfig, namespace),
+        weights=build(ModelConfig, namespace, path="", name=""),
+        cache=build(CacheConfig, namespace),
+        scheduler=build(SchedulerConfig, namespace),
+        # The launcher's `threads` 0 means "decide"; each rank is told its own number.
+        parallel=build(ParallelConfig, namespace, threads=1),
+        supervisor=build(SupervisorConfig, namespace),
+        gateway=build(GatewayConfig, namespace) if namespace.gateway else None,
+    )
+
+
+def _add(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, ...] = ()) -> None:
+    add_options(parser, cls, skip, ALIASES, CHOICES, _LIMITS)

@@ -1,0 +1,157 @@
+"""What this machine has that a rank can be placed on: NUMA nodes, physical cores, memory, GPUs.
+
+Only what this process may use counts: its CPU affinity, its allowed memory nodes and its cgroup's CPU quota.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Node:
+    """One NUMA node. `cores`: the allowed hardware threads of each physical core. Memory in bytes, available now."""
+
+    index: int
+    cores: tuple[tuple[int, ...], ...]
+    memory_available: int = 0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`cpu_limit`: how many processors' time the cgroup grants, None without a quota."""
+
+    nodes: tuple[Node, ...]
+    gpus: tuple[Gpu, ...] = ()
+    cpu_limit: float | None = None
+
+    @property
+    def num_cores(self) -> int:
+        """Physical cores that may be used at once, at least 1."""
+        cores = sum(len(node.cores) for node in self.nodes)
+        return max(1, min(cores, int(self.cpu_limit)) if self.cpu_limit else cores)
+
+
+def parse_list(text: str) -> tuple[int, ...]:
+    """The kernel's list format, "0-3,8,10-11", sorted. Raises ValueError."""
+    values: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            low, _, high = part.partition("-")
+            values.update(range(int(low), int(high or low) + 1))
+    return tuple(sorted(values))
+
+
+def read_topology(
+    sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc"), allowed: Iterable[int] | None = None
+) -> Topology:
+    """The machine under `sys_root`, cut down to the processors `allowed` (this process's affinity by default)."""
+    cpus = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    memory_nodes = _allowed_memory_nodes(proc_root)
+    nodes = []
+    for folder in sorted((sys_root / "devices/system/node").glob("node[0-9]*"), key=_node_index):
+        index = _node_index(folder)
+        mine = [cpu for cpu in parse_list((folder / "cpulist").read_text()) if cpu in cpus]
+        if mine and (memory_nodes is None or index in memory_nodes):
+            nodes.append(Node(index, _cores(sys_root, mine), _node_memory(folder)))
+    if not nodes:
+        nodes = [Node(0, _cores(sys_root, sorted(cpus)), available_memory(proc_root))]
+    if len(nodes) == 1:
+        nodes = [Node(nodes[0].index, nodes[0].cores, available_memory(proc_root) or nodes[0].memory_available)]
+    return Topology(tuple(nodes), (), cpu_quota(sys_root))
+
+
+def available_memory(proc_root: Path = Path("/proc")) -> int:
+    """Bytes that can be had without swapping; 0 when the system does not say."""
+    return _meminfo(proc_root / "meminfo").get("MemAvailable", 0)
+
+
+def cpu_quota(sys_root: Path = Path("/sys")) -> float | None:
+    """Processors' worth of time that the cgroup allows (version 2, then 1); None without a limit."""
+    try:
+        quota, period = (sys_root / "fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass  # no cgroup of version 2 here
+    try:
+        folder = sys_root / "fs/cgroup/cpu"
+        quota_us = int((folder / "cpu.cfs_quota_us").read_text())
+        return None if quota_us <= 0 else quota_us / int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def find_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:
+    """NVIDIA GPUs as nvidia-smi lists them; none when it is missing or fails."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    query = [tool, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        run = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True)
+        rows = list(csv.reader(run.stdout.splitlines(), skipinitialspace=True))
+        return tuple(Gpu(int(index), name, int(mib) << 20) for index, name, mib in rows)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()
+
+
+def _node_index(folder: Path) -> int:
+    return int(folder.name.removeprefix("node"))
+
+
+def _cores(sys_root: Path, cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Groups hardware threads by physical core, in the order of their first thread."""
+    cores: dict[tuple[str, str], list[int]] = {}
+    for cpu in cpus:
+        folder = sys_root / f"devices/system/cpu/cpu{cpu}/topology"
+        try:
+            key = ((folder / "physical_package_id").read_text().strip(), (folder / "core_id").read_text().strip())
+            siblings = (folder / "thread_siblings_list").read_text().strip()
+            key = (key[0], f"{key[1]}:{siblings}")
+        except OSError:
+            key = ("cpu", str(cpu))
+        cores.setdefault(key, []).append(cpu)
+    return tuple(tuple(threads) for threads in cores.values())
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    values: dict[str, int] = {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return values
+    for line in lines:
+        name, _, rest = line.rpartition(":")
+        number = rest.split()
+        if number and number[0].isdigit():
+            values[name.split()[-1]] = int(number[0]) << 10
+    return values
+
+
+def _node_memory(folder: Path) -> int:
+    """Free memory and what the page cache would give back."""
+    values = _meminfo(folder / "meminfo")
+    return values.get("MemFree", 0) + values.get("FilePages", 0) + values.get("SReclaimable", 0)
+
+
+def _allowed_memory_nodes(proc_root: Path) -> frozenset[int] | None:
+    try:
+        for line in (proc_root / "self/status").read_text().splitlines():
+            if line.startswith("Mems_allowed_list:"):
+                return frozenset(parse_list(line.partition(":")[2]))
+    except OSError:
+        pass  # not a Linux /proc: every node counts
+    return None

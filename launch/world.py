@@ -1,0 +1,224 @@
+"""One world: an mpirun and its ranks, from their start to the end of the last process."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from allspan.launch import mpi, mpi_notices, reaper, tether
+from allspan.launch.mpi_notices import NoticeFilter
+from allspan.launch.placement import Placement
+from allspan.launch.run_dir import RunDir
+from allspan.protos import cluster
+from allspan.protos.config import WorkerConfig
+from allspan.protos.errors import ConfigError
+
+TAIL_BYTES = 16384
+TERM_GRACE_S = 5.0
+CAUSE_WAIT_S = 0.8
+"""How long mpirun and the ranks get to say why a rank died; cluster.json tells the cause within a second."""
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """How worlds of one cluster are started; `config` is rank 0's but for epoch, threads and processors."""
+
+    config: WorkerConfig
+    placement: Placement
+    mpirun: mpi.Mpirun
+    numactl: str | None = None
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why a world ended. `by_itself`: a rank gave up in order and said why (a bad checkpoint stays one)."""
+
+    cause: str
+    by_itself: bool = False
+
+
+class World:
+    """Start it once; wait for it; end it. Used by one thread, which must outlive it (the kernel kills it otherwise)."""
+
+    def __init__(self, plan: WorldPlan, run: RunDir, epoch: int) -> None:
+        self.epoch = epoch
+        self._plan = plan
+        self._run = run
+        self._ranks: dict[int, tuple[cluster.RankInfo, int]] = {}
+        self._tail = bytearray()
+        self._process = self._start()
+        self._mpirun_fd = os.pidfd_open(self._process.pid)
+        self._reader = threading.Thread(target=self._forward_output, name="mpirun-output", daemon=True)
+        self._reader.start()
+
+    @property
+    def ranks(self) -> tuple[cluster.RankInfo, ...]:
+        return tuple(info for _, (info, _) in sorted(self._ranks.items()))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._plan.placement.ranks)
+
+    def info(self) -> cluster.ClusterInfo | None:
+        """What the leader published, once every rank of this epoch is ready."""
+        try:
+            info = cluster.read_cluster(self._run.path)
+        except ConfigError:
+            return None
+        return info if info.epoch == self.epoch and info.state == "ready" else None
+
+    def wait(self, stop_fds: list[int], done: Callable[[], bool] | None = None, timeout_s: float | None = None) -> str:
+        """Waits for "stop" (one of `stop_fds` is readable), "died" (mpirun or a rank ended), "done" or "timeout"."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._find_ranks()
+            if done is not None and done():
+                return "done"
+            poller = select.poll()
+            for fd in (*stop_fds, self._mpirun_fd, *(fd for _, fd in self._ranks.values())):
+                poller.register(fd, select.POLLIN)
+            # A file's arrival wakes nobody: look every 50 ms until all ranks are known and `done`.
+            partial = done is not None or len(self._ranks) < self.num_ranks
+            ready = {fd for fd, _ in poller.poll(50 if partial else None)}
+            if ready.intersection(stop_fds):
+                return "stop"
+            if ready:
+                return "died"
+            if deadline is not None and time.monotonic() > deadline:
+                return "timeout"
+
+    def death(self) -> Death:
+        """Why the world died: from mpirun's message, the rank's last words and who ended first. Takes up to 0.8 s."""
+        first = [info for info, fd in self._ranks.values() if _ended(fd)]
+        deadline = time.monotonic() + CAUSE_WAIT_S
+        while time.monotonic() < deadline:
+            told = mpi_notices.find_death(self._output())
+            words = self._last_words()
+            if told or (self._process.poll() is not None and (words or self._process.returncode < 0)):
+                break
+            time.sleep(0.02)
+        if told is not None:
+            rank = next((info.rank for info in self.ranks if info.pid == told.pid), told.rank)
+            said = f"; its last words: {words[rank]}" if rank in words else ""
+            by = f"signal {told.signal} ({_signal_name(told.signal)})"
+            return Death(f"rank {rank} (pid {told.pid} on {told.host}) was killed by {by}{said}")
+        if words:
+            victim = min(words, key=lambda rank: self._error_time(rank))
+            return Death(f"{self._name(victim)}: {words[victim]}", by_itself=True)
+        if (code := self._process.poll()) is not None and code < 0:
+            return Death(f"mpirun (pid {self._process.pid}) was killed by signal {-code} ({_signal_name(-code)})")
+        if first:
+            return Death(f"rank {first[0].rank} (pid {first[0].pid} on {first[0].host}) ended unexpectedly")
+        return Death(f"mpirun (pid {self._process.pid}) ended with code {code}: {self._last_line()}")
+
+    def end(self, gently: bool) -> None:
+        """Ends every process of the world, `gently` with SIGTERM and 5 s first, and removes MPI's files."""
+        if gently:
+            for info in self.ranks:
+                _signal(info.pid, signal.SIGTERM)
+            try:
+                self._process.wait(TERM_GRACE_S)
+            except subprocess.TimeoutExpired:
+                gently = False
+        if self._process.poll() is None:
+            self._process.kill()
+        reaper.kill(str(self._run.path))
+        self._process.wait(5.0)
+        self._reader.join(2.0)
+        os.close(self._mpirun_fd)
+        for _, fd in self._ranks.values():
+            os.close(fd)
+        self._ranks.clear()
+        for path in self._run.path.glob(f"*.e{self.epoch}.*"):
+            path.unlink(missing_ok=True)
+        self._run.clear_shm()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        plan, folder = self._plan, self._run.path
+        paths = []
+        for place in plan.placement.ranks:
+            config = replace(
+                plan.config,
+                service=replace(plan.config.service, epoch=self.epoch),
+                parallel=replace(plan.config.parallel, threads=place.threads, cpus=place.cpus),
+            )
+            paths.append(folder / f"worker-{place.rank}.e{self.epoch}.json")
+            cluster.write_atomically(paths[-1], json.dumps(asdict(config), indent=1))
+        words = mpi.command(plan.mpirun, plan.placement, paths, plan.numactl)
+        tethered = [sys.executable, "-S", "-E", str(Path(tether.__file__)), str(os.getpid()), *words]
+        return subprocess.Popen(
+            tethered,
+            env=mpi.environment(plan.mpirun, self._run.shm, plan.placement),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a terminal's Ctrl-C is the supervisor's to handle
+        )
+
+    def _forward_output(self) -> None:
+        assert self._process.stdout is not None
+        notices = NoticeFilter()
+        with self._process.stdout as pipe:
+            while data := os.read(pipe.fileno(), 65536):
+                self._tail += data
+                del self._tail[:-TAIL_BYTES]
+                sys.stderr.buffer.write(notices.pass_on(data))
+                sys.stderr.flush()
+
+    def _output(self) -> str:
+        return bytes(self._tail).decode(errors="replace")
+
+    def _last_line(self) -> str:
+        lines = [line.strip() for line in self._output().splitlines() if line.strip(" -\t")]
+        return lines[-1] if lines else "it said nothing"
+
+    def _find_ranks(self) -> None:
+        for rank in range(self.num_ranks):
+            if rank in self._ranks or (info := cluster.read_rank(self._run.path, rank, self.epoch)) is None:
+                continue
+            with suppress(ProcessLookupError):  # dead before it was seen: mpirun ends, too
+                self._ranks[rank] = (info, os.pidfd_open(info.pid))
+
+    def _last_words(self) -> dict[int, str]:
+        words = {}
+        for rank in range(self.num_ranks):
+            try:
+                text = cluster.error_file(self._run.path, rank, self.epoch).read_text(encoding="utf-8").strip()
+            except OSError:
+                continue
+            if text:
+                words[rank] = " ".join(text.split())
+        return words
+
+    def _error_time(self, rank: int) -> float:
+        return cluster.error_file(self._run.path, rank, self.epoch).stat().st_mtime
+
+    def _name(self, rank: int) -> str:
+        info = self._ranks[rank][0] if rank in self._ranks else None
+        return f"rank {rank} (pid {info.pid} on {info.host})" if info else f"rank {rank}"
+
+
+def _ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it ended by itself
+        os.kill(pid, number)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
