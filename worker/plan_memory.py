@@ -1,6 +1,6 @@
 """What a model takes on each rank, without loading it: `python -m allspan.worker.plan_memory CONFIG.json --ranks N`.
 
-Prints a MemoryPlan as JSON on standard output. The launcher runs it as a process, since it reads models and so needs torch.
+Prints a MemoryPlan as JSON on standard output. A launcher runs it as a process: reading models needs torch.
 """
 
 from __future__ import annotations

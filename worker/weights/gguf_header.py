@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata, and where its tensors lie.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. The `gguf` package
-has a reader too; this one skips the vocabulary's long arrays (seconds a rank) and names what is wrong with a damaged file.
+has a reader too; this one skips the vocabulary's long arrays (seconds a rank) and names what is wrong with a file.
 """
 
 from __future__ import annotations

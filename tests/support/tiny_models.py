@@ -1,0 +1,148 @@
+"""Tiny random checkpoints made by transformers, and this project's logits for them on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.threads import ThreadWorld
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from allspan.kernels.table import op_set
+from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.models.inputs import StepInputs
+from allspan.worker.models.loader import load_model
+from allspan.worker.models.model import Model
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 5000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 101,
+        "vocab_size": 131,
+        "rope_parameters": LLAMA3_SCALING,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama2": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2, "hidden_size": 96},
+    "qwen2-yarn": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_parameters": YARN},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "head_dim": 20},
+}
+_DEFAULTS = {
+    "hidden_size": 60,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 77,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+}
+
+
+def save_tiny(folder: Path, name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> torch.nn.Module:
+    """Writes a random checkpoint of CONFIGS[name] and returns transformers' model of it, in `dtype`."""
+    values = _DEFAULTS | CONFIGS[name] | overrides
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def reference_logits(model: torch.nn.Module, ids: Sequence[int]) -> Tensor:
+    """float32 [n, V]."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([list(ids)])).logits[0].float()
+    return logits
+
+
+def prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed).randrange(vocab_size) for _ in range(length)]
+
+
+def step_inputs(ids: Sequence[Sequence[int]], starts: Sequence[int], pages: Sequence[Sequence[int]], size: int) -> StepInputs:
+    """One step in which request r adds ids[r] from position starts[r] on; logits are wanted of every row."""
+    positions = [range(start, start + len(new)) for start, new in zip(starts, ids, strict=True)]
+    slots = [own[p // size] * size + p % size for where, own in zip(positions, pages, strict=True) for p in where]
+    used = [own[: -(-where.stop // size)] for where, own in zip(positions, pages, strict=True)]
+
+    def indptr(lengths: Sequence[int]) -> Tensor:
+        return _int32([sum(lengths[:i]) for i in range(len(lengths) + 1)])
+
+    num_tokens = sum(map(len, ids))
+    return StepInputs(
+        ids=_int32([token for new in ids for token in new]),
+        positions=_int32([p for where in positions for p in where]),
+        slots=_int32(slots),
+        qo_indptr=indptr([len(new) for new in ids]),
+        page_indptr=indptr([len(own) for own in used]),
+        page_indices=_int32([page for own in used for page in own]),
+        kv_lens=_int32([where.stop for where in positions]),
+        logits_rows=_int32(range(num_tokens)),
+    )
+
+
+def prefill(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:
+    """This rank's logits [len, V_rank] of every prompt: all prompts side by side, `chunk` tokens of each a step."""
+    size = model.cache_spec.page_size
+    counts = [-(-len(ids) // size) for ids in prompts]
+    numbers = list(range(sum(counts) + 3))
+    random.Random(7).shuffle(numbers)
+    pages = [[numbers.pop() for _ in range(count)] for count in counts]
+    model.bind_cache(KVCache(model.cache_spec, sum(counts) + 3))
+    collected: list[list[Tensor]] = [[] for _ in prompts]
+    for start in range(0, max(map(len, prompts)), chunk):
+        live = [r for r, ids in enumerate(prompts) if len(ids) > start]
+        new = [prompts[r][start : start + chunk] for r in live]
+        logits = model.forward(step_inputs(new, [start] * len(live), [pages[r] for r in live], size))
+        for r, part in zip(live, logits.clone().split([len(ids) for ids in new]), strict=True):
+            collected[r].append(part)
+    return [torch.cat(parts) for parts in collected]
+
+
+def logits_on_ranks(path: Path, num_ranks: int, prompts: Sequence[Sequence[int]], chunk: int = 1024, **config: Any) -> list[Tensor]:
+    """float32 [len, V] for every prompt, put together from the ranks' columns. Ranks are threads of this process."""
+    world = ThreadWorld(num_ranks)
+    most = sum(min(chunk, len(ids)) for ids in prompts)
+
+    def run(rank: int) -> list[Tensor]:
+        settings = ModelConfig(path=str(path), name="tiny", **config)
+        cache = CacheConfig(page_size=16)
+        model = load_model(settings, world.collectives[rank], op_set("reference"), most, most, cache=cache)
+        parts = prefill(model, prompts, chunk)
+        assert {part.shape[1] for part in parts} == {model.vocab_widths[rank]}
+        return parts
+
+    by_rank = world.run(run)
+    return [torch.cat([parts[r] for parts in by_rank], dim=1) for r in range(len(prompts))]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, over the largest logit."""
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)

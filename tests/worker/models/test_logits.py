@@ -1,0 +1,64 @@
+"""The decoder's logits against transformers', at every position, on one to four ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import CONFIGS, logits_on_ranks, prompt, reference_logits, relative_error, save_tiny
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers_on_any_number_of_ranks(name: str, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, name)
+    ids = prompt(150, 97)
+    expected = reference_logits(reference, ids)
+    for num_ranks in (1, 2, 3, 4):
+        actual = logits_on_ranks(tmp_path, num_ranks, [ids])[0]
+        assert relative_error(actual, expected) < 1e-4, f"{num_ranks} ranks"
+
+
+def test_chunked_prefill_of_several_requests_equals_each_alone(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama")
+    prompts = [prompt(length, 97, seed=length) for length in (1, 16, 17, 70)]
+    for num_ranks, chunk in ((1, 1), (2, 5), (3, 16), (2, 1024)):
+        for ids, actual in zip(prompts, logits_on_ranks(tmp_path, num_ranks, prompts, chunk), strict=True):
+            assert relative_error(actual, reference_logits(reference, ids)) < 1e-4
+
+
+def test_bfloat16_weights_are_used_as_they_are(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "qwen2", dtype=torch.bfloat16).float()
+    ids = prompt(40, 97)
+    expected = reference_logits(reference, ids)
+    widened = logits_on_ranks(tmp_path, 2, [ids], dtype="float32")[0]
+    assert relative_error(widened, expected) < 1e-4
+    # KV pages are bfloat16 then too: 8 bits of mantissa.
+    kept = logits_on_ranks(tmp_path, 2, [ids])[0]
+    assert 0 < relative_error(kept, expected) < 2e-2
+
+
+def test_float16_weights_become_float32(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama", dtype=torch.float16).float()
+    ids = prompt(40, 97)
+    assert relative_error(logits_on_ranks(tmp_path, 2, [ids])[0], reference_logits(reference, ids)) < 1e-4
+
+
+def test_a_sharded_checkpoint_reads_like_a_single_file(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "one", "qwen3")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    ids = prompt(20, 97)
+    one, many = (logits_on_ranks(tmp_path / kind, 2, [ids])[0] for kind in ("one", "many"))
+    assert torch.equal(one, many)
+
+
+def test_random_weights_are_the_same_model_on_any_number_of_ranks(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    ids = prompt(20, 97)
+    one = logits_on_ranks(tmp_path, 1, [ids], load_format="dummy")[0]
+    assert one.isfinite().all() and one.std() > 0
+    for num_ranks in (2, 3):
+        assert relative_error(logits_on_ranks(tmp_path, num_ranks, [ids], load_format="dummy")[0], one) < 1e-4

@@ -1,0 +1,113 @@
+"""What a Model does beside computing: limits, progress, memory, and what its program holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.threads import ThreadWorld
+from support.tiny_models import prefill, prompt, save_tiny, step_inputs
+
+from allspan.kernels.table import op_set
+from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.protos.errors import InternalError
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.loader import load_model, prepare
+from allspan.worker.models.model import Model
+from allspan.worker.models.program import Named, ProgramBuilder, Rows
+
+
+def load(path: Path, size: int = 1, rank: int = 0, max_tokens: int = 32, **kwargs: object) -> Model:
+    collectives = ThreadWorld(size).collectives[rank]
+    config = ModelConfig(path=str(path), name="tiny")
+    return load_model(config, collectives, op_set("reference"), max_tokens, 4, cache=CacheConfig(page_size=16), **kwargs)
+
+
+def test_progress_ends_at_all_bytes_and_the_plan_knew_them(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    for rank in range(2):
+        seen: list[tuple[int, int]] = []
+        model = load(tmp_path, 2, rank, on_progress=lambda done, total: seen.append((done, total)))
+        planned = prepare(ModelConfig(path=str(tmp_path), name="tiny"), CacheConfig(), rank, 2).weight_bytes
+        assert seen == sorted(seen)
+        assert seen[-1] == (model.weight_bytes, planned) == (planned, planned)
+
+
+def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "tied", "qwen3")
+    save_tiny(tmp_path / "untied", "qwen3", tie_word_embeddings=False)
+    assert load(tmp_path / "untied").weight_bytes - load(tmp_path / "tied").weight_bytes == 97 * 60 * 4
+
+
+def test_one_rank_has_no_collective_and_two_have_two_a_layer_and_one_for_the_embedding(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = ModelConfig(path=str(tmp_path), name="tiny")
+    counts = []
+    for size in (1, 2):
+        program = build_decoder(prepare(config, CacheConfig(), 0, size).holding)
+        counts.append(sum(op.name == "all_reduce" for op in program.ops))
+    assert counts == [0, 1 + 2 * 2]
+
+
+def test_biases_behind_a_split_input_are_held_by_rank_zero_only(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = ModelConfig(path=str(tmp_path), name="tiny")
+    names = []
+    for rank in range(2):
+        program = build_decoder(prepare(config, CacheConfig(), rank, 2).holding)
+        names.append({slot.name for slot in program.slots if isinstance(slot, Named)})
+    assert "layers.0.o.bias" in names[0] and "layers.0.o.bias" not in names[1]
+    assert "layers.0.q.bias" in names[1]
+
+
+def test_a_step_without_rows_of_logits_still_fills_the_cache(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    model = load(tmp_path)
+    ids = prompt(20, 97)
+    whole = prefill(model, [ids[:4]], 4)[0]
+    model.bind_cache(KVCache(model.cache_spec, 2))
+    inputs = step_inputs([ids[:3]], [0], [[0, 1]], 16)
+    inputs.logits_rows = inputs.logits_rows[:0]
+    assert model.forward(inputs).shape == (0, 131)
+    last = model.forward(step_inputs([ids[3:4]], [3], [[0, 1]], 16))
+    torch.testing.assert_close(last, whole[3:4])
+
+
+def test_a_step_beyond_the_buffers_or_without_a_cache_is_an_internal_error(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    model = load(tmp_path, max_tokens=3)
+    inputs = step_inputs([[1, 2, 3, 4]], [0], [[0]], 16)
+    with pytest.raises(InternalError, match="before bind_cache"):
+        model.forward(inputs)
+    with pytest.raises(InternalError, match="a cache of"):
+        model.bind_cache(KVCache(CacheSpec(32, 2, 3, 8, "float32"), 1))
+    model.bind_cache(KVCache(model.cache_spec, 1))
+    with pytest.raises(InternalError, match="4 rows of tokens, the buffers hold 3"):
+        model.forward(inputs)
+
+
+def test_a_slot_keeps_its_first_declaration() -> None:
+    builder = ProgramBuilder()
+    x = builder.buffer("x", Rows.TOKENS, 12)
+    assert builder.buffer("x", Rows.TOKENS, 12) == x
+    with pytest.raises(InternalError, match="declared twice"):
+        builder.buffer("x", Rows.LOGITS, 12)
+    with pytest.raises(InternalError, match="no view of shape"):
+        builder.view("x.heads", x, 5, 2)
+
+
+def test_a_cache_holds_what_its_spec_says() -> None:
+    spec = CacheSpec(page_size=16, num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+    cache = KVCache(spec, 5)
+    assert spec.bytes_per_page == 2 * 3 * 2 * 16 * 8 * 2
+    assert len(cache.keys) == len(cache.values) == 3
+    assert cache.keys[0].shape == (5, 2, 16, 8) and cache.keys[0].dtype == torch.bfloat16
+    tensors = [*cache.keys, *cache.values]
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert sum(tensor.nbytes for tensor in tensors) == cache.num_bytes == 5 * spec.bytes_per_page
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i + 1)
+    assert all((tensor == i + 1).all() for i, tensor in enumerate(tensors)), "layers overlap"
