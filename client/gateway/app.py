@@ -1,7 +1,11 @@
 """The gateway's process side: both servers in one asyncio loop, from the first byte to the last.
 
-sockets = bind(config)                       # before the model loads
-asyncio.Runner(loop_factory=new_event_loop) as runner: runner.run(serve_gateway(…))
+    sockets = bind(config)  # before the model loads
+    …
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(serve_gateway(engine, tokenizer, config, sockets, stop, on_started))
+
+It knows neither signals nor clusters; its caller sets `stop`.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.text import Tokenizer
 from allspan.protos.wire import CHANNEL_OPTIONS
 
-__all__ = ["GatewayConfig", "ServedModel", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
+__all__ = ["GatewayConfig", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
 
 CLOSE_S = 1.0
 
@@ -43,26 +47,24 @@ Started = Callable[[str, str], None]
 async def serve_gateway(
     engine: GatewayEngine,
     tokenizer: Tokenizer,
-    model: ServedModel,
     config: GatewayConfig,
     sockets: Sockets,
     stop: asyncio.Event,
     on_started: Started | None = None,
 ) -> None:
-    """Serves until `stop` is set, then drains: not ready, running requests finish (up to `shutdown_timeout`), all closes.
+    """Serves until `stop` is set, then drains: not ready, running requests finish (`shutdown_timeout`), all closes.
 
     Cancelling it stops at once. `on_started(http_address, grpc_address)` is called when both servers answer. Takes over
-    `sockets`, never `engine`. Raises ConfigError, InternalError.
+    `sockets`, never `engine`. Raises ConfigError, CheckpointError, InternalError.
     """
-    submitter = Submitter(engine, with_template(tokenizer, config), model, config)
+    submitter = Submitter(engine, with_template(tokenizer, config), ServedModel.of(engine.cluster, config), config)
     health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
-    addresses = (sockets.http_address, sockets.grpc_address)
     try:
         async with _grpc_server(submitter, health, sockets), _http_server(submitter, config, sockets.http) as http:
             follow = asyncio.create_task(health.follow())
             try:
                 if on_started is not None:
-                    on_started(*addresses)
+                    on_started(sockets.http_address, sockets.grpc_address)
                 await _first(stop, http)
                 await health.enter_graceful_shutdown()
                 await submitter.drain(config.shutdown_timeout)

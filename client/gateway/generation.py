@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from allspan.client.gateway.readiness import GatewayEngine
-from allspan.client.text_stream import TextDelta, TextStream
 from allspan.protos.errors import AllspanError, RequestCancelled
 from allspan.protos.results import Output, RequestHandle, ResultQueue
+from allspan.protos.text.stream import TextDelta, TextStream
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -87,7 +87,7 @@ class Generation:
         except AllspanError as error:
             logger.info("request %s could not be stopped: %s", self.handle.request_id, error.message)
         finally:
-            self._engine.release_request(self.handle)
+            await asyncio.to_thread(self._engine.release_request, self.handle)
             self._log()
 
     def _log(self) -> None:

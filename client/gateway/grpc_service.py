@@ -11,10 +11,10 @@ from google.protobuf.message import DecodeError
 
 from allspan.client.gateway.generation import Generation
 from allspan.client.gateway.submit import Job, Submitter, caller_error
-from allspan.client.text_stream import TextDelta
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.errors import ERRORS, InvalidRequest
 from allspan.protos.results import TokenLogprob
+from allspan.protos.text.stream import TextDelta
 
 SERVICE = "allspan.v1.Inference"
 LABEL = f"gRPC {SERVICE}/Generate"
@@ -89,7 +89,7 @@ class InferenceService:
             case _:
                 raise InvalidRequest("prompt is missing: set one of text, token_ids, chat", "prompt")
         params = self._submitter.params(_sampling(request.sampling), len(token_ids), default_max_tokens=None)
-        return Job(token_ids, params), request.request_id
+        return Job(token_ids, params, continues=request.WhichOneof("prompt") != "chat"), request.request_id
 
 
 def _parsed(data: bytes) -> pb.GenerateRequest | None:

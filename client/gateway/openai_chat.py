@@ -8,9 +8,9 @@ from typing import Any
 from allspan.client.gateway.openai_shapes import Gathered, Json, Plan, TokenTexts
 from allspan.client.gateway.schemas import ChatRequest, parse, read_messages
 from allspan.client.gateway.submit import Job, Submitter, spread
-from allspan.client.text_stream import TextDelta
 from allspan.protos.errors import InvalidRequest
 from allspan.protos.results import TokenLogprob
+from allspan.protos.text.stream import TextDelta
 
 
 async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
@@ -22,7 +22,7 @@ async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
     token_ids = await submitter.encode_chat(messages)
     params = submitter.params(fields, len(token_ids), default_max_tokens=None)
     shape = ChatShape(TokenTexts(submitter.tokenizer), with_logprobs=params.logprobs is not None)
-    jobs = spread(Job(token_ids, params), request.choices)
+    jobs = spread(Job(token_ids, params, continues=False), request.choices)
     return Plan(jobs, shape, request.choices, bool(request.stream), request.include_usage)
 
 

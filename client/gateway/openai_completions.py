@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from allspan.client.gateway.openai_shapes import Gathered, Json, Plan, TokenTexts
 from allspan.client.gateway.schemas import CompletionRequest, parse, read_prompts
 from allspan.client.gateway.submit import Job, Submitter, spread
-from allspan.client.text_stream import TextDelta
 from allspan.protos.results import TokenLogprob
+from allspan.protos.text.stream import TextDelta
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from allspan.client.gateway.generation import Generation
 from allspan.client.gateway.submit import Job, Submitter
-from allspan.client.text_stream import TextDelta
 from allspan.protos.results import TokenLogprob
 from allspan.protos.text import Tokenizer
+from allspan.protos.text.stream import TextDelta
 
 Json = dict[str, Any]
 

@@ -1,9 +1,10 @@
-"""What the gateway asks of its engine beside `EngineProtocol`: the truth about its world, and calls that never block."""
+"""What the gateway asks of its engine beside `EngineProtocol`: facts of its world, and calls that never block."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from allspan.protos.cluster import ClusterInfo
 from allspan.protos.engine import EngineProtocol, Prompt
 from allspan.protos.results import RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
@@ -11,6 +12,10 @@ from allspan.protos.sampling import SamplingParams
 
 class GatewayEngine(EngineProtocol, Protocol):
     """`ClientEngine` attached to a cluster, or a scripted fake."""
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        """The world's model and its limits."""
 
     @property
     def is_ready(self) -> bool:

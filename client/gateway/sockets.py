@@ -21,16 +21,10 @@ class Sockets:
 
     http: socket.socket
     grpc: socket.socket
-
-    @property
-    def http_address(self) -> str:
-        """As a URL without a path."""
-        return f"http://{address_of(self.http)}"
-
-    @property
-    def grpc_address(self) -> str:
-        """As a gRPC target."""
-        return address_of(self.grpc)
+    http_address: str
+    """As a URL without a path."""
+    grpc_address: str
+    """As a gRPC target."""
 
     def close(self) -> None:
         """Frees both ports. Idempotent."""
@@ -42,8 +36,8 @@ def bind(config: GatewayConfig) -> Sockets:
     """Takes both ports; ConfigError names the port, its flag and, where it can be found out, who holds it."""
     if not config.insecure and not _is_loopback(config.host):
         raise ConfigError(
-            f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost), because the gateway has "
-            "neither TLS nor keys; --insecure listens there all the same"
+            f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost): the gateway has no "
+            "TLS and no keys; --insecure listens there all the same"
         )
     http = _take(config.host, config.port, "--port")
     try:
@@ -51,10 +45,10 @@ def bind(config: GatewayConfig) -> Sockets:
     except ConfigError:
         http.close()
         raise
-    return Sockets(http, grpc)
+    return Sockets(http, grpc, f"http://{_address(http)}", _address(grpc))
 
 
-def address_of(sock: socket.socket) -> str:
+def _address(sock: socket.socket) -> str:
     """HOST:PORT of a bound socket, brackets around an IPv6 host."""
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -8,18 +8,18 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.generation import Generation
 from allspan.client.gateway.readiness import GatewayEngine
-from allspan.client.text_stream import TextStream
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
 from allspan.protos.results import RequestHandle
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import GenerationDefaults, Tokenizer, generation_defaults
+from allspan.protos.text.stream import TextStream
 
 # Shorter texts are tokenised on the event loop: a thread's hand-over costs more than they do.
 INLINE_CHARS = 8192
@@ -58,6 +58,8 @@ class Job:
 
     token_ids: Sequence[int]
     params: SamplingParams
+    continues: bool = True
+    """The output goes on from the prompt's text, rather than being an answer of its own."""
 
 
 class Submitter:
@@ -106,8 +108,8 @@ class Submitter:
         """Token ids of a conversation through the chat template; InvalidRequest when there is none."""
         if not self.tokenizer.has_chat_template:
             raise InvalidRequest(
-                f"model {self.model.name!r} has no chat template (a base model?): use /v1/completions or a text prompt, or "
-                "give the server one with --chat-template",
+                f"model {self.model.name!r} has no chat template (a base model?): use completions or a text prompt, "
+                "or give the server one with --chat-template",
                 "messages",
             )
         chars = sum(len(message["content"]) for message in messages)
@@ -126,8 +128,8 @@ class Submitter:
         params = SamplingParams(**(values | dict(given)))
         if params.max_tokens > room:
             raise InvalidRequest(
-                f"max_tokens is {params.max_tokens} after a prompt of {num_prompt_tokens} tokens, at most {room} are left "
-                f"of the context of {self.model.max_model_len}",
+                f"max_tokens is {params.max_tokens} after a prompt of {num_prompt_tokens} tokens, at most {room}: the "
+                f"context has {self.model.max_model_len}",
                 "max_tokens",
             )
         self._check_stop_ids(params.stop_token_ids)
@@ -189,9 +191,9 @@ class Submitter:
             _, queue = await self.engine.astart_request(job.token_ids, job.params, handle.request_id)
         except BaseException:
             # Cancelled just as the engine said yes, the answer is lost; the name is not.
-            self.engine.release_request(handle)
+            await asyncio.to_thread(self.engine.release_request, handle)
             raise
-        stream = TextStream(self.tokenizer, job.params)
+        stream = TextStream(self.tokenizer, job.params, job.continues)
         generation = Generation(self.engine, handle, queue, stream, len(job.token_ids), label, arrived)
         self._running.add(generation)
         started.append(generation)
@@ -202,8 +204,8 @@ class Submitter:
             raise Unavailable(self.down_cause)
         if self._admitted + count > self._max_requests:
             raise QueueFull(
-                f"{self._admitted} requests are running and {count} more were asked for, at most {self._max_requests} at "
-                "once; try again later"
+                f"{self._admitted} requests are running and {count} more were asked for, at most "
+                f"{self._max_requests} at once; try again later"
             )
         self._admitted += count
         self._idle.clear()
@@ -247,7 +249,7 @@ def spread(job: Job, count: int) -> list[Job]:
     seed = job.params.seed
     if seed is None:
         return [job] * count
-    return [Job(job.token_ids, job.params.with_(seed=(seed + i) % 2**64)) for i in range(count)]
+    return [replace(job, params=job.params.with_(seed=(seed + i) % 2**64)) for i in range(count)]
 
 
 def caller_error(error: Exception, what: str) -> AllspanError:

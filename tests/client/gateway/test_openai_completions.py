@@ -1,0 +1,104 @@
+"""Plain completions: every form of prompt, and the shapes of the older endpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from support.fake_engine import ANSWER
+from support.gateway import events, fake_engine, gateway
+
+
+async def test_sdk_reads_whole_and_streamed_completions() -> None:
+    async with gateway() as server, AsyncOpenAI(base_url=f"{server.http_address}/v1", api_key="none") as client:
+        answer = await client.completions.create(model="tiny", prompt="Hi", max_tokens=100)
+        stream = await client.completions.create(model="tiny", prompt="Hi", max_tokens=100, stream=True)
+        chunks = [chunk async for chunk in stream]
+    assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == (
+        "text_completion",
+        ANSWER,
+        "stop",
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "stop"]
+
+
+async def test_max_tokens_is_16_unless_given() -> None:
+    async with gateway() as server:
+        answer = (await server.post("/v1/completions", prompt="Hi")).json()
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == (ANSWER[:16], "length")
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seen"),
+    [
+        ("ab", [b"ab"]),
+        (["ab", "c"], [b"ab", b"c"]),
+        ([97, 98], [b"ab"]),
+        ([[97, 98], [99]], [b"ab", b"c"]),
+    ],
+)
+async def test_prompts_come_as_text_or_ids_one_or_many(prompt: Any, seen: list[bytes]) -> None:
+    async with gateway() as server:
+        answer = (await server.post("/v1/completions", prompt=prompt, max_tokens=3, n=2)).json()
+        asked = [bytes(asked.prompt) for asked in server.engine.asked.values()]
+    assert asked == [prompt for prompt in seen for _ in range(2)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(seen)))
+    assert all(choice["text"] == "The" for choice in answer["choices"])
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, seen))
+
+
+async def test_logprobs_have_the_older_shape() -> None:
+    async with gateway() as server:
+        answer = (await server.post("/v1/completions", prompt="x", max_tokens=3, logprobs=1)).json()
+        streamed = await server.post("/v1/completions", prompt="x", max_tokens=3, logprobs=1, stream=True)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["T", "h", "e"],
+        "token_logprobs": [-0.5] * 3,
+        "top_logprobs": [{"T": -0.5}, {"h": -0.5}, {"e": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+    pieces = [payload["choices"][0]["logprobs"] for payload in events(streamed.text)[:-1]]
+    assert [offset for piece in pieces for offset in piece["text_offset"]] == [0, 1, 2]
+
+
+async def test_sampling_fields_reach_the_engine_and_defaults_fill_the_rest() -> None:
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -1, "min_tokens": 2, "max_tokens": 9}
+    async with gateway() as server:
+        await server.post("/v1/completions", prompt="x", stop_token_ids=[5], ignore_eos=True, stop="zz", **fields)
+        given = server.engine.last.params
+        await server.post("/v1/completions", prompt="x", temperature=None, user="me", presence_penalty=0)
+        default = server.engine.last.params
+    assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (given.seed, given.min_tokens, given.max_tokens) == (2**64 - 1, 2, 9)
+    assert (given.stop_token_ids, given.ignore_eos, given.stop) == ((5,), True, ("zz",))
+    assert (default.temperature, default.top_p, default.top_k, default.seed) == (1.0, 1.0, 0, None)
+
+
+async def test_models_list_and_request_id() -> None:
+    async with gateway(served_model_name="my/model") as server:
+        card = (await server.http.get("/v1/models")).json()["data"][0]
+        assert (card["id"], card["object"], card["max_model_len"]) == ("my/model", "model", 256)
+        assert (await server.http.get("/v1/models/my/model")).json() == card
+        assert (await server.http.get("/v1/models/other")).status_code == 404
+        echoed = await server.http.get("/health", headers={"X-Request-Id": "abc-1"})
+        made_up = await server.http.get("/health", headers={"X-Request-Id": "a b\tc"})
+    assert echoed.headers["x-request-id"] == "abc-1"
+    assert len(made_up.headers["x-request-id"]) == 32
+
+
+async def test_one_log_line_tells_how_each_request_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "allspan.gateway")
+    async with gateway(fake_engine(step_s=0.001)) as server:
+        await server.post("/v1/completions", prompt="abc", max_tokens=5)
+        await server.post("/v1/completions", prompt="abc", max_tokens=0)
+    lines = [record.getMessage() for record in caplog.records]
+    (ended,) = [line for line in lines if line.startswith("finished")]
+    assert "prompt 3 tokens (2 cached), output 5, ttft 0." in ended
+    assert ended.endswith("reason length")
+    (refused,) = [line for line in lines if line.startswith("refused")]
+    assert refused == "refused POST /v1/completions with 400: max_tokens is 0, must be from 1 to 2147483647"

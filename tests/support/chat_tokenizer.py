@@ -1,0 +1,43 @@
+"""A chat model's tokenizer that a test can read: token id = byte, and a few special tokens above."""
+
+from __future__ import annotations
+
+from allspan.protos.text import Tokenizer
+from allspan.protos.text.chat import ChatTemplate
+
+SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
+EOS = 257
+VOCAB_SIZE = 256 + len(SPECIALS)
+TURN = "<|{{ m.role }}|>{{ m.content }}"
+TEMPLATE = f"{{% for m in messages %}}{TURN}{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"
+
+
+class ChatCodec:
+    """UTF-8 bytes, with `SPECIALS` from 256 on."""
+
+    vocab_size = VOCAB_SIZE
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        while at < len(text):
+            special = next((s for s in SPECIALS if parse_special and text.startswith(s, at)), None)
+            ids += [256 + SPECIALS.index(special)] if special else list(text[at].encode())
+            at += len(special) if special else 1
+        return ids
+
+    def piece(self, token_id: int) -> bytes:
+        if token_id >= VOCAB_SIZE:
+            return b""
+        return bytes([token_id]) if token_id < 256 else SPECIALS[token_id - 256].encode()
+
+
+def chat_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    return Tokenizer(
+        codec=ChatCodec(),
+        name="bytes",
+        special_ids=frozenset(range(256, VOCAB_SIZE)),
+        bos_token_id=256,
+        eos_token_ids=(EOS,),
+        chat_template=ChatTemplate(template) if template else None,
+    )

@@ -1,0 +1,114 @@
+"""An engine that follows a script on the test's own loop, and writes down what a gateway asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from allspan.protos.cluster import ClusterInfo
+from allspan.protos.engine import Prompt
+from allspan.protos.errors import AllspanError, Unavailable
+from allspan.protos.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
+from allspan.protos.sampling import SamplingParams
+
+ANSWER = "The quick brown fox jumps over the lazy dog. Ünïcödé 🦊!"
+
+
+@dataclass
+class Asked:
+    """One request as the engine saw it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    queue: ResultQueue
+    steps: int = 0
+    stopped: bool = False
+    released: bool = False
+    steps_when_stopped: int = -1
+
+
+@dataclass
+class FakeEngine:
+    """Answers every prompt with `tokens`, one a step, then with `eos`; and with what the script says goes wrong."""
+
+    tokens: Sequence[int]
+    eos: int
+    vocab_size: int
+    max_model_len: int = 256
+    step_s: float = 0.0
+    fail_after: int | None = None
+    """Steps after which a request fails with `failure`."""
+    failure: AllspanError = field(default_factory=lambda: Unavailable("rank 1 (pid 7 on here) died: signal 9"))
+    refusal: AllspanError | Exception | None = None
+    """What `astart_request` raises."""
+    endless: bool = False
+    """Repeats `tokens` until max_tokens; never ends by itself."""
+    down_cause: str = ""
+    asked: dict[str, Asked] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        return ClusterInfo(1, "ready", "tiny", "/nonexistent", self.max_model_len, self.vocab_size, (self.eos,))
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.down_cause
+
+    @property
+    def running(self) -> list[Asked]:
+        return [asked for asked in self.asked.values() if not asked.queue.state.is_final]
+
+    @property
+    def last(self) -> Asked:
+        return list(self.asked.values())[-1]
+
+    async def astart_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> tuple[RequestHandle, ResultQueue]:
+        await asyncio.sleep(0)
+        if self.refusal is not None:
+            raise self.refusal
+        if self.down_cause:
+            raise Unavailable(self.down_cause)
+        assert request_id is not None
+        assert not isinstance(prompt, str)
+        params = sampling_params or SamplingParams()
+        asked = self.asked[request_id] = Asked(tuple(prompt), params, ResultQueue())
+        task = asyncio.create_task(self._run(asked))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return RequestHandle(request_id, "tiny"), asked.queue
+
+    async def astop_request(self, handle: RequestHandle) -> None:
+        asked = self.asked[handle.request_id]
+        if not asked.stopped:
+            asked.stopped, asked.steps_when_stopped = True, asked.steps
+
+    def release_request(self, handle: RequestHandle) -> None:
+        if handle.request_id in self.asked:
+            self.asked[handle.request_id].released = True
+
+    async def _run(self, asked: Asked) -> None:
+        while not asked.queue.state.is_final:
+            await asyncio.sleep(self.step_s)
+            if asked.stopped:
+                asked.queue.put(Output(finish_reason="cancelled"))
+            elif asked.steps == self.fail_after:
+                asked.queue.fail(self.failure)
+            else:
+                asked.queue.put(self._step(asked))
+                asked.steps += 1
+
+    def _step(self, asked: Asked) -> Output:
+        ended = asked.steps >= len(self.tokens) and not self.endless
+        token = self.eos if ended else self.tokens[asked.steps % len(self.tokens)]
+        is_eos = token == self.eos and not asked.params.ignore_eos
+        reason = "stop" if is_eos or token in asked.params.stop_token_ids else ""
+        reason = reason or ("length" if asked.steps + 1 == asked.params.max_tokens else "")
+        timings = RequestTimings(0.0, 0.001, 0.002, len(asked.prompt), 2, asked.steps + 1) if reason else None
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if asked.params.logprobs is not None:
+            logprobs = (TokenLogprob(-0.5, tuple((token + i, -0.5 - i) for i in range(asked.params.logprobs))),)
+        return Output((token,), logprobs, reason, token if reason == "stop" else None, timings)
