@@ -62,12 +62,12 @@ class ClusterProcess:
     """Starts a cluster and waits for it; `close` ends it. It ends by itself when this process does."""
 
     def __init__(
-        self, model: str, options: Mapping[str, object], quiet: bool = False, command: Sequence[str] = _COMMAND
+        self, model: str, options: Mapping[str, object], quiet: bool = False, command: Sequence[str] = ()
     ) -> None:
         self._quiet = quiet
         self._words: deque[str] = deque(maxlen=TAIL_LINES)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        arguments = [*command, model, "--no-gateway", f"--parent-pid={os.getpid()}", *flags(options)]
+        arguments = [*(command or _COMMAND), model, "--no-gateway", f"--parent-pid={os.getpid()}", *flags(options)]
         self._process = subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,

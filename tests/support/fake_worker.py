@@ -1,4 +1,4 @@
-"""A cluster of fake ranks: real `allspan.worker.v1.Worker` services on unix sockets, and a cluster.json, without a model.
+"""A cluster of fake ranks: real worker services on unix sockets, and a cluster.json, without a model.
 
 The tokens are a function of the prompt (see `count_up`), so that tests know them. Everything runs in one thread of this
 process; switches make ranks refuse, fall silent, die, and come back as a new epoch.
@@ -49,7 +49,7 @@ class _Request:
 
 
 class FakeRank(worker_pb2_grpc.WorkerServicer):
-    """`refusal`: the error that StartRequest answers with; `silent`: streams send nothing; `mute`: no call is answered."""
+    """`refusal`: what StartRequest answers with; `silent`: streams send nothing; `mute`: no call is answered."""
 
     def __init__(self, cluster: FakeCluster, rank: int, epoch: int) -> None:
         self.rank = rank
@@ -259,7 +259,7 @@ class FakeCluster:
         self._servers = []
         for rank, address in zip(self.ranks, self.addresses, strict=True):
             server = grpc.aio.server(options=CHANNEL_OPTIONS)
-            worker_pb2_grpc.add_WorkerServicer_to_server(rank, server)
+            worker_pb2_grpc.add_WorkerServicer_to_server(rank, server)  # type: ignore[no-untyped-call]
             server.add_insecure_port(address)
             await server.start()
             self._servers.append(server)

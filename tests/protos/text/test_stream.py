@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+
 from allspan.protos.errors import InvalidRequest
 from allspan.protos.results import Output, TokenLogprob
 from allspan.protos.sampling import SamplingParams
