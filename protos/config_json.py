@@ -50,7 +50,7 @@ def to_json(config: WorkerConfig, ranks: Sequence[Mapping[str, Any]] = ()) -> st
 
 
 def from_json(text: str, rank: int = 0) -> WorkerConfig:
-    """What rank `rank` is told. Raises ConfigError naming the key that is unknown, missing or of a wrong kind or value."""
+    """What rank `rank` is told. Raises ConfigError naming a key that is unknown, missing, of a wrong kind or value."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -81,7 +81,7 @@ def check(config: WorkerConfig) -> WorkerConfig:
             raise ConfigError(f"{key} is empty")
     threads, cpus = config.parallel.threads, config.parallel.cpus
     if cpus and len(cpus) != threads:
-        raise ConfigError(f"parallel.cpus has {len(cpus)} processors, must have one for each of {threads} threads, or none")
+        raise ConfigError(f"parallel.cpus has {len(cpus)} processors, must have {threads}, one a thread, or none")
     return config
 
 

@@ -163,6 +163,11 @@ class EngineCore:
         return "running" if self._accepts and not self._is_over else "stopped"
 
     @property
+    def steps(self) -> int:
+        """Plans executed so far."""
+        return self._step
+
+    @property
     def progress_age_s(self) -> float:
         """Seconds since the loop last came round; idle, it comes round every IDLE_SECONDS."""
         return time.monotonic() - self._progressed_at

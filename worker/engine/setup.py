@@ -44,8 +44,10 @@ def load_engine(
     channel: PlanChannel | None = None,
     ranks_on_node: int = 1,
     on_progress: OnProgress | None = None,
+    await_others: Callable[[], None] = lambda: None,
 ) -> LoadedEngine:
-    """Every rank of a world calls it at once. `ranks_on_node` share this node's memory.
+    """Every rank of a world calls it at once. `ranks_on_node` share this node's memory; `await_others` waits until
+    each of them has read its weights, however long that takes.
 
     Raises ModelNotFound, CheckpointError, or ConfigError (also when one full context does not fit the cache).
     """
@@ -53,6 +55,7 @@ def load_engine(
     check(config)
     model, cache, most = config.model, config.cache, config.scheduler
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, most.max_num_seqs, on_progress, cache)
+    await_others()
     demand = CacheDemand(
         bytes_per_page=loaded.cache_spec.bytes_per_page,
         max_model_len=loaded.max_model_len,

@@ -21,11 +21,12 @@ class Collectives(Protocol):
         """Sums the contiguous float32 `x` over the ranks, in place, in rank order."""
 
     def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
-        """Gives each rank whole rows: x [m, widths[rank]] is this rank's column slice of m rows; out [m_rank, sum(widths)]
-        gets rows rank, rank + size, rank + 2·size … (m_rank of them), the slices side by side. float32."""
+        """Gives each rank whole rows: x [m, widths[rank]] is this rank's column slice of m rows; out [m_rank,
+        sum(widths)] gets rows rank, rank + size, rank + 2·size … (m_rank of them), the slices side by side. float32."""
 
     def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
-        """The way back: row j of `x` [m_rank, w] on rank r becomes row r + j·size of `out` [m, w] everywhere. float32 or int32."""
+        """The way back: row j of `x` [m_rank, w] on rank r becomes row r + j·size of `out` [m, w] everywhere. float32
+        or int32."""
 
     def barrier(self) -> None: ...
 

@@ -73,7 +73,7 @@ class MpiCollectives:
         )
         self._wait(request, "exchange_rows")
         column = 0
-        for part, part_width in zip(received.split(counts), widths, strict=True):
+        for part, part_width in zip(torch.split(received, counts), widths, strict=True):
             out[:, column : column + part_width] = part.view(mine, part_width)
             column += part_width
 
@@ -84,7 +84,7 @@ class MpiCollectives:
         kind = _TYPES[out.dtype]
         target = [_array(received), (counts, _starts(counts)), kind]
         self._wait(self._comm.Iallgatherv([_array(x), kind], target), "all_gather_rows")
-        for rank, part in enumerate(received.split(counts)):
+        for rank, part in enumerate(torch.split(received, counts)):
             out[rank :: self.size] = part.view(-1, width)
 
     def barrier(self) -> None:
@@ -101,8 +101,9 @@ class MpiCollectives:
 
 
 class MpiPlanChannel:
-    """See `allspan.worker.parallel.base.PlanChannel`. A plan is one broadcast: its length, then its first bytes; what does
-    not fit follows in a second one. Every 64 plans a barrier, left running meanwhile, bounds how far the leader runs ahead.
+    """See `allspan.worker.parallel.base.PlanChannel`. A plan is one broadcast: its length, then its first bytes; what
+    does not fit follows in a second one. Every 64 plans a barrier, left running meanwhile, bounds how far the leader
+    runs ahead.
     """
 
     _INLINE = 4096

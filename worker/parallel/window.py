@@ -19,7 +19,7 @@ PLAN_SLOT_BYTES = 4096
 SPINS = 200
 """Tries before waiting yields, some 10 µs: a peer that is later than that may need this very processor."""
 PLAN_SPIN_S = 100e-6
-"""A follower spins for the next plan this long before it sleeps, which is about what a leader takes between two steps."""
+"""A follower spins for the next plan this long before it sleeps: about what a leader takes between two steps."""
 
 
 def load_native() -> Any | None:
@@ -120,5 +120,7 @@ def _deadline() -> Iterator[None]:
 
 def _pointer(x: Tensor, kinds: tuple[torch.dtype, ...]) -> int:
     if not x.is_contiguous() or x.dtype not in kinds or x.device.type != "cpu":
-        raise InternalError(f"a collective needs contiguous {kinds}, not {x.dtype} on {x.device} with strides {x.stride()}")
+        raise InternalError(
+            f"a collective needs contiguous {kinds}, not {x.dtype}, strides {x.stride()}, on {x.device}"
+        )
     return x.data_ptr()

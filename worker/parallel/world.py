@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
+
 from allspan.protos.config import ParallelConfig
 from allspan.protos.errors import ConfigError
 from allspan.worker.parallel.base import Collectives, PlanChannel
@@ -54,8 +56,8 @@ class World(Protocol):
     groups: dict[str, Collectives]
     channel: PlanChannel | None
 
-    def agree_min(self, value: int) -> int:
-        """The least of all ranks' values, on every rank."""
+    def all_values(self, value: int) -> tuple[int, ...]:
+        """Every rank's value, in rank order, on every rank. 64 bits."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's data (at most 1 KiB, no zero byte at its end) on rank 0, in rank order; nothing elsewhere."""
@@ -88,8 +90,8 @@ class LocalWorld:
     def __init__(self) -> None:
         self.groups: dict[str, Collectives] = _groups(LocalCollectives())
 
-    def agree_min(self, value: int) -> int:
-        return value
+    def all_values(self, value: int) -> tuple[int, ...]:
+        return (value,)
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -120,21 +122,20 @@ class MpiWorld:
         if memory is None and why_not and self.rank == 0:
             print(f"allspan: collectives go through MPI: {why_not}", file=sys.stderr, flush=True)
         self.kind = "mpi" if memory is None else "window"
+        collectives: Collectives
+        self.channel: PlanChannel | None
         collectives, self.channel = self._mpi_pair() if memory is None else self._window_pair(memory, native)
-        self.groups: dict[str, Collectives] = _groups(collectives if device == "cpu" else StagedCollectives(collectives))
+        self.groups = _groups(collectives if device == "cpu" else StagedCollectives(collectives))
 
-    def agree_min(self, value: int) -> int:
-        import numpy as np
-
-        buffer = np.array([value], dtype=np.int64)
-        self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, [buffer, self._mpi.INT64_T], self._mpi.MIN), "agree_min")
-        return int(buffer[0])
+    def all_values(self, value: int) -> tuple[int, ...]:
+        mine, everyone = np.array([value], dtype=np.int64), np.empty(self.size, dtype=np.int64)
+        kind = self._mpi.INT64_T
+        self._wait(self._comm.Iallgather([mine, kind], [everyone, kind]), "all_values")
+        return tuple(everyone.tolist())
 
     def gather(self, data: bytes) -> list[bytes]:
-        import numpy as np
-
         if len(data) > _GATHER_BYTES:
-            raise ConfigError(f"rank {self.rank} has {len(data)} bytes to tell, at most {_GATHER_BYTES}: {data[:80]!r}…")
+            raise ConfigError(f"rank {self.rank} has {len(data)} bytes to tell, at most {_GATHER_BYTES}: {data[:80]!r}")
         mine = np.frombuffer(data.ljust(_GATHER_BYTES, b"\0"), dtype=np.uint8).copy()
         everyone = np.empty(self.size * _GATHER_BYTES if self.rank == 0 else 0, dtype=np.uint8)
         self._wait(self._comm.Igather([mine, self._mpi.BYTE], [everyone, self._mpi.BYTE], root=0), "gather")
@@ -159,12 +160,11 @@ class MpiWorld:
         if self._config.collectives == "mpi":
             return None, None, ""
         host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
-        hosts_agree = self.agree_min(int(host.size == self.size))
         native = load_native()
-        natives_agree = self.agree_min(int(native is not None))
-        if not hosts_agree or not natives_agree:
-            host.Free()
-            return None, None, "the compiled kernels are not installed" if hosts_agree else "the ranks are on several hosts"
+        if min(self.all_values(host.size)) < self.size:
+            return None, None, "the ranks are on several hosts"
+        if not all(self.all_values(int(native is not None))):
+            return None, None, "the compiled kernels are not installed"
         needed, zeroed = bytes_needed(native, self.size)
         window = self._mpi.Win.Allocate_shared(needed + 64 if self.rank == 0 else 0, 1, comm=host)
         buffer, _ = window.Shared_query(0)
@@ -195,7 +195,7 @@ class MpiWorld:
 
     def _threads(self) -> int:
         """Compute threads of all ranks (they share this host)."""
-        return self.size * -self.agree_min(-self._config.threads)
+        return sum(self.all_values(self._config.threads))
 
     def _wait(self, request: Any, what: str) -> None:
         from allspan.worker.parallel.mpi import wait
@@ -204,7 +204,7 @@ class MpiWorld:
 
 
 def _start_mpi() -> Any:
-    """MPI, for calls from the main thread alone. That a process ends without MPI_Finalize is told to mpirun, not hidden."""
+    """MPI, for calls from the main thread alone. A process that fails must not wait for its peers in MPI_Finalize."""
     import mpi4py
 
     mpi4py.rc.initialize = False

@@ -1,0 +1,224 @@
+"""A rank, put together: the one place where its parts are made and handed to each other."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import zlib
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import allspan
+from allspan.kernels.table import op_set
+from allspan.protos.cluster import (
+    ClusterInfo,
+    RankInfo,
+    error_file,
+    rank_file,
+    write_cluster,
+    write_rank,
+)
+from allspan.protos.config import WorkerConfig
+from allspan.protos.errors import ConfigError, Unavailable
+from allspan.worker import host
+from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.setup import LoadedEngine, load_engine
+from allspan.worker.load_progress import LoadProgress
+from allspan.worker.parallel.world import World, host_name, join_world, place
+from allspan.worker.service.server import RankServer, listen_target
+from allspan.worker.service.servicer import RankFacts
+
+STOP_LIMIT_S = 8.0
+"""An orderly end that takes longer is cut short."""
+
+logger = logging.getLogger(__name__)
+
+
+def run_rank(config: WorkerConfig) -> int:
+    """Serves until told to stop; the process's exit code. A failure here ends every rank of the world."""
+    told = place()
+    rank = told[0] if told else 0
+    run_dir, epoch = Path(config.service.run_dir), config.service.epoch
+    last_words = host.LastWords(error_file(run_dir, rank, epoch), rank)
+    world: World | None = None
+    try:
+        if told is not None:
+            host.die_with_parent()
+        _prepare_process(config, rank)
+        _prepare_run_dir(config, rank)
+        write_rank(run_dir, RankInfo(rank, os.getpid(), host_name()), epoch)
+        stop = Stop(last_words)
+        stop.watch_supervisor(config.service.supervisor_pid)
+        world = join_world(config.parallel, config.model.device)
+        serve(config, world, stop)
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        last_words.say(error)
+        if world is not None:
+            world.abort(code)
+        return code
+    rank_file(run_dir, rank, epoch).unlink(missing_ok=True)
+    return 0
+
+
+def serve(config: WorkerConfig, world: World, stop: Stop) -> None:
+    """Loads, listens, tells the cluster file when all ranks are ready, and runs the step loop until it ends."""
+    cpus = config.parallel.cpus or host.allowed_cpus()
+    ops = op_set("auto" if config.model.device == "cpu" else "reference", config.parallel.threads, config.parallel.cpus)
+    kernels = str(getattr(ops, "name", "unknown"))
+    torch.set_num_threads(config.parallel.threads if kernels == "reference" else 1)
+    with ExitStack() as stack:
+        progress = stack.enter_context(LoadProgress(f"loading {config.model.name}")) if world.rank == 0 else None
+        loaded = load_engine(
+            config, ops, world.groups["tp"], world.channel, _ranks_on_node(config, world), progress, world.barrier
+        )
+    facts = _facts(config, world, loaded, kernels)
+    server = RankServer(loaded.core, facts, config, stop.fail, cpus)
+    loaded.core.on_outputs = server.deliver
+    address = server.start()
+    _log_ready(config, world, loaded, kernels)
+    infos = world.gather(json.dumps(asdict(RankInfo(world.rank, os.getpid(), facts.host, address))).encode())
+    stop.core = loaded.core
+    if world.rank == 0:
+        info = _cluster_info(config, facts, infos)
+        write_cluster(Path(config.service.run_dir), info)
+    try:
+        loaded.core.run()
+    finally:
+        server.stop()
+    if world.rank == 0 and not config.service.supervisor_pid:
+        write_cluster(Path(config.service.run_dir), _cluster_info(config, facts, infos, "stopped"))
+    world.close()
+    stop.done()
+
+
+class Stop:
+    """The ways in which a rank is told to end: SIGTERM or SIGINT, a supervisor that is gone, a service that broke."""
+
+    def __init__(self, last_words: host.LastWords) -> None:
+        self.core: EngineCore | None = None
+        """Set once the step loop is about to run; before that a signal ends the process at once."""
+        self._last_words = last_words
+        self._timer: threading.Timer | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def watch_supervisor(self, pid: int) -> None:
+        if pid:
+            host.watch_process(pid, lambda: self.fail(Unavailable(f"the supervisor (pid {pid}) is gone")))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends this process now, from any thread; mpirun ends its peers."""
+        self._last_words.say(error)
+        os._exit(1)
+
+    def done(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.core is None:
+            raise SystemExit(128 + number)
+        if self._timer is None:
+            late = Unavailable(f"{name}: the step loop did not end within {STOP_LIMIT_S:g} s")
+            self._timer = threading.Timer(STOP_LIMIT_S, self.fail, (late,))
+            self._timer.daemon = True
+            self._timer.start()
+        self.core.shutdown()
+
+
+def _prepare_process(config: WorkerConfig, rank: int) -> None:
+    logging.basicConfig(
+        level=os.environ.get("ALLSPAN_LOG_LEVEL", "INFO").upper(),
+        format=f"%(asctime)s %(levelname)s [rank {rank}] %(message)s",
+        stream=sys.stderr,
+    )
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    host.run_on(config.parallel.cpus)
+    allowed = host.allowed_cpus()
+    if allowed and len(allowed) < config.parallel.threads:
+        logger.warning(
+            "%d threads on the %d processors that this rank may use; if mpirun binds it, add --bind-to none",
+            config.parallel.threads,
+            len(allowed),
+        )
+
+
+def _prepare_run_dir(config: WorkerConfig, rank: int) -> None:
+    """Raises ConfigError when the folder cannot be used, or its path is too long for a socket."""
+    listen_target(config, rank)
+    run_dir = Path(config.service.run_dir)
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        error_file(run_dir, rank, config.service.epoch).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"service.run_dir {run_dir} cannot be used: {error}") from error
+
+
+def _ranks_on_node(config: WorkerConfig, world: World) -> int:
+    """How many ranks share the memory that this rank takes from."""
+    place_name = ":".join((host_name(), *host.memory_nodes(config.parallel.cpus)))
+    mine = zlib.crc32(place_name.encode())
+    return world.all_values(mine).count(mine)
+
+
+def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: str) -> RankFacts:
+    limits = loaded.core.limits
+    return RankFacts(
+        rank=world.rank,
+        world_size=world.size,
+        host=host_name(),
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        kernels=kernels,
+        load_s=loaded.load_s,
+        weight_bytes=loaded.model.weight_bytes,
+        kv_bytes=loaded.kv_bytes,
+    )
+
+
+def _cluster_info(config: WorkerConfig, facts: RankFacts, infos: list[bytes], state: str = "ready") -> ClusterInfo:
+    return ClusterInfo(
+        epoch=config.service.epoch,
+        state=state,
+        model=config.model.name,
+        model_path=config.model.path,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        supervisor_pid=config.service.supervisor_pid,
+        ranks=tuple(RankInfo(**json.loads(info)) for info in infos),
+    )
+
+
+def _log_ready(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: str) -> None:
+    limits = loaded.core.limits
+    tokens = limits.num_pages * limits.page_size
+    logger.info(
+        "allspan %s, rank %d of %d on %s: kernels %s, threads %d, collectives %s, weights %.1f MiB in %.1f s; "
+        "KV cache: %d tokens, maximum concurrency for %d tokens per request: %.2fx",
+        allspan.__version__,
+        world.rank,
+        world.size,
+        host_name(),
+        kernels,
+        config.parallel.threads,
+        world.kind,
+        loaded.model.weight_bytes / 2**20,
+        loaded.load_s,
+        tokens,
+        limits.max_model_len,
+        tokens / limits.max_model_len,
+    )

@@ -1,0 +1,89 @@
+"""What a rank asks of its operating system: to die with its parent, to say last words, to run where it was placed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from allspan.protos.cluster import write_atomically
+from allspan.protos.errors import AllspanError, Unavailable
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent (mpirun) ends, however it ends. Linux only; elsewhere mpirun's own
+    clean-up must do. Raises Unavailable when the parent is gone already."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise Unavailable(f"the parent process {parent} ended while this rank started")
+
+
+def watch_process(pid: int, on_gone: Callable[[], None]) -> None:
+    """Calls `on_gone`, from a thread, once process `pid` has ended."""
+
+    def wait() -> None:
+        try:
+            if hasattr(os, "pidfd_open"):
+                handle = os.pidfd_open(pid)
+                select.select([handle], [], [])
+                os.close(handle)
+            else:
+                while True:
+                    os.kill(pid, 0)
+                    time.sleep(_POLL_S)
+        except ProcessLookupError:
+            pass  # gone: what was waited for
+        on_gone()
+
+    threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """Processors that the calling thread may run on; empty where the system does not say."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def run_on(cpus: Sequence[int]) -> None:
+    """Confines the calling thread, and those that it starts from now on, to `cpus`; empty: leaves it where it is."""
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
+
+
+def memory_nodes(cpus: Iterable[int], root: Path = Path("/")) -> tuple[str, ...]:
+    """Names of the NUMA nodes of `cpus`, sorted; empty: the whole host."""
+    nodes = root / "sys/devices/system/node"
+    return tuple(sorted({path.parent.name for cpu in cpus for path in nodes.glob(f"node*/cpu{cpu}")}))
+
+
+class LastWords:
+    """Why a rank ended: a line for people on standard error, and in a file for the supervisor, then the traceback."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path = path
+        self._rank = rank
+
+    def say(self, error: BaseException) -> None:
+        """On standard error an AllspanError is one line (somebody can mend it); anything else has its traceback."""
+        line = f"{type(error).__name__}: {error}" if not isinstance(error, AllspanError) else error.message
+        line = " ".join(line.split())
+        trace = "".join(traceback.format_exception(error))
+        if not isinstance(error, AllspanError):
+            sys.stderr.write(trace)
+        print(f"allspan.worker: rank {self._rank}: {line}", file=sys.stderr, flush=True)
+        try:
+            write_atomically(self._path, f"{line}\n{trace}")
+        except OSError as failure:
+            print(f"allspan.worker: cannot write {self._path}: {failure}", file=sys.stderr, flush=True)

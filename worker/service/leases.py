@@ -1,0 +1,128 @@
+"""Leases: what each client's Results stream still has to carry. Used by the service's asyncio loop alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.errors import AllspanError, AlreadyExists, InvalidRequest
+from allspan.protos.results import Output
+from allspan.protos.wire import output_to_wire
+from allspan.worker.scheduler.request import Request
+
+MAX_CLIENTS = 256
+MAX_BATCH_BYTES = 4 * 2**20
+"""A message is closed once it is this long; the rest goes into the next one."""
+
+Outcome = tuple[Request, Output | AllspanError]
+
+
+@dataclass(slots=True)
+class _Pending:
+    output: Output | None = None
+    error: AllspanError | None = None
+
+
+@dataclass(slots=True)
+class Lease:
+    """One client's stream. What a slow reader has not taken is merged request by request, so that it is bounded by the
+    tokens of its requests."""
+
+    client_id: str
+    capacity: int
+    request_ids: dict[bytes, None] = field(default_factory=dict)
+    """Open requests, oldest first. A follower does not learn of ends; it forgets the oldest beyond `capacity`."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    closing: bool = False
+    _pending: dict[bytes, _Pending] = field(default_factory=dict)
+
+    def add(self, request_id: bytes) -> None:
+        self.request_ids[request_id] = None
+        if len(self.request_ids) > self.capacity:
+            del self.request_ids[next(iter(self.request_ids))]
+
+    def put(self, request_id: bytes, result: Output | AllspanError) -> None:
+        pending = self._pending.setdefault(request_id, _Pending())
+        if isinstance(result, AllspanError):
+            pending.error = result
+        else:
+            pending.output = result if pending.output is None else pending.output.merged(result)
+        if isinstance(result, AllspanError) or result.finish_reason:
+            self.request_ids.pop(request_id, None)
+        self.news.set()
+
+    def take(self) -> list[pb.RequestOutput]:
+        """What is to be sent next, up to MAX_BATCH_BYTES; empty when there is nothing."""
+        outputs: list[pb.RequestOutput] = []
+        size = 0
+        while self._pending and size < MAX_BATCH_BYTES:
+            request_id = next(iter(self._pending))
+            for message in _messages(request_id, self._pending.pop(request_id)):
+                outputs.append(message)
+                size += message.ByteSize()
+        if not self._pending and not self.closing:
+            self.news.clear()
+        return outputs
+
+
+def _messages(request_id: bytes, pending: _Pending) -> Iterator[pb.RequestOutput]:
+    if pending.output is not None:
+        yield output_to_wire(request_id, pending.output)
+    if (error := pending.error) is not None:
+        yield pb.RequestOutput(
+            request_id=request_id, finish_reason="error", error_code=error.code, error_message=error.message
+        )
+
+
+class Leases:
+    """Every client's lease, by the client's id."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._by_client: dict[str, Lease] = {}
+        self._closing = False
+
+    def open(self, client_id: str) -> Lease:
+        """Raises InvalidRequest or AlreadyExists."""
+        if not client_id or len(client_id) > 128:
+            raise InvalidRequest(f"client_id has {len(client_id)} characters, must have 1 to 128", "client_id")
+        if client_id in self._by_client:
+            raise AlreadyExists(f"client_id {client_id!r} has an open Results stream; each client has one of its own")
+        if len(self._by_client) >= MAX_CLIENTS:
+            raise AlreadyExists(f"{MAX_CLIENTS} clients are connected, the limit")
+        lease = self._by_client[client_id] = Lease(client_id, self._capacity, closing=self._closing)
+        return lease
+
+    def find(self, client_id: str) -> Lease:
+        """Raises InvalidRequest for a client without a stream: its request would have no end."""
+        lease = self._by_client.get(client_id)
+        if lease is None:
+            raise InvalidRequest(f"client_id {client_id!r} has no open Results stream; open it first", "client_id")
+        return lease
+
+    def close(self, lease: Lease) -> tuple[bytes, ...]:
+        """The stream has ended. Returns the requests that are still open, to be cancelled."""
+        del self._by_client[lease.client_id]
+        return tuple(lease.request_ids)
+
+    def forget(self, request_ids: Iterable[bytes]) -> None:
+        """A follower's payloads were withdrawn."""
+        for request_id in request_ids:
+            for lease in self._by_client.values():
+                lease.request_ids.pop(request_id, None)
+
+    def deliver(self, outcomes: Iterable[Outcome]) -> None:
+        """Outcomes of requests whose client has gone are dropped: nobody waits for them."""
+        for request, result in outcomes:
+            lease = self._by_client.get(request.client_id)
+            if lease is not None:
+                lease.put(request.request_id, result)
+
+    def close_all(self) -> None:
+        """Streams end by themselves once they have carried what they still hold."""
+        self._closing = True
+        for lease in self._by_client.values():
+            lease.closing = True
+            lease.news.set()

@@ -1,0 +1,133 @@
+"""Runs a rank's gRPC service on a thread of its own, so that it answers while the step loop is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import grpc.aio
+
+from allspan.protos.cluster import socket_path
+from allspan.protos.config import WorkerConfig
+from allspan.protos.errors import ConfigError, InternalError
+from allspan.protos.wire import CHANNEL_OPTIONS
+from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
+from allspan.worker.service.leases import Leases, Outcome
+from allspan.worker.service.servicer import Core, RankFacts, RankServicer
+
+MAX_SOCKET_PATH = 100
+"""Bytes; the system's limit is 104 to 108."""
+START_TIMEOUT_S = 30.0
+STOP_GRACE_S = 1.0
+MAX_CONCURRENT_CALLS = 4096
+
+_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    # A client whose machine vanished is noticed, and its lease ends.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class RankServer:
+    """`start` once, `deliver` from the step loop, `stop` at the end."""
+
+    def __init__(
+        self,
+        core: Core,
+        facts: RankFacts,
+        config: WorkerConfig,
+        on_failure: Callable[[BaseException], None],
+        cpus: Sequence[int] = (),
+    ) -> None:
+        """`on_failure` is called, on the service's thread, when it breaks; `cpus` are where that thread may run."""
+        self._target = listen_target(config, facts.rank)
+        # A follower's inbox holds no more than this; see Lease.add.
+        self._leases = Leases(2 * (config.scheduler.max_queued_requests + config.scheduler.max_num_seqs))
+        self._servicer = RankServicer(core, self._leases, facts, config)
+        self._on_failure = on_failure
+        self._cpus = tuple(cpus)
+        self._thread = threading.Thread(target=self._main, name="service", daemon=True)
+        self._started = threading.Event()
+        self._address = ""
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+
+    def start(self) -> str:
+        """Listens, and returns the address as a gRPC target. Raises ConfigError when it cannot."""
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            raise InternalError(f"the service did not listen on {self._target} within {START_TIMEOUT_S:g} s")
+        if self._failure is not None:
+            raise ConfigError(f"cannot listen on {self._target}: {self._failure}") from self._failure
+        return self._address
+
+    def deliver(self, outcomes: list[Outcome]) -> None:
+        """Hands a step's outputs to the streams of their clients; returns at once."""
+        assert self._loop is not None, "deliver before start"
+        self._loop.call_soon_threadsafe(self._leases.deliver, outcomes)
+
+    def stop(self) -> None:
+        """Lets the streams carry what they hold, then ends them. Takes a few seconds at most."""
+        if self._loop is not None and self._stopping is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(STOP_GRACE_S + 5.0)
+
+    def _main(self) -> None:
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            if self._started.is_set():
+                self._on_failure(error)
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._stopping = asyncio.Event()
+        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+        add_WorkerServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port(self._target)
+        await server.start()
+        if self._target.startswith("unix:"):
+            os.chmod(self._target.removeprefix("unix:"), 0o600)
+            self._address = self._target
+        else:
+            self._address = f"{self._target.rpartition(':')[0]}:{port}"
+        self._loop = asyncio.get_running_loop()
+        self._started.set()
+        await self._stopping.wait()
+        self._leases.close_all()
+        await server.stop(STOP_GRACE_S)
+
+
+def listen_target(config: WorkerConfig, rank: int) -> str:
+    """Where a rank listens, as a gRPC target. Raises ConfigError for a path that is too long, or an open address."""
+    service = config.service
+    if service.host:
+        if not _is_loopback(service.host):
+            raise ConfigError(
+                f"service.host is {service.host!r}, must be a loopback address: the ranks' wire is not encrypted"
+            )
+        return f"[{service.host}]:0" if ":" in service.host else f"{service.host}:0"
+    path = socket_path(Path(service.run_dir).resolve(), rank, service.epoch)
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"the path of the rank's socket has {len(os.fsencode(path))} bytes, at most {MAX_SOCKET_PATH} "
+            f"(a limit of unix sockets): {path}; choose a shorter run directory"
+        )
+    return f"unix:{path}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,235 @@
+"""The methods of allspan.worker.v1.Worker. They run on the service's asyncio loop and never wait for the step loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import os
+import resource
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.config import WorkerConfig
+from allspan.protos.errors import ERRORS, AllspanError, InvalidRequest
+from allspan.protos.worker_pb2_grpc import WorkerServicer
+from allspan.worker.engine.core import CoreStatistics
+from allspan.worker.scheduler.request import Request
+from allspan.worker.service.leases import Lease, Leases
+from allspan.worker.service.messages import request_from_wire, request_ids_from_wire
+
+HEARTBEAT_MS = (50, 60_000)
+MAX_TIMEOUT_S = 86_400.0
+
+logger = logging.getLogger(__name__)
+Reply = TypeVar("Reply")
+
+
+class Core(Protocol):
+    """What the service asks of the engine; every method may be called from its thread."""
+
+    is_leader: bool
+    progress: int
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def progress_age_s(self) -> float: ...
+    def submit(self, request: Request) -> None: ...
+    def cancel(self, request_ids: Iterable[bytes]) -> None: ...
+    def start_model(self) -> None: ...
+    def stop_model(self, timeout: float) -> None: ...
+    def shutdown(self) -> None: ...
+    def statistics(self) -> CoreStatistics: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What does not change while a rank serves."""
+
+    rank: int
+    world_size: int
+    host: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kernels: str
+    load_s: float
+    weight_bytes: int
+    kv_bytes: int
+
+
+def translated(method: Callable[..., Awaitable[Reply]]) -> Callable[..., Awaitable[Reply]]:
+    """Turns our errors into gRPC statuses. Anything else is our bug: logged, and told as INTERNAL."""
+
+    @functools.wraps(method)
+    async def call(self: Any, message: Any, context: grpc.aio.ServicerContext) -> Reply:
+        try:
+            return await method(self, message, context)
+        except AllspanError as error:
+            await refuse(context, error)
+            raise
+
+    return call
+
+
+async def refuse(context: grpc.aio.ServicerContext, error: AllspanError) -> None:
+    """Ends the call with the error's status, and its code and field as trailing metadata. Always raises."""
+    trailing = [("allspan-code", error.code)]
+    if isinstance(error, InvalidRequest) and error.field:
+        trailing.append(("allspan-field", error.field))
+    await context.abort(grpc.StatusCode[ERRORS[error.code].grpc], error.message, tuple(trailing))
+
+
+class RankServicer(WorkerServicer):
+    """One rank's answers. `leases` is shared with the server, which delivers outputs to it."""
+
+    def __init__(self, core: Core, leases: Leases, facts: RankFacts, config: WorkerConfig) -> None:
+        self._core = core
+        self._leases = leases
+        self._facts = facts
+        self._model = config.model
+        self._epoch = config.service.epoch
+
+    @translated
+    async def StartRequest(self, message: pb.StartRequestMessage, context: grpc.aio.ServicerContext) -> pb.Ack:
+        request = request_from_wire(message, self._model.name, self._epoch)
+        lease = self._leases.find(request.client_id)
+        self._core.submit(request)
+        lease.add(request.request_id)
+        return pb.Ack()
+
+    @translated
+    async def StopRequest(self, message: pb.RequestIds, context: grpc.aio.ServicerContext) -> pb.Ack:
+        request_ids = request_ids_from_wire(message)
+        self._core.cancel(request_ids)
+        if not self._core.is_leader:
+            self._leases.forget(request_ids)
+        return pb.Ack()
+
+    async def Results(
+        self, message: pb.ResultsSubscription, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepOutputs]:
+        try:
+            heartbeat = _heartbeat_s(message.heartbeat_ms)
+            lease = self._leases.open(message.client_id)
+        except AllspanError as error:
+            await refuse(context, error)
+            raise
+        try:
+            yield self._step_outputs([])
+            async for outputs in _outputs(lease, heartbeat):
+                yield self._step_outputs(outputs)
+        finally:
+            open_requests = self._leases.close(lease)
+            if open_requests:
+                logger.info("client %s left with %d open requests", lease.client_id, len(open_requests))
+            self._core.cancel(open_requests)
+
+    @translated
+    async def Status(self, message: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
+        core, facts = self._core, self._facts
+        return pb.WorkerStatus(
+            rank=facts.rank,
+            world_size=facts.world_size,
+            epoch=self._epoch,
+            pid=os.getpid(),
+            host=facts.host,
+            state=core.state,
+            progress=core.progress,
+            progress_age_s=core.progress_age_s,
+            model=self._model.name,
+            model_path=self._model.path,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            statistics=self._statistics(),
+            kernels=facts.kernels,
+            eos_token_ids=facts.eos_token_ids,
+        )
+
+    @translated
+    async def Control(self, message: pb.ControlRequest, context: grpc.aio.ServicerContext) -> pb.Ack:
+        """InvalidRequest for an unknown operation or on a follower; DeadlineExceeded when draining takes too long."""
+        core = self._core
+        if not core.is_leader:
+            raise InvalidRequest(f"this is rank {self._facts.rank}, operations go to rank 0", "operation")
+        if message.operation == "start_model":
+            core.start_model()
+        elif message.operation == "stop_model":
+            await asyncio.to_thread(core.stop_model, _timeout_s(message.timeout_s))
+        elif message.operation == "shutdown":
+            core.shutdown()
+        else:
+            raise InvalidRequest(
+                f"operation is {message.operation!r}, must be start_model, stop_model or shutdown", "operation"
+            )
+        return pb.Ack()
+
+    def _step_outputs(self, outputs: list[pb.RequestOutput]) -> pb.StepOutputs:
+        core = self._core
+        return pb.StepOutputs(step=core.steps, epoch=self._epoch, outputs=outputs, progress=core.progress)
+
+    def _statistics(self) -> pb.Statistics:
+        counted = self._core.statistics()
+        return pb.Statistics(
+            running=counted.running,
+            waiting=counted.waiting,
+            pages_total=counted.pages_total,
+            pages_used=counted.pages_used,
+            page_size=counted.page_size,
+            prompt_tokens=counted.prompt_tokens,
+            generated_tokens=counted.generated_tokens,
+            steps=counted.steps,
+            preemptions=counted.preemptions,
+            host_s=max(counted.host_s, 0.0),
+            model_s=counted.model_s,
+            load_s=self._facts.load_s,
+            peak_rss_bytes=peak_rss_bytes(),
+            weight_bytes=self._facts.weight_bytes,
+            kv_bytes=self._facts.kv_bytes,
+            finished_requests=counted.finished_requests,
+        )
+
+
+async def _outputs(lease: Lease, heartbeat: float) -> AsyncIterator[list[pb.RequestOutput]]:
+    """What the lease gathers, as fast as the reader takes it; an empty list after `heartbeat` seconds without."""
+    while True:
+        if outputs := lease.take():
+            yield outputs
+        elif lease.closing:
+            return
+        else:
+            try:
+                async with asyncio.timeout(heartbeat):
+                    await lease.news.wait()
+            except TimeoutError:
+                yield []
+
+
+def _heartbeat_s(milliseconds: int) -> float:
+    least, most = HEARTBEAT_MS
+    if milliseconds and not least <= milliseconds <= most:
+        raise InvalidRequest(
+            f"heartbeat_ms is {milliseconds}, must be from {least} to {most}, or 0 for 1000", "heartbeat_ms"
+        )
+    return (milliseconds or 1000) / 1000
+
+
+def _timeout_s(seconds: float) -> float:
+    if not math.isfinite(seconds) or not 0 <= seconds <= MAX_TIMEOUT_S:
+        raise InvalidRequest(f"timeout_s is {seconds}, must be from 0 to {MAX_TIMEOUT_S:g}", "timeout_s")
+    return seconds
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
