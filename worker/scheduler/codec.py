@@ -21,6 +21,7 @@ _MAGIC = b"ASP1"
 _HEADER = struct.Struct("<4sIQII7I")
 _JOIN = struct.Struct("<I16sQIII")
 _ID_BYTES = 16
+_OPERATIONS = frozenset(int(operation) for operation in Operation)
 
 
 def encode(plan: StepPlan) -> bytes:
@@ -54,7 +55,7 @@ def decode(data: bytes) -> StepPlan:
     if len(data) < _HEADER.size:
         raise InternalError(f"malformed plan: {len(data)} bytes, the header alone has {_HEADER.size}")
     magic, epoch, step, tokens_hash, operation, *counts = _HEADER.unpack_from(data)
-    if magic != _MAGIC or operation not in Operation:
+    if magic != _MAGIC or operation not in _OPERATIONS:
         raise InternalError(f"malformed plan: starts with {magic!r}, operation {operation}")
     leaves, drops, joins, grants, runs, drafts, total = counts
     joins_at = _HEADER.size + _ID_BYTES * drops

@@ -1,0 +1,82 @@
+"""EngineCores over the fake model, and what comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.protos.errors import AllspanError
+from allspan.protos.results import Output
+from allspan.protos.sampling import SamplingParams
+from allspan.worker.engine.core import EngineCore
+from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.scheduler import Outcome
+from support.fake_model import FakeModel
+
+PAGE_SIZE = 4
+
+
+def request(number: int, prompt: Sequence[int], **params: object) -> Request:
+    """Greedy and seeded with its number unless told otherwise."""
+    values = {"temperature": 0.0, "seed": number, **params}
+    return Request(number.to_bytes(16, "little"), "client", tuple(prompt), SamplingParams(**values))  # type: ignore[arg-type]
+
+
+class Collected:
+    """What `on_outputs` was told, by request id; a second end of a request raises."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[bytes, Output] = {}
+        self.errors: dict[bytes, AllspanError] = {}
+
+    def __call__(self, outcomes: list[Outcome]) -> None:
+        for one, outcome in outcomes:
+            request_id = one.request_id
+            before = self.outputs.get(request_id, Output())
+            if before.finish_reason or request_id in self.errors:
+                raise AssertionError(f"{request_id.hex()} has ended already, now comes {outcome}")
+            if isinstance(outcome, AllspanError):
+                self.errors[request_id] = outcome
+            else:
+                self.outputs[request_id] = before.merged(outcome)
+
+    def tokens(self, one: Request) -> list[int]:
+        return list(self.outputs.get(one.request_id, Output()).token_ids)
+
+    def reason(self, one: Request) -> str:
+        return self.outputs.get(one.request_id, Output()).finish_reason
+
+
+def config(**scheduler: int) -> WorkerConfig:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **scheduler}
+    return WorkerConfig(
+        ModelConfig("fake", "fake"), ServiceConfig("-"), CacheConfig(page_size=PAGE_SIZE), SchedulerConfig(**sizes)
+    )
+
+
+def fake_core(
+    num_pages: int = 64,
+    collected: Callable[[list[Outcome]], None] | None = None,
+    eos: tuple[int, ...] = (),
+    collectives: Collectives | None = None,
+    channel: PlanChannel | None = None,
+    widths: tuple[int, ...] = (97,),
+    max_model_len: int = 64,
+    **scheduler: int,
+) -> tuple[EngineCore, FakeModel]:
+    world = collectives or LocalCollectives()
+    model = FakeModel(num_pages, PAGE_SIZE, max_model_len, widths, world.rank)
+    core = EngineCore(config(**scheduler), model, num_pages, world, channel, eos, collected or Collected())
+    return core, model
+
+
+def step_until_idle(core: EngineCore, most: int = 100_000) -> int:
+    """Steps until there is nothing to do, checking the books after each; returns how many."""
+    for count in range(most):
+        if not core.step():
+            core.check()
+            return count
+        core.check()
+    raise AssertionError(f"still busy after {most} steps")

@@ -1,0 +1,73 @@
+"""What can never run is refused at the edge, with field, value and limit."""
+
+import dataclasses
+
+import pytest
+
+from allspan.protos.errors import ConfigError, InvalidRequest
+from allspan.worker.scheduler.limits import Limits
+from support.cores import request
+
+LIMITS = Limits(
+    vocab_size=100,
+    max_model_len=32,
+    page_size=4,
+    num_pages=100,
+    max_num_seqs=4,
+    max_num_batched_tokens=8,
+    max_queued_requests=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ([], {}, ["prompt_token_ids is empty"]),
+        ([1, 2, 100, 101], {}, ["prompt_token_ids[2] is 100", "99"]),
+        ([1, -3], {}, ["prompt_token_ids[1] is -3"]),
+        ([1] * 32, {}, ["32 tokens", "31", "max_model_len"]),
+        ([1] * 40, {}, ["40 tokens", "31"]),
+        ([1], {"stop_token_ids": (5, 100)}, ["stop_token_ids[1] is 100", "100"]),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(prompt, params, words):
+    with pytest.raises(InvalidRequest) as caught:
+        LIMITS.admit(request(1, prompt, **params))
+    assert all(word in caught.value.message for word in words), caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_max_tokens_is_cut_to_the_rest_of_the_context():
+    one = request(1, [1] * 30, max_tokens=1000)
+    LIMITS.admit(one)
+    assert one.max_tokens == 2
+
+
+def test_the_longest_prompt_leaves_one_token():
+    one = request(1, [1] * 31, max_tokens=5)
+    LIMITS.admit(one)
+    assert one.max_tokens == 1
+
+
+def test_a_request_larger_than_the_whole_cache_is_refused_with_numbers():
+    small = dataclasses.replace(LIMITS, num_pages=2)
+    with pytest.raises(InvalidRequest, match=r"5.*12.*need 4 pages of 4 tokens.*has 2; at most 9 tokens"):
+        small.admit(request(1, [1] * 5, max_tokens=12))
+
+
+def test_a_request_that_just_fills_the_cache_is_let_in():
+    small = dataclasses.replace(LIMITS, num_pages=2)
+    small.admit(request(1, [1] * 5, max_tokens=4))
+    with pytest.raises(InvalidRequest):
+        small.admit(request(1, [1] * 5, max_tokens=5))
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Limits)])
+def test_a_limit_below_one_is_refused(field):
+    with pytest.raises(ConfigError, match=f"{field} is 0"):
+        dataclasses.replace(LIMITS, **{field: 0})
+
+
+def test_a_budget_smaller_than_the_rows_is_refused():
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 3, must be at least max_num_seqs"):
+        dataclasses.replace(LIMITS, max_num_batched_tokens=3)
