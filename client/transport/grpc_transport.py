@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from allspan.client.transport.base import Method, Reply, Request
-from allspan.protos.errors import AllspanError, from_grpc
+from allspan.protos.errors import AllspanError, InvalidRequest, from_code, from_grpc
 from allspan.protos.wire import CHANNEL_OPTIONS
 
 SERVICE = "allspan.worker.v1.Worker"
@@ -66,8 +66,17 @@ class GrpcTransport:
 
 
 def _translated(error: grpc.aio.AioRpcError) -> AllspanError:
+    """A rank's own errors carry their code (and a bad field's name) as trailing metadata; others have a status only."""
     details = " ".join((error.details() or "no details").split())
-    return from_grpc(error.code().name, details)
+    told = dict(error.trailing_metadata() or ())
+    code, field = (_text(told.get(key, "")) for key in ("allspan-code", "allspan-field"))
+    if code == InvalidRequest.code:
+        return InvalidRequest(details, field or None)
+    return from_code(code, details) if code else from_grpc(error.code().name, details)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def connect(address: str) -> GrpcTransport:

@@ -14,9 +14,12 @@ import pytest
 
 from allspan import ClientEngine, SamplingParams
 from allspan.protos.errors import (
+    AllspanError,
     AlreadyExists,
+    CheckpointError,
     ConfigError,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     ModelNotFound,
     QueueFull,
@@ -174,6 +177,20 @@ def test_bad_parameters_and_ids_are_refused(engine: ClientEngine) -> None:
         engine.generate([[1]], [SamplingParams(), SamplingParams()])
     with pytest.raises(InvalidRequest, match="request_id is 'abc'"):
         engine.start_request([1], request_id="abc")
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [ConfigError("a"), CheckpointError("b"), QueueFull("c"), InternalError("d"), InvalidRequest("e", "top_p")],
+)
+def test_a_ranks_refusal_reaches_the_caller_as_what_it_is(
+    cluster: FakeCluster, engine: ClientEngine, refusal: AllspanError
+) -> None:
+    cluster.ranks[1].refusal = refusal
+    with pytest.raises(type(refusal), match=f"^{refusal.message}$") as raised:
+        engine.start_request([1])
+    assert getattr(raised.value, "field", None) == getattr(refusal, "field", None)
+    assert engine.is_ready
 
 
 def test_a_request_id_is_the_callers_and_is_unique_while_in_use(cluster: FakeCluster, engine: ClientEngine) -> None:

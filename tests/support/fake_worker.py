@@ -21,7 +21,7 @@ import grpc.aio
 from allspan.protos import worker_pb2 as pb
 from allspan.protos import worker_pb2_grpc
 from allspan.protos.cluster import ClusterInfo, RankInfo, socket_path, write_cluster
-from allspan.protos.errors import ERRORS, AllspanError
+from allspan.protos.errors import ERRORS, AllspanError, InvalidRequest
 from allspan.protos.results import Output, RequestTimings, TokenLogprob
 from allspan.protos.wire import CHANNEL_OPTIONS, output_to_wire
 
@@ -68,7 +68,11 @@ class FakeRank(worker_pb2_grpc.WorkerServicer):
         await self._unless_mute()
         self._cluster.events.append(("start", self.rank, request.request_id.hex()))
         if self.refusal is not None:
-            await context.abort(grpc.StatusCode[ERRORS[self.refusal.code].grpc], self.refusal.message)
+            trailing = [("allspan-code", self.refusal.code)]
+            if isinstance(self.refusal, InvalidRequest) and self.refusal.field:
+                trailing.append(("allspan-field", self.refusal.field))
+            status = grpc.StatusCode[ERRORS[self.refusal.code].grpc]
+            await context.abort(status, self.refusal.message, tuple(trailing))
         if request.epoch != self._epoch:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"this is epoch {self._epoch}, not {request.epoch}")
         if request.request_id in self.requests:
