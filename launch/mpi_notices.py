@@ -52,7 +52,7 @@ class NoticeFilter:
             self._line += piece
             if self._line.endswith(b"\n"):
                 shown += self._complete()
-            elif not self._inside and not self._line.lstrip().startswith((b"-", b"=")):
+            elif not self._inside and self._line.lstrip()[:1] not in (b"", b"-", b"="):
                 shown += self._line[self._passed :]
                 self._passed = len(self._line)
         return shown

@@ -180,8 +180,8 @@ class Supervisor:
                 return None
             death = world.death()
             write_cluster(self._run.path, self._state(epoch, "down", death.cause))
-            if death.by_itself and not loaded:
-                raise CheckpointError(death.cause)
+            if death.last_words and not loaded:
+                raise CheckpointError(death.last_words)
             say(f"the cluster is down: {death.cause}")
             return death
         finally:

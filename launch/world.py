@@ -41,10 +41,10 @@ class WorldPlan:
 
 @dataclass(frozen=True)
 class Death:
-    """Why a world ended. `by_itself`: a rank gave up in order and said why (a bad checkpoint stays one)."""
+    """Why a world ended. `last_words`: what a rank said that gave up by itself (a bad checkpoint stays one)."""
 
     cause: str
-    by_itself: bool = False
+    last_words: str = ""
 
 
 class World:
@@ -114,7 +114,7 @@ class World:
             return Death(f"rank {rank} (pid {told.pid} on {told.host}) was killed by {by}{said}")
         if words:
             victim = min(words, key=lambda rank: self._error_time(rank))
-            return Death(f"{self._name(victim)}: {words[victim]}", by_itself=True)
+            return Death(f"{self._name(victim)}: {words[victim]}", words[victim])
         if (code := self._process.poll()) is not None and code < 0:
             return Death(f"mpirun (pid {self._process.pid}) was killed by signal {-code} ({_signal_name(-code)})")
         if first:

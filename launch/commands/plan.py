@@ -39,7 +39,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel) -> dict[str, Any]:
-    """Asks the worker's planner, a process of its own since it needs torch. Raises CheckpointError, DeadlineExceeded."""
+    """Asks the worker's planner, which needs torch and so is a process of its own.
+
+    Raises CheckpointError, DeadlineExceeded.
+    """
     config = WorkerConfig(
         model=replace(settings.weights, path=str(model.path), name=model.name),
         service=ServiceConfig(run_dir=tempfile.gettempdir()),
