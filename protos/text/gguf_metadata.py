@@ -1,4 +1,4 @@
-"""A GGUF file's key-value part, read in one pass.
+"""A GGUF file's header, read in one pass: the key-value part and where the tensors lie.
 
 The `gguf` package builds an array view for every string of the vocabulary, which takes seconds; a prompt cannot wait
 for that. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,42 @@ from allspan.protos.errors import CheckpointError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+_ALIGNMENT = 32
 _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
 
 
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """`kind` is a ggml type; `shape` is [out, in] (the file itself has it the other way round)."""
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    offset: int
+    """In bytes, from the start of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Keys to Python values, arrays as lists; and the tensors."""
+
+    metadata: dict[str, Any]
+    tensors: tuple[GgufTensor, ...]
+
+
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Keys to Python values; arrays are lists. Raises CheckpointError for a file that is no GGUF, or cut short."""
+    """The key-value part alone; raises as `read_header` does."""
+    return read_header(path).metadata
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Raises CheckpointError for a file that is no GGUF, or cut short within its header."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if data[:4] != _MAGIC:
                 raise CheckpointError(f"{path} is no GGUF file (it begins with {data[:4]!r})")
-            return _Reader(data, path).metadata()
+            return _Reader(data, path).header()
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -38,12 +64,22 @@ class _Reader:
         self._path = path
         self._at = 4
 
-    def metadata(self) -> dict[str, Any]:
+    def header(self) -> GgufHeader:
         version = self._scalar(4)
         if version not in _VERSIONS:
             raise CheckpointError(f"{self._path} is GGUF version {version}, supported are {_VERSIONS}")
-        self._scalar(10)  # the number of tensors
-        return {self._string(): self._value(self._scalar(4)) for _ in range(self._scalar(10))}
+        num_tensors, num_values = self._scalar(10), self._scalar(10)
+        metadata = {self._string(): self._value(self._scalar(4)) for _ in range(num_values)}
+        found = [(self._string(), self._dims(), self._scalar(4), self._scalar(10)) for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{self._path} has general.alignment {alignment!r}, must be a positive integer")
+        start = -(-self._at // alignment) * alignment
+        tensors = tuple(GgufTensor(name, kind, dims[::-1], start + offset) for name, dims, kind, offset in found)
+        return GgufHeader(metadata, tensors)
+
+    def _dims(self) -> tuple[int, ...]:
+        return tuple(self._scalar(10) for _ in range(self._scalar(4)))
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -53,10 +89,8 @@ class _Reader:
         return self._scalar(kind)
 
     def _array(self, kind: int, count: int) -> list[Any]:
-        if kind in (_STRING, _ARRAY):
-            if count > len(self._data) - self._at:
-                raise self._cut()
-            return self._strings(count) if kind == _STRING else [self._value(kind) for _ in range(count)]
+        if kind == _STRING:
+            return self._strings(count)
         dtype = self._dtype(kind)
         values: list[Any] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
         return values
@@ -81,7 +115,9 @@ class _Reader:
 
     def _scalar(self, kind: int) -> Any:
         dtype = self._dtype(kind)
-        return np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+        value = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
+        # The shortest decimal that is this float32: 1e-05, as the original config has it, not 9.999999747378752e-06.
+        return float(str(value)) if kind == _FLOAT32 else value.item()
 
     def _dtype(self, kind: int) -> np.dtype[Any]:
         if kind not in _SCALARS:

@@ -139,7 +139,7 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any], codec: Codec, add_bos: b
         template = ChatTemplate(source, "" if bos is None else tokens[bos], "" if eos is None else tokens[eos])
     return Tokenizer(
         codec=codec,
-        name=str(metadata.get("general.name", path.stem)),
+        name=path.stem,
         special_ids=frozenset(i for i, kind in enumerate(types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)),
         bos_token_id=bos,
         eos_token_ids=end_ids(metadata) or (() if eos is None else (eos,)),

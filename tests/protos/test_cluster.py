@@ -90,5 +90,10 @@ def test_ranks_write_one_file_an_epoch(tmp_path: Path) -> None:
     write_rank(tmp_path, info, epoch=2)
     assert read_rank(tmp_path, 1, 2) == info
     assert read_rank(tmp_path, 1, 3) is None
-    names = {rank_file(tmp_path, 1, 2), error_file(tmp_path, 1, 2), socket_path(tmp_path, 1, 2), rank_file(tmp_path, 1, 3)}
+    names = {
+        rank_file(tmp_path, 1, 2),
+        error_file(tmp_path, 1, 2),
+        socket_path(tmp_path, 1, 2),
+        rank_file(tmp_path, 1, 3),
+    }
     assert len(names) == 4

@@ -53,7 +53,9 @@ def byte_level_gguf(
     return write_gguf(path, {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in values.items()})
 
 
-def sentencepiece_gguf(path: Path, pieces: Mapping[str, float], special: Mapping[str, int] | None = None, **metadata: Any) -> Path:
+def sentencepiece_gguf(
+    path: Path, pieces: Mapping[str, float], special: Mapping[str, int] | None = None, **metadata: Any
+) -> Path:
     """<unk> <s> </s>, the 256 bytes, then pieces with their scores, then special texts with their token types."""
     special = special or {}
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *special]
