@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.threads import ThreadWorld
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,6 +17,7 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
+from support.threads import ThreadWorld
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -82,7 +82,9 @@ def prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
     return [random.Random(seed).randrange(vocab_size) for _ in range(length)]
 
 
-def step_inputs(ids: Sequence[Sequence[int]], starts: Sequence[int], pages: Sequence[Sequence[int]], size: int) -> StepInputs:
+def step_inputs(
+    ids: Sequence[Sequence[int]], starts: Sequence[int], pages: Sequence[Sequence[int]], size: int
+) -> StepInputs:
     """One step in which request r adds ids[r] from position starts[r] on; logits are wanted of every row."""
     positions = [range(start, start + len(new)) for start, new in zip(starts, ids, strict=True)]
     slots = [own[p // size] * size + p % size for where, own in zip(positions, pages, strict=True) for p in where]
@@ -122,7 +124,9 @@ def prefill(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[
     return [torch.cat(parts) for parts in collected]
 
 
-def logits_on_ranks(path: Path, num_ranks: int, prompts: Sequence[Sequence[int]], chunk: int = 1024, **config: Any) -> list[Tensor]:
+def logits_on_ranks(
+    path: Path, num_ranks: int, prompts: Sequence[Sequence[int]], chunk: int = 1024, **config: Any
+) -> list[Tensor]:
     """float32 [len, V] for every prompt, put together from the ranks' columns. Ranks are threads of this process."""
     world = ThreadWorld(num_ranks)
     most = sum(min(chunk, len(ids)) for ids in prompts)

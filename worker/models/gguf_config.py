@@ -67,9 +67,9 @@ def _check_heads(own: dict[str, Any], values: dict[str, Any], prefix: str, sourc
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if isinstance(own.get(key), list):
             raise CheckpointError(f"{source}: {prefix}{key} that differs from layer to layer is not supported")
-    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
-    head_dim = values.get("head_dim") or (hidden // heads if heads and hidden else None)
-    values["head_dim"] = head_dim
+    heads, hidden, head_dim = (values.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
+    if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        values["head_dim"] = head_dim = hidden // heads
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
             raise CheckpointError(f"{source}: {prefix}{key} = {own[key]} is not supported (head size {head_dim})")

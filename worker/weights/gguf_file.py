@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.errors import CheckpointError
-from allspan.worker.weights.gguf_header import TensorInfo, read_header
+from allspan.protos.text.gguf_metadata import GgufTensor, read_header
 from allspan.worker.weights.mapped_file import MappedFile
 
 _PLAIN = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}
@@ -44,7 +44,7 @@ class _Stored:
 
 
 class GgufFile:
-    """See `allspan.worker.weights.checkpoint.Checkpoint`. `metadata` is the header's.
+    """See `allspan.worker.weights.checkpoint.Checkpoint`. `metadata` is the header's but for the vocabulary.
 
     Files of the "llama" architecture hold q and k with the rows of each head reordered for the interleaved rotary
     embedding of llama.cpp; `read` puts them back.
@@ -133,23 +133,27 @@ class GgufFile:
     def _open(self, path: Path) -> None:
         file = MappedFile(path)
         self._files.append(file)
-        header = read_header(file)
+        header = read_header(path)
         if not self.metadata:
-            self.metadata = header.metadata
+            self.metadata = {key: value for key, value in header.metadata.items() if not _is_vocabulary(value)}
         for info in header.tensors:
             if info.name in self._tensors:
                 raise CheckpointError(f"{path}: tensor {info.name!r} is there twice")
             self._tensors[info.name] = _locate(file, info)
 
 
-def _locate(file: MappedFile, info: TensorInfo) -> _Stored:
+def _is_vocabulary(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 1024
+
+
+def _locate(file: MappedFile, info: GgufTensor) -> _Stored:
     try:
-        kind = gguf.GGMLQuantizationType(info.type_id)
+        kind = gguf.GGMLQuantizationType(info.kind)
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if kind not in _PLAIN:
             gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError) as error:
-        name = next((kind.name for kind in gguf.GGMLQuantizationType if kind == info.type_id), str(info.type_id))
+        name = next((kind.name for kind in gguf.GGMLQuantizationType if kind == info.kind), str(info.kind))
         raise CheckpointError(
             f"{file.path}: tensor {info.name!r} has type {name}, which the gguf package cannot decode"
         ) from error

@@ -90,7 +90,8 @@ def test_a_sliding_window_cuts_the_context_and_says_so(tmp_path: Path) -> None:
     mistral = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     spec = spec_of(tmp_path, mistral | {"sliding_window": 4096})
     assert spec.max_position_embeddings == 4096
-    assert "4096" in spec.notes[0] and "8192" in spec.notes[0]
+    assert "4096" in spec.notes[0]
+    assert "8192" in spec.notes[0]
     with pytest.raises(ConfigError, match=r"max_model_len 8192 .*4096.*sliding-window"):
         context_length(8192, spec)
     for harmless in (None, 8192):
@@ -135,11 +136,16 @@ def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> Non
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         spec_of(tmp_path, LLAMA | changes)
-    assert "\n" not in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 def test_linear_attention_layers_are_refused(tmp_path: Path) -> None:
-    mixed = LLAMA | {"model_type": "mistral", "architectures": None, "layer_types": ["full_attention", "linear_attention"]}
+    mixed = LLAMA | {
+        "model_type": "mistral",
+        "architectures": None,
+        "layer_types": ["full_attention", "linear_attention"],
+    }
     with pytest.raises(CheckpointError, match=r"layer_types 'linear_attention'"):
         spec_of(tmp_path, mixed)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.threads import ThreadWorld
-from support.tiny_models import prefill, prompt, save_tiny, step_inputs
 
 from allspan.kernels.table import op_set
 from allspan.protos.config import CacheConfig, ModelConfig
@@ -18,19 +17,27 @@ from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.loader import load_model, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.models.program import Named, ProgramBuilder, Rows
+from support.threads import ThreadWorld
+from support.tiny_models import prefill, prompt, save_tiny, step_inputs
 
 
 def load(path: Path, size: int = 1, rank: int = 0, max_tokens: int = 32, **kwargs: object) -> Model:
     collectives = ThreadWorld(size).collectives[rank]
     config = ModelConfig(path=str(path), name="tiny")
-    return load_model(config, collectives, op_set("reference"), max_tokens, 4, cache=CacheConfig(page_size=16), **kwargs)
+    return load_model(
+        config, collectives, op_set("reference"), max_tokens, 4, cache=CacheConfig(page_size=16), **kwargs
+    )
+
+
+def note(seen: list[tuple[int, int]], done: int, total: int) -> None:
+    seen.append((done, total))
 
 
 def test_progress_ends_at_all_bytes_and_the_plan_knew_them(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     for rank in range(2):
         seen: list[tuple[int, int]] = []
-        model = load(tmp_path, 2, rank, on_progress=lambda done, total: seen.append((done, total)))
+        model = load(tmp_path, 2, rank, on_progress=partial(note, seen))
         planned = prepare(ModelConfig(path=str(tmp_path), name="tiny"), CacheConfig(), rank, 2).weight_bytes
         assert seen == sorted(seen)
         assert seen[-1] == (model.weight_bytes, planned) == (planned, planned)
@@ -59,7 +66,8 @@ def test_biases_behind_a_split_input_are_held_by_rank_zero_only(tmp_path: Path) 
     for rank in range(2):
         program = build_decoder(prepare(config, CacheConfig(), rank, 2).holding)
         names.append({slot.name for slot in program.slots if isinstance(slot, Named)})
-    assert "layers.0.o.bias" in names[0] and "layers.0.o.bias" not in names[1]
+    assert "layers.0.o.bias" in names[0]
+    assert "layers.0.o.bias" not in names[1]
     assert "layers.0.q.bias" in names[1]
 
 
@@ -104,7 +112,8 @@ def test_a_cache_holds_what_its_spec_says() -> None:
     cache = KVCache(spec, 5)
     assert spec.bytes_per_page == 2 * 3 * 2 * 16 * 8 * 2
     assert len(cache.keys) == len(cache.values) == 3
-    assert cache.keys[0].shape == (5, 2, 16, 8) and cache.keys[0].dtype == torch.bfloat16
+    assert cache.keys[0].shape == (5, 2, 16, 8)
+    assert cache.keys[0].dtype == torch.bfloat16
     tensors = [*cache.keys, *cache.values]
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert sum(tensor.nbytes for tensor in tensors) == cache.num_bytes == 5 * spec.bytes_per_page

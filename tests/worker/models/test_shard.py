@@ -39,7 +39,8 @@ def test_splits_are_contiguous_complete_and_even_with_the_larger_first(total: in
     parts = split(total, size)
     lengths = [len(part) for part in parts]
     assert joined(parts) == list(range(total))
-    assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
 
 
 def test_nine_heads_on_two_ranks_are_five_and_four() -> None:

@@ -53,6 +53,8 @@ def dense_spec(config: ForeignConfig, family: str, features: Features) -> ModelS
     if head_dim % 2:
         raise config.error(f"head size {head_dim} is odd: rotary embedding turns pairs of elements")
     rotary = read_rotary(config, features.max_position_embeddings)
+    if len(rotary.freq_factors) not in (0, head_dim // 2):
+        raise config.error(f"{len(rotary.freq_factors)} rope frequency factors for a head size of {head_dim}")
     context = config.size("max_position_embeddings", features.max_position_embeddings)
     if rotary.kind == "yarn":
         context = max(context, int(rotary.factor * rotary.original_max_position_embeddings))
@@ -93,6 +95,8 @@ def sliding_window(config: ForeignConfig, window: int) -> int:
     layers = config.get("layer_types")
     if layers is None:
         return window
+    if not isinstance(layers, list):
+        raise config.error(f"layer_types must be a list, got {layers!r}")
     unknown = sorted({str(kind) for kind in layers} - {"full_attention", "sliding_attention"})
     if unknown:
         raise config.error(f"layer_types {unknown[0]!r} is not supported (supported: full_attention)")

@@ -22,8 +22,9 @@ def qwen_window(config: ForeignConfig) -> int:
     if config.get("layer_types") is not None:
         return sliding_window(config, window)
     first = config.get("max_window_layers")
-    layers = config.size("num_hidden_layers")
-    return window if (28 if first is None else int(first)) < layers else 0
+    if first is not None and not isinstance(first, int):
+        raise config.error(f"max_window_layers must be an integer, got {first!r}")
+    return window if (28 if first is None else first) < config.size("num_hidden_layers") else 0
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read, gguf_architectures=("qwen2",))

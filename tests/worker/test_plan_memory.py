@@ -1,0 +1,91 @@
+"""What the plan says without loading is what loading takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allspan.kernels.table import op_set
+from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.protos.errors import ConfigError
+from allspan.worker.models.loader import load_model
+from allspan.worker.plan_memory import main, plan_memory
+from support.threads import ThreadWorld
+from support.tiny_models import save_tiny
+
+ROOM = 1 << 40
+
+
+def config_for(folder: Path, **cache: Any) -> WorkerConfig:
+    return WorkerConfig(
+        model=ModelConfig(path=str(folder), name="tiny"),
+        service=ServiceConfig(run_dir="/nowhere"),
+        cache=CacheConfig(**({"page_size": 16} | cache)),
+        scheduler=SchedulerConfig(max_num_seqs=3),
+    )
+
+
+def test_planned_bytes_are_those_of_the_loaded_ranks(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = config_for(tmp_path)
+    plan = plan_memory(config, 2, ROOM, 2)
+    for collectives in ThreadWorld(2).collectives:
+        model = load_model(config.model, collectives, op_set("reference"), 8, 1, cache=config.cache)
+        planned = plan.ranks[collectives.rank]
+        assert planned.weight_bytes == model.weight_bytes
+        assert planned.kv_bytes_per_page == model.cache_spec.bytes_per_page
+
+
+def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    plan = plan_memory(config_for(tmp_path), 1, ROOM, 1)
+    assert (plan.num_pages, plan.max_model_len, plan.largest_model_len) == (3 * 256 // 16, 256, 256)
+    assert plan.ranks[0].kv_bytes == plan.num_pages * plan.ranks[0].kv_bytes_per_page
+    assert not plan.refusal
+
+
+def test_a_budget_below_one_context_is_refused_with_the_largest_that_fits(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = config_for(tmp_path)
+    page = plan_memory(config, 1, ROOM, 1).ranks[0].kv_bytes_per_page
+    small = plan_memory(config_for(tmp_path, kv_cache_bytes=5 * page + 1), 1, ROOM, 1)
+    assert (small.num_pages, small.largest_model_len) == (0, 80)
+    assert "max_model_len to at most 80" in small.refusal
+    nothing = plan_memory(config, 1, 0, 1)
+    assert (nothing.num_pages, nothing.largest_model_len) == (0, 0)
+
+
+def test_weights_are_taken_off_the_memory_before_the_cache_gets_its_share(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = replace(config_for(tmp_path), scheduler=SchedulerConfig(max_num_seqs=4096))
+    free = plan_memory(config, 2, ROOM, 2)
+    heaviest = max(rank.weight_bytes for rank in free.ranks)
+    page = max(rank.kv_bytes_per_page for rank in free.ranks)
+    budget = 40 * page
+    assert plan_memory(config, 2, 2 * heaviest + 2 * 4 * budget, 2).num_pages == 40
+
+
+def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path, "llama")
+    path = tmp_path / "worker.json"
+    path.write_text(json.dumps(asdict(config_for(tmp_path))))
+    assert main([str(path), "--ranks", "3"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in printed["ranks"]] == [0, 1, 2]
+    assert printed["model"]["num_heads"] == 9
+    assert printed["available_bytes"] > 0
+    assert main([str(path), "--ranks", "10"]) == 1
+    assert (
+        capsys.readouterr().err == "plan_memory: ranks 10 is more than the model's 9 query heads: use at most 9 ranks\n"
+    )
+
+
+def test_what_cannot_be_loaded_cannot_be_planned(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = config_for(tmp_path)
+    with pytest.raises(ConfigError, match="max_model_len 300"):
+        plan_memory(replace(config, model=replace(config.model, max_model_len=300)), 1, ROOM, 1)

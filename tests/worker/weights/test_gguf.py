@@ -1,0 +1,196 @@
+"""GGUF files: whole models in several types, every type slice by slice, and damaged or foreign files."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from allspan.protos.errors import CheckpointError
+from allspan.worker.models.registry import inspect_model
+from allspan.worker.weights.gguf_file import GgufFile
+from support.tiny_gguf import save_gguf
+from support.tiny_models import LLAMA3_SCALING, logits_on_ranks, prompt, reference_logits, relative_error, save_tiny
+
+DECODED = sorted(gguf.quants._type_traits, key=lambda kind: kind.value)
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "num_key_value_heads": 2}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_1, Type.Q8_0])
+def test_llama_in_gguf_equals_its_decoded_weights(kind: Type, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, "llama", **SIZES, rope_parameters=PLAIN_ROPE, tie_word_embeddings=True)
+    save_gguf(tmp_path / "model.gguf", model, kind)
+    ids = prompt(40, 97)
+    expected = reference_logits(model, ids)
+    for num_ranks in (1, 2, 3):
+        actual = logits_on_ranks(tmp_path / "model.gguf", num_ranks, [ids], dtype="float32")[0]
+        assert relative_error(actual, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_qwen_in_gguf_equals_its_decoded_weights(name: str, tmp_path: Path) -> None:
+    head_dim = {"head_dim": 24} if name == "qwen3" else {}
+    model = save_tiny(tmp_path, name, **SIZES, **head_dim, tie_word_embeddings=False)
+    kind = Type.Q8_0 if name == "qwen2" else Type.F16
+    save_gguf(tmp_path / "model.gguf", model, kind)
+    ids = prompt(40, 97)
+    expected = reference_logits(model, ids)
+    for num_ranks in (1, 2, 4):
+        actual = logits_on_ranks(tmp_path / "model.gguf", num_ranks, [ids], dtype="float32")[0]
+        assert relative_error(actual, expected) < 1e-4
+
+
+def test_llama3_scaling_comes_as_a_tensor_of_divisors(tmp_path: Path) -> None:
+    sizes = SIZES | {"head_dim": 16}
+    model = save_tiny(tmp_path, "llama", **sizes)
+    plain = {"rope_type": "default", "rope_theta": LLAMA3_SCALING["rope_theta"]}
+    bare = type(model.config)(**(model.config.to_dict() | {"rope_parameters": plain}))
+    divisors = LlamaRotaryEmbedding(bare).inv_freq / LlamaRotaryEmbedding(model.config).inv_freq
+    model.extra_tensors = {"rope_freqs.weight": divisors.numpy()}
+    save_gguf(tmp_path / "model.gguf", model, Type.F32)
+    ids = prompt(120, 97)
+    actual = logits_on_ranks(tmp_path / "model.gguf", 2, [ids])[0]
+    assert relative_error(actual, reference_logits(model, ids)) < 1e-4
+
+
+def test_the_header_says_what_the_config_said(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, "qwen3", **SIZES, rms_norm_eps=1e-5)
+    save_gguf(tmp_path / "model.gguf", model, Type.BF16)
+    read, original = (inspect_model(str(path)) for path in (tmp_path / "model.gguf", tmp_path))
+    assert (read.rms_norm_eps, read.head_dim, read.rotary) == (1e-5, 24, original.rotary)
+    assert read.dtype == "bfloat16"
+    assert read.tie_word_embeddings
+    assert read.eos_token_ids == (2, 5)
+
+
+def random_blocks(kind: Type, rows: int, columns: int) -> np.ndarray:
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(kind.value)
+    return generator.integers(0, 256, (rows, columns // block * block_bytes), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", DECODED, ids=lambda kind: kind.name)
+def test_a_slice_is_the_cut_of_the_whole_in_every_type(kind: Type, tmp_path: Path) -> None:
+    raw = random_blocks(kind, 12, 1024)
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "qwen2")
+    writer.add_tensor("blk.0.ffn_down.weight", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "one.gguf")
+    assert file.shape("blk.0.ffn_down.weight") == (12, 1024)
+    with np.errstate(all="ignore"):
+        whole = torch.from_numpy(np.array(gguf.dequantize(raw, kind), dtype=np.float32))
+        for rows, columns in ((range(12), range(1024)), (range(5, 9), range(1024)), (range(12), range(300, 777))):
+            out = torch.empty(len(rows), len(columns))
+            file.read("blk.0.ffn_down.weight", [rows, columns], out)
+            expected = whole[rows.start : rows.stop, columns.start : columns.stop]
+            assert torch.equal(out.view(torch.int32), expected.contiguous().view(torch.int32))
+
+
+def tiny_file(folder: Path, metadata: dict[str, Any] | None = None) -> Path:
+    model = save_tiny(folder, "llama", **SIZES, rope_parameters=PLAIN_ROPE, attention_bias=False)
+    save_gguf(folder / "model.gguf", model, Type.Q8_0, metadata)
+    return folder / "model.gguf"
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert inspect_model(str(tmp_path)) == inspect_model(str(path))
+    path.with_name("other.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match="2 GGUF files: name one"):
+        inspect_model(str(tmp_path))
+
+
+def test_a_truncated_file_names_tensor_and_sizes(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(
+        CheckpointError, match=rf"model.gguf: truncated: tensor '.*' ends at byte \d+, .* has {len(data) // 2} bytes"
+    ):
+        inspect_model(str(path))
+
+
+@pytest.mark.parametrize("length", [0, 3, 20, 500])
+def test_a_file_cut_within_its_header_is_refused_in_one_line(length: int, tmp_path: Path) -> None:
+    path = tiny_file(tmp_path)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=re.escape(str(path))) as caught:
+        inspect_model(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_file_is_no_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"PK\3\4" + bytes(100))
+    with pytest.raises(CheckpointError, match="is no GGUF file"):
+        inspect_model(str(path))
+
+
+def test_a_random_flip_in_the_header_never_escapes_as_another_error(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path)
+    data = bytearray(path.read_bytes())
+    generator = np.random.default_rng(1)
+    for place in generator.integers(4, 900, 200):
+        damaged = bytearray(data)
+        damaged[place] ^= int(generator.integers(1, 256))
+        path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):
+            inspect_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported"),
+        ({"llama.rope.dimension_count": 8}, r"llama.rope.dimension_count = 8 is not supported \(head size 16\)"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
+    ],
+)
+def test_metadata_beyond_the_dense_decoder_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        inspect_model(str(tiny_file(tmp_path, metadata)))
+
+
+def test_another_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"'gemma3' is not supported \(supported: llama, qwen2, qwen3\)"):
+        inspect_model(str(tmp_path / "model.gguf"))
+
+
+def test_an_undecodable_type_is_refused_by_name(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path)
+    data = path.read_bytes()
+    needle = b"blk.0.attn_q.weight"
+    at = data.index(needle) + len(needle) + 4 + 2 * 8
+    assert data[at] == Type.Q8_0
+    for number, name in ((Type.Q8_K, "Q8_K"), (199, "199")):
+        path.write_bytes(data[:at] + bytes([number]) + data[at + 1 :])
+        with pytest.raises(
+            CheckpointError, match=f"'blk.0.attn_q.weight' has type {name}, which the gguf package cannot"
+        ):
+            inspect_model(str(path))
+
+
+def test_a_missing_part_of_a_split_file_is_named(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path)
+    first = path.rename(tmp_path / "model-00001-of-00002.gguf")
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.gguf: part 2 of 2 is missing"):
+        inspect_model(str(first))
