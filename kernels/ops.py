@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class OpSet(Protocol):
-    """What a backend offers, op by op. On the CPU activations are float32, weights float32 or bfloat16, sums float32."""
+    """Offered op by op. On the CPU, activations and sums are float32, weights float32 or bfloat16."""
 
     @property
     def name(self) -> str:

@@ -33,16 +33,16 @@ struct AttentionArgs {
 
 // Some queries of one request, with some of the heads that read one KV head.
 struct AttentionTile {
-  const int32_t* pages;   // of the request
-  const int32_t* heads;   // query heads
+  const int32_t* pages;  // of the request
+  const int32_t* heads;  // query heads
   int64_t head_count;
   int64_t kv_head;
-  int64_t first_query;    // row of q
+  int64_t first_query;  // row of q
   int64_t query_count;
   int64_t first_visible;  // tokens that the first query sees; every later one sees one more
 };
 
-constexpr int64_t kTileRows = 48;   // most (query, head) pairs of a tile
+constexpr int64_t kTileRows = 48;     // most (query, head) pairs of a tile
 constexpr int64_t kBlockTokens = 64;  // of KV: the softmax is folded in once a block, counted from the first token
 
 struct Kernels {
@@ -62,9 +62,7 @@ struct Kernels {
   void (*silu_mul)(const float* gate_up, float* out, int64_t rows, int64_t width);
 };
 
-constexpr int64_t attention_scratch_floats(int64_t dim) {
-  return kTileRows * (2 * (dim + 16) + kBlockTokens + 4);
-}
+constexpr int64_t attention_scratch_floats(int64_t dim) { return kTileRows * (2 * (dim + 16) + kBlockTokens + 4); }
 
 extern const Kernels kGeneric;
 #if defined(__x86_64__)

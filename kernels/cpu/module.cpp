@@ -157,8 +157,8 @@ void attention(Runtime& runtime, handle q_, handle k_cache_, handle v_cache_, ha
   const Tensor page_indptr = args.ints(indptr_, "page_indptr", {requests + 1});
   const Tensor page_indices = args.ints(indices_, "page_indices", {kAny});
   const Tensor kv_head_of = args.ints(heads_, "kv_head_of", {q.shape[1]});
-  const Runtime::Batch batch{requests,           qo_indptr.ints(), page_indptr.ints(),
-                             page_indices.ints(), kv_lens.ints(),   kv_head_of.ints()};
+  const Runtime::Batch batch{requests,       qo_indptr.ints(), page_indptr.ints(), page_indices.ints(),
+                             kv_lens.ints(), kv_head_of.ints()};
   check_batch(args, batch, cache, q.shape[0], page_indices.shape[0]);
   args.within(kv_head_of, "kv_head_of", cache.kv_heads);
   args.within(page_indices, "page_indices", cache.pages);
@@ -208,14 +208,16 @@ NB_MODULE(_native, module) {
 
   module.def("embedding", &embedding, nb::arg("runtime"), nb::arg("ids"), nb::arg("weight"), nb::arg("first_row"),
              nb::arg("out"));
-  module.def("rms_norm", &rms_norm, nb::arg("runtime"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
+  module.def("rms_norm", &rms_norm, nb::arg("runtime"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"),
+             nb::arg("out"));
   module.def("add_rms_norm", &add_rms_norm, nb::arg("runtime"), nb::arg("x"), nb::arg("residual"), nb::arg("weight"),
              nb::arg("eps"), nb::arg("out"));
   module.def("add", &add, nb::arg("runtime"), nb::arg("x"), nb::arg("residual"));
   module.def("linear", &linear, nb::arg("runtime"), nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(),
              nb::arg("out"));
   module.def("head_norm", &head_norm, nb::arg("runtime"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"));
-  module.def("rotary", &rotary, nb::arg("runtime"), nb::arg("q"), nb::arg("k"), nb::arg("positions"), nb::arg("cos_sin"));
+  module.def("rotary", &rotary, nb::arg("runtime"), nb::arg("q"), nb::arg("k"), nb::arg("positions"),
+             nb::arg("cos_sin"));
   module.def("append_kv", &append_kv, nb::arg("runtime"), nb::arg("k"), nb::arg("v"), nb::arg("k_cache"),
              nb::arg("v_cache"), nb::arg("slots"));
   module.def("attention", &attention, nb::arg("runtime"), nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"),

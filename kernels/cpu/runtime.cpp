@@ -69,8 +69,8 @@ void Runtime::attention(const AttentionArgs& args, const Batch& batch) {
         const int64_t count = std::min(most, readers_count - h);
         const int64_t step = std::max<int64_t>(1, kTileRows / count);
         for (int64_t q = 0; q < queries; q += step)
-          tiles.push_back({pages, heads.data() + h, count, kv_head, first + q, std::min(step, queries - q),
-                           seen_before + q + 1});
+          tiles.push_back(
+              {pages, heads.data() + h, count, kv_head, first + q, std::min(step, queries - q), seen_before + q + 1});
       }
     }
   }

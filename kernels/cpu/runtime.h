@@ -35,14 +35,13 @@ class Runtime {
       pool_.run(1, [&](int, int) { body(int64_t{0}, count); });
       return;
     }
-    pool_.run(static_cast<int>(parts),
-              [&](int part, int) { body(count * part / parts, count * (part + 1) / parts); });
+    pool_.run(static_cast<int>(parts), [&](int part, int) { body(count * part / parts, count * (part + 1) / parts); });
   }
 
  private:
   const Kernels* kernels_;
   Pool pool_;
-  std::mutex attention_;                      // one call at a time uses the scratch
+  std::mutex attention_;                     // one call at a time uses the scratch
   std::vector<std::vector<float>> scratch_;  // of each worker
 };
 

@@ -96,9 +96,9 @@ Tensor Arguments::take(nb::handle object, const char* name, std::initializer_lis
   bool same = t.ndim == static_cast<int32_t>(shape.size());
   for (int i = 0; same && i < t.ndim; ++i) same = shape.begin()[i] == kAny || shape.begin()[i] == t.shape[i];
   if (!same)
-    throw nb::value_error((where + " has shape " + shape_text(t.shape, t.ndim) + ", not " +
-                           shape_text(shape.begin(), shape.size()))
-                              .c_str());
+    throw nb::value_error(
+        (where + " has shape " + shape_text(t.shape, t.ndim) + ", not " + shape_text(shape.begin(), shape.size()))
+            .c_str());
   Tensor view{static_cast<char*>(t.data) + t.byte_offset, t.ndim, {0, 0, 0, 0}, dtype_of(t)};
   for (int i = 0; i < t.ndim; ++i) view.shape[i] = t.shape[i];
   return view;
@@ -107,7 +107,7 @@ Tensor Arguments::take(nb::handle object, const char* name, std::initializer_lis
 namespace {
 
 [[noreturn]] void refuse_dtype(const char* op, nb::handle object, const char* name, const char* wanted) {
-  const std::string has = nb::cast<std::string>(nb::str(object.attr("dtype")));
+  const std::string has = nb::cast<std::string>(nb::str(nb::object(object.attr("dtype"))));
   throw nb::type_error((std::string(op) + ": " + name + " is " + has + ", not " + wanted).c_str());
 }
 

@@ -1,0 +1,152 @@
+"""The CPU backend's promise: what it writes for a row has the same bits alone, batched, chunked, on any threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.table import backends, op_set
+from support.kernel_cases import GQA_9_3, UNEVEN, Meta, attention, linear, poison, randn, rotary
+
+CPU = [name for name in backends() if name.startswith("cpu/")]
+pytestmark = pytest.mark.parametrize("backend", CPU)
+
+
+def assert_same_bits(ours: Tensor, other: Tensor) -> None:
+    assert torch.equal(ours.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("k", "columns"), [(576, 130), (67, 31), (1536, 64), (5, 9)])
+def test_linear_rows(backend: str, k: int, columns: int, dtype: torch.dtype) -> None:
+    rows = 131
+    x, weight, bias, whole = linear(rows, k, columns, dtype, bias=True)
+    ops, threaded = op_set(backend), op_set(backend, threads=3)
+    ops.linear(x, weight, bias, whole)
+    for size in (1, 2, 3, 4, 5, 6, 7, 13, 64, rows):
+        parts = poison(rows, columns)
+        for first in range(0, rows, size):
+            last = min(rows, first + size)
+            (threaded if size > 5 else ops).linear(x[first:last], weight, bias, parts[first:last])
+        assert_same_bits(parts, whole)
+
+
+def test_linear_columns(backend: str) -> None:
+    """A rank's slice of the columns has the bits of the whole: 1 rank and 2 ranks agree before the all-reduce."""
+    x, weight, _, whole = linear(9, 100, 61)
+    ops = op_set(backend)
+    ops.linear(x, weight, None, whole)
+    for first, last in [(0, 30), (30, 61), (7, 8)]:
+        part = poison(9, last - first)
+        ops.linear(x, weight[first:last].contiguous(), None, part)
+        assert_same_bits(part, whole[:, first:last].contiguous())
+
+
+@pytest.mark.parametrize("width", [576, 33])
+def test_rows_of_norms_and_activations(backend: str, width: int) -> None:
+    rows = 70
+    x, gate_up, weight = randn(rows, width), randn(rows, 2 * width), randn(width)
+    ops, threaded = op_set(backend), op_set(backend, threads=2)
+    normed, active, residual = poison(rows, width), poison(rows, width), x.clone()
+    threaded.rms_norm(x, weight, 1e-5, normed)
+    threaded.silu_mul(gate_up, active)
+    threaded.add_rms_norm(x, residual, weight, 1e-5, poison(rows, width))
+    for row in range(rows):
+        one, out = slice(row, row + 1), poison(1, width)
+        ops.rms_norm(x[one], weight, 1e-5, out)
+        assert_same_bits(out, normed[one])
+        ops.silu_mul(gate_up[one], out)
+        assert_same_bits(out, active[one])
+        kept = x[one].clone()
+        ops.add_rms_norm(x[one], kept, weight, 1e-5, out)
+        assert_same_bits(kept, residual[one])
+
+
+def test_rows_of_rotary(backend: str) -> None:
+    q, k, positions, cos_sin = rotary(21, 9, 3, 64, 64)
+    alone = [(q[i : i + 1].clone(), k[i : i + 1].clone()) for i in range(21)]
+    ops = op_set(backend)
+    ops.rotary(q, k, positions, cos_sin)
+    for i, (q_one, k_one) in enumerate(alone):
+        ops.rotary(q_one, k_one, positions[i : i + 1], cos_sin)
+        assert_same_bits(q_one, q[i : i + 1])
+        assert_same_bits(k_one, k[i : i + 1])
+
+
+def attend(backend: str, threads: int, arguments: list[Any]) -> Tensor:
+    op_set(backend, threads).attention(*arguments)
+    out: Tensor = arguments[-1]
+    return out
+
+
+def cut(arguments: list[Any], first: int, last: int) -> list[Any]:
+    """Queries [first, last) of a batch of one whole-prompt request, as a chunk of their own."""
+    q, k_cache, v_cache, meta, _ = arguments
+    chunk = Meta(
+        torch.tensor([0, last - first], dtype=torch.int32),
+        meta.page_indptr,
+        meta.page_indices,
+        torch.tensor([last], dtype=torch.int32),
+        meta.kv_head_of,
+        meta.scale,
+    )
+    return [q[first:last], k_cache, v_cache, chunk, poison(last - first, *q.shape[1:])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("dim", "page_size"), [(64, 16), (80, 48), (20, 128)])
+def test_attention_chunks(backend: str, dim: int, page_size: int, dtype: torch.dtype) -> None:
+    length = 201
+    whole = attend(backend, 1, attention(dim, page_size, [(length, length)], UNEVEN, dtype))
+    arguments = attention(dim, page_size, [(length, length)], UNEVEN, dtype)
+    for chunk in (1, 7, 64, 100):
+        for first in range(0, length, chunk):
+            last = min(length, first + chunk)
+            part = attend(backend, 1 + chunk % 2, cut(arguments, first, last))
+            assert_same_bits(part, whole[first:last])
+
+
+def test_attention_among_other_requests(backend: str) -> None:
+    """The same request alone, first, last, on more threads, and with its pages elsewhere."""
+    requests = [(1, 150), (40, 90), (1, 33), (5, 5)]
+    arguments = attention(64, 16, requests, GQA_9_3)
+    together = attend(backend, 3, arguments)
+    q, k_cache, v_cache, meta, _ = arguments
+    for r, (new, length) in enumerate(requests):
+        first = int(meta.qo_indptr[r])
+        pages = meta.page_indices[meta.page_indptr[r] : meta.page_indptr[r + 1]].long()
+        alone = Meta(
+            torch.tensor([0, new], dtype=torch.int32),
+            torch.tensor([0, len(pages)], dtype=torch.int32),
+            torch.arange(len(pages), dtype=torch.int32),
+            torch.tensor([length], dtype=torch.int32),
+            meta.kv_head_of,
+            meta.scale,
+        )
+        out = poison(new, *q.shape[1:])
+        op_set(backend).attention(
+            q[first : first + new], k_cache[pages].contiguous(), v_cache[pages].contiguous(), alone, out
+        )
+        assert_same_bits(out, together[first : first + new])
+
+
+def test_attention_heads_split_over_ranks(backend: str) -> None:
+    """5 and 4 of 9 query heads on two ranks give what one rank gives."""
+    arguments = attention(64, 16, [(1, 70), (20, 50)], GQA_9_3)
+    whole = attend(backend, 1, arguments)
+    q, k_cache, v_cache, meta, _ = arguments
+    for first, last, kv_heads in [(0, 5, slice(0, 2)), (5, 9, slice(1, 3))]:
+        heads = meta.kv_head_of[first:last] - kv_heads.start
+        rank = Meta(meta.qo_indptr, meta.page_indptr, meta.page_indices, meta.kv_lens, heads, meta.scale)
+        out = poison(q.shape[0], last - first, 64)
+        op_set(backend).attention(
+            q[:, first:last].contiguous(),
+            k_cache[:, kv_heads].contiguous(),
+            v_cache[:, kv_heads].contiguous(),
+            rank,
+            out,
+        )
+        assert_same_bits(out, whole[:, first:last].contiguous())

@@ -1,0 +1,45 @@
+"""Every op of every backend and instruction set that this machine can run, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.table import REFERENCE, backends, op_set
+from support import kernel_oracle
+from support.kernel_cases import CASES, Case, on_device, to_float64
+
+
+def assert_agrees(case: Case, backend: str, threads: int, device: str = "cpu") -> None:
+    arguments = [on_device(argument, device) for argument in case.build()]
+    expected = [to_float64(argument) for argument in case.build()]
+    getattr(op_set(backend, threads), case.op)(*arguments)
+    getattr(kernel_oracle, case.op)(*expected)
+    # Every argument is compared: inputs must be as they were, outputs right and whole.
+    limit = case.tolerance
+    for ours, right in zip(arguments, expected, strict=True):
+        if isinstance(ours, Tensor):
+            torch.testing.assert_close(ours.cpu().double(), right.double(), rtol=limit, atol=limit, equal_nan=True)
+
+
+def test_the_table_of_cases_covers_every_op() -> None:
+    assert {case.op for case in CASES} == set(REFERENCE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", backends())
+def test_op_agrees_with_float64(backend: str, case: Case) -> None:
+    assert_agrees(case, backend, threads=1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_op_agrees_with_float64_on_three_threads(case: Case) -> None:
+    assert_agrees(case, backends()[0], threads=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference_agrees_with_float64_on_cuda(case: Case) -> None:
+    assert_agrees(case, "reference", threads=1, device="cuda")

@@ -1,0 +1,236 @@
+"""Inputs for the ops, odd shapes included: one table, used for every backend and instruction set.
+
+Outputs are filled with NaN, and cache tokens that nobody wrote too, so that reading or leaving them shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+
+
+@dataclass
+class Meta:
+    """An AttentionMeta."""
+
+    qo_indptr: Tensor
+    page_indptr: Tensor
+    page_indices: Tensor
+    kv_lens: Tensor
+    kv_head_of: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op with the arguments that `make(*sizes)` gives, the same each time."""
+
+    op: str
+    name: str
+    make: Callable[..., list[Any]]
+    sizes: tuple[Any, ...] = ()
+    tolerance: float = 2e-5
+
+    def build(self) -> list[Any]:
+        return self.make(*self.sizes)
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}"
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def poison(*shape: int) -> Tensor:
+    return torch.full(shape, NAN)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def linear(n: int, k: int, columns: int, dtype: torch.dtype = torch.float32, bias: bool = False) -> list[Any]:
+    weight = randn(columns, k, dtype=dtype, seed=1) / max(1, k) ** 0.5
+    return [randn(n, k), weight, randn(columns, seed=2) if bias else None, poison(n, columns)]
+
+
+def attention(
+    dim: int,
+    page_size: int,
+    requests: list[tuple[int, int]],
+    kv_head_of: list[int],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> list[Any]:
+    """requests: (new tokens, tokens in the cache). Pages are handed out in a shuffled order."""
+    kv_heads = max(kv_head_of) + 1
+    counts = [math.ceil(length / page_size) for _, length in requests]
+    order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(seed)).tolist()
+    page_indptr = [sum(counts[:r]) for r in range(len(counts) + 1)]
+    caches = [torch.full((len(order), kv_heads, page_size, dim), NAN, dtype=dtype) for _ in range(2)]
+    for request, (_, length) in enumerate(requests):
+        for token in range(length):
+            page = order[page_indptr[request] + token // page_size]
+            for which, cache in enumerate(caches):
+                cache[page, :, token % page_size] = randn(kv_heads, dim, seed=7 * token + 1000 * request + which)
+    starts = [sum(new for new, _ in requests[:r]) for r in range(len(requests) + 1)]
+    meta = Meta(
+        ints(starts),
+        ints(page_indptr),
+        ints(order[: page_indptr[-1]]),
+        ints([length for _, length in requests]),
+        ints(kv_head_of),
+        dim**-0.5,
+    )
+    q = randn(starts[-1], len(kv_head_of), dim, seed=5) * 2
+    return [q, *caches, meta, poison(starts[-1], len(kv_head_of), dim)]
+
+
+def rotary(n: int, heads: int, kv_heads: int, dim: int, rot: int) -> list[Any]:
+    angles = torch.arange(512)[:, None] * 10000.0 ** (-torch.arange(0, rot, 2) / rot)
+    positions = ints([(37 * i + 5) % 512 for i in range(n)])
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return [randn(n, heads, dim), randn(n, kv_heads, dim, seed=1), positions, cos_sin]
+
+
+def append_kv(n: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype) -> list[Any]:
+    pages = n // page_size + 2
+    slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(0))[:n].to(torch.int32)
+    shape = (pages, kv_heads, page_size, dim)
+    caches = [randn(*shape, dtype=dtype, seed=seed) for seed in (3, 4)]
+    return [randn(n, kv_heads, dim), randn(n, kv_heads, dim, seed=1), *caches, slots]
+
+
+def rms_norm(n: int, width: int) -> list[Any]:
+    return [randn(n, width), randn(width, seed=1), 1e-5, poison(n, width)]
+
+
+def add_rms_norm(n: int, width: int) -> list[Any]:
+    return [randn(n, width), randn(n, width, seed=2), randn(width, seed=1), 1e-6, poison(n, width)]
+
+
+def add(n: int, width: int) -> list[Any]:
+    return [randn(n, width), randn(n, width, seed=2)]
+
+
+def silu_mul(n: int, width: int) -> list[Any]:
+    return [randn(n, 2 * width) * 8, poison(n, width)]
+
+
+def silu_mul_far_out() -> list[Any]:
+    return [torch.tensor([[-200.0, 200.0, -88.0, 88.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]]), poison(1, 5)]
+
+
+def head_norm(n: int, heads: int, dim: int) -> list[Any]:
+    return [randn(n, heads, dim), randn(dim, seed=1), 1e-6]
+
+
+def embedding(ids: list[int], rows: int, first_row: int, dtype: torch.dtype) -> list[Any]:
+    return [ints(ids), randn(rows, 33, dtype=dtype), first_row, poison(len(ids), 33)]
+
+
+def gather_rows(rows: list[int]) -> list[Any]:
+    return [randn(70, 33), ints(rows), poison(len(rows), 33)]
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+GQA_9_3 = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+UNEVEN = [0, 0, 0, 1, 1]
+ODD_MAP = [1, 0, 1, 2, 0]
+
+LINEAR = [
+    (1, 576, 1536),
+    (1, 1, 1),
+    (1, 17, 5),
+    (2, 33, 7),
+    (3, 64, 4),
+    (5, 100, 131),
+    (7, 576, 49),
+    (31, 250, 66),
+    (97, 48, 260),
+    (128, 576, 192),
+    (257, 31, 33),
+    (200, 0, 3),
+    (0, 8, 8),
+    (4, 8, 0),
+]
+
+ATTENTION: list[tuple[str, int, int, list[tuple[int, int]], list[int], torch.dtype]] = [
+    ("decode-one", 64, 16, [(1, 1)], [0], F32),
+    ("decode-batch", 64, 16, [(1, 5), (1, 64), (1, 65), (1, 200)], GQA_9_3, F32),
+    ("decode-bf16", 128, 32, [(1, 130), (1, 3)], UNEVEN, BF16),
+    ("prefill", 64, 32, [(100, 100)], UNEVEN, F32),
+    ("chunk", 64, 64, [(70, 150)], ODD_MAP, F32),
+    ("mixed", 80, 16, [(1, 90), (33, 33), (0, 12), (17, 100), (1, 17)], GQA_9_3, F32),
+    ("mixed-bf16", 64, 128, [(1, 190), (33, 33), (17, 100)], UNEVEN, BF16),
+    ("head-48", 48, 48, [(3, 70), (20, 20)], [0, 1], F32),
+    ("head-80-bf16", 80, 16, [(9, 70)], [0, 0], BF16),
+    ("head-128", 128, 16, [(5, 129)], [0, 1, 1], F32),
+    ("head-256", 256, 32, [(13, 66)], [0, 0, 0, 0], F32),
+    ("head-20", 20, 24, [(7, 30)], [0, 0], F32),
+    ("many-heads", 16, 16, [(3, 40)], [0] * 70, F32),
+    ("an-idle-kv-head", 32, 16, [(3, 40)], [2, 2, 0], F32),
+    ("no-requests", 64, 16, [], [0], F32),
+]
+
+
+def _size_name(sizes: tuple[Any, ...]) -> str:
+    return "x".join(str(size).removeprefix("torch.") for size in sizes)
+
+
+def _sized(op: str, make: Callable[..., list[Any]], table: list[Any], tolerance: float = 2e-5) -> Iterator[Case]:
+    for sizes in table:
+        yield Case(op, _size_name(sizes), make, sizes, tolerance)
+
+
+def _cases() -> Iterator[Case]:
+    rows = [(1, 576), (3, 1), (7, 33), (130, 160), (257, 48), (0, 16)]
+    yield from _sized("rms_norm", rms_norm, rows)
+    yield from _sized("add_rms_norm", add_rms_norm, rows)
+    yield from _sized("add", add, rows, 1e-6)
+    yield from _sized("silu_mul", silu_mul, rows)
+    yield Case("silu_mul", "far-out", silu_mul_far_out)
+    yield from _sized("head_norm", head_norm, [(1, 9, 64), (19, 3, 80), (65, 2, 48), (5, 1, 256), (0, 2, 8)])
+    turns = [(1, 9, 3, 64, 64), (33, 5, 2, 80, 80), (7, 2, 1, 128, 32), (40, 3, 3, 48, 10), (0, 2, 2, 8, 8)]
+    yield from _sized("rotary", rotary, turns)
+    for dtype, tolerance in [(F32, 0.0), (BF16, 2.0**-8)]:
+        pages = [(1, 3, 64, 16, dtype), (70, 2, 80, 48, dtype), (5, 1, 33, 128, dtype), (0, 1, 8, 16, dtype)]
+        yield from _sized("append_kv", append_kv, pages, tolerance)
+        yield Case("embedding", f"of-a-rank-{dtype}", embedding, ([0, 40, 41, 99, 100, 7, 57], 59, 41, dtype), 0)
+    yield Case("embedding", "of-nothing", embedding, ([], 3, 0, F32), 0)
+    yield Case("embedding", "of-a-rank-without-rows", embedding, ([1, 2], 0, 0, F32), 0)
+    yield Case("gather_rows", "some", gather_rows, ([69, 0, 0, 31],), 0)
+    yield Case("gather_rows", "none", gather_rows, ([],), 0)
+    for dtype in (F32, BF16):
+        for bias in (False, True):
+            yield from _sized("linear", linear, [(*sizes, dtype, bias) for sizes in LINEAR])
+    for name, *sizes in ATTENTION:
+        yield Case("attention", name, attention, tuple(sizes))
+
+
+CASES: tuple[Case, ...] = tuple(_cases())
+
+
+def to_float64(argument: Any) -> Any:
+    """The same argument for the oracle."""
+    if isinstance(argument, Tensor):
+        return argument.double() if argument.is_floating_point() else argument.clone()
+    return argument
+
+
+def on_device(argument: Any, device: str) -> Any:
+    """The same argument, its tensors on `device`."""
+    if isinstance(argument, Tensor):
+        return argument.to(device)
+    if isinstance(argument, Meta):
+        return Meta(*(on_device(value, device) for value in vars(argument).values()))
+    return argument

@@ -1,0 +1,81 @@
+"""Every op of the op set in float64, written for clarity: what the backends are measured against.
+
+Each function has the signature of the op in allspan/kernels/ops.py and works in place on float64 (and int32) tensors.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import AttentionMeta
+
+
+def embedding(ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
+    for token, index in enumerate(ids.tolist()):
+        row = index - first_row
+        out[token] = weight[row] if 0 <= row < weight.shape[0] else 0
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    out.copy_(x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    residual += x
+    rms_norm(residual, weight, eps, out)
+
+
+def add(x: Tensor, residual: Tensor) -> None:
+    residual += x
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    out.copy_(x @ weight.T + (0 if bias is None else bias))
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    rms_norm(x.clone(), weight, eps, x)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    half = cos_sin.shape[1] // 2
+    for x in (q, k):
+        for token, position in enumerate(positions.tolist()):
+            cos, sin = cos_sin[position, :half], cos_sin[position, half:]
+            low, high = x[token, :, :half].clone(), x[token, :, half : 2 * half].clone()
+            x[token, :, :half] = low * cos - high * sin
+            x[token, :, half : 2 * half] = high * cos + low * sin
+
+
+def append_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    page_size = k_cache.shape[2]
+    for token, slot in enumerate(slots.tolist()):
+        k_cache[slot // page_size, :, slot % page_size] = k[token]
+        v_cache[slot // page_size, :, slot % page_size] = v[token]
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMeta, out: Tensor) -> None:
+    page_size = k_cache.shape[2]
+    for request, kv_len in enumerate(meta.kv_lens.tolist()):
+        first, last = meta.qo_indptr[request : request + 2].tolist()
+        pages = meta.page_indices[meta.page_indptr[request] :].tolist()
+        for token in range(first, last):
+            seen = kv_len - (last - token) + 1
+            for head, kv_head in enumerate(meta.kv_head_of.tolist()):
+                used = pages[: math.ceil(seen / page_size)]
+                keys = torch.cat([k_cache[page, kv_head] for page in used])[:seen]
+                values = torch.cat([v_cache[page, kv_head] for page in used])[:seen]
+                out[token, head] = (keys @ q[token, head] * meta.scale).softmax(-1) @ values
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    gate, up = gate_up.chunk(2, dim=-1)
+    out.copy_(gate / (1 + (-gate).exp()) * up)
+
+
+def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    for to, row in enumerate(rows.tolist()):
+        out[to] = x[row]
