@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from allspan import __version__
-from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, InvalidRequest, ModelNotFound
+from allspan.launch.exit_codes import exit_code
+from allspan.protos.errors import AllspanError
 from allspan.protos.flags import fail, nearest
 
 COMMANDS = {
@@ -23,8 +24,6 @@ COMMANDS = {
     "plan": "print ranks, threads, memory and context, without loading",
     "bench": "measure: `allspan bench latency`",
 }
-
-EXIT_CODES: dict[type[AllspanError], int] = {ConfigError: 2, InvalidRequest: 2, CheckpointError: 3, ModelNotFound: 3}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +47,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     try:
         return int(importlib.import_module(f"allspan.launch.commands.{name}").run(argv))
     except AllspanError as error:
-        fail(prog, error.message, EXIT_CODES.get(type(error), 1))
+        fail(prog, error.message, exit_code(error))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

@@ -11,6 +11,7 @@ _OPEN_MPI = re.compile(
 _MPICH = re.compile(
     r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)[\s=]+EXIT CODE: (?P<code>\d+).*?\(signal (?P<signal>\d+)\)"
 )
+_LAST_WORDS = re.compile(rb"allspan\.worker: rank \d+: ")
 _RULE = re.compile(rb"\s*(-{40,}|={40,})\s*")
 
 
@@ -35,9 +36,10 @@ def find_death(output: str) -> RankDeath | None:
 
 
 class NoticeFilter:
-    """Drops mpirun's notices, which stand between two rules of dashes (or equals signs); passes everything else on.
+    """Drops mpirun's notices, which stand between two rules of dashes (or equals signs), and the ranks' last words,
+    which the supervisor tells itself; passes everything else on.
 
-    Works on pieces of any length; only a line that may be a rule is held back until it is complete.
+    Works on pieces of any length; only a line that may be dropped is held back until it is complete.
     """
 
     def __init__(self) -> None:
@@ -52,7 +54,7 @@ class NoticeFilter:
             self._line += piece
             if self._line.endswith(b"\n"):
                 shown += self._complete()
-            elif not self._inside and self._line.lstrip()[:1] not in (b"", b"-", b"="):
+            elif not self._inside and self._line.lstrip()[:1] not in (b"", b"-", b"=", b"a"):
                 shown += self._line[self._passed :]
                 self._passed = len(self._line)
         return shown
@@ -62,5 +64,7 @@ class NoticeFilter:
         self._line, self._passed = b"", 0
         if _RULE.fullmatch(line):
             self._inside = not self._inside
+            return b""
+        if _LAST_WORDS.match(line):
             return b""
         return b"" if self._inside else line[passed:]

@@ -18,7 +18,7 @@ from allspan.launch.console import say
 from allspan.launch.run_dir import RunDir
 from allspan.launch.world import Death, World, WorldPlan
 from allspan.protos.cluster import ClusterInfo, write_cluster
-from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, DeadlineExceeded, Unavailable
+from allspan.protos.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable
 
 MAX_FAILURES = 3
 FAILURE_WINDOW_S = 60.0
@@ -180,8 +180,8 @@ class Supervisor:
                 return None
             death = world.death()
             write_cluster(self._run.path, self._state(epoch, "down", death.cause))
-            if death.last_words and not loaded:
-                raise CheckpointError(death.last_words)
+            if death.error is not None and not loaded:
+                raise death.error
             say(f"the cluster is down: {death.cause}")
             return death
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,9 +20,9 @@ from allspan.launch import mpi, mpi_notices, reaper, tether
 from allspan.launch.mpi_notices import NoticeFilter
 from allspan.launch.placement import Placement
 from allspan.launch.run_dir import RunDir
-from allspan.protos import cluster
+from allspan.protos import cluster, errors
 from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import ConfigError
+from allspan.protos.errors import AllspanError, ConfigError, InternalError
 
 TAIL_BYTES = 16384
 TERM_GRACE_S = 5.0
@@ -41,10 +42,10 @@ class WorldPlan:
 
 @dataclass(frozen=True)
 class Death:
-    """Why a world ended. `last_words`: what a rank said that gave up by itself (a bad checkpoint stays one)."""
+    """Why a world ended. `error`: what a rank said that gave up by itself (a bad checkpoint stays one)."""
 
     cause: str
-    last_words: str = ""
+    error: AllspanError | None = None
 
 
 class World:
@@ -109,12 +110,12 @@ class World:
             time.sleep(0.02)
         if told is not None:
             rank = next((info.rank for info in self.ranks if info.pid == told.pid), told.rank)
-            said = f"; its last words: {words[rank]}" if rank in words else ""
+            said = f"; its last words: {words[rank].message}" if rank in words else ""
             by = f"signal {told.signal} ({_signal_name(told.signal)})"
             return Death(f"rank {rank} (pid {told.pid} on {told.host}) was killed by {by}{said}")
         if words:
             victim = min(words, key=lambda rank: self._error_time(rank))
-            return Death(f"{self._name(victim)}: {words[victim]}", words[victim])
+            return Death(f"{self._name(victim)}: {words[victim].message}", words[victim])
         if (code := self._process.poll()) is not None and code < 0:
             return Death(f"mpirun (pid {self._process.pid}) was killed by signal {-code} ({_signal_name(-code)})")
         if first:
@@ -189,7 +190,8 @@ class World:
             with suppress(ProcessLookupError):  # dead before it was seen: mpirun ends, too
                 self._ranks[rank] = (info, os.pidfd_open(info.pid))
 
-    def _last_words(self) -> dict[int, str]:
+    def _last_words(self) -> dict[int, AllspanError]:
+        """What ranks left in their error files: one line, then a traceback that ends with the error's class."""
         words = {}
         for rank in range(self.num_ranks):
             try:
@@ -197,7 +199,9 @@ class World:
             except OSError:
                 continue
             if text:
-                words[rank] = " ".join(text.split())
+                kinds = re.findall(r"^allspan\.protos\.errors\.(\w+)", text, re.MULTILINE)
+                kind = getattr(errors, kinds[-1], InternalError) if kinds else InternalError
+                words[rank] = kind(text.splitlines()[0])
         return words
 
     def _error_time(self, rank: int) -> float:

@@ -1,0 +1,12 @@
+"""The exit code that tells what kind of error ended a command."""
+
+from __future__ import annotations
+
+from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, InvalidRequest, ModelNotFound
+
+
+def exit_code(error: AllspanError) -> int:
+    """2: a flag, config key or field is refused; 3: a model cannot be found or read; 1: anything else failed."""
+    if isinstance(error, ConfigError | InvalidRequest):
+        return 2
+    return 3 if isinstance(error, CheckpointError | ModelNotFound) else 1
