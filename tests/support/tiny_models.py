@@ -125,7 +125,12 @@ def prefill(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[
 
 
 def logits_on_ranks(
-    path: Path, num_ranks: int, prompts: Sequence[Sequence[int]], chunk: int = 1024, **config: Any
+    path: Path,
+    num_ranks: int,
+    prompts: Sequence[Sequence[int]],
+    chunk: int = 1024,
+    backend: str = "reference",
+    **config: Any,
 ) -> list[Tensor]:
     """float32 [len, V] for every prompt, put together from the ranks' columns. Ranks are threads of this process."""
     world = ThreadWorld(num_ranks)
@@ -134,7 +139,7 @@ def logits_on_ranks(
     def run(rank: int) -> list[Tensor]:
         settings = ModelConfig(path=str(path), name="tiny", **config)
         cache = CacheConfig(page_size=16)
-        model = load_model(settings, world.collectives[rank], op_set("reference"), most, most, cache=cache)
+        model = load_model(settings, world.collectives[rank], op_set(backend), most, most, cache=cache)
         parts = prefill(model, prompts, chunk)
         assert {part.shape[1] for part in parts} == {model.vocab_widths[rank]}
         return parts

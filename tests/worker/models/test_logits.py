@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from allspan.kernels.table import backends
 from support.tiny_models import CONFIGS, logits_on_ranks, prompt, reference_logits, relative_error, save_tiny
 
 
@@ -26,6 +27,24 @@ def test_chunked_prefill_of_several_requests_equals_each_alone(tmp_path: Path) -
     for num_ranks, chunk in ((1, 1), (2, 5), (3, 16), (2, 1024)):
         for ids, actual in zip(prompts, logits_on_ranks(tmp_path, num_ranks, prompts, chunk), strict=True):
             assert relative_error(actual, reference_logits(reference, ids)) < 1e-4
+
+
+@pytest.mark.parametrize("backend", [name for name in backends() if name.startswith("cpu/")] or ["cpu"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compiled_kernels_give_the_same_bits_however_a_prompt_is_cut(name: str, backend: str, tmp_path: Path) -> None:
+    if backend not in backends():
+        pytest.skip("the compiled kernels are not built")
+    expected = [reference_logits(save_tiny(tmp_path, name), prompt(length, 97)) for length in (70, 9)]
+    prompts = [prompt(length, 97) for length in (70, 9)]
+    for num_ranks in (1, 2):
+        whole = logits_on_ranks(tmp_path, num_ranks, prompts, backend=backend)
+        for actual, wanted in zip(whole, expected, strict=True):
+            assert relative_error(actual, wanted) < 1e-4
+        for chunk in (1, 7):
+            cut = logits_on_ranks(tmp_path, num_ranks, prompts, chunk, backend=backend)
+            assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)), f"chunks of {chunk}"
+        alone = logits_on_ranks(tmp_path, num_ranks, prompts[1:], backend=backend)
+        assert torch.equal(alone[0], whole[1]), "alone"
 
 
 def test_bfloat16_weights_are_used_as_they_are(tmp_path: Path) -> None:
