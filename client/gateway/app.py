@@ -28,7 +28,7 @@ from allspan.client.gateway.grpc_service import SERVICE, InferenceService
 from allspan.client.gateway.health import EngineHealth
 from allspan.client.gateway.http import make_app
 from allspan.client.gateway.readiness import GatewayEngine
-from allspan.client.gateway.sockets import Sockets, bind, let_share
+from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.submit import ServedModel, Submitter
 from allspan.protos import inference_pb2
 from allspan.protos.errors import ConfigError, InternalError
@@ -57,9 +57,11 @@ async def serve_gateway(
     Cancelling it stops at once. `on_started(http_address, grpc_address)` is called when both servers answer. Takes over
     `sockets`, never `engine`. Raises ConfigError, CheckpointError, InternalError.
     """
-    submitter = Submitter(engine, with_template(tokenizer, config), ServedModel.of(engine.cluster, config), config)
-    health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
-    try:
+    with contextlib.closing(sockets):
+        served = ServedModel.of(engine.cluster, config)
+        submitter = Submitter(engine, with_template(tokenizer, config), served, config)
+        health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
+        hand_over(sockets)
         async with _grpc_server(submitter, health, sockets), _http_server(submitter, config, sockets.http) as http:
             follow = asyncio.create_task(health.follow())
             try:
@@ -70,8 +72,7 @@ async def serve_gateway(
                 await submitter.drain(config.shutdown_timeout)
             finally:
                 follow.cancel()
-    finally:
-        sockets.close()
+                await submitter.drain(0.0)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -154,7 +155,6 @@ async def _grpc_server(submitter: Submitter, health: EngineHealth, sockets: Sock
     described = (inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
     names = [service.full_name for file in described for service in file.services_by_name.values()]
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-    let_share(sockets.grpc)
     try:
         server.add_insecure_port(sockets.grpc_address)
     except RuntimeError as error:

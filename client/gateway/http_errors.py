@@ -9,6 +9,8 @@ from starlette.responses import JSONResponse, Response
 from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 
 RETRY_AFTER_S = 1
+# The rest of the body is still to come, and nobody is going to read it.
+_UNREAD = (408, 413)
 
 
 class HttpError(AllspanError):
@@ -37,7 +39,9 @@ def body_of(error: AllspanError) -> dict[str, Any]:
 
 def response_of(error: AllspanError) -> Response:
     status = status_of(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else None
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
+    if status in _UNREAD:
+        headers["Connection"] = "close"
     return JSONResponse(body_of(error), status, headers)
 
 

@@ -54,9 +54,12 @@ def _address(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def let_share(sock: socket.socket) -> None:
-    """Lets one more socket of this user bind the same port: the gRPC library insists on binding by itself."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+def hand_over(sockets: Sockets) -> None:
+    """Right before the servers listen."""
+    # Connections inherit this: those that linger after the end must not keep the next gateway from its port.
+    sockets.http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # The gRPC library insists on binding by itself, beside this socket.
+    sockets.grpc.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
 def _is_loopback(host: str) -> bool:
@@ -96,21 +99,28 @@ def _refusal(host: str, port: int, flag: str, error: OSError) -> str:
         return f"port {port} ({flag}) on {host} is in use{by}; choose another with {flag}, 0 takes any free one"
     if error.errno == errno.EACCES:
         return f"port {port} ({flag}) needs rights that this user has not; choose one above 1023 with {flag}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host is {host!r}, which is no address of this machine"
     return f"cannot listen on {host} port {port} ({flag}): {error.strerror}"
 
 
 def port_owner(port: int) -> str:
     """ "process PID (NAME)" that listens on a TCP port of this machine, or "" where that cannot be found out."""
     inodes = _listening_inodes(port)
-    for directory in Path("/proc").glob("[0-9]*/fd"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            links = [os.readlink(entry) for entry in directory.iterdir()]
-            if any(link in inodes for link in links):
-                name = (directory.parent / "comm").read_text().strip()
-                return f"process {directory.parent.name} ({name})"
+            if any(_link(entry) in inodes for entry in (process / "fd").iterdir()):
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
         except OSError:  # gone in the meantime, or another user's
             continue
     return ""
+
+
+def _link(entry: Path) -> str:
+    try:
+        return os.readlink(entry)
+    except FileNotFoundError:  # closed in the meantime
+        return ""
 
 
 def _listening_inodes(port: int) -> set[str]:

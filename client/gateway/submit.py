@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -135,7 +135,7 @@ class Submitter:
         self._check_stop_ids(params.stop_token_ids)
         return params
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def running(self, jobs: Sequence[Job], label: str) -> AsyncIterator[list[Generation]]:
         """Starts all jobs or none; on leaving, whatever still runs is stopped and all are released."""
         generations = await self.start(jobs, label)
@@ -178,11 +178,10 @@ class Submitter:
         await self._wait_idle(1.0)
 
     async def _wait_idle(self, timeout: float) -> bool:
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        return self._idle.is_set()
 
     async def _start(self, job: Job, label: str, started: list[Generation]) -> Generation:
         arrived = time.monotonic()

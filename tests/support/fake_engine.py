@@ -44,6 +44,8 @@ class FakeEngine:
     """What `astart_request` raises."""
     endless: bool = False
     """Repeats `tokens` until max_tokens; never ends by itself."""
+    admission: asyncio.Event | None = None
+    """Held until it is set, a request is taken even if its caller has left by then."""
     down_cause: str = ""
     asked: dict[str, Asked] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -67,7 +69,8 @@ class FakeEngine:
     async def astart_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> tuple[RequestHandle, ResultQueue]:
-        await asyncio.sleep(0)
+        if self.admission is not None:
+            await self.admission.wait()
         if self.refusal is not None:
             raise self.refusal
         if self.down_cause:

@@ -67,7 +67,9 @@ async def gateway(
             yield Gateway(engine, http, http_address, grpc_address, stop, task)
     finally:
         stop.set()
-        await asyncio.wait_for(task, 10)
+        done, _ = await asyncio.wait((task,), timeout=10)
+        assert done, "the gateway did not stop"
+    assert task.cancelled() or task.result() is None
     await eventually(lambda: not engine.tasks)
 
 

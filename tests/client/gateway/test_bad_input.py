@@ -36,11 +36,11 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_tokens": 20}, "min_tokens", "at most max_tokens"),
     ({"logprobs": 10**6}, "logprobs", "from 0 to 20"),
     ({"stop": ""}, "stop", "non-empty"),
-    ({"stop": ["a", ""]}, "stop[1]", "non-empty"),
+    ({"stop": ["a", ""]}, "stop", "non-empty"),
     ({"stop": ["a"] * 10_000}, "stop", "10000 entries, at most 16"),
-    ({"stop": "a" * 2**20}, "stop[0]", "1048576 characters"),
+    ({"stop": "a" * 2**20}, "stop", "1048576 characters"),
     ({"stop": 7}, "stop", "7"),
-    ({"stop_token_ids": [0, -1]}, "stop_token_ids[1]", "-1"),
+    ({"stop_token_ids": [0, -1]}, "stop_token_ids", "[1] is -1"),
     ({"stop_token_ids": [9, 10**6]}, "stop_token_ids", "[1] is 1000000"),
     ({"presence_penalty": 1e30}, "presence_penalty", "not supported yet"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported yet"),
@@ -95,7 +95,7 @@ BODIES: list[tuple[bytes, int, str]] = [
     (b'{"prompt": "x", "temperature": NaN}', 400, "temperature is nan"),
     (b'{"prompt": "x", "temperature": -Infinity}', 400, "temperature is -inf"),
     (b'{"prompt": "x", "top_p": 1e999}', 400, "top_p is inf"),
-    (b'{"prompt": "x", "pad": "' + b"x" * 5000 + b'"}', 413, "larger than 4096 bytes"),
+    (b'{"prompt": "x", "pad": "' + b"x" * 20_000 + b'"}', 413, "larger than 16384 bytes"),
 ]
 
 
@@ -109,7 +109,7 @@ async def check(server: Gateway, response: Any, status: int, param: str | None, 
     assert len(error["message"]) < 500
     assert error["type"] == "invalid_request_error"
     if param is not None:
-        assert error["param"] == param
+        assert error["param"].partition("[")[0] == param
     assert (await server.post(COMPLETIONS, prompt="ok", max_tokens=1)).status_code == 200
 
 
@@ -152,31 +152,34 @@ async def test_messages_that_do_not_fit_are_refused_with_the_place() -> None:
 
 
 async def test_bodies_that_are_no_request_are_refused() -> None:
-    async with gateway(max_body_bytes=4096) as server:
+    async with gateway(max_body_bytes=16384) as server:
         for body, status, words in BODIES:
             response = await server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
             await check(server, response, status, None, words)
 
 
-async def test_a_body_without_a_length_is_cut_at_the_limit() -> None:
-    async def endless() -> Any:
-        while True:
-            yield b" " * 1024
+async def first_answer(server: Gateway, head: bytes, bodies: bytes) -> bytes:
+    """What the server answers to a request whose body never ends; fails unless it hangs up by itself."""
+    host, port = server.http_address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + head + bodies)
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()
 
+
+async def test_a_body_without_a_length_is_cut_at_the_limit() -> None:
     async with gateway(max_body_bytes=4096) as server:
-        response = await server.http.post(COMPLETIONS, content=endless(), headers={"Content-Type": "application/json"})
-        await check(server, response, 413, None, "4096")
+        chunks = (b"400\r\n" + b" " * 1024 + b"\r\n") * 5
+        answer = await first_answer(server, b"Transfer-Encoding: chunked\r\n\r\n", chunks)
+        assert b" 413 " in answer.splitlines()[0]
+        assert b"larger than 4096 bytes" in answer
 
 
 async def test_a_body_that_does_not_come_times_out() -> None:
     async with gateway(body_timeout=0.1) as server:
-        host, port = server.http_address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        )
-        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
-        writer.close()
+        answer = await first_answer(server, b"Content-Length: 9\r\n\r\n", b"{")
         assert b" 408 " in answer.splitlines()[0]
         assert b"did not arrive within 0.1 s" in answer
 

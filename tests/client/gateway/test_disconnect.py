@@ -1,0 +1,86 @@
+"""A caller who goes away, by HTTP or gRPC, streaming or not, stops the work within two engine steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import httpx
+import pytest
+
+from allspan.protos import inference_pb2 as pb
+from allspan.protos import inference_pb2_grpc as rpc
+from support.gateway import Gateway, eventually, fake_engine, gateway
+
+STEP_S = 0.02
+
+
+async def assert_all_stopped(server: Gateway, count: int) -> None:
+    engine = server.engine
+    await eventually(lambda: len(engine.asked) == count and all(a.released for a in engine.asked.values()))
+    for asked in engine.asked.values():
+        assert asked.stopped
+        assert asked.steps - asked.steps_when_stopped <= 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_http_client_that_hangs_up(path: str, stream: bool, n: int) -> None:
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    async with gateway(fake_engine(endless=True, step_s=STEP_S)) as server:
+        host, port = server.http_address.removeprefix("http://").split(":")
+        data = json.dumps(body | {"n": n, "stream": stream, "max_tokens": 200}).encode()
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        writer.write(head.encode() + b"\r\n\r\n" + data)
+        await eventually(lambda: len(server.engine.asked) == n and all(a.steps for a in server.engine.asked.values()))
+        steps = server.engine.last.steps
+        writer.close()
+        await eventually(lambda: server.engine.last.stopped)
+        assert server.engine.last.steps_when_stopped - steps <= 2
+        await assert_all_stopped(server, n)
+        assert (await server.post("/v1/completions", prompt="x", max_tokens=1)).status_code == 200
+
+
+async def test_http_client_that_hangs_up_before_the_engine_has_said_yes() -> None:
+    engine = fake_engine(endless=True, step_s=STEP_S, admission=asyncio.Event())
+    async with gateway(engine) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            await server.http.post("/v1/completions", json={"prompt": "x"}, timeout=0.05)
+        assert engine.admission is not None
+        engine.admission.set()
+        await eventually(lambda: all(asked.released for asked in engine.asked.values()))
+        assert (await server.post("/v1/completions", prompt="x", max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "channel"])
+async def test_grpc_caller_that_cancels_expires_or_vanishes(how: str) -> None:
+    async with gateway(fake_engine(endless=True, step_s=STEP_S)) as server:
+        channel = grpc.aio.insecure_channel(server.grpc_address)
+        timeout = 0.3 if how == "deadline" else 30
+        call = rpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"), timeout=timeout)
+        first = await call.read()
+        assert first.text
+        if how == "cancel":
+            call.cancel()
+        elif how == "channel":
+            await channel.close()
+        else:
+            assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await assert_all_stopped(server, 1)
+        await channel.close()
+
+
+async def test_a_reader_that_is_slow_gets_everything_in_fewer_chunks() -> None:
+    async with (
+        gateway(fake_engine(tokens=tuple(b"y" * 200))) as server,
+        server.http.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 250, "stream": True}
+        ) as response,
+    ):
+        await eventually(lambda: not server.engine.running)
+        text = "".join([part async for part in response.aiter_text()])
+    payloads = [json.loads(line[6:]) for line in text.split("\n\n") if line and not line.endswith("[DONE]")]
+    assert "".join(payload["choices"][0]["text"] for payload in payloads) == "y" * 200
