@@ -66,7 +66,8 @@ def checked_ids(prompt: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
             raise InvalidRequest(f"prompt[{position}] is {entry!r}, must be a token id (an integer)", "prompt")
         token_id = operator.index(entry)
         if not 0 <= token_id < sizes.vocab_size:
-            raise InvalidRequest(f"prompt[{position}] is {token_id}, must be from 0 to {sizes.vocab_size - 1}", "prompt")
+            last = sizes.vocab_size - 1
+            raise InvalidRequest(f"prompt[{position}] is {token_id}, must be from 0 to {last}", "prompt")
         ids.append(token_id)
     return tuple(ids)
 

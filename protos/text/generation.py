@@ -55,7 +55,8 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
     try:
         SamplingParams(**defaults.sampling())
     except InvalidRequest as error:
-        raise CheckpointError(f"{file}: {error.message}") from error
+        message = error.message.replace("max_tokens", "max_new_tokens", 1)  # its name in that file
+        raise CheckpointError(f"{file}: {message}") from error
     return defaults
 
 

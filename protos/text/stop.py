@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class StopStrings:
     """Lets text through up to the first stop string, and holds back only what could still become one.
 
-    The first stop string is the one that begins first; of several that begin there, the one listed first.
+    The first stop string is the one that is complete first; of several that are complete at once, the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,12 +21,12 @@ class StopStrings:
         if self._matched is not None:
             return "", self._matched
         text = self._held + delta
-        found = [(at, order) for order, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
-        pending = self._pending(text)
-        if found and min(found)[0] <= pending:
-            at, order = min(found)
-            self._matched, self._held = self._stops[order], ""
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, at = min(found)
+            self._matched, self._held = text[at:end], ""
             return text[:at], self._matched
+        pending = self._pending(text)
         self._held = text[pending:]
         return text[:pending], None
 

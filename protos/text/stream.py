@@ -1,6 +1,7 @@
 """From a request's tokens to its text: incremental, never half a character, cut before a stop string.
 
-Shared by both engines' `generate` and the gateway. The request's owner stops it on the engine when `TextDelta.stopped_early` is set:
+Shared by both engines' `generate` and the gateway. The request's owner stops it on the engine when
+`TextDelta.stopped_early` is set:
 
     stream = TextStream(tokenizer, params)
     async for output in queue:

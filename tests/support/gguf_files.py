@@ -43,7 +43,7 @@ def byte_alphabet() -> list[str]:
 def byte_level_gguf(
     path: Path, merges: Sequence[str] = (), special: Mapping[str, int] | None = None, **metadata: Any
 ) -> Path:
-    """Byte-level BPE: ids 0..255 are the bytes, then what the merges make, then special texts with their token types."""
+    """Byte-level BPE: ids 0..255 are the bytes, then what the merges make, then special texts with their types."""
     special = special or {}
     tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), *special]
     types = [NORMAL] * (256 + len(merges)) + list(special.values())

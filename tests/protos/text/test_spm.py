@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ def by_definition(tokens: dict[str, int], scores: list[float], text: str) -> lis
     while True:
         unions = [
             (scores[tokens[a + b]], -i)
-            for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+            for i, (a, b) in enumerate(pairwise(parts))
             if a + b in tokens
         ]
         if not unions:
