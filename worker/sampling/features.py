@@ -1,186 +1,156 @@
-"""What a request may ask of the sampler, one class each with the same verbs.
+"""What a request may ask of the sampler, one class each, applied to one row of logits at a time.
 
-`add(row, params, prompt_len)` and `remove(row)` keep a feature's state for the rows of the batch; `apply(logits, rows,
-positions)` changes logits [m, vocabulary] (float32) in place for those rows, and returns at once when none asks.
-Order: min_tokens, then temperature, top-k, top-p, min-p.
+`add(row, params, prompt_len)` and `remove(row)` keep a feature's state for the rows of the batch. Then either
+`apply(row, position, logits)` changes the row's logits in place, or `threshold(row, logits)` says below which logit
+tokens are left out (None: nothing asked for, nothing computed). Order: min_tokens, temperature, top-k, top-p, min-p; each
+filter sees what the one before it has left.
 
-Every filter is a threshold on its row's logits: what lies below becomes -inf. So tokens of equal logits stay or go
-together, and the outcome depends neither on how a sort breaks ties nor on the other rows.
+Filters are thresholds, so tokens of equal logits stay or go together, and no outcome depends on how a sort breaks ties.
+Each row is worked on alone, so none depends on the other rows either.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from allspan.protos.sampling import SamplingParams
 
-Rows = NDArray[np.int64]
-
-_FIRST_CANDIDATES = 256
-"""Of top-p: how many of the most likely tokens are sorted before the whole vocabulary is."""
+Logits = NDArray[np.float32]
 
 
-class Feature(Protocol):
-    """One row of the sampler's list."""
+class Change(Protocol):
+    """Changes logits [vocabulary] of a row that is about to get the token at `position` of its request."""
 
     def add(self, row: int, params: SamplingParams, prompt_len: int) -> None: ...
 
     def remove(self, row: int) -> None: ...
 
-    def apply(self, logits: Tensor, rows: Rows, positions: Rows) -> None: ...
+    def apply(self, row: int, position: int, logits: Logits) -> None: ...
+
+
+class Filter(Protocol):
+    """Leaves out tokens of a row whose logits lie below a threshold."""
+
+    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None: ...
+
+    def remove(self, row: int) -> None: ...
+
+    def threshold(self, row: int, logits: Logits) -> float | None: ...
 
 
 class MinTokens:
     """Masks the ids that would end the request until it has `min_tokens` output tokens."""
 
     def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
-        self._eos = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
-        self._masks: dict[int, tuple[int, Tensor]] = {}
+        self._eos = {token_id for token_id in eos_token_ids if token_id < vocab_size}
+        self._masks: dict[int, tuple[int, NDArray[np.int64]]] = {}
 
     def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
+        ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos)
         if params.min_tokens > 0 and ids:
-            self._masks[row] = (prompt_len + params.min_tokens, torch.tensor(sorted(ids)))
+            self._masks[row] = (prompt_len + params.min_tokens, np.array(sorted(ids)))
 
     def remove(self, row: int) -> None:
         self._masks.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: Rows, positions: Rows) -> None:
-        if not self._masks:
-            return
-        for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            first, ids = self._masks.get(row, (0, None))
-            if ids is not None and position < first:
-                logits[i, ids.to(logits.device)] = -torch.inf
+    @property
+    def rows(self) -> set[int]:
+        """Those that may need `apply`."""
+        return set(self._masks)
+
+    def apply(self, row: int, position: int, logits: Logits) -> None:
+        if row in self._masks:
+            first, ids = self._masks[row]
+            if position < first:
+                logits[ids] = -math.inf
 
 
-class PerRowValue:
-    """A number a row, with a neutral value that does nothing."""
-
-    def __init__(self, max_rows: int, neutral: float) -> None:
-        self._neutral = neutral
-        self._values = np.full(max_rows, neutral, dtype=np.float64)
-        self._users: set[int] = set()
-
-    def put(self, row: int, value: float) -> None:
-        if value != self._neutral:
-            self._values[row] = value
-            self._users.add(row)
-
-    def remove(self, row: int) -> None:
-        self._values[row] = self._neutral
-        self._users.discard(row)
-
-    def users(self, rows: Rows) -> tuple[Rows, NDArray[np.float64]] | None:
-        """Indices into `rows` of those with a value of their own, and these values; None: nobody."""
-        if not self._users:
-            return None
-        values = self._values[rows]
-        at = np.flatnonzero(values != self._neutral)
-        return (at, values[at]) if at.size else None
-
-
-class Temperature(PerRowValue):
+class Temperature:
     """Divides the logits. Greedy rows never come here."""
 
-    def __init__(self, max_rows: int) -> None:
-        super().__init__(max_rows, 1.0)
+    def __init__(self) -> None:
+        self._divisors: dict[int, np.float32] = {}
 
     def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        self.put(row, 1.0 if params.is_greedy else params.temperature)
+        if params.temperature != 1.0 and not params.is_greedy:
+            self._divisors[row] = np.float32(params.temperature)
 
-    def apply(self, logits: Tensor, rows: Rows, positions: Rows) -> None:
-        if self.users(rows) is not None:
-            logits /= _column(self._values[rows], logits)
+    def remove(self, row: int) -> None:
+        self._divisors.pop(row, None)
+
+    def apply(self, row: int, position: int, logits: Logits) -> None:
+        if row in self._divisors:
+            logits /= self._divisors[row]
 
 
-class TopK(PerRowValue):
+class TopK:
     """Keeps the k largest logits, and those equal to the k-th."""
 
-    def __init__(self, max_rows: int) -> None:
-        super().__init__(max_rows, 0.0)
+    def __init__(self) -> None:
+        self._ks: dict[int, int] = {}
 
     def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        self.put(row, max(params.top_k, 0))
+        if params.top_k > 0:
+            self._ks[row] = params.top_k
 
-    def apply(self, logits: Tensor, rows: Rows, positions: Rows) -> None:
-        used = self.users(rows)
-        if used is None:
-            return
-        at, ks = used
-        x = _select(logits, at)
-        k = torch.from_numpy(ks).long().clamp(max=x.shape[1]).to(x.device)
-        best = torch.topk(x, int(k.max()), dim=1).values
-        _keep_from(logits, at, x, best.gather(1, k[:, None] - 1))
+    def remove(self, row: int) -> None:
+        self._ks.pop(row, None)
+
+    def threshold(self, row: int, logits: Logits) -> float | None:
+        k = self._ks.get(row)
+        return None if k is None or k >= len(logits) else kth_largest(logits, k)
 
 
-class TopP(PerRowValue):
+class TopP:
     """Keeps the most likely tokens whose probabilities reach p: each one before which less than p has been gathered."""
 
-    def __init__(self, max_rows: int) -> None:
-        super().__init__(max_rows, 1.0)
+    def __init__(self) -> None:
+        self._ps: dict[int, float] = {}
 
     def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        self.put(row, params.top_p)
+        if params.top_p < 1.0:
+            self._ps[row] = params.top_p
 
-    def apply(self, logits: Tensor, rows: Rows, positions: Rows) -> None:
-        used = self.users(rows)
-        if used is None:
-            return
-        at, ps = used
-        x = _select(logits, at)
-        wanted = _column(ps, x, torch.float64) * cumulative_weights(x)[:, -1:]
-        count = min(_FIRST_CANDIDATES, x.shape[1])
-        best = torch.topk(x, count, dim=1).values
-        gathered = cumulative_weights(best)
-        if bool((gathered[:, -1:] < wanted).any()):
-            best = torch.sort(x, dim=1, descending=True).values
-            gathered = cumulative_weights(best)
-        last = (gathered < wanted).sum(dim=1, keepdim=True).clamp(max=best.shape[1] - 1)
-        _keep_from(logits, at, x, best.gather(1, last))
+    def remove(self, row: int) -> None:
+        self._ps.pop(row, None)
+
+    def threshold(self, row: int, logits: Logits) -> float | None:
+        p = self._ps.get(row)
+        if p is None:
+            return None
+        best = -np.sort(-logits)
+        gathered = np.cumsum(weights(best))
+        return float(best[np.searchsorted(gathered, p * gathered[-1])])
 
 
-class MinP(PerRowValue):
+class MinP:
     """Keeps tokens at least `min_p` times as likely as the most likely one."""
 
-    def __init__(self, max_rows: int) -> None:
-        super().__init__(max_rows, 0.0)
+    def __init__(self) -> None:
+        self._distances: dict[int, float] = {}
 
     def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        self.put(row, params.min_p)
+        if params.min_p > 0.0:
+            self._distances[row] = math.log(params.min_p)
 
-    def apply(self, logits: Tensor, rows: Rows, positions: Rows) -> None:
-        used = self.users(rows)
-        if used is None:
-            return
-        at, ratios = used
-        x = _select(logits, at)
-        _keep_from(logits, at, x, x.amax(dim=1, keepdim=True) + _column(np.log(ratios), x))
+    def remove(self, row: int) -> None:
+        self._distances.pop(row, None)
 
-
-def cumulative_weights(logits: Tensor) -> Tensor:
-    """float64 [m, w]: running sums of exp(logit - largest), each row added up from left to right. The last is the
-    total; a sum in another order would depend on the number of rows."""
-    weights = torch.exp(logits - logits.amax(dim=1, keepdim=True))
-    return torch.cumsum(weights, dim=1, dtype=torch.float64)
+    def threshold(self, row: int, logits: Logits) -> float | None:
+        distance = self._distances.get(row)
+        return None if distance is None else float(logits.max()) + distance
 
 
-def _column(values: NDArray[np.float64], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.from_numpy(values).to(like.device, dtype or like.dtype)[:, None]
+def kth_largest(logits: Logits, k: int) -> float:
+    """1 <= k <= len(logits)."""
+    return float(np.partition(logits, len(logits) - k)[len(logits) - k])
 
 
-def _select(logits: Tensor, at: Rows) -> Tensor:
-    """Those rows; all of them without a copy."""
-    return logits if len(at) == logits.shape[0] else logits[torch.from_numpy(at).to(logits.device)]
-
-
-def _keep_from(logits: Tensor, at: Rows, x: Tensor, threshold: Tensor) -> None:
-    """Masks what lies below `threshold` [users, 1] in x (rows `at` of the logits) and writes these rows back."""
-    kept = x.masked_fill_(x < threshold, -torch.inf)
-    if kept is not logits:
-        logits[torch.from_numpy(at).to(logits.device)] = kept
+def weights(logits: Logits) -> NDArray[np.float64]:
+    """exp(logit - the largest): probabilities but for one factor, to be added up in float64."""
+    exponentials: NDArray[np.float64] = np.exp(logits - logits.max()).astype(np.float64)
+    return exponentials

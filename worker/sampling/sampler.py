@@ -6,6 +6,7 @@ logits, its parameters, its seed and its position alone: never on its batch or o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,16 +18,23 @@ from allspan.protos.results import TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.sampling.features import (
-    Feature,
+    Change,
+    Filter,
+    Logits,
     MinP,
     MinTokens,
-    Rows,
     Temperature,
     TopK,
     TopP,
-    cumulative_weights,
+    kth_largest,
+    weights,
 )
 from allspan.worker.sampling.philox import uniforms
+
+Rows = NDArray[np.int64]
+
+_BLOCK = 256
+"""Weights are added up by blocks, then searched within one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +56,25 @@ class Sampler:
         self._vocab_size = sum(widths)
         self._collectives = collectives
         self._min_tokens = MinTokens(eos_token_ids, self._vocab_size)
-        self._filters: tuple[Feature, ...] = (
-            Temperature(max_rows),
-            TopK(max_rows),
-            TopP(max_rows),
-            MinP(max_rows),
-        )
+        self._temperature = Temperature()
+        self._filters: tuple[Filter, ...] = (TopK(), TopP(), MinP())
         self._is_random = np.zeros(max_rows, dtype=np.bool_)
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
 
+    @property
+    def _features(self) -> tuple[Change | Filter, ...]:
+        return self._min_tokens, self._temperature, *self._filters
+
     def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        for feature in (self._min_tokens, *self._filters):
+        for feature in self._features:
             feature.add(row, params, prompt_len)
         self._is_random[row] = not params.is_greedy
         self._seeds[row] = params.seed or 0
-        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
 
     def remove(self, row: int) -> None:
-        for feature in (self._min_tokens, *self._filters):
+        for feature in self._features:
             feature.remove(row)
         self._is_random[row] = False
         self._num_logprobs[row] = -1
@@ -75,62 +83,100 @@ class Sampler:
         """One token for each of `rows` [m]. `logits` float32 [m, widths[rank]] is this rank's slice and is overwritten;
         `positions` [m] are the tokens' indices in their requests, prompt included."""
         world = self._collectives
-        asked = self._num_logprobs[rows]
-        most = int(asked.max(initial=-1))
+        most = int(self._num_logprobs[rows].max(initial=-1))
+        # The token; then, if any row asked, its log-probability, the most likely ids and theirs (floats as their bits).
         columns = 1 if most < 0 else 2 + 2 * most
-        mine = slice(world.rank, None, world.size)
         if world.size == 1:
-            result = self._sample_rows(logits, rows, positions, columns)
-        else:
-            whole = logits.new_empty((len(rows[mine]), self._vocab_size))
-            world.exchange_rows(logits, self._widths, whole)
-            part = self._sample_rows(whole, rows[mine], positions[mine], columns)
-            result = part.new_empty((len(rows), columns))
-            world.all_gather_rows(part, result)
-        return _unpack(result.cpu().numpy(), rows, asked)
+            return self._unpack(self._sample_rows(logits.cpu().numpy(), rows, positions, columns), rows)
+        mine = slice(world.rank, None, world.size)
+        whole = logits.new_empty((len(rows[mine]), self._vocab_size))
+        world.exchange_rows(logits, self._widths, whole)
+        part = self._sample_rows(whole.cpu().numpy(), rows[mine], positions[mine], columns)
+        result = torch.empty((len(rows), columns), dtype=torch.int32)
+        world.all_gather_rows(torch.from_numpy(part), result)
+        return self._unpack(result.numpy(), rows)
 
-    def _sample_rows(self, logits: Tensor, rows: Rows, positions: Rows, columns: int) -> Tensor:
-        """int32 [m, columns]: the token; then, if asked for, its log-probability, the most likely ids and theirs."""
-        raw = torch.log_softmax(logits, dim=1) if columns > 1 else None
-        self._min_tokens.apply(logits, rows, positions)
-        best = torch.argmax(logits, dim=1)
-        is_finite = torch.isfinite(logits.gather(1, best[:, None])[:, 0])
-        random = np.flatnonzero(self._is_random[rows])
+    def _sample_rows(self, logits: Logits, rows: Rows, positions: Rows, columns: int) -> NDArray[np.int32]:
+        """int32 [m, columns] for whole rows of logits [m, vocabulary]."""
+        result = np.zeros((len(rows), columns), dtype=np.int32)
+        at = np.arange(len(rows))
+        logprobs = [(i, LogSoftmax(logits[i])) for i in np.flatnonzero(self._num_logprobs[rows] >= 0).tolist()]
+        if self._min_tokens.rows:
+            for i, row in enumerate(rows.tolist()):
+                self._min_tokens.apply(row, int(positions[i]), logits[i])
+        tokens = np.argmax(logits, axis=1)
+        is_finite = np.isfinite(logits[at, tokens])
+        random = np.flatnonzero(self._is_random[rows] & is_finite)
         if random.size:
-            self._draw(logits, best, random, rows, positions)
-        tokens = torch.where(is_finite, best, -1).to(torch.int32)[:, None]
-        if raw is None:
-            return tokens
-        top = torch.topk(raw, min((columns - 2) // 2, raw.shape[1]), dim=1)
-        chosen = raw.gather(1, best[:, None])
-        floats = torch.cat([chosen, top.values], dim=1).view(torch.int32)
-        result = torch.cat([tokens, floats[:, :1], top.indices.to(torch.int32), floats[:, 1:]], dim=1)
-        return torch.nn.functional.pad(result, (0, columns - result.shape[1]))
+            shares = uniforms(self._seeds[rows[random]], positions[random])
+            for i, share in zip(random.tolist(), shares.tolist(), strict=True):
+                tokens[i] = self._draw(logits[i], int(rows[i]), int(positions[i]), share)
+        result[:, 0] = np.where(is_finite, tokens, -1)
+        for i, distribution in logprobs:
+            result[i, 1:] = distribution.packed(int(tokens[i]), int(self._num_logprobs[rows[i]]), columns - 1)
+        return result
 
-    def _draw(self, logits: Tensor, tokens: Tensor, at: Rows, rows: Rows, positions: Rows) -> None:
-        """Replaces tokens[at] by draws: the first token at which the running sum passes a random share of the total."""
-        where = torch.from_numpy(at).to(logits.device)
-        x = logits if at.size == len(rows) else logits[where]
-        rows, positions = rows[at], positions[at]
-        for feature in self._filters:
-            feature.apply(x, rows, positions)
-        sums = cumulative_weights(x)
-        # A uniform number is at most 1 - 2**-53, so its product with the total is less than the total, even rounded:
-        # the search never runs into the masked tokens at the end.
-        shares = torch.from_numpy(uniforms(self._seeds[rows], positions)).to(x.device)[:, None]
-        tokens[where] = torch.searchsorted(sums, shares * sums[:, -1:], right=True)[:, 0].clamp_(max=x.shape[1] - 1)
+    def _draw(self, logits: Logits, row: int, position: int, share: float) -> int:
+        """The token at which the running sum of the probabilities passes `share` of their total."""
+        self._temperature.apply(row, position, logits)
+        ids: NDArray[np.int64] | None = None
+        for each in self._filters:
+            threshold = each.threshold(row, logits)
+            if threshold is not None:
+                kept = np.flatnonzero(logits >= np.float32(threshold))
+                logits = logits[kept]
+                ids = kept if ids is None else ids[kept]
+        drawn = draw(weights(logits), share)
+        return drawn if ids is None else int(ids[drawn])
+
+    def _unpack(self, result: NDArray[np.int32], rows: Rows) -> Sampled:
+        tokens = result[:, 0]
+        if result.shape[1] == 1:
+            return Sampled(tokens, {})
+        most = (result.shape[1] - 2) // 2
+        floats = result.view(np.float32)
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        for i, row in enumerate(rows.tolist()):
+            count = int(self._num_logprobs[row])
+            if count >= 0:
+                ids = result[i, 2 : 2 + count].tolist()
+                top = floats[i, 2 + most : 2 + most + count].tolist()
+                logprobs[row] = (TokenLogprob(float(floats[i, 1]), tuple(zip(ids, top, strict=True))),)
+        return Sampled(tokens, logprobs)
 
 
-def _unpack(result: NDArray[np.int32], rows: Rows, asked: Rows) -> Sampled:
-    tokens = result[:, 0]
-    if result.shape[1] == 1:
-        return Sampled(tokens, {})
-    most = (result.shape[1] - 2) // 2
-    values = result.view(np.float32)
-    logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-    for i in np.flatnonzero(asked >= 0).tolist():
-        count = int(asked[i])
-        ids = result[i, 2 : 2 + count].tolist()
-        top = values[i, 2 + most : 2 + most + count].tolist()
-        logprobs[int(rows[i])] = (TokenLogprob(float(values[i, 1]), tuple(zip(ids, top, strict=True))),)
-    return Sampled(tokens, logprobs)
+class LogSoftmax:
+    """Log-probabilities of one row of logits, summed in float64."""
+
+    def __init__(self, logits: Logits) -> None:
+        """Keeps a copy: the row is changed later."""
+        self._logits = logits.copy()
+        self._normaliser = math.log(weights(logits).sum()) + float(logits.max())
+
+    def packed(self, token: int, count: int, columns: int) -> NDArray[np.int32]:
+        """int32 [columns]: the token's value; the ids of the `count` largest, best first, of equals the lowest first;
+        their values. Floats as their bits; (columns - 1) / 2 places for each of the last two."""
+        places = (columns - 1) // 2
+        result = np.zeros(columns, dtype=np.int32)
+        values = result.view(np.float32)
+        values[0] = self._logits[token] - self._normaliser
+        if count:
+            ids = np.flatnonzero(self._logits >= np.float32(kth_largest(self._logits, count)))
+            ids = ids[np.argsort(-self._logits[ids], kind="stable")][:count]
+            result[1 : 1 + count] = ids
+            values[1 + places : 1 + places + count] = self._logits[ids] - self._normaliser
+        return result
+
+
+def draw(probabilities: NDArray[np.float64], share: float) -> int:
+    """The first index at which the running sum exceeds `share`, in [0, 1), of the total: one of positive probability."""
+    blocks = np.cumsum(np.add.reduceat(probabilities, np.arange(0, len(probabilities), _BLOCK)))
+    wanted = share * blocks[-1]
+    # `share` is at most 1 - 2**-53, so `wanted`, even rounded, is less than the total: the search ends in a block.
+    block = int(np.searchsorted(blocks, wanted, side="right"))
+    first = block * _BLOCK
+    sums = np.cumsum(probabilities[first : first + _BLOCK])
+    rest = wanted - (blocks[block - 1] if block else 0.0)
+    # A block's running sum may end a rounding error below its share of `blocks`.
+    rest = min(rest, np.nextafter(sums[-1], 0.0))
+    return first + int(np.searchsorted(sums, rest, side="right"))

@@ -28,7 +28,7 @@ LIMITS = Limits(
 
 
 class World:
-    """A scheduler, and rows as a rank would mirror them. The n-th output token of a request is n, or what `script` says."""
+    """A scheduler, and rows as a rank mirrors them. The n-th output token of a request is n, or what `script` says."""
 
     def __init__(self, script: dict[int, dict[int, int]] | None = None, **limits: int) -> None:
         self.scheduler = Scheduler(dataclasses.replace(LIMITS, **limits), (EOS,), clock=self._tick)

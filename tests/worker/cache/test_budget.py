@@ -1,0 +1,49 @@
+"""How many pages a rank gets, and the refusal when one context does not fit."""
+
+import re
+
+import pytest
+
+from allspan.protos.config import CacheConfig
+from allspan.protos.errors import ConfigError
+from allspan.worker.cache.budget import CacheDemand, num_kv_pages
+
+MIB = 2**20
+
+
+def demand(available=64 * MIB, ranks=1, context=100, seqs=4, page=MIB // 16):
+    return CacheDemand(
+        bytes_per_page=page, max_model_len=context, max_num_seqs=seqs, available_bytes=available, ranks_on_node=ranks
+    )
+
+
+def test_a_quarter_of_the_node_is_shared_by_its_ranks():
+    assert num_kv_pages(CacheConfig(), demand(seqs=1000)) == 64 * 16 // 4
+    assert num_kv_pages(CacheConfig(), demand(seqs=1000, ranks=2)) == 64 * 16 // 8
+
+
+def test_no_more_is_taken_than_all_rows_can_fill():
+    assert num_kv_pages(CacheConfig(), demand(seqs=4, context=100)) == 4 * 4
+
+
+def test_a_given_size_is_taken_as_it_is():
+    assert num_kv_pages(CacheConfig(kv_cache_bytes=10 * MIB + 5), demand(available=0)) == 160
+
+
+def test_the_refusal_names_what_is_needed_and_the_longest_context_that_fits():
+    with pytest.raises(ConfigError) as caught:
+        num_kv_pages(CacheConfig(), demand(available=2 * MIB, context=1000))
+    message = caught.value.message
+    fits = int(re.search(r"max_model_len to at most (\d+)", message).group(1))
+    needs = int(re.search(r"kv_cache_bytes to at least (\d+)", message).group(1))
+    assert num_kv_pages(CacheConfig(), demand(available=2 * MIB, context=fits)) >= 1
+    with pytest.raises(ConfigError):
+        num_kv_pages(CacheConfig(), demand(available=2 * MIB, context=fits + 1))
+    num_kv_pages(CacheConfig(kv_cache_bytes=needs), demand(context=1000))
+    with pytest.raises(ConfigError):
+        num_kv_pages(CacheConfig(kv_cache_bytes=needs - 1), demand(context=1000))
+
+
+def test_nothing_fits_when_not_even_a_page_does():
+    with pytest.raises(ConfigError, match="kv_cache_bytes is 1"):
+        num_kv_pages(CacheConfig(kv_cache_bytes=1), demand())
