@@ -27,7 +27,7 @@ from allspan.protos.wire import deliver, sampling_to_wire
 
 CALL_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 10.0
-CAUSE_TIMEOUT_S = 1.0
+CAUSE_TIMEOUT_S = 1.5
 CAUSE_POLL_S = 0.02
 REVIVE_POLL_S = 0.25
 
@@ -169,7 +169,7 @@ class Session:
         self._spawn(self._revive())
 
     async def _cause(self, world: World) -> str:
-        """The supervisor knows more than a broken stream tells; it has a second to say so."""
+        """The supervisor knows more than a broken stream tells, and takes up to a second to find it out."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CAUSE_TIMEOUT_S
         while loop.time() < deadline:

@@ -60,7 +60,7 @@ class Round:
     decode_tokens: int
 
 
-def run_latency(model: str, config: LatencyConfig, **serve_options: Any) -> dict[str, Any]:
+def run_latency(model: str, config: LatencyConfig, quiet: bool = False, **serve_options: Any) -> dict[str, Any]:
     """Starts a cluster with `serve_options`, measures and ends it. Seconds, bytes and tokens per second.
 
     A context that fits the requests, and room for all of them at once, are asked for unless the options say otherwise.
@@ -69,7 +69,7 @@ def run_latency(model: str, config: LatencyConfig, **serve_options: Any) -> dict
     if not options.get("max_model_len"):
         options["max_model_len"] = config.input_len + config.output_len
     options.setdefault("max_num_seqs", max(config.batch_size, 64))
-    with ClientEngine(model, **options) as engine:
+    with ClientEngine(model, quiet=quiet, **options) as engine:
         before, rounds, after = measure(engine, config)
         vocab_size = engine.cluster.vocab_size
     report = summary(config, rounds, before, after)
