@@ -1,0 +1,129 @@
+"""The command line as a user types it: what is refused, with which words and which exit code. Nothing is loaded here."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from allspan.launch.cli import COMMANDS, usage
+from allspan.launch.session import serve_options
+from allspan.launch.settings import serve_parser, serve_settings
+
+
+def allspan(*argv: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "allspan.launch.cli", *argv]
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder that nothing reads."""
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["sreve"], 2, ["unknown command 'sreve'", "did you mean serve"]),
+        (["--sreve"], 2, ["unknown flag '--sreve'"]),
+        (["serve", "--prot", "1"], 2, ["unknown flag --prot", "--port"]),
+        (["serve", "--port", "70000"], 2, ["--port", "70000", "from 0 to 65535"]),
+        (["serve", "--ranks", "-1"], 2, ["--ranks", "-1"]),
+        (["serve", "--max-model-len", "1", "{folder}"], 2, ["--max-model-len", "1", "at least 2"]),
+        (["serve", "--ranks", "999", "{folder}"], 2, ["--ranks", "999 x 1 = 999", "--oversubscribe"]),
+        (["serve", "--threads", "999", "{folder}"], 2, ["--threads", "x 999 =", "--oversubscribe"]),
+        (["serve", "--parent-pid", "2147483646", "{folder}"], 2, ["--parent-pid", "2147483646"]),
+        (["serve", "nosuch"], 3, ["'nosuch'", "SmolLM2-135M-Instruct"]),
+        (["serve", "./no.gguf"], 3, ["'./no.gguf'", "give a folder"]),
+        (["plan", "nosuch"], 3, ["'nosuch'"]),
+        (["pull", "nosuch"], 3, ["'nosuch'"]),
+        (["chat", "nosuch"], 3, ["'nosuch'"]),
+        (["generate", "{folder}"], 2, ["--prompt is missing"]),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], 2, ["max_tokens is 0"]),
+        (["generate", "--prompt", "x", "--temperature", "nan"], 2, ["temperature is nan"]),
+        (["generate", "--prompt", "x", "--top-p", "1.5"], 2, ["top_p is 1.5"]),
+        (["bench", "speed"], 2, ["unknown benchmark 'speed'", "latency"]),
+        (["bench", "latency", "--batch-size", "0"], 2, ["--batch-size is 0"]),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_an_exit_code(folder: Path, argv: list[str], code: int, words: list[str]) -> None:
+    run = allspan(*(word.replace("{folder}", str(folder)) for word in argv))
+    lines = run.stderr.splitlines()
+    assert run.returncode == code, run.stderr
+    assert len(lines) == 1, run.stderr
+    assert all(word in lines[0] for word in words), lines[0]
+    assert run.stdout == ""
+
+
+def test_a_busy_port_is_named_before_anything_loads(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        run = allspan("serve", str(folder), "--port", str(port), "--grpc-port", "0")
+    assert run.returncode == 2
+    assert f"port {port} (--port)" in run.stderr.splitlines()[-1]
+
+
+def test_a_program_that_started_it_reads_the_failure(folder: Path) -> None:
+    run = allspan("serve", str(folder), "--no-gateway", "--ranks", "999")
+    assert run.returncode == 2
+    word, _, rest = run.stdout.partition("FAILED ")
+    assert word == "ALLSPAN "
+    assert json.loads(rest)["code"] == "config"
+
+
+def test_help_needs_no_torch_and_no_time() -> None:
+    started = time.monotonic()
+    run = allspan("--help")
+    assert run.returncode == 0
+    assert time.monotonic() - started < 5
+    assert all(name in run.stdout for name in COMMANDS)
+    code = "import sys; from allspan.launch.cli import main; main(['serve', '--help'])"
+    probe = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); {code}"
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stderr.strip() == "False"
+
+
+def test_usage_lists_every_command() -> None:
+    assert all(name in usage() for name in ("serve", "chat", "generate", "pull", "doctor", "plan", "bench"))
+
+
+def test_other_spellings_mean_the_same() -> None:
+    parse = serve_parser().parse
+    ours = parse(["m", "--ranks", "2", "--load-format", "dummy", "--max-model-len", "64", "--no-restart"])
+    for ranks in ("-tp", "--tensor-parallel-size"):
+        theirs = parse(["m", ranks, "2", "--random-weights", "--context-length", "64", "--no-restart"])
+        assert theirs == ours
+    settings = serve_settings(ours)
+    assert (settings.placement.ranks, settings.weights.load_format, settings.supervisor.restart) == (2, "dummy", False)
+
+
+def test_every_stable_flag_is_there() -> None:
+    text = serve_parser().format_help()
+    flags = "--ranks -tp --tensor-parallel-size --threads --dtype --max-model-len --load-format --random-weights --host"
+    flags += " --port --grpc-port --no-restart --oversubscribe --no-gateway --run-dir --parent-pid --served-model-name"
+    flags += (
+        " --kv-cache-bytes --max-num-seqs --max-num-batched-tokens --page-size --kv-cache-dtype --collectives --device"
+    )
+    flags += " --bind"
+    assert not [flag for flag in flags.split() if flag not in text.replace(",", " ").split()]
+
+
+def test_only_what_differs_from_the_defaults_is_handed_to_the_cluster() -> None:
+    namespace = serve_parser().parse(["m", "--ranks", "2", "--oversubscribe", "--page-size", "16"])
+    assert serve_options(namespace) == {"ranks": 2, "oversubscribe": True, "page_size": 16}
+
+
+def test_plan_and_doctor_need_no_cluster() -> None:
+    run = allspan("doctor", "--json")
+    findings = json.loads(run.stdout)
+    assert {"mpirun", "compiler", "kernels", "numa", "shm", "memory", "port", "gpu", "torch"} <= {
+        f["name"] for f in findings
+    }
+    assert run.returncode == int(any(finding["status"] == "fail" for finding in findings))
+    assert all(finding["fix"] for finding in findings if finding["status"] != "ok")

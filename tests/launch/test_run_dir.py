@@ -1,0 +1,141 @@
+"""The run directory: private, locked while its cluster lives, and gone soon after."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allspan.launch import reaper
+from allspan.launch.run_dir import RunDir, base_dir, make_run_dir, remove_stale
+from allspan.protos.cluster import socket_path
+from allspan.protos.errors import ConfigError
+from support.waiting import wait_until
+
+
+@pytest.fixture
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A short runtime folder of the test's own (socket paths are limited)."""
+    folder = Path(f"/tmp/al-{os.getpid()}")
+    folder.mkdir(mode=0o700)
+    yield {"XDG_RUNTIME_DIR": str(folder)}
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return folder
+
+
+def dies(run: RunDir) -> None:
+    """As if the supervisor had been killed: its lock is free."""
+    os.close(run.lock_fd)
+
+
+def sleeper(run_dir: Path) -> subprocess.Popen[bytes]:
+    """A process that counts as the cluster's, by its command line."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"{run_dir}/worker-0.e1.json"])
+
+
+def test_it_is_private_short_and_goes_with_its_memory_files(runtime: dict[str, str], shm: Path) -> None:
+    run = make_run_dir("", runtime, shm)
+    assert run.path.parent == Path(runtime["XDG_RUNTIME_DIR"]) / "allspan"
+    assert [path.stat().st_mode & 0o777 for path in (run.path, run.shm)] == [0o700, 0o700]
+    assert len(str(socket_path(run.path, 1023, 99))) < 100
+    (run.shm / "segment").write_bytes(b"x")
+    (run.shm / "ompi.1").mkdir()
+    run.clear_shm()
+    assert [path.name for path in run.shm.iterdir()] == [reaper.OWNER_FILE]
+    run.remove()
+    assert not run.path.exists()
+    assert not run.shm.exists()
+
+
+def test_two_clusters_never_meet(runtime: dict[str, str], shm: Path) -> None:
+    first, second = make_run_dir("", runtime, shm), make_run_dir("", runtime, shm)
+    assert first.path != second.path
+    assert first.shm != second.shm
+    assert first.path.exists(), "the second start removed a live cluster's folder"
+    with pytest.raises(ConfigError, match="in use by another cluster"):
+        make_run_dir(str(first.path), runtime, shm)
+    for run in (first, second):
+        run.remove()
+
+
+def test_the_next_start_removes_what_a_dead_cluster_left(runtime: dict[str, str], shm: Path) -> None:
+    dead = make_run_dir("", runtime, shm)
+    elsewhere = make_run_dir(f"{runtime['XDG_RUNTIME_DIR']}/mine", runtime, shm)
+    orphan = sleeper(dead.path)
+    for run in (dead, elsewhere):
+        dies(run)
+    run = make_run_dir("", runtime, shm)
+    assert orphan.wait(5) == -signal.SIGKILL
+    for path in (dead.path, dead.shm, elsewhere.path, elsewhere.shm):
+        assert not path.exists(), path
+    assert remove_stale(base_dir(runtime), shm) == []
+    run.remove()
+
+
+def test_a_folder_with_other_files_is_refused_and_kept(runtime: dict[str, str], shm: Path, tmp_path: Path) -> None:
+    folder = Path(runtime["XDG_RUNTIME_DIR"]) / "docs"
+    folder.mkdir(mode=0o700)
+    (folder / "letter.txt").write_text("dear")
+    with pytest.raises(ConfigError, match=r"letter\.txt"):
+        make_run_dir(str(folder), runtime, shm)
+    assert (folder / "letter.txt").exists()
+
+
+def test_a_path_too_long_for_a_socket_is_refused(runtime: dict[str, str], shm: Path) -> None:
+    with pytest.raises(ConfigError, match=r"socket paths of \d+ bytes, at most 100"):
+        make_run_dir("/tmp/" + "x" * 100, runtime, shm)
+
+
+def test_a_runtime_folder_that_others_can_write_to_is_refused(runtime: dict[str, str], shm: Path) -> None:
+    base = Path(runtime["XDG_RUNTIME_DIR"]) / "allspan"
+    base.mkdir()
+    base.chmod(0o777)
+    with pytest.raises(ConfigError, match="others cannot write to"):
+        make_run_dir("", runtime, shm)
+
+
+def test_without_shared_memory_its_files_lie_in_the_run_directory(runtime: dict[str, str], tmp_path: Path) -> None:
+    run = make_run_dir("", runtime, tmp_path / "nonesuch")
+    assert run.shm == run.path / "shm"
+    run.remove()
+
+
+def reap(run: RunDir) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", reaper.__file__, str(run.path), str(run.shm)], stdin=subprocess.PIPE
+    )
+
+
+def test_the_reaper_ends_everything_when_the_supervisor_dies(runtime: dict[str, str], shm: Path) -> None:
+    run = make_run_dir("", runtime, shm)
+    (run.path / "cluster.json").write_text(json.dumps({}))
+    rank, watch = sleeper(run.path), reap(run)
+    assert watch.stdin is not None
+    wait_until(lambda: reaper.processes(str(run.path)) == [rank.pid])
+    watch.stdin.close()
+    assert rank.wait(5) == -signal.SIGKILL
+    assert watch.wait(5) == 0
+    assert not run.path.exists()
+    assert not run.shm.exists()
+    dies(run)
+
+
+def test_the_reaper_leaves_alone_what_was_ended_in_order(runtime: dict[str, str], shm: Path) -> None:
+    run = make_run_dir("", runtime, shm)
+    watch = reap(run)
+    watch.communicate(reaper.GOODBYE, timeout=5)
+    assert run.path.exists()
+    run.remove()
