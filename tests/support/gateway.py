@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import httpx
 
 from allspan.client.gateway.app import bind, serve_gateway
 from allspan.client.gateway.config import GatewayConfig
+from allspan.protos import inference_pb2_grpc
 from allspan.protos.text import Tokenizer
 from support.chat_tokenizer import EOS, VOCAB_SIZE, chat_tokenizer
 from support.fake_engine import ANSWER, FakeEngine
@@ -34,7 +36,8 @@ class Gateway:
 
 
 def fake_engine(**script: Any) -> FakeEngine:
-    return FakeEngine(**({"tokens": tuple(ANSWER.encode()), "eos": EOS, "vocab_size": VOCAB_SIZE} | script))
+    values: dict[str, Any] = {"tokens": tuple(ANSWER.encode()), "eos": EOS, "vocab_size": VOCAB_SIZE}
+    return FakeEngine(**(values | script))
 
 
 @dataclass
@@ -77,6 +80,11 @@ def events(text: str) -> list[Any]:
     """The payloads of a stream of server-sent events, "[DONE]" as it is."""
     blocks = [block.removeprefix("data: ") for block in text.split("\n\n") if block]
     return [block if block == "[DONE]" else json.loads(block) for block in blocks]
+
+
+def stub(channel: grpc.aio.Channel) -> Any:
+    """The generated client of the public service."""
+    return inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
 
 
 async def eventually(condition: Callable[[], object], timeout: float = 5.0) -> None:

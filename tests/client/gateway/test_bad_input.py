@@ -135,7 +135,13 @@ async def test_chat_fields_that_do_not_fit_are_refused_by_name() -> None:
     async with gateway() as server:
         for body, param, words in cases:
             await check(server, await server.post(CHAT, messages=messages, **body), 400, param, words)
-        neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}, "n": None}
+        neutral: dict[str, Any] = {
+            "tools": [],
+            "tool_choice": "none",
+            "response_format": {"type": "text"},
+            "logit_bias": {},
+            "n": None,
+        }
         assert (await server.post(CHAT, messages=messages, **neutral)).status_code == 200
 
 

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from allspan.protos import inference_pb2 as pb
-from allspan.protos import inference_pb2_grpc as rpc
-from support.gateway import Gateway, eventually, fake_engine, gateway
+from support.gateway import Gateway, eventually, fake_engine, gateway, stub
 
 STEP_S = 0.02
 
@@ -60,7 +59,7 @@ async def test_grpc_caller_that_cancels_expires_or_vanishes(how: str) -> None:
     async with gateway(fake_engine(endless=True, step_s=STEP_S)) as server:
         channel = grpc.aio.insecure_channel(server.grpc_address)
         timeout = 0.3 if how == "deadline" else 30
-        call = rpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"), timeout=timeout)
+        call = stub(channel).Generate(pb.GenerateRequest(text="x"), timeout=timeout)
         first = await call.read()
         assert first.text
         if how == "cancel":

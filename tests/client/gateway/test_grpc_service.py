@@ -10,12 +10,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from allspan.protos import inference_pb2 as pb
-from allspan.protos import inference_pb2_grpc as rpc
 from allspan.protos.errors import QueueFull, Unavailable
 from allspan.protos.wire import MAX_MESSAGE_BYTES
 from support.chat_tokenizer import VOCAB_SIZE
 from support.fake_engine import ANSWER
-from support.gateway import Gateway, fake_engine, gateway
+from support.gateway import Gateway, fake_engine, gateway, stub
 
 SERVICE = "allspan.v1.Inference"
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -40,7 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 async def generate(server: Gateway, timeout: float = 10, **fields: Any) -> list[pb.GenerateResponse]:
     async with grpc.aio.insecure_channel(server.grpc_address) as channel:
-        call = rpc.InferenceStub(channel).Generate(pb.GenerateRequest(**fields), timeout=timeout)
+        call = stub(channel).Generate(pb.GenerateRequest(**fields), timeout=timeout)
         return [response async for response in call]
 
 
@@ -127,7 +126,7 @@ async def test_bytes_that_are_no_message_and_messages_too_large() -> None:
 
 async def test_list_models() -> None:
     async with gateway() as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
-        models = await rpc.InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=5)
+        models = await stub(channel).ListModels(pb.ListModelsRequest(), timeout=5)
     assert [(model.id, model.max_model_len) for model in models.models] == [("tiny", 256)]
 
 

@@ -16,6 +16,10 @@ from allspan.protos.errors import ConfigError
 from support.gateway import eventually, fake_engine, gateway
 
 
+def on_free_ports(**ports: int) -> GatewayConfig:
+    return GatewayConfig(port=ports.get("port", 0), grpc_port=ports.get("grpc_port", 0))
+
+
 @pytest.mark.parametrize(("flag", "field"), [("--port", "port"), ("--grpc-port", "grpc_port")])
 def test_busy_port_is_refused_at_once_with_flag_and_owner(flag: str, field: str) -> None:
     with socket.socket() as other:
@@ -23,7 +27,7 @@ def test_busy_port_is_refused_at_once_with_flag_and_owner(flag: str, field: str)
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            bind(GatewayConfig(**({"port": 0, "grpc_port": 0} | {field: port})))
+            bind(on_free_ports(**{field: port}))
     message = caught.value.message
     assert f"port {port} ({flag}) on 127.0.0.1 is in use by process {os.getpid()} (" in message
     assert f"choose another with {flag}" in message
@@ -44,7 +48,7 @@ async def test_a_second_gateway_cannot_share_the_ports_of_a_running_one() -> Non
     async with gateway() as server:
         for name, address in (("port", server.http_address), ("grpc_port", server.grpc_address)):
             with pytest.raises(ConfigError, match="in use"):
-                bind(GatewayConfig(**({"port": 0, "grpc_port": 0} | {name: int(address.rsplit(":", 1)[1])})))
+                bind(on_free_ports(**{name: int(address.rsplit(":", 1)[1])}))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])

@@ -1,0 +1,30 @@
+"""The Node.js client of the public gRPC service, installed into a folder of the test's."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "tests" / "client" / "gateway" / "node"
+_OFFLINE = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ECONNRESET")
+
+
+def node_client(folder: Path) -> list[str]:
+    """The command that takes ADDRESS PROMPT MAX_TOKENS; skips where Node.js, npm or the package index is not there."""
+    for tool in ("node", "npm"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} (Node.js) is not installed")
+    for file in ("package.json", "package-lock.json", "client.mjs"):
+        shutil.copy(SOURCE / file, folder)
+    shutil.copy(ROOT / "protos" / "inference.proto", folder)
+    install = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    if done.returncode and _OFFLINE.search(done.stderr):
+        pytest.skip("npm (Node.js) cannot reach its package index")
+    assert done.returncode == 0, done.stderr
+    return ["node", str(folder / "client.mjs")]
