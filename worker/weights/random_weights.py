@@ -27,7 +27,8 @@ class RandomWeights:
         self._shapes = dict(shapes)
         widest = max(shape[-1] for shape in self._shapes.values())
         generator = torch.Generator().manual_seed(0)
-        self._pool = torch.randn(_POOL + widest, generator=generator) * _SCALE
+        pool = torch.randn(_POOL + widest, generator=generator) * _SCALE
+        self._pools = {dtype: pool.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
     def names(self) -> Collection[str]:
         return self._shapes.keys()
@@ -45,11 +46,12 @@ class RandomWeights:
         rows, columns = (range(1), ranges[0]) if len(ranges) == 1 else ranges
         target = out.view(1, -1) if out.ndim == 1 else out
         seed = zlib.crc32(name.encode()) % _POOL
+        pool = self._pools[out.dtype]
         row = rows.start
         while row < rows.stop:
             start = (seed + row * _STRIDE) % _POOL
             count = min(rows.stop - row, (_POOL - 1 - start) // _STRIDE + 1)
-            windows = self._pool.as_strided((count, len(columns)), (_STRIDE, 1), start + columns.start)
+            windows = pool.as_strided((count, len(columns)), (_STRIDE, 1), start + columns.start)
             target[row - rows.start : row - rows.start + count].copy_(windows)
             row += count
 

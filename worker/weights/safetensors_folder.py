@@ -20,6 +20,8 @@ from allspan.protos.errors import CheckpointError
 from allspan.worker.weights.mapped_file import MappedFile
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_CHUNK = 1 << 25
+"""Bytes copied before the pages of the file are given back: bounds what loading takes beside the weights themselves."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -76,7 +78,11 @@ class SafetensorsFolder:
         if stored.offset % dtype.itemsize:
             raw = raw.clone()
         whole = raw.view(dtype).view(stored.shape)
-        out.copy_(whole[tuple(slice(part.start, part.stop) for part in ranges)])
+        wanted = whole[tuple(slice(part.start, part.stop) for part in ranges)]
+        step = max(1, _CHUNK * len(wanted) // max(1, wanted.nbytes))
+        for source, target in zip(torch.split(wanted, step), torch.split(out, step), strict=True):
+            target.copy_(source)
+            stored.file.release()
 
     def release(self) -> None:
         for file in self._files:
