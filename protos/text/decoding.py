@@ -25,21 +25,25 @@ class PieceDecoder:
 
     steps: tuple[Callable[[str], str | bytes], ...]
     strips_leading_space: bool = False
+    before: bytes = b""
+    """Stands before every token, those of the added vocabulary too."""
 
     def __call__(self, token: str) -> bytes:
         value: str | bytes = token
         for step in self.steps:
             if isinstance(value, bytes):
-                return value
+                break
             value = step(value)
-        return value if isinstance(value, bytes) else value.encode("utf-8", "replace")
+        return self.before + (value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
 
 
 def piece_decoder(decoder: dict[str, Any] | None, path: Path) -> PieceDecoder:
     """For a decoder as tokenizer.json describes it. Raises CheckpointError for one that is not supported."""
+    if decoder is None:  # words, with spaces between them
+        return PieceDecoder((), strips_leading_space=True, before=b" ")
     steps: list[Callable[[str], str | bytes]] = []
     strips = False
-    entries: list[dict[str, Any]] = [] if decoder is None else decoder.get("decoders", [decoder])
+    entries: list[dict[str, Any]] = decoder.get("decoders", [decoder])
     for entry in entries:
         kind = entry["type"]
         if kind == "ByteLevel":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
@@ -20,7 +21,24 @@ from allspan.protos.text.spm import SpmModel
 from allspan.protos.text.tokenizer import Codec, Tokenizer
 
 # Texts that end a turn in the chat formats of the supported families; a file may leave their ids out of its metadata.
+_SPM_BOS, _SPM_EOS = 1, 2  # of a SentencePiece vocabulary that does not say
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# What the keys must hold: a type, or for a list the type of its entries.
+_SCALARS = {
+    "model": str,
+    "pre": str,
+    "bos_token_id": int,
+    "eos_token_id": int,
+    "eot_token_id": int,
+    "eom_token_id": int,
+    "add_bos_token": bool,
+    "add_eos_token": bool,
+    "add_space_prefix": bool,
+}
+_LISTS = {"tokens": (str,), "merges": (str,), "token_type": (int,), "scores": (int, float)}
 
 
 class TokenType(IntEnum):
@@ -37,9 +55,8 @@ class TokenType(IntEnum):
 def load_gguf(path: Path) -> Tokenizer:
     """The tokenizer inside a GGUF file. Raises CheckpointError naming what is missing or not supported."""
     metadata = read_metadata(path)
+    _check(path, metadata)
     kind = metadata.get("tokenizer.ggml.model")
-    if "tokenizer.ggml.tokens" not in metadata:
-        raise CheckpointError(f"{path} holds no vocabulary (tokenizer.ggml.tokens); give a complete GGUF file")
     if kind == "gpt2":
         name = metadata.get("tokenizer.ggml.pre", "default")
         rule = pretokenizers.rule(name)
@@ -53,15 +70,38 @@ def load_gguf(path: Path) -> Tokenizer:
     raise CheckpointError(f"{path}: tokenizer model {kind!r} is not supported; supported are 'gpt2' and 'llama'")
 
 
+def _check(path: Path, metadata: Mapping[str, Any]) -> None:
+    values = {
+        key: metadata[f"tokenizer.ggml.{key}"] for key in (*_SCALARS, *_LISTS) if f"tokenizer.ggml.{key}" in metadata
+    }
+    if not values.get("tokens"):
+        raise CheckpointError(f"{path} holds no vocabulary (tokenizer.ggml.tokens); give a complete GGUF file")
+    for key, value in values.items():
+        entries = value if key in _LISTS and isinstance(value, list) else [value]
+        wanted = _LISTS.get(key) or (_SCALARS[key],)
+        if (key in _LISTS) != isinstance(value, list) or not set(map(type, entries)) <= set(wanted):
+            kinds = " or ".join(kind.__name__ for kind in wanted)
+            raise CheckpointError(f"{path}: tokenizer.ggml.{key} must hold {'a list of ' * (key in _LISTS)}{kinds}")
+        if key in ("token_type", "scores") and len(value) < len(values["tokens"]):
+            count = len(values["tokens"])
+            raise CheckpointError(f"{path}: tokenizer.ggml.{key} has {len(value)} entries for {count} tokens")
+    template = metadata.get("tokenizer.chat_template", "")
+    if not isinstance(template, str):
+        raise CheckpointError(f"{path}: tokenizer.chat_template must hold str")
+
+
 def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer: the file's end-of-sequence, -turn and -message ids and well-known turn ends."""
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     types = _types(metadata)
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
+    found = {key: metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata}
+    if metadata.get("tokenizer.ggml.model") == "llama":
+        found.setdefault("eos_token_id", _SPM_EOS)
+    ids = list(found.values())
     turn_ends = set(_TURN_ENDS)
     ids += [i for i, text in enumerate(tokens) if text in turn_ends and types[i] == TokenType.CONTROL]
-    return tuple(dict.fromkeys(token_id for token_id in ids if 0 <= token_id < len(tokens)))
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < len(tokens)))
 
 
 class BpeCodec:
@@ -129,8 +169,9 @@ class SpmCodec:
 
 def _tokenizer(path: Path, metadata: Mapping[str, Any], codec: Codec, add_bos: bool, strips_space: bool) -> Tokenizer:
     tokens, types = metadata["tokenizer.ggml.tokens"], _types(metadata)
-    bos = _id(metadata, "bos_token_id", 1 if strips_space else None)
-    eos = _id(metadata, "eos_token_id", 2 if strips_space else None)
+    spm = metadata["tokenizer.ggml.model"] == "llama"
+    bos = _id(metadata, "bos_token_id", _SPM_BOS if spm else None)
+    eos = _id(metadata, "eos_token_id", _SPM_EOS if spm else None)
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and bos is not None
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and eos is not None
     source = metadata.get("tokenizer.chat_template")
@@ -142,7 +183,7 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any], codec: Codec, add_bos: b
         name=path.stem,
         special_ids=frozenset(i for i, kind in enumerate(types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)),
         bos_token_id=bos,
-        eos_token_ids=end_ids(metadata) or (() if eos is None else (eos,)),
+        eos_token_ids=end_ids(metadata),
         prefix=(bos,) if add_bos and bos is not None else (),
         suffix=(eos,) if add_eos and eos is not None else (),
         strips_leading_space=strips_space,
@@ -177,8 +218,8 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _spm_piece(text: str, kind: int) -> bytes:
-    if kind == TokenType.BYTE:
-        return bytes([int(text[3:5], 16)])
+    if kind == TokenType.BYTE and (byte := _BYTE.fullmatch(text)):
+        return bytes([int(byte[1], 16)])
     if kind == TokenType.NORMAL:
         return text.replace("▁", " ").encode()
     return b"" if kind == TokenType.UNUSED else text.encode()

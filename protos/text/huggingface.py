@@ -65,7 +65,7 @@ class FolderCodec:
     def piece(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
         if added is not None:
-            return added
+            return self._decode.before + added
         token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         return b"" if token is None else self._decode(token)
 

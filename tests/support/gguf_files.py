@@ -47,10 +47,10 @@ def byte_level_gguf(
     special = special or {}
     tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), *special]
     types = [NORMAL] * (256 + len(merges)) + list(special.values())
-    values: dict[str, Any] = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types} | metadata
+    values: dict[str, Any] = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types}
     if merges:
         values["merges"] = list(merges)
-    return write_gguf(path, {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in values.items()})
+    return write_gguf(path, _full_names(values) | _full_names(metadata))
 
 
 def sentencepiece_gguf(
@@ -62,5 +62,9 @@ def sentencepiece_gguf(
     types = [UNKNOWN, CONTROL, CONTROL, *([BYTE] * 256), *([NORMAL] * len(pieces)), *special.values()]
     scores = [0.0] * 259 + list(pieces.values()) + [0.0] * len(special)
     values: dict[str, Any] = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
-    values |= {"bos_token_id": 1, "eos_token_id": 2} | metadata
-    return write_gguf(path, {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in values.items()})
+    values |= {"bos_token_id": 1, "eos_token_id": 2}
+    return write_gguf(path, _full_names(values) | _full_names(metadata))
+
+
+def _full_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in values.items()}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
+from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from allspan.protos.errors import CheckpointError, InvalidRequest
@@ -160,6 +160,18 @@ def test_an_unknown_decoder_is_refused_with_the_list(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match=r"'CTC' .* not supported; supported are ByteLevel"):
         load_tokenizer(tmp_path)
+
+
+def test_words_without_a_decoder_are_joined_by_spaces(tmp_path: Path) -> None:
+    tokenizer = Backend(WordLevel({"<unk>": 0, "the": 1, "fox": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode("the fox the wolf") == [1, 2, 1, 0]
+    for ids in ([1, 2, 1, 0], [3, 1, 3, 2], [3]):
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:

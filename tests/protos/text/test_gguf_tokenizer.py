@@ -55,6 +55,27 @@ def test_a_file_without_a_vocabulary_is_refused(path: Path) -> None:
         load_tokenizer(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokens", [1, 2]),
+        ("token_type", [1]),
+        ("token_type", ["a"] * FIRST),
+        ("merges", "a b"),
+        ("merges", ["ab"]),
+        ("merges", ["a martian"]),
+        ("bos_token_id", "7"),
+        ("add_bos_token", 1),
+        ("pre", 3),
+        ("scores", [0.5]),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line(path: Path, key: str, value: object) -> None:
+    byte_level_gguf(path, MERGES, None, **{f"tokenizer.ggml.{key}": value})
+    with pytest.raises(CheckpointError, match=r"^[^\n]*m\.gguf[^\n]*(vocabulary|tokenizer\.ggml\.)[^\n]*$"):
+        load_tokenizer(path)
+
+
 def test_special_texts_count_only_where_asked_but_user_defined_ones_always(path: Path) -> None:
     tokenizer = load_tokenizer(byte_level_gguf(path, MERGES, SPECIAL))
     text = "<s>hello<think><|im_end|>"

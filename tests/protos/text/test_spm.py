@@ -16,11 +16,7 @@ def by_definition(tokens: dict[str, int], scores: list[float], text: str) -> lis
     """Merges the best-scored neighbours, the leftmost of equals, until none is a token."""
     parts = list(text.replace(" ", "▁"))
     while True:
-        unions = [
-            (scores[tokens[a + b]], -i)
-            for i, (a, b) in enumerate(pairwise(parts))
-            if a + b in tokens
-        ]
+        unions = [(scores[tokens[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in tokens]
         if not unions:
             break
         at = -max(unions)[1]
