@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def resolve_model(model: str) -> FoundModel:
 
     A path that exists is taken as it is, then short names of KNOWN, then ORG/NAME of a Hugging Face hub.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.name == "config.json" and path.is_file():
         path = path.absolute().parent
     if model and path.exists():

@@ -61,10 +61,8 @@ def open_engine(namespace: argparse.Namespace, model: FoundModel | None) -> Clie
 
 def serve_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """The flags of `allspan serve` that differ from their defaults, by field name."""
-    options = {}
-    for cls in _CONFIGS:
-        for field in dataclasses.fields(cls):
-            value = getattr(namespace, field.name, field.default)
-            if value != field.default and field.default is not dataclasses.MISSING:
-                options[field.name] = value
-    return options
+    defaults: dict[str, Any] = {}
+    for cls in reversed(_CONFIGS):  # where two have a field of one name, the first one's is the flag
+        defaults |= {field.name: field.default for field in dataclasses.fields(cls)}
+    given = vars(namespace)
+    return {name: given[name] for name, default in defaults.items() if name in given and given[name] != default}

@@ -1,4 +1,4 @@
-"""The command line as a user types it: what is refused, with which words and which exit code. Nothing is loaded here."""
+"""The command line as a user types it: what is refused, with which words and exit code. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def folder(tmp_path: Path) -> Path:
         (["serve", "--max-model-len", "1", "{folder}"], 2, ["--max-model-len", "1", "at least 2"]),
         (["serve", "--ranks", "999", "{folder}"], 2, ["--ranks", "999 x 1 = 999", "--oversubscribe"]),
         (["serve", "--threads", "999", "{folder}"], 2, ["--threads", "x 999 =", "--oversubscribe"]),
-        (["serve", "--parent-pid", "2147483646", "{folder}"], 2, ["--parent-pid", "2147483646"]),
         (["serve", "nosuch"], 3, ["'nosuch'", "SmolLM2-135M-Instruct"]),
         (["serve", "./no.gguf"], 3, ["'./no.gguf'", "give a folder"]),
         (["plan", "nosuch"], 3, ["'nosuch'"]),
@@ -68,6 +67,12 @@ def test_a_busy_port_is_named_before_anything_loads(folder: Path) -> None:
         run = allspan("serve", str(folder), "--port", str(port), "--grpc-port", "0")
     assert run.returncode == 2
     assert f"port {port} (--port)" in run.stderr.splitlines()[-1]
+
+
+def test_a_parent_that_is_gone_is_refused_and_nothing_is_left(folder: Path) -> None:
+    run = allspan("serve", str(folder), "--port", "0", "--grpc-port", "0", "--parent-pid", "2147483646")
+    assert run.returncode == 2
+    assert "--parent-pid is 2147483646" in run.stderr.splitlines()[-1]
 
 
 def test_a_program_that_started_it_reads_the_failure(folder: Path) -> None:

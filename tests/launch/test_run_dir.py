@@ -43,7 +43,10 @@ def dies(run: RunDir) -> None:
 
 def sleeper(run_dir: Path) -> subprocess.Popen[bytes]:
     """A process that counts as the cluster's, by its command line."""
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"{run_dir}/worker-0.e1.json"])
+    words = [sys.executable, "-c", "import time; time.sleep(60)", f"{run_dir}/worker-0.e1.json"]
+    process = subprocess.Popen(words)
+    wait_until(lambda: reaper.processes(str(run_dir)) == [process.pid])
+    return process
 
 
 def test_it_is_private_short_and_goes_with_its_memory_files(runtime: dict[str, str], shm: Path) -> None:
@@ -124,7 +127,6 @@ def test_the_reaper_ends_everything_when_the_supervisor_dies(runtime: dict[str, 
     (run.path / "cluster.json").write_text(json.dumps({}))
     rank, watch = sleeper(run.path), reap(run)
     assert watch.stdin is not None
-    wait_until(lambda: reaper.processes(str(run.path)) == [rank.pid])
     watch.stdin.close()
     assert rank.wait(5) == -signal.SIGKILL
     assert watch.wait(5) == 0
