@@ -16,6 +16,7 @@ from allspan.protos.errors import AllspanError, DeadlineExceeded, Unavailable, f
 
 HEARTBEAT_MS = 1000
 SILENCE_S = 10.0
+WATCH_S = 0.5
 STALL_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -165,9 +166,14 @@ class World:
 
     async def _watch(self) -> None:
         """Silence is death. A step loop that stands still is only logged: it may be a very long step."""
+        now = time.monotonic()
         while not self.lost:
-            await asyncio.sleep(0.5)
+            before = now
+            await asyncio.sleep(WATCH_S)
             now = time.monotonic()
+            if now - before > 4 * WATCH_S:
+                # It is this process that stood still (stopped, starved): it has not listened, so it cannot judge.
+                self._last_message = [now] * len(self._last_message)
             for rank, last in enumerate(self._last_message):
                 if now - last > SILENCE_S:
                     self.lose(rank, f"it sent nothing for {SILENCE_S:g} s")

@@ -218,6 +218,18 @@ async def test_a_silent_rank_is_dead(cluster: Cluster, monkeypatch: pytest.Monke
         await queue.aget(5)
 
 
+async def test_a_client_that_stood_still_itself_does_not_blame_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allspan.client.world.SILENCE_S", 0.3)
+    monkeypatch.setattr("allspan.client.world.WATCH_S", 0.05)
+    made = Cluster(2)
+    await made.session.attach(5)
+    for _ in range(3):
+        time.sleep(0.4)  # the whole loop stands, as in a process that was stopped
+        await asyncio.sleep(0.06)
+    assert made.session.down_cause == ""
+    await made.session.close()
+
+
 async def test_requests_are_refused_at_once_while_down(cluster: Cluster) -> None:
     cluster.ranks[1].break_stream()
     cluster.source.info = cluster.ranks.info("down", "rank 1 was killed by SIGKILL")
