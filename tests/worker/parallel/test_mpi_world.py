@@ -1,0 +1,64 @@
+"""Collectives and plan channels between real processes that mpirun starts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from allspan.worker.parallel.window import load_native
+from support import mpi_checks
+from support.mpirun import mpirun
+
+SCRIPT = str(Path(mpi_checks.__file__))
+
+
+def needs(kind: str) -> None:
+    if kind == "window" and load_native() is None:
+        pytest.skip("the compiled kernels are not installed")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["window", "mpi"])
+def test_sums_rows_and_plans_arrive_on_every_rank(kind: str, ranks: int, tmp_path: Path) -> None:
+    needs(kind)
+    run = mpirun(ranks, [SCRIPT, "all", kind], tmp_path)
+    assert run.returncode == 0, run.stdout
+    assert f"ok {kind}" in run.stdout
+
+
+@pytest.mark.parametrize("kind", ["window", "mpi"])
+def test_an_idle_follower_sleeps(kind: str, tmp_path: Path) -> None:
+    needs(kind)
+    run = mpirun(2, [SCRIPT, "idle", kind], tmp_path)
+    assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("kind", ["window", "mpi"])
+def test_a_peer_that_does_not_come_is_named_and_the_world_ends(kind: str, tmp_path: Path) -> None:
+    needs(kind)
+    started = time.monotonic()
+    run = mpirun(2, [SCRIPT, "late", kind], tmp_path)
+    assert "late ok" in run.stdout, run.stdout
+    assert run.returncode != 0
+    assert time.monotonic() - started < 25
+
+
+def test_auto_takes_the_window_on_one_host(tmp_path: Path) -> None:
+    needs("window")
+    run = mpirun(2, [SCRIPT, "join", "auto"], tmp_path)
+    assert run.stdout.strip() == "ok window"
+
+
+def test_auto_falls_back_to_mpi_and_says_so_once(tmp_path: Path) -> None:
+    run = mpirun(2, [SCRIPT, "rows", "auto", "--without-kernels"], tmp_path)
+    assert run.returncode == 0, run.stdout
+    assert "ok mpi" in run.stdout
+    assert run.stdout.count("the compiled kernels are not installed") == 1
+
+
+def test_a_window_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    run = mpirun(2, [SCRIPT, "join", "window", "--without-kernels"], tmp_path)
+    assert run.returncode != 0
+    assert 'collectives is "window", but the compiled kernels are not installed' in run.stdout
