@@ -72,7 +72,7 @@ class World:
             raise DeadlineExceeded(f"{self.describe(silent[0])} sent no heartbeat within {timeout:g} s") from None
         if self.lost:
             raise Unavailable(self.obituary())
-        self._tasks.append(asyncio.create_task(self._watch()))
+        self._tasks.append(asyncio.create_task(self._watch(time.monotonic())))
 
     async def start(self, message: pb.StartRequestMessage) -> None:
         """Fans a request out. Raises RankRefused."""
@@ -164,9 +164,8 @@ class World:
             seen = f"its results could not be read: {error!r}"
         self.lose(rank, seen)
 
-    async def _watch(self) -> None:
+    async def _watch(self, now: float) -> None:
         """Silence is death. A step loop that stands still is only logged: it may be a very long step."""
-        now = time.monotonic()
         while not self.lost:
             before = now
             await asyncio.sleep(WATCH_S)
