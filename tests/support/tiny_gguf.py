@@ -40,7 +40,7 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def save_gguf(path: Path, model: torch.nn.Module, kind: Type, metadata: dict[str, Any] | None = None) -> None:
+def save_gguf(path: Path, model: Any, kind: Type, metadata: dict[str, Any] | None = None) -> None:
     """Writes the model with its matrices as `kind`, and puts the decoded values back into `model`."""
     config = model.config
     architecture = config.model_type

@@ -57,12 +57,13 @@ _DEFAULTS = {
 }
 
 
-def save_tiny(folder: Path, name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> torch.nn.Module:
+def save_tiny(folder: Path, name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """Writes a random checkpoint of CONFIGS[name] and returns transformers' model of it, in `dtype`."""
     values = _DEFAULTS | CONFIGS[name] | overrides
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
@@ -71,7 +72,7 @@ def save_tiny(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ove
     return model
 
 
-def reference_logits(model: torch.nn.Module, ids: Sequence[int]) -> Tensor:
+def reference_logits(model: Any, ids: Sequence[int]) -> Tensor:
     """float32 [n, V]."""
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([list(ids)])).logits[0].float()
@@ -119,7 +120,7 @@ def prefill(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[
         live = [r for r, ids in enumerate(prompts) if len(ids) > start]
         new = [prompts[r][start : start + chunk] for r in live]
         logits = model.forward(step_inputs(new, [start] * len(live), [pages[r] for r in live], size))
-        for r, part in zip(live, logits.clone().split([len(ids) for ids in new]), strict=True):
+        for r, part in zip(live, torch.split(logits.clone(), [len(ids) for ids in new]), strict=True):
             collected[r].append(part)
     return [torch.cat(parts) for parts in collected]
 

@@ -1,0 +1,1 @@
+"""Pages of keys and values: how many there are, who holds which, and (in kv.py alone) their tensors."""

@@ -37,21 +37,18 @@ def inspect_model(path: str) -> ModelSpec:
 
 
 def find_model(path: str) -> ModelSource:
-    """A folder with config.json, a GGUF file, a folder with one GGUF file, or a config.json (for random weights)."""
+    """A folder with config.json, a GGUF file, a folder with one GGUF file, or a config as a .json file (for random weights)."""
     place = Path(path).expanduser()
     if not place.exists():
         raise ModelNotFound(f"{place}: no such file or folder")
-    if place.is_file() and place.name == "config.json":
-        place = place.parent
-    if place.is_dir() and not (place / "config.json").is_file():
-        place = _only_gguf(place)
-    if place.is_file():
-        return _from_gguf(place)
-    return _from_folder(place)
+    config = place / "config.json" if place.is_dir() else place
+    if config.suffix == ".json" and config.is_file():
+        return _from_config(config)
+    return _from_gguf(_only_gguf(place) if place.is_dir() else place)
 
 
-def _from_folder(folder: Path) -> ModelSource:
-    source = folder / "config.json"
+def _from_config(source: Path) -> ModelSource:
+    folder = source.parent
     values = _read_json(source)
     if not any(values.get(key) for key in ("quantization_config", "compression_config")):
         for name in ("quantize_config.json", "quant_config.json"):

@@ -166,6 +166,12 @@ def test_a_path_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
         inspect_model(str(tmp_path))
 
 
+def test_a_config_file_of_any_name_is_a_model_too(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LLAMA)
+    (tmp_path / "config.json").rename(tmp_path / "shape-7b.json")
+    assert inspect_model(str(tmp_path / "shape-7b.json")) == spec
+
+
 def test_auto_dtype_is_the_checkpoints_with_float16_held_as_float32(tmp_path: Path) -> None:
     for stored, held in (("float16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
         assert weight_dtype("auto", spec_of(tmp_path, LLAMA | {"dtype": stored})) == held

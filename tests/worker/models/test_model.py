@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from support.threads import ThreadWorld
 from support.tiny_models import prefill, prompt, save_tiny, step_inputs
 
 
-def load(path: Path, size: int = 1, rank: int = 0, max_tokens: int = 32, **kwargs: object) -> Model:
+def load(path: Path, size: int = 1, rank: int = 0, max_tokens: int = 32, **kwargs: Any) -> Model:
     collectives = ThreadWorld(size).collectives[rank]
     config = ModelConfig(path=str(path), name="tiny")
     return load_model(

@@ -38,7 +38,7 @@ def test_llama_in_gguf_equals_its_decoded_weights(kind: Type, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_qwen_in_gguf_equals_its_decoded_weights(name: str, tmp_path: Path) -> None:
-    head_dim = {"head_dim": 24} if name == "qwen3" else {}
+    head_dim: dict[str, Any] = {"head_dim": 24} if name == "qwen3" else {}
     model = save_tiny(tmp_path, name, **SIZES, **head_dim, tie_word_embeddings=False)
     kind = Type.Q8_0 if name == "qwen2" else Type.F16
     save_gguf(tmp_path / "model.gguf", model, kind)
