@@ -37,7 +37,7 @@ def inspect_model(path: str) -> ModelSpec:
 
 
 def find_model(path: str) -> ModelSource:
-    """A folder with config.json, a GGUF file, a folder with one GGUF file, or a config as a .json file (for random weights)."""
+    """A folder with config.json, a GGUF file, a folder with one, or a .json config alone (for random weights)."""
     place = Path(path).expanduser()
     if not place.exists():
         raise ModelNotFound(f"{place}: no such file or folder")
