@@ -6,10 +6,13 @@ import asyncio
 import ipaddress
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from allspan.protos.cluster import socket_path
 from allspan.protos.config import WorkerConfig
@@ -32,6 +35,29 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+
+
+class LenientParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Hands a method None for bytes that are no message of its kind, so that the method can say so with a status; gRPC
+    by itself would answer UNKNOWN and log a traceback."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        parse = handler.request_deserializer
+
+        def lenient(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except DecodeError:
+                return None
+
+        return handler._replace(request_deserializer=lenient)
 
 
 class RankServer:
@@ -92,7 +118,9 @@ class RankServer:
 
     async def _serve(self) -> None:
         self._stopping = asyncio.Event()
-        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+        server = grpc.aio.server(
+            interceptors=(LenientParsing(),), options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
+        )
         add_WorkerServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
         port = server.add_insecure_port(self._target)
         await server.start()

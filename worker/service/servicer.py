@@ -17,7 +17,7 @@ import grpc
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import ERRORS, AllspanError, InvalidRequest
+from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 from allspan.protos.worker_pb2_grpc import WorkerServicer
 from allspan.worker.engine.core import CoreStatistics
 from allspan.worker.scheduler.request import Request
@@ -29,6 +29,7 @@ MAX_TIMEOUT_S = 86_400.0
 
 logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
+Message = TypeVar("Message")
 
 
 class Core(Protocol):
@@ -73,12 +74,23 @@ def translated(method: Callable[..., Awaitable[Reply]]) -> Callable[..., Awaitab
     @functools.wraps(method)
     async def call(self: Any, message: Any, context: grpc.aio.ServicerContext) -> Reply:
         try:
-            return await method(self, message, context)
+            return await method(self, parsed(message), context)
         except AllspanError as error:
             await refuse(context, error)
             raise
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            await refuse(context, InternalError(f"{type(error).__name__}: {error}"))
+            raise
 
     return call
+
+
+def parsed(message: Message | None) -> Message:
+    """What the server could not parse comes as None."""
+    if message is None:
+        raise InvalidRequest("the message is not the protobuf that this method takes")
+    return message
 
 
 async def refuse(context: grpc.aio.ServicerContext, error: AllspanError) -> None:
@@ -119,6 +131,7 @@ class RankServicer(WorkerServicer):
         self, message: pb.ResultsSubscription, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepOutputs]:
         try:
+            message = parsed(message)
             heartbeat = _heartbeat_s(message.heartbeat_ms)
             lease = self._leases.open(message.client_id)
         except AllspanError as error:
@@ -130,7 +143,7 @@ class RankServicer(WorkerServicer):
                 yield self._step_outputs(outputs)
         finally:
             open_requests = self._leases.close(lease)
-            if open_requests:
+            if open_requests and self._core.is_leader:
                 logger.info("client %s left with %d open requests", lease.client_id, len(open_requests))
             self._core.cancel(open_requests)
 

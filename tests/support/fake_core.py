@@ -1,0 +1,49 @@
+"""A scripted engine core: it remembers what a service asked of it, and the test says what it answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from allspan.protos.errors import AllspanError
+from allspan.worker.engine.core import CoreStatistics
+from allspan.worker.scheduler.request import Request
+
+
+class FakeCore:
+    """See `allspan.worker.service.servicer.Core`. `refusal`, once set, is raised by `submit` and `stop_model`."""
+
+    def __init__(self, is_leader: bool = True) -> None:
+        self.is_leader = is_leader
+        self.progress = 7
+        self.steps = 3
+        self.state = "running"
+        self.progress_age_s = 0.25
+        self.refusal: AllspanError | None = None
+        self.submitted: list[Request] = []
+        self.cancelled: list[bytes] = []
+        self.calls: list[str] = []
+        self.release_stop = threading.Event()
+
+    def submit(self, request: Request) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(request)
+
+    def cancel(self, request_ids: Iterable[bytes]) -> None:
+        self.cancelled.extend(request_ids)
+
+    def start_model(self) -> None:
+        self.calls.append("start_model")
+
+    def stop_model(self, timeout: float) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        assert self.release_stop.wait(timeout), "the test never let stop_model end"
+        self.calls.append("stop_model")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def statistics(self) -> CoreStatistics:
+        return CoreStatistics(running=1, waiting=2, pages_total=10, pages_used=4, page_size=32, steps=self.steps)
