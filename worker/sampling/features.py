@@ -2,7 +2,7 @@
 
 `add(row, params, prompt_len)` and `remove(row)` keep a feature's state for the rows of the batch. Then either
 `apply(row, position, logits)` changes the row's logits in place, or `threshold(row, logits)` says below which logit
-tokens are left out (None: nothing asked for, nothing computed). Order: min_tokens, temperature, top-k, top-p, min-p; each
+tokens are left out (None: nothing asked, nothing computed). Order: min_tokens, temperature, top-k, top-p, min-p; each
 filter sees what the one before it has left.
 
 Filters are thresholds, so tokens of equal logits stay or go together, and no outcome depends on how a sort breaks ties.

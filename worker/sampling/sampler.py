@@ -169,7 +169,7 @@ class LogSoftmax:
 
 
 def draw(probabilities: NDArray[np.float64], share: float) -> int:
-    """The first index at which the running sum exceeds `share`, in [0, 1), of the total: one of positive probability."""
+    """The first index at which the running sum exceeds `share`, in [0, 1), of the total: never one of weight 0."""
     blocks = np.cumsum(np.add.reduceat(probabilities, np.arange(0, len(probabilities), _BLOCK)))
     wanted = share * blocks[-1]
     # `share` is at most 1 - 2**-53, so `wanted`, even rounded, is less than the total: the search ends in a block.

@@ -104,12 +104,12 @@ class Scheduler:
         """Takes a request in. Raises InvalidRequest, AlreadyExists or QueueFull; then nothing has changed."""
         if request.request_id in self._requests:
             raise AlreadyExists(f"request_id {request.request_id.hex()} is in use; choose another")
+        self.limits.admit(request)
         if len(self._waiting) >= self.limits.max_queued_requests:
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting, max_queued_requests is "
                 f"{self.limits.max_queued_requests}; try again later"
             )
-        self.limits.admit(request)
         request.arrived_at = self._clock()
         request.order = self._arrivals
         self._arrivals += 1

@@ -152,9 +152,10 @@ def test_tokens_equal_to_the_last_of_the_top_k_stay():
 def test_top_k_of_one_is_greedy_and_larger_than_the_vocabulary_is_no_limit():
     logits = logits_for(3)
     assert set(draw(logits, SamplingParams(top_k=1, seed=1), 50)) == {int(logits.argmax())}
-    assert draw(logits, SamplingParams(top_k=10**6, seed=1), 50).tolist() == draw(
-        logits, SamplingParams(seed=1), 50
-    ).tolist()
+    assert (
+        draw(logits, SamplingParams(top_k=10**6, seed=1), 50).tolist()
+        == draw(logits, SamplingParams(seed=1), 50).tolist()
+    )
 
 
 def test_a_tiny_top_p_keeps_the_most_likely_token():

@@ -1,0 +1,152 @@
+"""The mirrored state: what a plan makes of rows, and the inputs that the model reads."""
+
+import numpy as np
+import pytest
+import torch
+
+from allspan.protos.errors import InternalError
+from allspan.worker.engine.batch import Batch, BatchSizes
+from allspan.worker.engine.inbox import Inbox
+from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.sampling.sampler import Sampled, Sampler
+from allspan.worker.scheduler.plan import Grant, Join, Run, StepPlan
+from support.cores import request
+
+SIZES = BatchSizes(max_rows=4, max_tokens=16, max_model_len=32, page_size=4, num_pages=20)
+
+
+@pytest.fixture
+def inbox():
+    return Inbox(10)
+
+
+@pytest.fixture
+def batch():
+    return Batch(SIZES, Sampler(4, (97,), LocalCollectives()), torch.device("cpu"))
+
+
+def joined(inbox, number, prompt, row, **more):
+    one = request(number, prompt)
+    inbox.put(one)
+    return Join(row, one.request_id, one.digest(), **more)
+
+
+def lists(inputs):
+    names = ("ids", "positions", "slots", "qo_indptr", "page_indptr", "page_indices", "kv_lens", "logits_rows")
+    return {name: getattr(inputs, name).tolist() for name in names}
+
+
+def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
+    plan = StepPlan(
+        1,
+        1,
+        0,
+        joins=(joined(inbox, 1, [10, 11, 12, 13, 14, 15], 2), joined(inbox, 2, [20, 21], 0)),
+        grants=(Grant(2, (7, 3)), Grant(0, (9,))),
+        runs=(Run(2, 5), Run(0, 2)),
+    )
+    assert lists(batch.apply(plan, inbox)) == {
+        "ids": [10, 11, 12, 13, 14, 20, 21],
+        "positions": [0, 1, 2, 3, 4, 0, 1],
+        "slots": [28, 29, 30, 31, 12, 36, 37],
+        "qo_indptr": [0, 5, 7],
+        "page_indptr": [0, 2, 3],
+        "page_indices": [7, 3, 9],
+        "kv_lens": [5, 2],
+        "logits_rows": [6],
+    }
+    rows, positions = batch.sampling_rows
+    assert (rows.tolist(), positions.tolist()) == ([0], [2])
+    result = batch.commit(Sampled(np.array([50], dtype=np.int32), {}))
+    assert result.tokens == {0: (50,)}
+    following = StepPlan(1, 2, result.tokens_hash, runs=(Run(0, 1), Run(2, 1)))
+    inputs = lists(batch.apply(following, inbox))
+    assert inputs["ids"] == [50, 15]
+    assert inputs["positions"] == [2, 5]
+    assert inputs["slots"] == [38, 13]
+    assert inputs["page_indices"] == [9, 7, 3]
+    assert inputs["logits_rows"] == [0, 1]
+
+
+def test_inputs_are_int32_views(batch, inbox):
+    plan = StepPlan(1, 1, 0, joins=(joined(inbox, 1, [1], 0),), grants=(Grant(0, (0,)),), runs=(Run(0, 1),))
+    inputs = batch.apply(plan, inbox)
+    assert inputs.ids.dtype is torch.int32
+    assert inputs.page_indices.dtype is torch.int32
+    assert inputs.ids.is_contiguous()
+
+
+def run_once(batch, inbox, tokens_hash=0, token=50):
+    plan = StepPlan(
+        1, 1, tokens_hash, joins=(joined(inbox, 1, [1, 2], 0),), grants=(Grant(0, (5,)),), runs=(Run(0, 2),)
+    )
+    batch.apply(plan, inbox)
+    return batch.commit(Sampled(np.array([token], dtype=np.int32), {}))
+
+
+def test_a_row_that_leaves_without_a_drop_comes_back_with_its_output(batch, inbox):
+    result = run_once(batch, inbox)
+    one = request(1, [1, 2])
+    batch.apply(StepPlan(1, 2, result.tokens_hash, leaves=(0,)), inbox)
+    assert batch.num_rows == 0
+    join = Join(3, one.request_id, one.digest(), num_output=1)
+    plan = StepPlan(1, 3, result.tokens_hash, joins=(join,), grants=(Grant(3, (8,)),), runs=(Run(3, 3),))
+    inputs = lists(batch.apply(plan, inbox))
+    assert inputs["ids"] == [1, 2, 50]
+    assert inputs["slots"] == [32, 33, 34]
+    assert inputs["logits_rows"] == [2]
+
+
+def test_a_drop_forgets_the_payload_and_the_output(batch, inbox):
+    result = run_once(batch, inbox)
+    one = request(1, [1, 2])
+    batch.apply(StepPlan(1, 2, result.tokens_hash, leaves=(0,), drops=(one.request_id,)), inbox)
+    assert len(inbox) == 0
+    inbox.put(one)
+    join = Join(0, one.request_id, one.digest(), num_output=1)
+    with pytest.raises(InternalError, match="joins with 1 output tokens, this rank has 0"):
+        batch.apply(StepPlan(1, 3, result.tokens_hash, joins=(join,)), inbox)
+
+
+def test_a_hash_of_other_tokens_is_a_divergence(batch, inbox):
+    result = run_once(batch, inbox)
+    with pytest.raises(InternalError, match=f"{result.tokens_hash ^ 1:08x}.*{result.tokens_hash:08x}"):
+        batch.apply(StepPlan(1, 2, result.tokens_hash ^ 1), inbox)
+
+
+def test_the_hash_tells_tokens_rows_and_history_apart():
+    def after(*tokens):
+        inbox = Inbox(10)
+        batch = Batch(SIZES, Sampler(4, (97,), LocalCollectives()), torch.device("cpu"))
+        result = run_once(batch, inbox, token=tokens[0])
+        for step, token in enumerate(tokens[1:], start=2):
+            batch.apply(StepPlan(1, step, result.tokens_hash, runs=(Run(0, 1),)), inbox)
+            result = batch.commit(Sampled(np.array([token], dtype=np.int32), {}))
+        return result.tokens_hash
+
+    assert len({after(5), after(6), after(5, 7), after(6, 7), after(5, 8)}) == 5
+    assert after(5, 7) == after(5, 7)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (StepPlan(1, 2, 0, leaves=(3,)), "row 3 leaves, but nobody has it"),
+        (StepPlan(1, 2, 0, runs=(Run(0, 1),)), "past its tokens or its pages"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(batch, inbox, plan, words):
+    with pytest.raises(InternalError, match=words):
+        batch.apply(plan, inbox)
+
+
+def test_a_run_past_the_pages_is_refused(batch, inbox):
+    plan = StepPlan(1, 1, 0, joins=(joined(inbox, 1, [1] * 6, 0),), grants=(Grant(0, (1,)),), runs=(Run(0, 5),))
+    with pytest.raises(InternalError, match="past its tokens or its pages"):
+        batch.apply(plan, inbox)
+
+
+def test_a_row_that_is_taken_is_refused(batch, inbox):
+    result = run_once(batch, inbox)
+    with pytest.raises(InternalError, match="row 0, which is taken"):
+        batch.apply(StepPlan(1, 2, result.tokens_hash, joins=(joined(inbox, 2, [1], 0),)), inbox)

@@ -1,0 +1,72 @@
+"""What `Engine` may be told, and where it finds a model."""
+
+import pytest
+
+from allspan.protos.errors import ConfigError, ModelNotFound
+from allspan.worker.engine.settings import find_model, worker_config
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("ALLSPAN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def folder(path):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_a_folder_or_file_is_taken_as_it_is(tmp_path, home):
+    assert find_model(folder(tmp_path / "tiny")) == ("tiny", tmp_path / "tiny")
+    (tmp_path / "small.Q4_1.gguf").write_text("")
+    assert find_model(tmp_path / "small.Q4_1.gguf") == ("small.Q4_1", tmp_path / "small.Q4_1.gguf")
+
+
+def test_a_pulled_model_is_found_by_its_name(home):
+    (home / "models").mkdir(parents=True)
+    (home / "models/SmolLM2-135M-Instruct.gguf").write_text("")
+    assert find_model("smollm2-135m-instruct")[0] == "SmolLM2-135M-Instruct"
+    folder(home / "models/ORG/NAME")
+    assert find_model("ORG/NAME") == ("ORG/NAME", home / "models/ORG/NAME")
+
+
+@pytest.mark.parametrize("name", ["nobody-s-model", "", "../etc", "/nowhere/at/all"])
+def test_a_model_that_is_nowhere_is_refused_with_the_way_out(home, name):
+    with pytest.raises(ModelNotFound, match="allspan pull"):
+        find_model(name)
+
+
+def test_settings_reach_their_group(tmp_path, home):
+    config = worker_config(
+        folder(tmp_path / "tiny"), {"dtype": "bfloat16", "page_size": 64, "max_num_seqs": 3, "threads": 2}
+    )
+    assert (config.model.dtype, config.cache.page_size, config.scheduler.max_num_seqs, config.parallel.threads) == (
+        "bfloat16",
+        64,
+        3,
+        2,
+    )
+    assert (config.model.name, config.model.path) == ("tiny", str(tmp_path / "tiny"))
+
+
+def test_by_default_it_uses_the_processors_it_may_use(tmp_path, home):
+    assert worker_config(folder(tmp_path / "tiny"), {}).parallel.threads >= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_model_length": 5}, "unknown setting 'max_model_length'; did you mean 'max_model_len'"),
+        ({"path": "x"}, "unknown setting 'path'"),
+        ({"page_size": 17}, "page_size is 17"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"threads": "two"}, "threads"),
+        ({"threads": object()}, "cannot be used"),
+        ({"dtype": "float8"}, "dtype"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(tmp_path, home, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        worker_config(folder(tmp_path / "tiny"), settings)
