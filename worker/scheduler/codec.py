@@ -6,6 +6,8 @@
     joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter u32
     numbers  u32 each: leaves; row and page count of each grant; row and token count of each run; row and token count of
              each draft; then the pages of all grants and the tokens of all drafts
+
+Every count is checked against the length before anything is read.
 """
 
 from __future__ import annotations

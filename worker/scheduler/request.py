@@ -7,8 +7,6 @@ import hashlib
 import struct
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from allspan.protos.errors import InternalError
 from allspan.protos.sampling import SamplingParams
 
@@ -98,5 +96,6 @@ class Request:
             p.min_tokens,
             len(p.stop_token_ids),
         )
-        ids = np.asarray(self.prompt_token_ids + p.stop_token_ids, dtype="<i8").tobytes()
-        return int.from_bytes(hashlib.blake2b(head + ids, digest_size=8).digest(), "little")
+        ids = self.prompt_token_ids + p.stop_token_ids
+        data = head + struct.pack(f"<{len(ids)}q", *ids)
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
