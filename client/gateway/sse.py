@@ -15,12 +15,14 @@ from allspan.protos.errors import RequestCancelled
 
 T = TypeVar("T")
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
     """One event with a JSON payload."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(data).encode() + b"\n\n"
 
 
 class EventStream(Response):
