@@ -62,8 +62,9 @@ def from_json(text: str, rank: int = 0) -> WorkerConfig:
     if not isinstance(ranks, list) or (ranks and rank >= len(ranks)):
         raise ConfigError(f"ranks must be a list with an entry for each rank (this is rank {rank}), is {_shown(ranks)}")
     if ranks:
-        own = {key: value for key, value in asdict(config.parallel).items() if key not in ranks[rank]} | ranks[rank]
-        config = replace(config, parallel=_dataclass(ParallelConfig, own, f"ranks[{rank}]"))
+        _dataclass(ParallelConfig, ranks[rank], f"ranks[{rank}]")
+        parallel = _dataclass(ParallelConfig, values.get("parallel", {}) | ranks[rank], "parallel")
+        config = replace(config, parallel=parallel)
     check(config)
     return config
 
@@ -79,6 +80,12 @@ def check(config: WorkerConfig) -> WorkerConfig:
     for key in ("model.path", "model.name", "service.run_dir"):
         if not _value(config, key):
             raise ConfigError(f"{key} is empty")
+    budget, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    if budget < rows:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens is {budget}, must be at least max_num_seqs ({rows}): every running request "
+            "may need a token in each step"
+        )
     threads, cpus = config.parallel.threads, config.parallel.cpus
     if cpus and len(cpus) != threads:
         raise ConfigError(f"parallel.cpus has {len(cpus)} processors, must have {threads}, one a thread, or none")
