@@ -15,7 +15,7 @@ from allspan.protos.config import CacheConfig, ModelConfig, ParallelConfig, Sche
 from allspan.protos.config_json import CHOICES, LEAST, check, from_json
 from allspan.protos.errors import ConfigError
 from allspan.protos.flags import Parser, add_options, build, fail
-from allspan.worker.parallel.world import place
+from allspan.worker.host import place
 
 PROG = "allspan.worker"
 _GROUPS = {

@@ -33,7 +33,7 @@ from allspan.worker import host
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.load_progress import LoadProgress
-from allspan.worker.parallel.world import World, host_name, join_world, place
+from allspan.worker.parallel.world import World, join_world
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
 
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 def run_rank(config: WorkerConfig) -> int:
     """Serves until told to stop; the process's exit code. A failure here ends every rank of the world."""
-    told = place()
+    told = host.place()
     rank = told[0] if told else 0
     run_dir, epoch = Path(config.service.run_dir), config.service.epoch
     last_words = host.LastWords(error_file(run_dir, rank, epoch), rank)
@@ -55,7 +55,7 @@ def run_rank(config: WorkerConfig) -> int:
             host.die_with_parent()
         _prepare_process(config, rank)
         _prepare_run_dir(config, rank)
-        write_rank(run_dir, RankInfo(rank, os.getpid(), host_name()), epoch)
+        write_rank(run_dir, RankInfo(rank, os.getpid(), host.host_name()), epoch)
         stop = Stop(last_words)
         stop.watch_supervisor(config.service.supervisor_pid)
         world = join_world(config.parallel, config.model.device)
@@ -168,7 +168,7 @@ def _prepare_run_dir(config: WorkerConfig, rank: int) -> None:
 
 def _ranks_on_node(config: WorkerConfig, world: World) -> int:
     """How many ranks share the memory that this rank takes from."""
-    place_name = ":".join((host_name(), *host.memory_nodes(config.parallel.cpus)))
+    place_name = ":".join((host.host_name(), *host.memory_nodes(config.parallel.cpus)))
     mine = zlib.crc32(place_name.encode())
     return world.all_values(mine).count(mine)
 
@@ -178,7 +178,7 @@ def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: st
     return RankFacts(
         rank=world.rank,
         world_size=world.size,
-        host=host_name(),
+        host=host.host_name(),
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
@@ -212,7 +212,7 @@ def _log_ready(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels
         allspan.__version__,
         world.rank,
         world.size,
-        host_name(),
+        host.host_name(),
         kernels,
         config.parallel.threads,
         world.kind,

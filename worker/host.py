@@ -6,11 +6,12 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from allspan.protos.cluster import write_atomically
@@ -18,6 +19,24 @@ from allspan.protos.errors import AllspanError, Unavailable
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
+_PLACES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS"),
+)
+"""Variables of Open MPI, MPICH and Slurm that tell a process its rank and the number of ranks."""
+
+
+def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """(rank, size) as mpirun told this process, known before MPI starts; None when no mpirun started it."""
+    for rank, size in _PLACES:
+        if environment.get(rank, "").isdigit() and environment.get(size, "").isdigit():
+            return int(environment[rank]), int(environment[size])
+    return None
+
+
+def host_name() -> str:
+    return socket.gethostname()
 
 
 def die_with_parent() -> None:

@@ -6,15 +6,14 @@ A world of one rank needs no MPI at all and never loads it.
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from allspan.protos.config import ParallelConfig
 from allspan.protos.errors import ConfigError
+from allspan.worker.host import place
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.parallel.staged import StagedCollectives
@@ -28,22 +27,9 @@ from allspan.worker.parallel.window import (
     load_native,
 )
 
-_PLACES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("PMIX_RANK", "SLURM_NTASKS"),
-)
 _GATHER_BYTES = 1024
 _LOAD_TIMEOUT_S = 3600.0
 """Ranks may read their weights at very different speeds; that a peer died meanwhile is mpirun's to notice."""
-
-
-def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """(rank, size) as mpirun told this process, known before MPI starts; None when no mpirun started it."""
-    for rank, size in _PLACES:
-        if environment.get(rank, "").isdigit() and environment.get(size, "").isdigit():
-            return int(environment[rank]), int(environment[size])
-    return None
 
 
 class World(Protocol):
@@ -222,7 +208,3 @@ def _groups(collectives: Collectives) -> dict[str, Collectives]:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def host_name() -> str:
-    return socket.gethostname()
