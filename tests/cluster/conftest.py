@@ -1,0 +1,34 @@
+"""Clusters of real processes on the real default model."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.default_model import default_model
+
+from allspan import ClientEngine
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return default_model()
+
+
+@pytest.fixture(scope="session")
+def start(model: Path) -> Callable[..., ClientEngine]:
+    """Starts a cluster of the default model in float32; more threads than processors are allowed."""
+    threads = max(1, (os.cpu_count() or 1) // 2)
+    return functools.partial(
+        ClientEngine, model, threads=threads, dtype="float32", oversubscribe=True, startup_timeout=120.0
+    )
+
+
+@pytest.fixture(scope="session")
+def pair(start: Callable[..., ClientEngine]) -> Iterator[ClientEngine]:
+    """Two ranks, shared by the tests that do not harm them."""
+    with start(ranks=2, max_model_len=2048) as engine:
+        yield engine

@@ -1,0 +1,42 @@
+"""The same tokens on one, two and three ranks, as transformers says they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from support.default_model import chat_prompts, reference_logits
+from support.equality import assert_equal_but_for_ties, assert_greedy
+
+from allspan import ClientEngine, SamplingParams
+
+pytestmark = pytest.mark.timeout(600)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+def test_greedy_output_is_that_of_transformers_on_any_number_of_ranks(start: Callable[..., ClientEngine]) -> None:
+    prompts = chat_prompts()
+    outputs = {}
+    for ranks in (1, 2, 3):
+        with start(ranks=ranks, max_model_len=1024) as engine:
+            outputs[ranks] = [completion.token_ids for completion in engine.generate(prompts, GREEDY)]
+    for i, prompt in enumerate(prompts):
+        logits = reference_logits(prompt, list(outputs[1][i]))
+        assert_greedy(outputs[1][i], logits, f"prompt {i} on one rank")
+        for ranks in (2, 3):
+            assert_equal_but_for_ties(outputs[1][i], outputs[ranks][i], logits, f"prompt {i} on 1 and {ranks} ranks")
+    assert sum(map(len, outputs[1])) > 20 * 32  # most outputs run to their full length
+
+
+@pytest.mark.parametrize("collectives", ["window", "mpi"])
+def test_both_kinds_of_collectives_give_the_same_greedy_output(
+    start: Callable[..., ClientEngine], pair: ClientEngine, collectives: str
+) -> None:
+    prompts = chat_prompts()[:3]
+    short = SamplingParams(max_tokens=16, temperature=0.0)
+    expected = [completion.token_ids for completion in pair.generate(prompts, short)]
+    with start(ranks=2, max_model_len=512, collectives=collectives) as engine:
+        found = [completion.token_ids for completion in engine.generate(prompts, short)]
+    for i, prompt in enumerate(prompts):
+        logits = reference_logits(prompt, list(expected[i]))
+        assert_equal_but_for_ties(expected[i], found[i], logits, f"prompt {i} over {collectives}")

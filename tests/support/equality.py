@@ -1,0 +1,40 @@
+"""Greedy outputs compared token by token; where two tokens tie within rounding, a difference is excused and reported."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor
+
+TIE = 1e-4
+"""In logits."""
+
+
+class TieWarning(UserWarning):
+    """A difference that was excused."""
+
+
+def assert_greedy(output: Sequence[int], logits: Tensor, what: str) -> int:
+    """Each token must be the largest of its row of logits [len(output), V], given the tokens before it. Returns ties."""
+    ties = 0
+    for position, token in enumerate(output):
+        row = logits[position]
+        gap = float(row.max() - row[token])
+        assert gap <= TIE, f"{what}: token {position} is {token}, {gap:.6f} below {int(row.argmax())} in logits"
+        if gap > 0:
+            ties += 1
+            warnings.warn(f"{what}: tie of {gap:.1e} at token {position} excused", TieWarning, stacklevel=2)
+    return ties
+
+
+def assert_equal_but_for_ties(first: Sequence[int], second: Sequence[int], logits: Tensor, what: str) -> int:
+    """Equal, or different from a position on where both tokens lie within TIE of the largest logit."""
+    if tuple(first) == tuple(second):
+        return 0
+    position = next(i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
+    row = logits[position]
+    gap = float(row.max() - row[[first[position], second[position]]].min())
+    assert gap <= TIE, f"{what}: token {position} is {first[position]} and {second[position]}, {gap:.6f} apart in logits"
+    warnings.warn(f"{what}: tie of {gap:.1e} at token {position} excused", TieWarning, stacklevel=2)
+    return 1
