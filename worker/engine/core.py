@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import DeadlineExceeded, InternalError, Unavailable
+from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, Unavailable
 from allspan.worker.engine.batch import Batch, BatchSizes
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import StepModel
@@ -113,12 +113,10 @@ class EngineCore:
         QueueFull, AlreadyExists, or Unavailable when the model is stopped or the loop has ended."""
         with self._changed:
             self._check_open()
-            if self.is_leader:
-                self._scheduler.submit(request)
-            else:
-                self.limits.admit(request)
+            self.limits.admit(request)
             self._inbox.put(request)
-            self._changed.notify_all()
+            if self.is_leader:
+                self._enqueue(request)
 
     def cancel(self, request_ids: Iterable[bytes]) -> None:
         """Leader: ends requests in whatever state they are. Follower: gives back payloads that no plan has joined.
@@ -128,8 +126,11 @@ class EngineCore:
             self._inbox.withdraw(request_ids)
             return
         with self._changed:
-            outcomes = (self._scheduler.cancel(request_id) for request_id in request_ids)
-            self._outbox.extend(outcome for outcome in outcomes if outcome is not None)
+            for request_id in request_ids:
+                outcome = self._scheduler.cancel(request_id)
+                if outcome is not None:
+                    self._inbox.retire(request_id)
+                    self._outbox.append(outcome)
             self._changed.notify_all()
 
     def start_model(self) -> None:
@@ -261,6 +262,14 @@ class EngineCore:
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         self.on_outputs(outcomes)
+
+    def _enqueue(self, request: Request) -> None:
+        try:
+            self._scheduler.submit(request)
+        except AllspanError:
+            self._inbox.drop(request.request_id)
+            raise
+        self._changed.notify_all()
 
     def _sleep(self) -> None:
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable
@@ -10,7 +11,8 @@ from allspan.protos.errors import AlreadyExists, DeadlineExceeded, InternalError
 from allspan.worker.scheduler.request import Request
 
 WITHDRAWN_SECONDS = 60.0
-"""A withdrawn payload is kept so long: a plan that the leader made before it knew may still join it."""
+"""A withdrawn payload is kept so long, since a plan that the leader made before it knew may still join it; and so long
+the leader lets nobody use a cancelled request's id again, since a plan that drops it may still be on its way."""
 
 
 class Inbox:
@@ -24,20 +26,24 @@ class Inbox:
         self._payloads: dict[bytes, Request] = {}
         self._joined: set[bytes] = set()
         self._withdrawn: dict[bytes, float] = {}
+        self._retired: dict[bytes, float] = {}
 
     def __len__(self) -> int:
         return len(self._payloads)
 
     def put(self, request: Request) -> None:
-        """Raises AlreadyExists for an id in use, QueueFull when the inbox is full."""
+        """Raises AlreadyExists for an id in use, QueueFull when the inbox is full. A payload that was withdrawn may
+        come again; another one under its id may not."""
         request_id = request.request_id
         with self._condition:
             self._expire()
-            if request_id in self._payloads and request_id not in self._withdrawn:
-                raise AlreadyExists(f"request_id {request_id.hex()} is in use; choose another")
+            if request_id in self._withdrawn and request.digest() == self._payloads[request_id].digest():
+                del self._withdrawn[request_id]
+                return
+            if request_id in self._payloads or request_id in self._retired:
+                raise AlreadyExists(f"request_id {request_id.hex()} is in use, or cancelled just now; choose another")
             if len(self._payloads) >= self._capacity:
                 raise QueueFull(f"the inbox holds {len(self._payloads)} requests, its limit; try again later")
-            self._withdrawn.pop(request_id, None)
             self._payloads[request_id] = request
             self._condition.notify_all()
 
@@ -70,12 +76,24 @@ class Inbox:
                     self._withdrawn.setdefault(request_id, now + WITHDRAWN_SECONDS)
             self._expire()
 
+    def retire(self, request_id: bytes) -> None:
+        """Leader: a request was cancelled. Its id is in use for a while yet."""
+        with self._condition:
+            self._retired[request_id] = time.monotonic() + WITHDRAWN_SECONDS
+
     def _expire(self) -> None:
-        now = time.monotonic()
-        for request_id in [key for key, until in self._withdrawn.items() if until <= now]:
+        for request_id in _expired(self._retired):
+            del self._retired[request_id]
+        for request_id in _expired(self._withdrawn):
             self._forget(request_id)
 
     def _forget(self, request_id: bytes) -> None:
         self._payloads.pop(request_id, None)
         self._joined.discard(request_id)
         self._withdrawn.pop(request_id, None)
+
+
+def _expired(deadlines: dict[bytes, float]) -> list[bytes]:
+    """Those whose time is over. All wait equally long, so they stand in order."""
+    now = time.monotonic()
+    return list(itertools.takewhile(lambda request_id: deadlines[request_id] <= now, deadlines))

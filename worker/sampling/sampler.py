@@ -86,12 +86,13 @@ class Sampler:
         most = int(self._num_logprobs[rows].max(initial=-1))
         # The token; then, if any row asked, its log-probability, the most likely ids and theirs (floats as their bits).
         columns = 1 if most < 0 else 2 + 2 * most
+        logits = logits.cpu()
         if world.size == 1:
-            return self._unpack(self._sample_rows(logits.cpu().numpy(), rows, positions, columns), rows)
+            return self._unpack(self._sample_rows(logits.numpy(), rows, positions, columns), rows)
         mine = slice(world.rank, None, world.size)
         whole = logits.new_empty((len(rows[mine]), self._vocab_size))
         world.exchange_rows(logits, self._widths, whole)
-        part = self._sample_rows(whole.cpu().numpy(), rows[mine], positions[mine], columns)
+        part = self._sample_rows(whole.numpy(), rows[mine], positions[mine], columns)
         result = torch.empty((len(rows), columns), dtype=torch.int32)
         world.all_gather_rows(torch.from_numpy(part), result)
         return self._unpack(result.numpy(), rows)

@@ -195,6 +195,40 @@ def test_a_refused_request_does_not_disturb_the_others():
     assert set(collected.outputs) == {one.request_id}
 
 
+def test_a_cancelled_id_cannot_be_used_again_at_once():
+    core, _ = fake_core(64)
+    one = request(1, [1])
+    core.submit(one)
+    core.cancel([one.request_id])
+    with pytest.raises(AlreadyExists):
+        core.submit(request(1, [1]))
+    step_until_idle(core)
+    with pytest.raises(AlreadyExists):
+        core.submit(request(1, [1]))
+
+
+def test_an_id_can_be_used_again_once_its_request_has_finished():
+    collected = [Collected(), Collected()]
+    core, _ = fake_core(64)
+    for each in collected:
+        core.on_outputs = each
+        core.submit(request(1, [1], max_tokens=2))
+        step_until_idle(core)
+        assert each.reason(request(1, [1])) == "length"
+
+
+def test_a_refused_request_can_be_sent_again():
+    collected = Collected()
+    core, _ = fake_core(64, collected, max_queued_requests=1)
+    core.submit(request(1, [1]))
+    with pytest.raises(QueueFull):
+        core.submit(request(2, [1]))
+    core.step()
+    core.submit(request(2, [1]))
+    step_until_idle(core)
+    assert len(collected.outputs) == 2
+
+
 def test_an_idle_loop_sleeps_and_wakes_for_a_request():
     collected = Collected()
     core, model = fake_core(64, collected)

@@ -77,12 +77,26 @@ def test_a_joined_payload_is_not_withdrawn(monkeypatch):
     assert len(inbox) == 0
 
 
-def test_a_withdrawn_id_can_be_sent_again():
-    inbox, again = Inbox(4), request(1, [2])
+def test_a_withdrawn_payload_can_be_sent_again_but_no_other_under_its_id():
+    inbox, one = Inbox(4), request(1, [1])
+    inbox.put(one)
+    inbox.withdraw([one.request_id])
+    with pytest.raises(AlreadyExists):
+        inbox.put(request(1, [2]))
     inbox.put(request(1, [1]))
-    inbox.withdraw([again.request_id])
-    inbox.put(again)
-    assert inbox.take(again.request_id, again.digest()) is again
+    with pytest.raises(AlreadyExists):
+        inbox.put(request(1, [1]))
+    assert inbox.take(one.request_id, one.digest()) is one
+
+
+def test_a_retired_id_is_in_use_for_a_while(monkeypatch):
+    inbox, one = Inbox(4), request(1, [1])
+    inbox.retire(one.request_id)
+    with pytest.raises(AlreadyExists, match="cancelled just now"):
+        inbox.put(one)
+    monkeypatch.setattr(inbox_module, "WITHDRAWN_SECONDS", 0.0)
+    inbox.retire(one.request_id)
+    inbox.put(one)
 
 
 def test_dropping_and_withdrawing_what_is_not_there_is_no_error():
