@@ -10,7 +10,10 @@ from support.equality import assert_equal_but_for_ties, assert_greedy
 
 from allspan import ClientEngine, SamplingParams
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("always::support.equality.TieWarning"),
+]
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 

@@ -19,7 +19,13 @@ MAX_ARGUMENTS = 8
 OWNERS = {
     "mpi4py": ("worker/parallel",),
     "cupy": ("kernels/cuda",),
-    "grpc": ("worker/service", "client/transport", "client/gateway", "protos/worker_pb2_grpc.py", "protos/inference_pb2_grpc.py"),
+    "grpc": (
+        "worker/service",
+        "client/transport",
+        "client/gateway",
+        "protos/worker_pb2_grpc.py",
+        "protos/inference_pb2_grpc.py",
+    ),
     "torch": ("kernels", "worker"),
     "fastapi": ("client/gateway",),
 }
@@ -51,7 +57,6 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
-
 
 
 def test_files_are_short() -> None:
@@ -121,7 +126,19 @@ def test_nothing_is_unpickled() -> None:
 
 def test_mpi_sends_buffers_never_objects() -> None:
     """Lower-case mpi4py calls pickle what they send."""
-    lower = {"send", "recv", "bcast", "gather", "scatter", "allgather", "allreduce", "alltoall", "isend", "irecv", "sendrecv"}
+    lower = {
+        "send",
+        "recv",
+        "bcast",
+        "gather",
+        "scatter",
+        "allgather",
+        "allreduce",
+        "alltoall",
+        "isend",
+        "irecv",
+        "sendrecv",
+    }
     found = []
     for file in sources():
         if not place(file).startswith("worker/parallel"):
@@ -142,7 +159,9 @@ def test_every_package_says_what_it_is_for() -> None:
     silent = [
         place(file)
         for file in sources()
-        if file.name == "__init__.py" and place(file).split("/")[0] in FOLDERS and not ast.get_docstring(ast.parse(file.read_text()))
+        if file.name == "__init__.py"
+        and place(file).split("/")[0] in FOLDERS
+        and not ast.get_docstring(ast.parse(file.read_text()))
     ]
     assert not silent, f"a package's __init__.py says what it does and must not know: {silent}"
 

@@ -35,6 +35,8 @@ def assert_equal_but_for_ties(first: Sequence[int], second: Sequence[int], logit
     position = next(i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
     row = logits[position]
     gap = float(row.max() - row[[first[position], second[position]]].min())
-    assert gap <= TIE, f"{what}: token {position} is {first[position]} and {second[position]}, {gap:.6f} apart in logits"
+    assert gap <= TIE, (
+        f"{what}: token {position} is {first[position]} and {second[position]}, {gap:.6f} apart in logits"
+    )
     warnings.warn(f"{what}: tie of {gap:.1e} at token {position} excused", TieWarning, stacklevel=2)
     return 1

@@ -1,0 +1,48 @@
+"""Counts and names what was skipped; with ALLSPAN_REQUIRE_TOOLS=1 (continuous integration) a skip is a failure, unless
+the test needs a GPU, which nobody can install."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+_skipped: pytest.StashKey[Counter[str]] = pytest.StashKey()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_skipped] = Counter()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip("gpu: no CUDA device here")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> object:
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple):
+        item.config.stash[_skipped][report.longrepr[2].removeprefix("Skipped: ")] += 1
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    wanting = [reason for reason in session.config.stash[_skipped] if not reason.startswith("gpu:")]
+    if wanting and exitstatus == 0 and os.environ.get("ALLSPAN_REQUIRE_TOOLS") == "1":
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for reason, count in sorted(config.stash[_skipped].items()):
+        verdict = (
+            "" if reason.startswith("gpu:") or os.environ.get("ALLSPAN_REQUIRE_TOOLS") != "1" else " (a failure here)"
+        )
+        terminalreporter.write_line(f"skipped {count}{verdict}: {reason}")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

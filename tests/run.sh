@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The whole test suite, from nothing: makes .venv-tests, installs the project with what the checks need, checks, tests.
+# Words given are passed on to pytest: ./tests/run.sh tests/worker -k sampler
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+. "$root/launch/environment.sh"
+cd "$root"
+
+refuse_other_systems
+make_environment "$root/.venv-tests" --dev
+PATH="$venv/bin:$PATH"
+export PATH
+
+say "checks: ruff, mypy, import-linter, clang-format"
+ruff check .
+ruff format --check .
+mypy -p allspan
+PYTHONPATH=.typing lint-imports
+clang-format --dry-run --Werror kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*.inc
+
+say "tests"
+python -m pytest "$@"
+if [ "$#" -eq 0 ]; then
+    "$root/tests/other_pythons.sh"
+fi
