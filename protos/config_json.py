@@ -83,8 +83,8 @@ def check(config: WorkerConfig) -> WorkerConfig:
     budget, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     if budget < rows:
         raise ConfigError(
-            f"scheduler.max_num_batched_tokens is {budget}, must be at least max_num_seqs ({rows}): every running request "
-            "may need a token in each step"
+            f"scheduler.max_num_batched_tokens is {budget}, must be at least max_num_seqs ({rows}): every running "
+            "request may need a token in each step"
         )
     threads, cpus = config.parallel.threads, config.parallel.cpus
     if cpus and len(cpus) != threads:
