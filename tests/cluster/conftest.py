@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.default_model import default_model
 
 from allspan import ClientEngine
+from support.default_model import default_model
 
 
 @pytest.fixture(scope="session")

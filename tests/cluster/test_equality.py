@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.default_model import chat_prompts, reference_logits
-from support.equality import assert_equal_but_for_ties, assert_greedy
 
 from allspan import ClientEngine, SamplingParams
+from support.default_model import chat_prompts, reference_logits
+from support.equality import assert_equal_but_for_ties, assert_greedy
 
 pytestmark = [
     pytest.mark.timeout(600),

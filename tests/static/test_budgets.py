@@ -152,7 +152,8 @@ def test_mpi_sends_buffers_never_objects() -> None:
 def test_the_typing_links_point_at_the_folders() -> None:
     for folder in FOLDERS:
         link = ROOT / ".typing" / "allspan" / folder
-        assert link.is_symlink() and link.resolve() == ROOT / folder
+        assert link.is_symlink()
+        assert link.resolve() == ROOT / folder
 
 
 def test_every_package_says_what_it_is_for() -> None:
@@ -172,9 +173,10 @@ def test_public_functions_and_classes_of_contracts_have_docstrings() -> None:
         if not place(file).startswith(("protos/", "kernels/ops.py", "client/engine.py", "worker/engine/engine.py")):
             continue
         for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
-                if not (node.bases and is_error(node)):
-                    found.append(f"{place(file)}:{node.lineno} {node.name}")
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or is_error(node):
+                continue
+            if not ast.get_docstring(node):
+                found.append(f"{place(file)}:{node.lineno} {node.name}")
     assert not found, found
 
 

@@ -1,4 +1,4 @@
-"""Greedy outputs compared token by token; where two tokens tie within rounding, a difference is excused and reported."""
+"""Greedy outputs, token by token; where two tokens tie within rounding, a difference is excused and reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TieWarning(UserWarning):
 
 
 def assert_greedy(output: Sequence[int], logits: Tensor, what: str) -> int:
-    """Each token must be the largest of its row of logits [len(output), V], given the tokens before it. Returns ties."""
+    """Each token must be the largest of its row of logits [len(output), V], given those before it. Returns ties."""
     ties = 0
     for position, token in enumerate(output):
         row = logits[position]

@@ -1,4 +1,4 @@
-"""A world whose ranks are threads of this process: Collectives and PlanChannels without MPI, for tests of what lies above."""
+"""A world whose ranks are threads of this process: Collectives and PlanChannels without MPI, for tests above them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allspan.protos.errors import DeadlineExceeded, InternalError
 
 
 class ThreadWorld:
-    """`collectives[r]` and `channels[r]` belong to rank r; `run(f)` calls f(r) on one thread a rank and returns the results.
+    """`collectives[r]` and `channels[r]` belong to rank r; `run(f)` calls f(r) on a thread a rank and returns results.
 
     Sums are taken in rank order. A rank that fails breaks the barrier, so that its peers fail too instead of waiting.
     """
@@ -92,7 +92,7 @@ class ThreadCollectives:
         pass
 
     def _share(self, x: Tensor) -> list[Tensor]:
-        """Every rank's tensor, once all have arrived; the caller ends with a barrier before anyone writes to its own."""
+        """Every rank's tensor, once all have arrived; the caller ends with a barrier before anyone writes its own."""
         self._world.shared[self.rank] = x
         self.barrier()
         return [part for part in self._world.shared if part is not None]
