@@ -54,7 +54,7 @@ void Runtime::attention(const AttentionArgs& args, const Batch& batch) {
   std::vector<std::vector<int32_t>> readers(args.cache.kv_heads);
   for (int64_t head = 0; head < args.heads; ++head)
     readers[batch.kv_head_of[head]].push_back(static_cast<int32_t>(head));
-  const bool alone = batch.requests * args.cache.kv_heads < pool_.threads() * 2;
+  const bool alone = batch.requests * args.cache.kv_heads < pool_.threads();
 
   std::vector<AttentionTile> tiles;
   for (int64_t request = 0; request < batch.requests; ++request) {

@@ -10,7 +10,7 @@ namespace {
 typedef __m512 V;
 
 constexpr int kLanes = 16;
-constexpr int kDotRows = 6;  // 24 sums, 4 columns and a row: 29 of 32 registers
+constexpr int kDotRows = 6;  // 24 sums, 6 rows and a column: 31 of 32 registers
 constexpr int kMixRows = 6;
 constexpr int kMixVectors = 4;
 

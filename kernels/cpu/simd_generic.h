@@ -16,9 +16,9 @@ typedef uint16_t H __attribute__((vector_size(8)));
 
 constexpr int kLanes = 4;
 #if defined(__aarch64__)
-constexpr int kDotRows = 4;  // 32 registers
+constexpr int kDotRows = 4;  // 16 sums, 4 rows and a column: 21 of 32 registers
 #else
-constexpr int kDotRows = 2;  // 16 registers
+constexpr int kDotRows = 2;  // 8 sums, 2 rows and a column: 11 of 16 registers
 #endif
 constexpr int kMixRows = 4;
 constexpr int kMixVectors = 2;
