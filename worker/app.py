@@ -61,11 +61,10 @@ def run_rank(config: WorkerConfig) -> int:
         world = join_world(config.parallel, config.model.device)
         serve(config, world, stop)
     except BaseException as error:
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         last_words.say(error)
         if world is not None:
-            world.abort(code)
-        return code
+            world.abort(1)
+        return 1
     rank_file(run_dir, rank, epoch).unlink(missing_ok=True)
     return 0
 
@@ -93,7 +92,11 @@ def serve(config: WorkerConfig, world: World, stop: Stop) -> None:
         write_cluster(Path(config.service.run_dir), info)
     try:
         loaded.core.run()
+    except BaseException as error:
+        stop.last_words.say(error)  # told while the streams still carry it to the clients
+        raise
     finally:
+        stop.begin("the end of the step loop")
         server.stop()
     if world.rank == 0 and not config.service.supervisor_pid:
         write_cluster(Path(config.service.run_dir), _cluster_info(config, facts, infos, "stopped"))
@@ -107,7 +110,7 @@ class Stop:
     def __init__(self, last_words: host.LastWords) -> None:
         self.core: EngineCore | None = None
         """Set once the step loop is about to run; before that a signal ends the process at once."""
-        self._last_words = last_words
+        self.last_words = last_words
         self._timer: threading.Timer | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -118,8 +121,16 @@ class Stop:
 
     def fail(self, error: BaseException) -> None:
         """Ends this process now, from any thread; mpirun ends its peers."""
-        self._last_words.say(error)
+        self.last_words.say(error)
         os._exit(1)
+
+    def begin(self, why: str) -> None:
+        """From now on there are STOP_LIMIT_S seconds until `done`."""
+        if self._timer is None:
+            late = Unavailable(f"{why}: this rank did not end in order within {STOP_LIMIT_S:g} s")
+            self._timer = threading.Timer(STOP_LIMIT_S, self.fail, (late,))
+            self._timer.daemon = True
+            self._timer.start()
 
     def done(self) -> None:
         if self._timer is not None:
@@ -128,12 +139,8 @@ class Stop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.core is None:
-            raise SystemExit(128 + number)
-        if self._timer is None:
-            late = Unavailable(f"{name}: the step loop did not end within {STOP_LIMIT_S:g} s")
-            self._timer = threading.Timer(STOP_LIMIT_S, self.fail, (late,))
-            self._timer.daemon = True
-            self._timer.start()
+            raise Unavailable(f"stopped by {name} before it was ready")
+        self.begin(name)
         self.core.shutdown()
 
 

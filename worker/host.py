@@ -88,14 +88,19 @@ def memory_nodes(cpus: Iterable[int], root: Path = Path("/")) -> tuple[str, ...]
 
 
 class LastWords:
-    """Why a rank ended: a line for people on standard error, and in a file for the supervisor, then the traceback."""
+    """Why a rank ended: a line for people on standard error, and in a file for the supervisor, then the traceback. Only
+    the first are kept: what fails after them follows from it."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
         self._rank = rank
+        self._said = False
 
     def say(self, error: BaseException) -> None:
         """On standard error an AllspanError is one line (somebody can mend it); anything else has its traceback."""
+        if self._said:
+            return
+        self._said = True
         line = f"{type(error).__name__}: {error}" if not isinstance(error, AllspanError) else error.message
         line = " ".join(line.split())
         trace = "".join(traceback.format_exception(error))

@@ -79,6 +79,13 @@ def test_last_words_are_one_line_then_the_traceback(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err == "allspan.worker: rank 1: model.safetensors is cut short\n"
 
 
+def test_only_the_first_last_words_are_kept(tmp_path: Path) -> None:
+    words = LastWords(tmp_path / "words", 0)
+    words.say(ValueError("the cause"))
+    words.say(ValueError("what followed"))
+    assert (tmp_path / "words").read_text().startswith("ValueError: the cause\n")
+
+
 def test_a_bug_shows_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         raise KeyError("row")

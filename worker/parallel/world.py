@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from allspan.worker.parallel.window import (
 )
 
 _GATHER_BYTES = 1024
+_ABORT_TIMEOUT_S = 3.0
 _LOAD_TIMEOUT_S = 3600.0
 """Ranks may read their weights at very different speeds; that a peer died meanwhile is mpirun's to notice."""
 
@@ -132,6 +134,8 @@ class MpiWorld:
 
     def abort(self, code: int) -> NoReturn:
         _flush()
+        # mpirun may be unable to listen; its peers then end with mpirun.
+        threading.Timer(_ABORT_TIMEOUT_S, os._exit, (code,)).start()
         self._comm.Abort(code)
         os._exit(code)
 
@@ -167,7 +171,8 @@ class MpiWorld:
 
     def _window_pair(self, memory: SharedMemory, native: Any) -> tuple[Collectives, PlanChannel]:
         timeout = self._config.timeout_s
-        crowded = self._config.oversubscribed or self._threads() > len(os.sched_getaffinity(0))
+        threads = sum(self.all_values(self._config.threads))
+        crowded = self._config.oversubscribed or threads > (os.cpu_count() or 1)
         return (
             WindowCollectives(native, memory, 0 if crowded else SPINS, timeout),
             WindowPlanChannel(native, memory, 0.0 if crowded else PLAN_SPIN_S, timeout),
@@ -178,10 +183,6 @@ class MpiWorld:
 
         timeout = self._config.timeout_s
         return MpiCollectives(self._comm.Dup(), timeout), MpiPlanChannel(self._comm.Dup(), timeout)
-
-    def _threads(self) -> int:
-        """Compute threads of all ranks (they share this host)."""
-        return sum(self.all_values(self._config.threads))
 
     def _wait(self, request: Any, what: str) -> None:
         from allspan.worker.parallel.mpi import wait
