@@ -18,6 +18,8 @@ class ModelConfig:
     """Of the weights: "float32", "bfloat16", or "auto" (the checkpoint's; quantised GGUF types decode to float32)."""
     max_model_len: int = 0
     """Most tokens of a request, prompt and output; 0 takes the model's."""
+    quantization: str = "none"
+    """How linear weights are held: "none" is as `dtype` says; the worker's table of linear methods has the rest."""
     load_format: str = "auto"
     """"auto", or "dummy" for random weights."""
     device: str = "cpu"

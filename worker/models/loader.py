@@ -17,6 +17,7 @@ from allspan.worker.models.registry import ModelSource, find_model
 from allspan.worker.models.shard import Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
+from allspan.worker.quant.base import LinearMethod
 from allspan.worker.quant.table import METHODS
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
 from allspan.worker.weights.random_weights import RandomWeights
@@ -51,7 +52,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
         raise ConfigError(f"kv_cache_dtype {cache.kv_cache_dtype!r} is not known (auto, {', '.join(ITEM_BYTES)})")
     return Prepared(
         source=source,
-        holding=Holding(shard, source.family.weights, METHODS[dtype](), getattr(torch, dtype)),
+        holding=Holding(shard, source.family.weights, linear_method(config.quantization, dtype), getattr(torch, dtype)),
         cache_spec=CacheSpec(
             page_size=cache.page_size,
             num_layers=source.spec.num_layers,
@@ -111,9 +112,16 @@ def weight_dtype(wanted: str, spec: ModelSpec) -> str:
     """float32 or bfloat16; "auto" is the checkpoint's, float16 held as float32 (exact)."""
     if wanted == "auto":
         return "bfloat16" if spec.dtype == "bfloat16" else "float32"
-    if wanted not in METHODS:
-        raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(METHODS)})")
+    if wanted not in ITEM_BYTES:
+        raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(ITEM_BYTES)})")
     return wanted
+
+
+def linear_method(quantization: str, dtype: str) -> LinearMethod:
+    """How linear layers hold their weights."""
+    if quantization not in METHODS:
+        raise ConfigError(f"quantization {quantization!r} is not known ({', '.join(METHODS)})")
+    return METHODS[quantization](getattr(torch, dtype))
 
 
 def context_length(wanted: int, spec: ModelSpec) -> int:

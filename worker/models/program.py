@@ -90,6 +90,13 @@ class ProgramBuilder:
             raise InternalError(f"slot {name!r}: {buffer} has no view of shape {shape}")
         return self._add(Buffer(name, buffer.rows, shape, buffer.storage))
 
+    def scratch(self, label: str, like: Slot) -> Slot:
+        """A buffer in the shape of another, for what an op needs only until the next one: same label, same memory."""
+        buffer = self._slots[like.index]
+        if not isinstance(buffer, Buffer):
+            raise InternalError(f"slot {buffer.name!r} is no buffer")
+        return self.buffer(f"{label} like {buffer.rows.value} {buffer.shape}", buffer.rows, *buffer.shape)
+
     def named(self, name: str) -> Slot:
         """A weight, an input or a cache tensor."""
         return self._add(Named(name))

@@ -9,8 +9,5 @@ import torch
 from allspan.worker.quant.base import LinearMethod
 from allspan.worker.quant.plain import Plain
 
-METHODS: dict[str, Callable[[], LinearMethod]] = {
-    "float32": lambda: Plain(torch.float32),
-    "bfloat16": lambda: Plain(torch.bfloat16),
-}
-"""By the `dtype` that weights are held in."""
+METHODS: dict[str, Callable[[torch.dtype], LinearMethod]] = {"none": Plain}
+"""`quantization` → its method, made for the dtype that weights are otherwise held in."""

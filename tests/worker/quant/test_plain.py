@@ -13,7 +13,7 @@ from allspan.worker.quant.table import METHODS
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
 def test_parts_are_stacked_and_biases_stay_float32(dtype: str, item: int) -> None:
-    method = METHODS[dtype]()
+    method = METHODS["none"](getattr(torch, dtype))
     shape = LinearShape(part_rows=(3, 2), in_features=4, has_bias=True)
     declared = method.tensors(shape)
     assert declared["weight"].num_bytes == 5 * 4 * item
@@ -32,7 +32,7 @@ def test_parts_are_stacked_and_biases_stay_float32(dtype: str, item: int) -> Non
 
 
 def test_without_a_bias_the_op_gets_none() -> None:
-    method = METHODS["float32"]()
+    method = METHODS["none"](torch.float32)
     assert list(method.tensors(LinearShape((3,), 4, has_bias=False))) == ["weight"]
     builder = ProgramBuilder()
     x, out = builder.buffer("x", Rows.TOKENS, 4), builder.buffer("out", Rows.LOGITS, 3)
