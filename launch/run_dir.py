@@ -34,9 +34,13 @@ class RunDir:
 
     def remove(self) -> None:
         """Removes both folders, then lets go of the lock. Processes of the cluster must be gone."""
+        self.erase()
+        os.close(self.lock_fd)
+
+    def erase(self) -> None:
+        """Removes both folders. Idempotent."""
         shutil.rmtree(self.shm, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self.lock_fd)
 
     def clear_shm(self) -> None:
         """Removes what a dead world left in the shared-memory folder; the folder and its owner's name stay."""

@@ -62,7 +62,7 @@ class Interrupt:
             self._supervisor.end_at_once()
             os._exit(128 + number)
         self.requested = True
-        say(f"{signal.Signals(number).name}: shutting down (once more: at once)")
+        say(f"{signal.Signals(number).name}: shutting down{' (once more: at once)' if self._stop is not None else ''}")
         if self._stop is not None:
             self.end_gateway()
         else:

@@ -18,7 +18,7 @@ from allspan.launch.console import say
 from allspan.launch.run_dir import RunDir
 from allspan.launch.world import Death, World, WorldPlan
 from allspan.protos.cluster import ClusterInfo, write_cluster
-from allspan.protos.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable
+from allspan.protos.errors import AllspanError, ConfigError, DeadlineExceeded, InternalError, Unavailable
 
 MAX_FAILURES = 3
 FAILURE_WINDOW_S = 60.0
@@ -75,6 +75,7 @@ class Supervisor:
         self._ended = threading.Event()
         self._on_end: Callable[[], None] | None = None
         self._lock = threading.Lock()
+        self._abandoned = False
         self.info: ClusterInfo | None = None
         """The first ready world's."""
         self.error: AllspanError | None = None
@@ -110,8 +111,9 @@ class Supervisor:
 
     def end_at_once(self) -> None:
         """Kills every process and removes every file, now: for a second signal. The caller must exit afterwards."""
+        self._abandoned = True
         reaper.kill(str(self._run.path), 3.0)
-        self._run.remove()
+        self._run.erase()
         self._reaper.dismiss()
 
     def _main(self) -> None:
@@ -119,11 +121,18 @@ class Supervisor:
             self._supervise()
         except AllspanError as error:
             self.error = error
-        finally:
-            cause = self.error.message if self.error else ""
-            write_cluster(self._run.path, self._state(0, "stopped", cause))
+        except OSError as error:
+            # The folders go away under this thread when a second signal ends everything; anything else is our bug.
+            self.error = InternalError(f"the supervisor failed: {error}")
+        if not self._abandoned:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        try:
+            write_cluster(self._run.path, self._state(0, "stopped", self.error.message if self.error else ""))
             self._run.remove()
             self._reaper.dismiss()
+        finally:
             with self._lock:
                 callback = self._on_end
                 self._ended.set()

@@ -1,0 +1,153 @@
+"""One served cluster, asked in every way: the same greedy text, and bad input that harms nobody."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from allspan import ClientEngine, SamplingParams
+from allspan.protos import inference_pb2, inference_pb2_grpc
+from allspan.protos.errors import InvalidRequest
+from allspan.protos.text import load_tokenizer
+from support.node_client import node_client
+from support.serving import Served, run_allspan, runtime_folder
+
+pytestmark = pytest.mark.timeout(240)
+
+QUESTION = "What is the capital of France?"
+STORY = "Once upon a time"
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Served]:
+    with runtime_folder() as runtime:
+        server = Served(
+            model, "--ranks=2", "--oversubscribe", "--max-model-len=512", "--served-model-name=tiny", runtime=runtime
+        )
+        try:
+            yield server.wait_ready()
+        finally:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def expected(served: Served, model: Path) -> dict[str, Any]:
+    """The answer of a facade attached to the same cluster: token ids of the chat, and the text of the story."""
+    ids = load_tokenizer(model).encode_chat([{"role": "user", "content": QUESTION}])
+    with ClientEngine(attach=served.run_dir) as engine:
+        chat, story = engine.generate([ids, STORY], GREEDY)
+    return {"chat": chat.text, "story": story.text}
+
+
+def sdk(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.http}/v1", api_key="none", timeout=60, max_retries=0)
+
+
+def stub(channel: grpc.Channel) -> Any:
+    return inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def test_the_openai_sdk_streams_the_same_chat(served: Served, expected: dict[str, Any]) -> None:
+    with sdk(served) as client:
+        stream = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=24, stream=True
+        )
+        pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(pieces) == expected["chat"]
+    assert len([piece for piece in pieces if piece]) > 1
+
+
+def test_a_plain_completion_is_the_same(served: Served, expected: dict[str, Any]) -> None:
+    with sdk(served) as client:
+        answer = client.completions.create(model="tiny", prompt=STORY, temperature=0, max_tokens=24)
+        assert client.models.list().data[0].id == "tiny"
+    assert answer.choices[0].text == expected["story"]
+
+
+def test_grpc_streams_the_same_text(served: Served, expected: dict[str, Any]) -> None:
+    request = inference_pb2.GenerateRequest(
+        text=STORY, sampling=inference_pb2.SamplingOptions(max_tokens=24, temperature=0.0)
+    )
+    with grpc.insecure_channel(served.grpc) as channel:
+        replies = list(stub(channel).Generate(request, timeout=60))
+    assert "".join(reply.text for reply in replies) == expected["story"]
+    assert replies[-1].usage.completion_tokens == 24
+
+
+def test_node_streams_the_same_text(served: Served, expected: dict[str, Any], tmp_path: Path) -> None:
+    command = [*node_client(tmp_path), served.grpc, STORY, "24"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, expected["story"])
+
+
+def test_generate_attaches_and_prints_the_result_as_its_last_line(
+    served: Served, expected: dict[str, Any], model: Path
+) -> None:
+    words = ["--attach", str(served.run_dir), "--prompt", STORY, "--max-tokens", "24", "--temperature", "0", "--json"]
+    run = run_allspan("generate", *words)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["text"] == expected["story"]
+    assert result["prompt_tokens"] == len(load_tokenizer(model).encode(STORY))
+    assert len(result["token_ids"]) == 24
+    assert result["timings"]["ttft_s"] > 0
+
+
+def test_chat_reads_lines_and_streams_replies(served: Served, expected: dict[str, Any]) -> None:
+    words = ["-m", "allspan.launch.cli", "chat", "--attach", str(served.run_dir), "--temperature=0", "--max-tokens=24"]
+    run = subprocess.run(
+        [served.process.args[0], *words],  # type: ignore[index]
+        input=f"{QUESTION}\n\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == expected["chat"].strip()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 0}, ["max_tokens is 0"]),
+        ({"temperature": "NaN"}, ["temperature"]),
+        ({"prompt": [999999]}, ["999999"]),
+        ({"prompt": list(range(600))}, ["600", "512"]),
+        ({"model": "other"}, ["other", "tiny"]),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_the_server_goes_on(
+    served: Served, expected: dict[str, Any], fields: dict[str, Any], words: list[str]
+) -> None:
+    def ask(**changes: Any) -> Any:
+        body = {"model": "tiny", "prompt": STORY, "max_tokens": 24, "temperature": 0} | changes
+        text = json.dumps(body).replace('"NaN"', "NaN").encode()
+        request = urllib.request.Request(f"{served.http}/v1/completions", text, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(**fields)
+    with caught.value as answer:
+        assert answer.code in (400, 404)
+        message = json.load(answer)["error"]["message"]
+    assert all(word in message for word in words), message
+    assert ask()["choices"][0]["text"] == expected["story"]
+
+
+def test_bad_input_to_the_facade_is_refused_by_name(served: Served) -> None:
+    with ClientEngine(attach=served.run_dir) as engine:
+        for prompt, word in (([999999], "999999"), (list(range(600)), "600"), ([], "prompt")):
+            with pytest.raises(InvalidRequest, match=word):
+                engine.generate([prompt], GREEDY)
+        assert len(engine.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 24

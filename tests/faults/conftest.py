@@ -1,0 +1,47 @@
+"""Clusters of two ranks on a tiny random model with a tokenizer, and the folder that they run in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.byte_tokenizer import write_byte_tokenizer
+from support.serving import Served, runtime_folder
+from support.tiny_models import save_tiny
+
+Start = Callable[..., Served]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bytes are tokens; room for answers that last until something breaks."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    save_tiny(folder, "llama", vocab_size=256, max_position_embeddings=65536, eos_token_id=255)
+    config = json.loads((folder / "config.json").read_text())
+    write_byte_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    with runtime_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def start(model: Path, runtime: Path) -> Iterator[Start]:
+    """Starts `allspan serve MODEL --ranks 2` with more flags and waits until it is ready."""
+    made: list[Served] = []
+
+    def begin(*flags: str, wait: bool = True) -> Served:
+        common = ("--ranks=2", "--oversubscribe", "--max-num-seqs=4", "--kv-cache-bytes=100000000")
+        made.append(Served(model, *common, *flags, runtime=runtime))
+        return made[-1].wait_ready() if wait else made[-1]
+
+    yield begin
+    for served in made:
+        served.kill()

@@ -1,0 +1,88 @@
+"""Ctrl-C and SIGTERM: in order within ten seconds, at once the second time, and clean at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from allspan import ClientEngine, SamplingParams
+from allspan.protos.errors import AllspanError
+from support.serving import Served
+from support.waiting import wait_until
+
+Start = Callable[..., Served]
+
+pytestmark = pytest.mark.timeout(180)
+
+ENDLESS = SamplingParams(max_tokens=60000, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("flags", [(), ("--no-gateway",)])
+def test_one_signal_ends_it_in_order(start: Start, number: signal.Signals, flags: tuple[str, ...]) -> None:
+    served = start(*flags)
+    traces = served.traces()
+    assert served.ask_to_end(number) == 0
+    traces.assert_gone(within=1.0)
+
+
+def test_open_requests_end_with_an_error_and_do_not_hold_it_up(start: Start) -> None:
+    served = start("--no-gateway")
+    traces = served.traces()
+    with ClientEngine(attach=served.run_dir) as engine:
+        _, queue = engine.start_request([1, 2, 3], ENDLESS)
+        assert queue.get(timeout=30) is not None
+        assert served.ask_to_end() == 0
+        with pytest.raises(AllspanError):
+            list(queue)
+    traces.assert_gone(within=1.0)
+
+
+def test_a_second_signal_ends_it_at_once(start: Start) -> None:
+    """The first one drains: a request of a client of its own keeps the gateway busy for its shutdown timeout."""
+    served = start("--no-gateway")
+    traces = served.traces()
+    for rank in (0, 1):  # a rank that is stopped cannot end in order: the first signal would take its five seconds
+        os.kill(served.rank_pid(rank), signal.SIGSTOP)
+    served.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "shutting down" in served.log, 5.0)
+    started = time.monotonic()
+    served.process.send_signal(signal.SIGTERM)
+    assert served.wait_exit(4.0) == 128 + signal.SIGTERM
+    assert time.monotonic() - started < 4.0
+    traces.assert_gone(within=1.0)
+
+
+def test_ranks_that_do_not_answer_are_killed_in_time(start: Start) -> None:
+    served = start("--no-gateway")
+    traces = served.traces()
+    for rank in (0, 1):
+        os.kill(served.rank_pid(rank), signal.SIGSTOP)
+    assert served.ask_to_end() == 0
+    traces.assert_gone(within=1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_loading_leaves_nothing(start: Start, number: signal.Signals) -> None:
+    served = start(wait=False)
+    wait_until(lambda: "loading the model" in served.log, 30.0)
+    traces = served.traces()
+    assert served.ask_to_end(number) == 0
+    traces.assert_gone(within=1.0)
+
+
+def test_two_clusters_on_a_host_do_not_meet(start: Start, runtime: Path) -> None:
+    first, second = start("--no-gateway"), None
+    run_dir = first.run_dir
+    second = start("--no-gateway", f"--run-dir={runtime}/own")
+    with ClientEngine(attach=run_dir) as one, ClientEngine(attach=runtime / "own") as two:
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        assert one.generate([[5, 6, 7]], params)[0].token_ids == two.generate([[5, 6, 7]], params)[0].token_ids
+        assert second.ask_to_end() == 0
+        assert len(one.generate([[5, 6, 7]], params)[0].token_ids) == 4
+    assert first.ask_to_end() == 0
