@@ -217,18 +217,19 @@ class EngineCore:
             ended, self._outbox = self._outbox, []
             plan = self._scheduler.schedule(Operation.SHUTDOWN if self._stopping else Operation.NONE)
         if ended:
-            self._deliver(ended)
+            self.on_outputs(ended)
         if plan is None:
             return False
         if self._channel is not None:
             self._channel.publish(encode(plan))
-        result = self._execute(plan, started)
+        model_s = self._model_s
+        result = self._execute(plan)
         with self._changed:
             outcomes = self._scheduler.apply(result)
             self._changed.notify_all()
         if outcomes:
-            self._deliver(outcomes)
-        self._host_s += time.perf_counter() - started
+            self.on_outputs(outcomes)
+        self._host_s += time.perf_counter() - started - (self._model_s - model_s)
         return True
 
     def _follow(self) -> bool:
@@ -236,12 +237,12 @@ class EngineCore:
         data = self._channel.receive(IDLE_SECONDS)
         if data is None:
             return False
-        started = time.perf_counter()
-        self._execute(decode(data), started)
-        self._host_s += time.perf_counter() - started
+        started, model_s = time.perf_counter(), self._model_s
+        self._execute(decode(data))
+        self._host_s += time.perf_counter() - started - (self._model_s - model_s)
         return True
 
-    def _execute(self, plan: StepPlan, started: float) -> StepResult:
+    def _execute(self, plan: StepPlan) -> StepResult:
         if plan.epoch != self._epoch or plan.step != self._step + 1:
             raise InternalError(
                 f"rank {self._rank} got the plan of epoch {plan.epoch}, step {plan.step}; "
@@ -254,14 +255,9 @@ class EngineCore:
             return self._batch.commit(None)
         before = time.perf_counter()
         logits = self._model.forward(inputs)
-        elapsed = time.perf_counter() - before
-        self._model_s += elapsed
-        self._host_s -= elapsed
+        self._model_s += time.perf_counter() - before
         rows, positions = self._batch.sampling_rows
         return self._batch.commit(self._sampler.sample(logits, rows, positions) if len(rows) else None)
-
-    def _deliver(self, outcomes: list[Outcome]) -> None:
-        self.on_outputs(outcomes)
 
     def _enqueue(self, request: Request) -> None:
         try:
@@ -294,4 +290,4 @@ class EngineCore:
             ended += self._scheduler.abandon(Unavailable(reason))
             self._changed.notify_all()
         if ended:
-            self._deliver(ended)
+            self.on_outputs(ended)
