@@ -10,7 +10,7 @@ from allspan.protos.config_json import from_json, to_json
 from allspan.protos.errors import ConfigError
 
 FULL = WorkerConfig(
-    ModelConfig("/models/tiny", "tiny", "bfloat16", 512, "dummy", "cpu"),
+    ModelConfig("/models/tiny", "tiny", "bfloat16", 512, load_format="dummy"),
     ServiceConfig("/run/1", 3, "", 42),
     CacheConfig(16, "float32", 2**30),
     SchedulerConfig(8, 64, 16),
