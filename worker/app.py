@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_rank(config: WorkerConfig) -> int:
-    """Serves until told to stop; the process's exit code. A failure here ends every rank of the world."""
+    """Serves until told to stop, and returns 0. A failure ends this process with code 1, and every rank of the world."""
     told = host.place()
     rank = told[0] if told else 0
     run_dir, epoch = Path(config.service.run_dir), config.service.epoch
@@ -64,7 +64,8 @@ def run_rank(config: WorkerConfig) -> int:
         last_words.say(error)
         if world is not None:
             world.abort(1)
-        return 1
+        sys.stdout.flush()
+        os._exit(1)  # at once: what an interpreter does at its end could wait for the other ranks
     rank_file(run_dir, rank, epoch).unlink(missing_ok=True)
     return 0
 
