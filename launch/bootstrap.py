@@ -100,6 +100,8 @@ def install_torch(gpu: bool) -> None:
         url = os.environ.get("ALLSPAN_TORCH_INDEX", CPU_INDEX)
         try:
             cpu = dry_run(["--no-deps", "--retries", "1", "--timeout", "15", "--index-url", url, TORCH])
+            if "cpu" not in cpu[0]["metadata"]["version"]:  # pip's other indexes are asked, too
+                raise BootstrapError(f"pip takes {cpu[0]['download_info']['url']} instead")
         except BootstrapError as error:
             raise BootstrapError(
                 f"pip offers only a CUDA build of torch for Python {sys.version_info.major}.{sys.version_info.minor} "
