@@ -201,6 +201,8 @@ std::vector<std::string> variants() {
 
 NB_MODULE(_native, module) {
   using namespace allspan;
+  // Op sets and threads live until the interpreter ends, which nanobind would report as leaks on every exit.
+  nb::set_leak_warnings(false);
   module.doc() = "Compiled CPU kernels; opened through allspan.kernels.table.";
   module.def("variants", &variants, "Instruction sets that can run here, best first.");
   nb::class_<Runtime>(module, "Runtime")
