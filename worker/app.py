@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_rank(config: WorkerConfig) -> int:
-    """Serves until told to stop, and returns 0. A failure ends this process with code 1, and every rank of the world."""
+    """Serves until told to stop, and returns 0. A failure ends this process (code 1) and the whole world."""
     told = host.place()
     rank = told[0] if told else 0
     run_dir, epoch = Path(config.service.run_dir), config.service.epoch
