@@ -50,7 +50,8 @@ class NoticeFilter:
     def pass_on(self, data: bytes) -> bytes:
         """What of `data` (and of what was held back) is to be shown."""
         shown = b""
-        for piece in data.splitlines(keepends=True):
+        # Open MPI 5 ends some notices with a zero byte.
+        for piece in data.replace(b"\0", b"").splitlines(keepends=True):
             self._line += piece
             if self._line.endswith(b"\n"):
                 shown += self._complete()
