@@ -65,7 +65,8 @@ class ClientEngine:
     `tokenizer`: folder or GGUF file, when the model's own path cannot be read from here.
     `startup_timeout`: seconds until the cluster must be ready.
     `quiet`: keep the log of a cluster started here off this process's standard error.
-    Further options are those of `allspan serve` (`ranks`, `threads`, `dtype`, `max_model_len` …).
+    Further options are those of `allspan serve` (`ranks`, `threads`, `dtype`, `max_model_len` …); more ranks than cores
+    are let through here (the log says so), unlike there: `oversubscribe=False` refuses them.
     Raises the AllspanError that says why there is no cluster.
     """
 
@@ -85,7 +86,7 @@ class ClientEngine:
         if attach is not None and serve_options:
             raise ConfigError(f"{', '.join(serve_options)}: options for starting a cluster, not for attaching to one")
         deadline = time.monotonic() + startup_timeout
-        options = {"start_timeout_s": max(1, math.ceil(startup_timeout)), **serve_options}
+        options = {"start_timeout_s": max(1, math.ceil(startup_timeout)), "oversubscribe": True, **serve_options}
         process = None if model is None else ClusterProcess(str(model), options, quiet)
         self._process = process
         self._tokenizer_path = tokenizer

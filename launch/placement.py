@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from allspan.launch.topology import Node, Topology, parse_list
 from allspan.protos.errors import ConfigError
 
+MAX_OVERSUBSCRIPTION = 16
+"""Threads a core, with --oversubscribe: for trying things out; beyond it a typing error would fell the machine."""
+
 
 @dataclass(frozen=True)
 class PlacementConfig:
@@ -66,6 +69,11 @@ def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) ->
         raise ConfigError(
             f"--ranks x --threads is {ranks} x {threads} = {ranks * threads}, this machine grants {cores} "
             f"core{'s' if cores > 1 else ''}; lower --ranks or --threads, or pass --oversubscribe"
+        )
+    if ranks * threads > MAX_OVERSUBSCRIPTION * cores:
+        raise ConfigError(
+            f"--ranks x --threads is {ranks} x {threads} = {ranks * threads}, more than {MAX_OVERSUBSCRIPTION} times "
+            f"this machine's {cores} cores; lower --ranks or --threads"
         )
     places: list[RankPlace] = []
     oversubscribed = ranks * threads > cores

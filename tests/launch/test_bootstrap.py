@@ -163,8 +163,8 @@ def test_an_install_that_is_up_to_date_touches_nothing(monkeypatch: pytest.Monke
     calls: list[Any] = []
     monkeypatch.setattr(bootstrap, "pip", calls.append)
     monkeypatch.setattr(bootstrap, "report_kernels", lambda compiler: None)
-    bootstrap.install(gpu=False, dev=False)
-    bootstrap.install(gpu=False, dev=False)
+    bootstrap.install(gpu=False, dev=False, pinned=False)
+    bootstrap.install(gpu=False, dev=False, pinned=False)
     assert len(calls) == 1
     bootstrap.install(gpu=False, dev=True)
     assert "dev" in json.dumps(calls[1])

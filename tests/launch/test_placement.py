@@ -53,6 +53,7 @@ def test_ranks_that_leave_cores_free_are_not_pinned_where_numactl_binds_them() -
     ("config", "words"),
     [
         (PlacementConfig(ranks=3), ["3 x 1 = 3", "2 cores", "--oversubscribe"]),
+        (PlacementConfig(ranks=999, oversubscribe=True), ["999 x 1 = 999", "16 times", "2 cores"]),
         (PlacementConfig(ranks=2, threads=2), ["2 x 2 = 4", "2 cores"]),
         (PlacementConfig(threads=3), ["1 x 3 = 3", "2 cores"]),
     ],
