@@ -1,7 +1,7 @@
 """Installs the project into this Python's environment: a torch that will do, an MPI, compiled kernels where possible.
 
 Run by launch/demo.sh and tests/run.sh with the environment's own Python, before anything is installed: standard library
-only. `python launch/bootstrap.py [--gpu] [--dev] [--pinned]`; exit code 10: no CPU build of torch can be had for this Python.
+only. `python launch/bootstrap.py [--gpu] [--dev] [--pinned]`; exit code 10: this Python can get no CPU build of torch.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def test_pips_reason_is_its_last_error() -> None:
 
 
 def test_the_fingerprint_changes_with_files_and_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("pyproject.toml", "CMakeLists.txt"):
+    for name in ("pyproject.toml", "CMakeLists.txt", "constraints.txt"):
         (tmp_path / name).write_text("x")
     (tmp_path / "worker").mkdir()
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
@@ -166,5 +166,6 @@ def test_an_install_that_is_up_to_date_touches_nothing(monkeypatch: pytest.Monke
     bootstrap.install(gpu=False, dev=False, pinned=False)
     bootstrap.install(gpu=False, dev=False, pinned=False)
     assert len(calls) == 1
-    bootstrap.install(gpu=False, dev=True)
+    bootstrap.install(gpu=False, dev=True, pinned=True)
     assert "dev" in json.dumps(calls[1])
+    assert "constraints.txt" in json.dumps(calls[1])
