@@ -1,9 +1,9 @@
 """The files of a run directory (mode 0700), by which a facade finds a cluster and learns what became of it.
 
-    cluster.json         the cluster as a whole; written by the leader when all ranks are ready, and by the supervisor
-    rank-K.eE.json       one a rank and epoch, as soon as its process runs
-    rank-K.eE.error      the last words of a rank that failed by itself
-    rK.eE.sock           its unix socket
+cluster.json         the cluster as a whole; written by the leader when all ranks are ready, and by the supervisor
+rank-K.eE.json       one a rank and epoch, as soon as its process runs
+rank-K.eE.error      the last words of a rank that failed by itself
+rK.eE.sock           its unix socket
 """
 
 from __future__ import annotations
