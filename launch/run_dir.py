@@ -20,6 +20,7 @@ from allspan.protos.cluster import socket_path
 from allspan.protos.errors import ConfigError
 
 SHM = Path("/dev/shm")
+LOCK_FILE = "lock"
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for a unix socket's path is 107."""
 
@@ -56,11 +57,14 @@ class RunDir:
 def base_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Where this user's run directories lie: $XDG_RUNTIME_DIR/allspan, else /tmp/allspan-UID; made with mode 0700.
 
+    The variable counts if it names a folder that can be written to and leaves room for a socket's path.
     Raises ConfigError when the folder belongs to somebody else or others may write to it.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    usable = runtime and os.access(runtime, os.W_OK | os.X_OK) and os.path.isdir(runtime)
-    path = Path(runtime) / "allspan" if usable else Path(f"/tmp/allspan-{os.getuid()}")
+    path = Path(runtime) / "allspan"
+    usable = os.path.isabs(runtime) and os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK)
+    if not usable or _longest_socket(path / _new_name()) > MAX_SOCKET_PATH:
+        path = Path(f"/tmp/allspan-{os.getuid()}")
     _make_private(path)
     return path
 
@@ -76,49 +80,81 @@ def make_run_dir(wanted: str = "", environ: Mapping[str, str] = os.environ, shm:
         raise ConfigError(f"{base / '.lock'} is held by another start for more than 10 s; try again")
     try:
         remove_stale(base, shm)
-        path = Path(wanted).absolute() if wanted else base / secrets.token_hex(3)
+        path = Path(wanted).absolute() if wanted else base / _new_name()
         return _make(path, shm)
     finally:
         os.close(guard)
 
 
 def remove_stale(base: Path, shm: Path = SHM) -> list[Path]:
-    """Ends what is left of clusters whose supervisor is dead and removes their folders; returns the run directories."""
-    owners = {path: reaper.owner_of(path) for path in shm.glob(f"allspan-{os.getuid()}-*")}
+    """Ends what is left of clusters whose supervisor is dead and removes their folders; returns the run directories.
+
+    Everybody may write to `shm`: only folders of this user count, and they point at nothing but run directories.
+    """
+    owners = {path: reaper.owner_of(path) for path in shm.glob(f"allspan-{os.getuid()}-*") if _is_own(path)}
     shms = {owner: path for path, owner in owners.items() if owner}
     run_dirs = {str(path) for path in base.iterdir() if path.is_dir()} | set(shms)
     removed = []
     for run_dir in sorted(run_dirs):
-        lock = _lock(Path(run_dir) / "lock") if Path(run_dir).is_dir() else None
-        if lock is None and Path(run_dir).is_dir():
-            continue  # alive
-        reaper.clean(run_dir, str(shms[run_dir]) if run_dir in shms else "")
-        removed.append(Path(run_dir))
-        if lock is not None:
+        folder = str(shms[run_dir]) if run_dir in shms else ""
+        if Path(run_dir).is_dir() and (Path(run_dir).parent == base or (Path(run_dir) / LOCK_FILE).is_file()):
+            lock = _lock(Path(run_dir) / LOCK_FILE)
+            if lock is None:
+                continue  # alive
+            reaper.clean(run_dir, folder)
             os.close(lock)
+        elif folder:
+            # Its run directory is gone, or a folder of another kind lies there now.
+            reaper.kill(run_dir)
+            shutil.rmtree(folder, ignore_errors=True)
+        removed.append(Path(run_dir))
     for path in (path for path, owner in owners.items() if not owner):
         shutil.rmtree(path, ignore_errors=True)
     return removed
 
 
 def _make(path: Path, shm: Path) -> RunDir:
-    longest = len(os.fsencode(socket_path(path, 9999, 9999)))
+    longest = _longest_socket(path)
     if longest > MAX_SOCKET_PATH:
         raise ConfigError(
             f"--run-dir {path} makes socket paths of {longest} bytes, at most {MAX_SOCKET_PATH}; take a shorter one"
         )
+    foreign = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if foreign and LOCK_FILE not in foreign:
+        raise ConfigError(f"--run-dir {path} holds other files ({foreign[0]}); take an empty or new folder")
     _make_private(path)
-    lock = _lock(path / "lock")
+    lock = _lock(path / LOCK_FILE)
     if lock is None:
         raise ConfigError(f"--run-dir {path} is in use by another cluster")
-    if foreign := [entry.name for entry in path.iterdir() if entry.name != "lock"]:
+    if others := [name for name in foreign if name != LOCK_FILE]:
         os.close(lock)
-        raise ConfigError(f"--run-dir {path} holds other files ({foreign[0]}); take an empty or new folder")
+        raise ConfigError(f"--run-dir {path} holds other files ({others[0]}); take an empty or new folder")
+    return RunDir(path, _make_shm(path, shm), lock)
+
+
+def _make_shm(run_dir: Path, shm: Path) -> Path:
+    """Under its own name it exists with its owner or not at all: another start may be looking for stale ones."""
     usable = shm.is_dir() and os.access(shm, os.W_OK)
-    folder = shm / f"allspan-{os.getuid()}-{secrets.token_hex(4)}" if usable else path / "shm"
-    folder.mkdir(mode=0o700)
-    (folder / reaper.OWNER_FILE).write_text(str(path))
-    return RunDir(path, folder, lock)
+    folder = shm / f"allspan-{os.getuid()}-{secrets.token_hex(4)}" if usable else run_dir / "shm"
+    unnamed = folder.with_name(f".{folder.name}")
+    unnamed.mkdir(mode=0o700)
+    (unnamed / reaper.OWNER_FILE).write_text(str(run_dir), encoding="utf-8")
+    unnamed.rename(folder)
+    return folder
+
+
+def _new_name() -> str:
+    return secrets.token_hex(3)
+
+
+def _longest_socket(run_dir: Path) -> int:
+    """Bytes."""
+    return len(os.fsencode(socket_path(run_dir, 9999, 9999)))
+
+
+def _is_own(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _make_private(path: Path) -> None:

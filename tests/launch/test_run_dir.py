@@ -88,13 +88,52 @@ def test_the_next_start_removes_what_a_dead_cluster_left(runtime: dict[str, str]
     run.remove()
 
 
+def test_memory_files_name_nothing_but_run_directories_to_be_removed(
+    runtime: dict[str, str], shm: Path, tmp_path: Path
+) -> None:
+    """/dev/shm is everybody's, and a dead cluster's --run-dir may have become a folder of another kind."""
+    home = tmp_path / "home"
+    home.mkdir()
+    stale = shm / f"allspan-{os.getuid()}-0123"
+    stale.mkdir()
+    (stale / reaper.OWNER_FILE).write_text(str(home))
+    make_run_dir("", runtime, shm).remove()
+    assert [path.name for path in home.iterdir()] == []
+    assert not stale.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="giving a folder away needs root")
+def test_memory_files_of_another_user_are_left_alone(runtime: dict[str, str], shm: Path) -> None:
+    victim = make_run_dir("", runtime, shm)
+    os.chown(victim.shm, 12345, 12345)
+    dies(victim)
+    make_run_dir("", runtime, shm).remove()
+    assert (victim.shm / reaper.OWNER_FILE).exists()
+
+
 def test_a_folder_with_other_files_is_refused_and_kept(runtime: dict[str, str], shm: Path, tmp_path: Path) -> None:
     folder = Path(runtime["XDG_RUNTIME_DIR"]) / "docs"
-    folder.mkdir(mode=0o700)
+    folder.mkdir(mode=0o755)
     (folder / "letter.txt").write_text("dear")
     with pytest.raises(ConfigError, match=r"letter\.txt"):
         make_run_dir(str(folder), runtime, shm)
-    assert (folder / "letter.txt").exists()
+    assert [path.name for path in folder.iterdir()] == ["letter.txt"]
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("folder", ["relative", "/tmp/" + "x" * 80, "/nonesuch"])
+def test_a_runtime_folder_that_will_not_do_is_not_used(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = folder != "/nonesuch"
+    if made:
+        Path(folder).mkdir()
+    try:
+        assert base_dir({"XDG_RUNTIME_DIR": folder}) == Path(f"/tmp/allspan-{os.getuid()}")
+    finally:
+        if made:
+            shutil.rmtree(folder)
 
 
 def test_a_path_too_long_for_a_socket_is_refused(runtime: dict[str, str], shm: Path) -> None:
