@@ -75,6 +75,7 @@ class ClusterProcess:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            env={"PYTHONSAFEPATH": "1"} | os.environ,  # a file of the current folder must not stand in for a module
             start_new_session=True,
         )
         self._readers = [

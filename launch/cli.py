@@ -28,6 +28,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; every error of the user's is one line on standard error."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # what is started from here must not import the user's ./random.py
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())

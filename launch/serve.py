@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shlex
 import signal
@@ -161,6 +162,7 @@ async def _gateway(config: GatewayConfig, supervisor: Supervisor, interrupt: Int
     from allspan.client.engine import ClientEngine
     from allspan.client.gateway.app import serve_gateway
 
+    _log_requests()
     stop = asyncio.Event()
     interrupt.watch_gateway(stop)
     supervisor.on_end(interrupt.end_gateway)
@@ -174,6 +176,15 @@ async def _gateway(config: GatewayConfig, supervisor: Supervisor, interrupt: Int
         await serve_gateway(engine, engine.tokenizer, config, sockets, stop, announce)
     finally:
         await asyncio.to_thread(engine.close)
+
+
+def _log_requests() -> None:
+    """One line a request that ended or was refused, as the ranks write theirs."""
+    logging.basicConfig(
+        level=os.environ.get("ALLSPAN_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s [gateway] %(message)s",
+        stream=sys.stderr,
+    )
 
 
 def _announce(model: str, http: str, grpc: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -24,6 +25,9 @@ from allspan.client.gateway.request_id import RequestIds
 from allspan.client.gateway.sse import DONE, EventStream, event, while_connected
 from allspan.client.gateway.submit import Submitter, caller_error
 from allspan.protos.errors import AllspanError, RequestCancelled, Unavailable
+
+UNREAD_S = 2.0
+"""How long the rest of a body that is too large is still taken in, so that its sender comes to read the answer."""
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -104,17 +108,18 @@ class OpenAI:
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise HttpError(415, f"Content-Type is {kind[:64]!r}, must be application/json")
         limit = self._max_body_bytes
-        too_large = HttpError(413, f"the body is larger than {limit} bytes, the limit of this server")
         length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit:
-            raise too_large
+        too_large = length.isdecimal() and int(length) > limit
         body = bytearray()
+        chunks = request.stream()
         try:
             async with asyncio.timeout(self._body_timeout):
-                async for chunk in request.stream():
+                while not too_large and (chunk := await anext(chunks, None)) is not None:
                     body += chunk
-                    if len(body) > limit:
-                        raise too_large
+                    too_large = len(body) > limit
+            if too_large:
+                await _discard(chunks, 4 * limit)
+                raise HttpError(413, f"the body is larger than {limit} bytes, the limit of this server")
         except TimeoutError:
             raise HttpError(408, f"the body did not arrive within {self._body_timeout:g} s") from None
         except ClientDisconnect:
@@ -163,6 +168,14 @@ class OpenAI:
         if plan.include_usage:
             yield event({**envelope, "choices": [], "usage": usage(generations, plan.choices)})
         yield DONE
+
+
+async def _discard(chunks: AsyncGenerator[bytes, None], limit: int) -> None:
+    """Reads on for a while without keeping anything: a connection that is closed on its sender loses the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(UNREAD_S):
+            while limit > 0 and (chunk := await anext(chunks, None)) is not None:
+                limit -= len(chunk)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

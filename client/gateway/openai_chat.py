@@ -10,6 +10,7 @@ from allspan.client.gateway.schemas import ChatRequest, parse, read_messages
 from allspan.client.gateway.submit import Job, Submitter, spread
 from allspan.protos.errors import InvalidRequest
 from allspan.protos.results import TokenLogprob
+from allspan.protos.sampling import MAX_LOGPROBS
 from allspan.protos.text.stream import TextDelta
 
 
@@ -37,7 +38,9 @@ def sampling_fields(request: ChatRequest) -> dict[str, Any]:
             )
         fields["max_tokens"] = request.max_completion_tokens
     if request.logprobs:
-        fields["logprobs"] = request.top_logprobs or 0
+        if not 0 <= (top := request.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs is {top}, must be from 0 to {MAX_LOGPROBS}", "top_logprobs")
+        fields["logprobs"] = top
     elif request.top_logprobs:
         raise InvalidRequest(f"top_logprobs is {request.top_logprobs}, which needs logprobs to be true", "top_logprobs")
     return fields

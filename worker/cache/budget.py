@@ -45,9 +45,10 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
         )
     if pages < context:
         needed = context * demand.bytes_per_page
+        way_out = f"set max_model_len to at most {pages * cache.page_size}, or " if pages else "set "
         raise ConfigError(
             f"the KV cache of one context of {demand.max_model_len} tokens takes {_size(needed)} on this rank, but "
-            f"{source}: set max_model_len to at most {pages * cache.page_size}, or kv_cache_bytes to at least {needed}"
+            f"{source}: {way_out}kv_cache_bytes to at least {needed}"
         )
     return pages
 

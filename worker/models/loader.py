@@ -79,6 +79,7 @@ def load_model(
     `on_progress(done_bytes, total_bytes)` is called after each weight. `cache` gives the pages' size and dtype.
     Raises ModelNotFound, CheckpointError or ConfigError.
     """
+    check_device(config.device)
     prepared = prepare(config, cache or CacheConfig(), collectives.rank, collectives.size)
     if collectives.rank == 0:
         for note in prepared.source.spec.notes:
@@ -87,6 +88,15 @@ def load_model(
     tensors = prepared.holding.read(checkpoint, config.device, on_progress)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len)
     return Model(prepared.holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)
+
+
+def check_device(device: str) -> None:
+    """ConfigError for a device that is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device is cuda, but torch {torch.__version__} sees no GPU; use --device cpu, or install a "
+            "CUDA build of torch"
+        )
 
 
 def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Checkpoint:

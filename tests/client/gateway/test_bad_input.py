@@ -126,7 +126,7 @@ async def test_chat_fields_that_do_not_fit_are_refused_by_name() -> None:
         ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21, must be from 0 to 20"),
         ({"logprobs": 3}, "logprobs", "boolean"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "give one"),
         ({"max_completion_tokens": 0}, "max_tokens", "is 0"),
@@ -170,6 +170,7 @@ async def first_answer(server: Gateway, head: bytes, bodies: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + head + bodies)
+        await writer.drain()
         return await asyncio.wait_for(reader.read(), 5)
     finally:
         writer.close()
@@ -181,6 +182,14 @@ async def test_a_body_without_a_length_is_cut_at_the_limit() -> None:
         answer = await first_answer(server, b"Transfer-Encoding: chunked\r\n\r\n", chunks)
         assert b" 413 " in answer.splitlines()[0]
         assert b"larger than 4096 bytes" in answer
+
+
+async def test_the_sender_of_too_large_a_body_reads_why() -> None:
+    """Like most clients: it sends all of the body (more than the sockets' buffers hold) before it reads."""
+    async with gateway(max_body_bytes=8 << 20) as server:
+        answer = await first_answer(server, b"Content-Length: 16777216\r\n\r\n", b" " * (16 << 20))
+        assert b" 413 " in answer.splitlines()[0]
+        assert b"larger than 8388608 bytes" in answer
 
 
 async def test_a_body_that_does_not_come_times_out() -> None:

@@ -45,5 +45,5 @@ def test_the_refusal_names_what_is_needed_and_the_longest_context_that_fits():
 
 
 def test_nothing_fits_when_not_even_a_page_does():
-    with pytest.raises(ConfigError, match="kv_cache_bytes is 1"):
+    with pytest.raises(ConfigError, match="kv_cache_bytes is 1: set kv_cache_bytes to at least"):
         num_kv_pages(CacheConfig(kv_cache_bytes=1), demand())

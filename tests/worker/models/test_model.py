@@ -11,7 +11,7 @@ import torch
 
 from allspan.kernels.table import op_set
 from allspan.protos.config import CacheConfig, ModelConfig
-from allspan.protos.errors import InternalError
+from allspan.protos.errors import ConfigError, InternalError
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.models.decoder import build_decoder
@@ -28,6 +28,14 @@ def load(path: Path, size: int = 1, rank: int = 0, max_tokens: int = 32, **kwarg
     return load_model(
         config, collectives, op_set("reference"), max_tokens, 4, cache=CacheConfig(page_size=16), **kwargs
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = ModelConfig(path=str(tmp_path), name="tiny", device="cuda")
+    with pytest.raises(ConfigError, match=r"device is cuda, but torch .* sees no GPU"):
+        load_model(config, ThreadWorld(1).collectives[0], op_set("reference"), 32, 4)
 
 
 def note(seen: list[tuple[int, int]], done: int, total: int) -> None:
