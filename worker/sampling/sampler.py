@@ -101,7 +101,8 @@ class Sampler:
         """int32 [m, columns] for whole rows of logits [m, vocabulary]."""
         result = np.zeros((len(rows), columns), dtype=np.int32)
         at = np.arange(len(rows))
-        logprobs = [(i, LogSoftmax(logits[i])) for i in np.flatnonzero(self._num_logprobs[rows] >= 0).tolist()]
+        asked = np.flatnonzero(self._num_logprobs[rows] >= 0).tolist()
+        logprobs = [(i, LogSoftmax(logits[i])) for i in asked if np.isfinite(logits[i].max())]
         if self._min_tokens.rows:
             for i, row in enumerate(rows.tolist()):
                 self._min_tokens.apply(row, int(positions[i]), logits[i])

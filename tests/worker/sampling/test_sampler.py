@@ -221,12 +221,13 @@ def test_min_tokens_with_ignored_eos_masks_the_stop_ids_alone():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_give_no_token(bad, temperature):
+@pytest.mark.parametrize("logprobs", [None, 20])
+def test_logits_that_are_not_finite_give_no_token(bad, temperature, logprobs):
     logits = logits_for(1, 2)
     logits[0, 5] = bad
     one = sampler()
     for row in range(2):
-        one.add(row, SamplingParams(temperature=temperature, seed=1), 0)
+        one.add(row, SamplingParams(temperature=temperature, seed=1, logprobs=logprobs), 0)
     tokens = one.sample(logits, rows_of(0, 1), rows_of(0, 0)).tokens
     assert tokens[0] == -1
     assert tokens[1] >= 0
