@@ -13,13 +13,15 @@ from allspan.worker.scheduler.request import Request
 WITHDRAWN_SECONDS = 60.0
 """A withdrawn payload is kept so long, since a plan that the leader made before it knew may still join it; and so long
 the leader lets nobody use a cancelled request's id again, since a plan that drops it may still be on its way."""
+MOST_WITHDRAWN = 4096
+"""Beyond so many the oldest are forgotten early: far more than are withdrawn while a plan is on its way."""
 
 
 class Inbox:
     """Payloads by request id, from their arrival until a plan drops them. Thread-safe."""
 
     def __init__(self, capacity: int, timeout: float = 10.0) -> None:
-        """Holds at most `capacity` payloads; a plan waits at most `timeout` seconds for one."""
+        """Holds at most `capacity` payloads, withdrawn ones apart; a plan waits at most `timeout` seconds for one."""
         self._capacity = capacity
         self._timeout = timeout
         self._condition = threading.Condition()
@@ -37,14 +39,15 @@ class Inbox:
         request_id = request.request_id
         with self._condition:
             self._expire()
-            if request_id in self._withdrawn and request.digest() == self._payloads[request_id].digest():
-                del self._withdrawn[request_id]
-                return
-            if request_id in self._payloads or request_id in self._retired:
+            comes_again = request_id in self._withdrawn and request.digest() == self._payloads[request_id].digest()
+            if not comes_again and (request_id in self._payloads or request_id in self._retired):
                 raise AlreadyExists(f"request_id {request_id.hex()} is in use, or cancelled just now; choose another")
-            if len(self._payloads) >= self._capacity:
-                raise QueueFull(f"the inbox holds {len(self._payloads)} requests, its limit; try again later")
-            self._payloads[request_id] = request
+            # Were withdrawn ones counted, a minute of refusals by the leader would fill its followers' inboxes.
+            held = len(self._payloads) - len(self._withdrawn)
+            if held >= self._capacity:
+                raise QueueFull(f"the inbox holds {held} requests, its limit; try again later")
+            self._withdrawn.pop(request_id, None)
+            self._payloads.setdefault(request_id, request)
             self._condition.notify_all()
 
     def take(self, request_id: bytes, digest: int) -> Request:
@@ -84,7 +87,8 @@ class Inbox:
     def _expire(self) -> None:
         for request_id in _expired(self._retired):
             del self._retired[request_id]
-        for request_id in _expired(self._withdrawn):
+        too_many = itertools.islice(self._withdrawn, max(0, len(self._withdrawn) - MOST_WITHDRAWN))
+        for request_id in (*too_many, *_expired(self._withdrawn)):
             self._forget(request_id)
 
     def _forget(self, request_id: bytes) -> None:

@@ -77,6 +77,28 @@ def test_a_joined_payload_is_not_withdrawn(monkeypatch):
     assert len(inbox) == 0
 
 
+def test_withdrawn_payloads_take_no_room_from_others():
+    inbox = Inbox(2)
+    for number in range(5):
+        inbox.put(request(number, [1]))
+        inbox.withdraw([request(number, [1]).request_id])
+    inbox.put(request(5, [1]))
+    inbox.put(request(6, [1]))
+    with pytest.raises(QueueFull, match="2 requests"):
+        inbox.put(request(7, [1]))
+    with pytest.raises(QueueFull):
+        inbox.put(request(0, [1]))
+
+
+def test_of_many_withdrawn_payloads_the_oldest_are_forgotten(monkeypatch):
+    monkeypatch.setattr(inbox_module, "MOST_WITHDRAWN", 3)
+    inbox = Inbox(2)
+    for number in range(5):
+        inbox.put(request(number, [1]))
+        inbox.withdraw([request(number, [1]).request_id])
+    assert len(inbox) == 3
+
+
 def test_a_withdrawn_payload_can_be_sent_again_but_no_other_under_its_id():
     inbox, one = Inbox(4), request(1, [1])
     inbox.put(one)
