@@ -91,7 +91,12 @@ def test_a_slice_is_the_cut_of_the_whole_in_every_type(kind: Type, tmp_path: Pat
     assert file.shape("blk.0.ffn_down.weight") == (12, 1024)
     with np.errstate(all="ignore"):
         whole = torch.from_numpy(np.array(gguf.dequantize(raw, kind), dtype=np.float32))
-        for rows, columns in ((range(12), range(1024)), (range(5, 9), range(1024)), (range(12), range(300, 777))):
+        for rows, columns in (
+            (range(12), range(1024)),
+            (range(5, 9), range(1024)),
+            (range(12), range(300, 777)),
+            (range(12), range(1024, 1024)),
+        ):
             out = torch.empty(len(rows), len(columns))
             file.read("blk.0.ffn_down.weight", [rows, columns], out)
             expected = whole[rows.start : rows.stop, columns.start : columns.stop]
