@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def say(text: str) -> None:
-    print(f"allspan: {text}", file=sys.stderr, flush=True)
+    """One line on standard error; one that cannot be written (full disk, closed pipe) does not end a cluster."""
+    with suppress(OSError):
+        print(f"allspan: {text}", file=sys.stderr, flush=True)
 
 
 def size(num_bytes: float) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pathlib import Path
 from allspan.launch import reaper
 from allspan.launch.console import say
 from allspan.launch.run_dir import RunDir
-from allspan.launch.world import Death, World, WorldPlan
+from allspan.launch.world import Death, World, WorldPlan, is_readable
 from allspan.protos.cluster import ClusterInfo, write_cluster
 from allspan.protos.errors import AllspanError, ConfigError, DeadlineExceeded, InternalError, Unavailable
 
@@ -121,15 +121,17 @@ class Supervisor:
             self._supervise()
         except AllspanError as error:
             self.error = error
-        except OSError as error:
-            # The folders go away under this thread when a second signal ends everything; anything else is our bug.
-            self.error = InternalError(f"the supervisor failed: {error}")
+        except Exception as error:  # whatever it is: the main thread waits for this one
+            # The folders go away under this thread when a second signal ends everything; anything else is a bug.
+            if not self._abandoned:
+                sys.stderr.write(traceback.format_exc())
+            self.error = InternalError(f"the supervisor failed: {error or type(error).__name__}")
         if not self._abandoned:
             self._clean_up()
 
     def _clean_up(self) -> None:
         try:
-            write_cluster(self._run.path, self._state(0, "stopped", self.error.message if self.error else ""))
+            self._tell(self._state(0, "stopped", self.error.message if self.error else ""))
             self._run.remove()
             self._reaper.dismiss()
         finally:
@@ -167,7 +169,7 @@ class Supervisor:
 
     def _run_world(self, epoch: int) -> Death | None:
         """One world's whole life; None when it was asked to end."""
-        write_cluster(self._run.path, self._state(epoch, "starting"))
+        self._tell(self._state(epoch, "starting"))
         world = World(self._plan, self._run, epoch)
         gently = False
         try:
@@ -188,7 +190,7 @@ class Supervisor:
                 gently = True
                 return None
             death = world.death()
-            write_cluster(self._run.path, self._state(epoch, "down", death.cause))
+            self._tell(self._state(epoch, "down", death.cause))
             if death.error is not None and not loaded:
                 raise death.error
             say(f"the cluster is down: {death.cause}")
@@ -196,12 +198,20 @@ class Supervisor:
         finally:
             world.end(gently)
 
+    def _tell(self, info: ClusterInfo) -> None:
+        """Writes cluster.json. A disk that is full must not keep a dead world's processes and files from their end."""
+        try:
+            write_cluster(self._run.path, info)
+        except OSError as error:
+            if not self._abandoned:
+                say(f"{self._run.path} cannot be written to: {error.strerror}; clients do not learn: {info.state}")
+
     def _state(self, epoch: int, state: str, cause: str = "") -> ClusterInfo:
         model = self._plan.config.model
         return ClusterInfo(epoch, state, model.name, model.path, cause=cause, supervisor_pid=os.getpid())
 
     def _wait_for_stop(self, timeout_s: float) -> bool:
-        return bool(select.select([self._stop_read, *self._parent_fds], [], [], timeout_s)[0])
+        return is_readable([self._stop_read, *self._parent_fds], timeout_s)
 
 
 def _watch(pid: int) -> list[int]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -173,8 +173,10 @@ class World:
             while data := os.read(pipe.fileno(), 65536):
                 self._tail += data
                 del self._tail[:-TAIL_BYTES]
-                sys.stderr.buffer.write(notices.pass_on(data))
-                sys.stderr.flush()
+                # A log that cannot be written (full disk, closed pipe) is no reason for the ranks to stop.
+                with suppress(OSError):
+                    sys.stderr.buffer.write(notices.pass_on(data))
+                    sys.stderr.flush()
 
     def _output(self) -> str:
         return bytes(self._tail).decode(errors="replace")
@@ -212,8 +214,16 @@ class World:
         return f"rank {rank} (pid {info.pid} on {info.host})" if info else f"rank {rank}"
 
 
+def is_readable(fds: Iterable[int], timeout_s: float) -> bool:
+    """Whether any is, within `timeout_s`; descriptors above select's limit of 1023 are fine."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
+
+
 def _ended(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])
+    return is_readable([pidfd], 0.0)
 
 
 def _signal(pid: int, number: int) -> None:
