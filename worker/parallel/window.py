@@ -94,6 +94,7 @@ class WindowPlanChannel:
     """See `allspan.worker.parallel.base.PlanChannel`. A follower sleeps on a futex between plans."""
 
     def __init__(self, native: Any, memory: SharedMemory, spin: float, timeout: float) -> None:
+        self._memory = memory  # whoever owns the bytes lives as long as the ring
         self._ring = native.PlanRing(memory.address, memory.rank, memory.size, PLAN_SLOT_BYTES, spin, timeout)
 
     def publish(self, data: bytes) -> None:
