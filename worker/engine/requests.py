@@ -23,7 +23,7 @@ class _Open:
 
 
 class OpenRequests:
-    """Queues by request id, until they are released. Thread-safe."""
+    """Queues by request id, until their requests end or are released. Thread-safe."""
 
     def __init__(self, cancel: Callable[[Iterable[bytes]], None]) -> None:
         """`cancel` ends requests in the engine."""
@@ -68,6 +68,8 @@ class OpenRequests:
                 entry.queue.put(outcome)
             elif self._put_until_stop(entry, entry.stream, outcome):
                 stopped.append(request.request_id)
+            if entry.queue.state.is_final:
+                self.remove(request.request_id)
         if stopped:
             self._cancel(stopped)
 

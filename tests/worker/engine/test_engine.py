@@ -196,7 +196,7 @@ def test_sync_request_waits_for_all_and_gives_up_in_time(engine):
 
 def test_a_chosen_request_id_is_kept_and_refused_twice(engine):
     chosen = "0123456789abcdef0123456789abcdef"
-    handle, queue = engine.start_request([1], GREEDY, request_id=chosen)
+    handle, queue = engine.start_request([1], GREEDY.with_(max_tokens=200), request_id=chosen)
     assert handle.request_id == chosen
     with pytest.raises(AlreadyExists):
         engine.start_request([1], GREEDY, request_id=chosen)
@@ -303,7 +303,7 @@ def test_an_engine_nobody_holds_ends_its_thread(tiny):
     ("settings", "error", "words"),
     [
         ({"max_model_len": 10_000}, ConfigError, "max_model_len"),
-        ({"kv_cache_bytes": 5000}, ConfigError, "max_model_len to at most"),
+        ({"kv_cache_bytes": 20_000}, ConfigError, "max_model_len to at most"),
         ({"kernels": "abacus"}, ConfigError, "kernels is 'abacus'"),
         ({"max_num_seqs": 100, "max_num_batched_tokens": 50}, ConfigError, "max_num_batched_tokens is 50"),
         ({"wings": 2}, ConfigError, "unknown setting 'wings'"),
