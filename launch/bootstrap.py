@@ -14,11 +14,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"
@@ -73,7 +74,10 @@ def install(gpu: bool, dev: bool, pinned: bool) -> None:
     compiler = find_compiler()
     say(f"installing allspan ({'compiling its kernels' if compiler else 'no C++ compiler: reference kernels only'})")
     versions = ["--constraint", str(ROOT / "constraints.txt")] if pinned else []
-    pip(["install", *quiet(), *versions, f"{ROOT}[{','.join(extras)}]"])
+    with tempfile.TemporaryDirectory(prefix="allspan-build-") as folder:
+        # Built in the checkout, where the next build goes on from it, unless that cannot be written to.
+        elsewhere = [] if os.access(ROOT, os.W_OK) else ["--config-settings", f"build-dir={folder}"]
+        pip(["install", *quiet(), *versions, *elsewhere, f"{ROOT}[{','.join(extras)}]"])
     report_kernels(compiler)
     stamp.write_text(wanted)
 
@@ -137,7 +141,7 @@ def dry_run(arguments: Iterable[str]) -> list[dict[str, Any]]:
         "-",
         *arguments,
     ]
-    run = subprocess.run(pip_words(words), capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
+    run = run_pip(words, subprocess.PIPE)
     if run.returncode != 0:
         raise BootstrapError(reason_of(run.stderr))
     report: dict[str, Any] = json.loads(run.stdout)
@@ -212,14 +216,19 @@ def report_kernels(compiler: str | None) -> None:
 
 def pip(words: Sequence[str]) -> None:
     """Runs pip with its output on standard error. Raises BootstrapError with its reason."""
-    run = subprocess.run(pip_words(words), stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S)
+    run = run_pip(words, sys.stderr)
     if run.returncode != 0:
         sys.stderr.write(run.stderr)
         raise BootstrapError(f"pip {' '.join(words)} failed: {reason_of(run.stderr)}")
 
 
-def pip_words(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+def run_pip(words: Sequence[str], stdout: int | IO[str]) -> subprocess.CompletedProcess[str]:
+    """Raises BootstrapError when it takes too long."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+    try:
+        return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise BootstrapError(f"pip {' '.join(words)} took more than {PIP_TIMEOUT_S} s; try again") from None
 
 
 def quiet() -> list[str]:
@@ -229,7 +238,7 @@ def quiet() -> list[str]:
 
 def reason_of(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    errors = [line[len("ERROR: ") :] for line in lines if line.upper().startswith("ERROR: ")]
     return (errors or lines or ["it gave no reason"])[-1]
 
 

@@ -43,4 +43,4 @@ make_environment "$root/.venv" "${bootstrap[@]}"
 if [ -n "$serve" ]; then
     exec "$venv/bin/python" -m allspan.launch.cli serve "${device[@]}"
 fi
-exec "$venv/bin/python" -m allspan.launch.cli generate "${device[@]}" --chat --temperature 0 --max-tokens 256 --prompt "$prompt"
+exec "$venv/bin/python" -m allspan.launch.cli generate "${device[@]}" --chat --temperature 0 --max-tokens 256 --prompt="$prompt"

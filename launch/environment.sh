@@ -31,11 +31,14 @@ sys.exit((int(v[0]), int(v[1])) < (2, 11))' 2>/dev/null
 
 # Makes the environment $2 with the interpreter $1; its own torch is reused if it will do.
 new_environment() {
-    local options=()
+    local options=() output
     if has_torch "$1"; then options=(--system-site-packages); fi
-    rm -rf "$2"
-    "$1" -m venv "${options[@]}" "$2" >/dev/null 2>&1 && has_pip "$2"
+    if output=$(rm -rf "$2" 2>&1 && "$1" -m venv "${options[@]}" "$2" 2>&1) && has_pip "$2"; then return; fi
+    say "that failed: ${output##*$'\n'}"
+    return 1
 }
+
+can_write_to() { mkdir -p "$1" 2>/dev/null && [ -w "$1" ]; }
 
 make_environment() {
     venv=$1
@@ -52,6 +55,10 @@ make_environment() {
     if has_pip "$venv"; then
         "$venv/bin/python" "$root/launch/bootstrap.py" "${flags[@]}" || code=$?
         if [ "$code" -ne 10 ] || [ -n "${ALLSPAN_VENV:-}" ]; then return "$code"; fi
+    fi
+    if ! can_write_to "$(dirname "$venv")"; then
+        say "cannot write to $(dirname "$venv"); set ALLSPAN_VENV=PATH to have the environment elsewhere"
+        return 1
     fi
     for version in 3.14 3.13 3.12 3.11; do
         python=$(command -v "python$version") || continue

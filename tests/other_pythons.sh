@@ -9,7 +9,7 @@ trap 'rm -rf "$folder"' EXIT
 # A Python of this version: on the PATH, or one that pyenv keeps.
 find_python() {
     local candidate
-    for candidate in "$(command -v "python$1" || true)" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
+    for candidate in "$(command -v "python$1" || true)" "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$1".*/bin/python; do
         if [ -x "$candidate" ] && "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
             echo "$candidate"
             return

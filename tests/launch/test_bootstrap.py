@@ -117,7 +117,7 @@ def demo(path: Path, *argv: str, **environment: str) -> subprocess.CompletedProc
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """A $PATH with a few tools and no Python."""
-    for tool in ("dirname", "rm", "sed", "grep", "cut", "bash"):
+    for tool in ("dirname", "rm", "sed", "grep", "cut", "bash", "mkdir"):
         (tmp_path / tool).symlink_to(f"/bin/{tool}" if os.path.exists(f"/bin/{tool}") else f"/usr/bin/{tool}")
     return tmp_path
 
@@ -155,6 +155,44 @@ def test_a_wrong_flag_and_a_wrong_environment_are_named(bare: Path) -> None:
     assert (run.returncode, "unknown flag --sreve" in run.stderr) == (2, True)
     run = demo(bare, ALLSPAN_VENV="/etc")
     assert (run.returncode, "ALLSPAN_VENV is /etc" in run.stderr) == (1, True)
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_blamed_on_python(bare: Path) -> None:
+    system(bare, "Linux")
+    (bare / "file").write_text("")
+    run = demo(bare, ALLSPAN_VENV=str(bare / "file/venv"))
+    assert (run.returncode, len(run.stderr.splitlines())) == (1, 1), run.stderr
+    assert f"cannot write to {bare}/file; set ALLSPAN_VENV" in run.stderr
+
+
+def test_the_reason_why_a_python_makes_no_environment_is_told(bare: Path) -> None:
+    system(bare, "Linux")
+    text = '#!/bin/bash\n[ "$1" = -m ] && { echo one; echo "disk full"; exit 1; }\nexit 0\n'
+    (bare / "python3.12").write_text(text)
+    (bare / "python3.12").chmod(0o755)
+    run = demo(bare, ALLSPAN_VENV=str(bare / "venv"))
+    assert run.returncode == 1
+    assert "that failed: disk full" in run.stderr
+
+
+def test_a_checkout_that_cannot_be_written_to_is_built_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(bootstrap, "torch_version", lambda gpu: "2.13.0")
+    monkeypatch.setattr(bootstrap, "report_kernels", lambda compiler: None)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    calls: list[list[str]] = []
+    monkeypatch.setattr(bootstrap, "pip", calls.append)
+    bootstrap.install(gpu=False, dev=False, pinned=False)
+    (option,) = [word for word in calls[0] if word.startswith("build-dir=")]
+    assert not option.startswith(f"build-dir={ROOT}")
+
+
+def test_a_pip_that_hangs_is_ended_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "PIP_TIMEOUT_S", 0.01)
+    with pytest.raises(bootstrap.BootstrapError, match=r"took more than 0\.01 s"):
+        bootstrap.dry_run(["nonesuch"])
 
 
 def test_an_install_that_is_up_to_date_touches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
