@@ -109,5 +109,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "max_queued_requests": (1, 1 << 20),
     "threads": (0, 4096),
     "timeout_s": (1, 86400),
+    "epoch": (0, 2**32 - 1),
+    "supervisor_pid": (0, 2**31 - 1),
 }
 """Lowest and highest value of a numeric field, by its name, both allowed. `threads` 0: decided by the launcher."""

@@ -15,30 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
-from allspan.protos.config import ParallelConfig, WorkerConfig
+from allspan.protos.config import CHOICES, LIMITS, ParallelConfig, WorkerConfig
 from allspan.protos.errors import ConfigError
 
 T = TypeVar("T")
 
-CHOICES: dict[str, tuple[str | int, ...]] = {
-    "model.dtype": ("auto", "float32", "bfloat16"),
-    "model.load_format": ("auto", "dummy"),
-    "model.device": ("cpu", "cuda"),
-    "cache.page_size": (16, 32, 64, 128),
-    "cache.kv_cache_dtype": ("auto", "float32", "bfloat16"),
-    "parallel.collectives": ("auto", "window", "mpi"),
-}
-LEAST: dict[str, float] = {
-    "model.max_model_len": 0,
-    "cache.kv_cache_bytes": 0,
-    "scheduler.max_num_seqs": 1,
-    "scheduler.max_num_batched_tokens": 1,
-    "scheduler.max_queued_requests": 1,
-    "parallel.threads": 1,
-    "parallel.timeout_s": 0.1,
-    "service.epoch": 0,
-    "service.supervisor_pid": 0,
-}
+RANK_LIMITS = LIMITS | {"threads": (1, LIMITS["threads"][1])}
+"""A launcher has decided what a rank reads."""
 
 
 def to_json(config: WorkerConfig, ranks: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -71,15 +54,9 @@ def from_json(text: str, rank: int = 0) -> WorkerConfig:
 
 def check(config: WorkerConfig) -> WorkerConfig:
     """The same config; raises ConfigError naming the first field whose value cannot be."""
-    for key, allowed in CHOICES.items():
-        if (value := _value(config, key)) not in allowed:
-            raise ConfigError(f"{key} is {_shown(value)}, must be one of {', '.join(map(str, allowed))}")
-    for key, least in LEAST.items():
-        if not _value(config, key) >= least:
-            raise ConfigError(f"{key} is {_value(config, key)}, must be at least {least:g}")
-    for key in ("model.path", "model.name", "service.run_dir"):
-        if not _value(config, key):
-            raise ConfigError(f"{key} is empty")
+    for group in fields(config):
+        for name, value in asdict(getattr(config, group.name)).items():
+            _check_field(f"{group.name}.{name}", name, value)
     budget, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     if budget < rows:
         raise ConfigError(
@@ -92,9 +69,15 @@ def check(config: WorkerConfig) -> WorkerConfig:
     return config
 
 
-def _value(config: WorkerConfig, key: str) -> Any:
-    group, _, name = key.partition(".")
-    return getattr(getattr(config, group), name)
+def _check_field(key: str, name: str, value: Any) -> None:
+    allowed = CHOICES.get(name)
+    if allowed and value not in allowed:
+        raise ConfigError(f"{key} is {_shown(value)}, must be one of {', '.join(map(str, allowed))}")
+    limits = RANK_LIMITS.get(name)
+    if limits and not limits[0] <= value <= limits[1]:
+        raise ConfigError(f"{key} is {value}, must be from {limits[0]:.15g} to {limits[1]:.15g}")
+    if name in ("path", "name", "run_dir") and not value:
+        raise ConfigError(f"{key} is empty")
 
 
 def _dataclass(cls: type[T], values: Any, where: str) -> T:

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from math import inf
 from pathlib import Path
 
-from allspan.protos.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from allspan.protos.config_json import CHOICES, LEAST, check, from_json
+from allspan.protos.config import (
+    CHOICES,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServiceConfig,
+    WorkerConfig,
+)
+from allspan.protos.config_json import RANK_LIMITS, check, from_json
 from allspan.protos.errors import ConfigError
 from allspan.protos.flags import Parser, add_options, build, fail
 from allspan.worker.host import place
@@ -52,15 +59,8 @@ def read_config(arguments: Sequence[str]) -> WorkerConfig:
     parser = Parser(PROG, "One rank of a cluster, started by mpirun; give the path of a JSON file, or flags.")
     parser.add_argument("--model", dest="path", required=True, metavar="PATH", help="A folder or GGUF file.")
     parser.add_argument("--name", default="", metavar="TEXT", help="The name that requests use (default: the path's).")
-    for group, cls in _GROUPS.items():
-        prefix = f"{group}."
-        add_options(
-            parser,
-            cls,
-            skip=("path", "name"),
-            choices={key.removeprefix(prefix): some for key, some in CHOICES.items() if key.startswith(prefix)},
-            limits={key.removeprefix(prefix): (least, inf) for key, least in LEAST.items() if key.startswith(prefix)},
-        )
+    for cls in _GROUPS.values():
+        add_options(parser, cls, skip=("path", "name"), choices=CHOICES, limits=RANK_LIMITS)
     namespace = parser.parse(arguments)
     namespace.name = namespace.name or Path(namespace.path).stem
     return check(WorkerConfig(**{group: build(cls, namespace) for group, cls in _GROUPS.items()}))

@@ -46,7 +46,12 @@ def test_each_rank_reads_its_own_entry() -> None:
         ({"model": {"path": "/m", "name": "m", "dtype": "float17"}}, 'model.dtype is "float17", must be one of auto'),
         ({"cache": {"page_size": 17}}, "cache.page_size is 17, must be one of 16, 32, 64, 128"),
         ({"cache": []}, "cache must be an object"),
-        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs is 0, must be at least 1"),
+        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs is 0, must be from 1 to 4096"),
+        (
+            {"scheduler": {"max_num_batched_tokens": 10**12}},
+            "max_num_batched_tokens is 1000000000000, must be from 1 to",
+        ),
+        ({"parallel": {"threads": 0}}, "parallel.threads is 0, must be from 1 to 4096"),
         ({"parallel": {"threads": True}}, "parallel.threads is true, must be of type int"),
         ({"parallel": {"timeout_s": float("nan")}}, "parallel.timeout_s is NaN"),
         ({"parallel": {"threads": 2, "cpus": [1]}}, "parallel.cpus has 1 processors, must have 2"),
