@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import socket
@@ -39,6 +41,12 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def die_with_parent() -> None:
     """The kernel kills this process when its parent (mpirun) ends, however it ends. Linux only; elsewhere mpirun's own
     clean-up must do. Raises Unavailable when the parent is gone already."""
@@ -54,20 +62,27 @@ def watch_process(pid: int, on_gone: Callable[[], None]) -> None:
     """Calls `on_gone`, from a thread, once process `pid` has ended."""
 
     def wait() -> None:
-        try:
-            if hasattr(os, "pidfd_open"):
-                handle = os.pidfd_open(pid)
-                select.select([handle], [], [])
-                os.close(handle)
-            else:
-                while True:
-                    os.kill(pid, 0)
-                    time.sleep(_POLL_S)
-        except ProcessLookupError:
-            pass  # gone: what was waited for
+        with contextlib.suppress(ProcessLookupError):  # gone: what was waited for
+            _wait_for_end(pid)
         on_gone()
 
     threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()
+
+
+def _wait_for_end(pid: int) -> None:
+    """Returns, or raises ProcessLookupError, once the process has ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):  # a system, kernel or sandbox without such handles
+        while True:
+            os.kill(pid, 0)
+            time.sleep(_POLL_S)
+    poller = select.poll()
+    poller.register(handle, select.POLLIN)
+    poller.poll()
+    os.close(handle)
 
 
 def allowed_cpus() -> tuple[int, ...]:

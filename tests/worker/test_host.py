@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from allspan.protos.errors import CheckpointError
+from allspan.worker import host
 from allspan.worker.host import LastWords, memory_nodes, watch_process
 from support.waiting import wait_until
 
@@ -56,6 +59,20 @@ def test_a_process_that_is_gone_already_is_noticed() -> None:
         process.wait()
     gone = threading.Event()
     watch_process(process.pid, gone.set)
+    assert gone.wait(10)
+
+
+def test_the_end_is_noticed_where_the_kernel_has_no_process_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pidfd_open(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "no such call")
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(host, "_POLL_S", 0.01)
+    gone = threading.Event()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        watch_process(process.pid, gone.set)
+        assert not gone.wait(0.05)
+        process.kill()
     assert gone.wait(10)
 
 

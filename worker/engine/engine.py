@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
-import socket
 import threading
 import time
 import weakref
@@ -27,6 +25,7 @@ from allspan.worker.engine.generation import Generation
 from allspan.worker.engine.requests import OpenRequests
 from allspan.worker.engine.settings import EngineSettings, worker_config
 from allspan.worker.engine.setup import load_engine
+from allspan.worker.host import host_name, peak_rss_bytes
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
 
@@ -136,11 +135,11 @@ class Engine:
         rank = RankStatistics(
             rank=0,
             pid=os.getpid(),
-            host=socket.gethostname(),
+            host=host_name(),
             state=self._core.state,
             progress=self._core.progress,
             progress_age_s=self._core.progress_age_s,
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_rss_bytes=peak_rss_bytes(),
             weight_bytes=self._loaded.model.weight_bytes,
             kv_bytes=self._loaded.kv_bytes,
             load_s=self._loaded.load_s,

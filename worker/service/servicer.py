@@ -7,8 +7,6 @@ import functools
 import logging
 import math
 import os
-import resource
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,6 +18,7 @@ from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 from allspan.protos.worker_pb2_grpc import WorkerServicer
 from allspan.worker.engine.core import CoreStatistics
+from allspan.worker.host import peak_rss_bytes
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.leases import Lease, Leases
 from allspan.worker.service.messages import request_from_wire, request_ids_from_wire
@@ -240,9 +239,3 @@ def _timeout_s(seconds: float) -> float:
     if not math.isfinite(seconds) or not 0 <= seconds <= MAX_TIMEOUT_S:
         raise InvalidRequest(f"timeout_s is {seconds}, must be from 0 to {MAX_TIMEOUT_S:g}", "timeout_s")
     return seconds
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
