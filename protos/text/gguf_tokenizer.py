@@ -20,11 +20,9 @@ from allspan.protos.text.special import SpecialTokens
 from allspan.protos.text.spm import SpmModel
 from allspan.protos.text.tokenizer import Codec, Tokenizer
 
-# Texts that end a turn in the chat formats of the supported families; a file may leave their ids out of its metadata.
 _SPM_BOS, _SPM_EOS = 1, 2  # of a SentencePiece vocabulary that does not say
+# Texts that end a turn in the chat formats of the supported families; a file may leave their ids out of its metadata.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
-
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # What the keys must hold: a type, or for a list the type of its entries.
 _SCALARS = {

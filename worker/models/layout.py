@@ -124,7 +124,7 @@ class Holding:
         return sum(tensor.num_bytes for piece in pieces for tensor in self.tensors(piece).values())
 
     def read(self, checkpoint: Checkpoint, device: str, on_progress: Progress | None) -> dict[str, Tensor]:
-        """Reads this rank's slices: canonical name → tensor on `device`.""" ""
+        """Reads this rank's slices: canonical name → tensor on `device`."""
         done, total = 0, self.num_bytes
         held: dict[str, Tensor] = {}
         for piece in layout(self.shard.spec):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import AllspanError, AlreadyExists, InvalidRequest
+from allspan.protos.errors import AllspanError, AlreadyExists, InvalidRequest, QueueFull
 from allspan.protos.results import Output
 from allspan.protos.wire import output_to_wire
 from allspan.worker.scheduler.request import Request
@@ -85,13 +85,13 @@ class Leases:
         self._closing = False
 
     def open(self, client_id: str) -> Lease:
-        """Raises InvalidRequest or AlreadyExists."""
+        """Raises InvalidRequest, AlreadyExists or QueueFull."""
         if not client_id or len(client_id) > 128:
             raise InvalidRequest(f"client_id has {len(client_id)} characters, must have 1 to 128", "client_id")
         if client_id in self._by_client:
             raise AlreadyExists(f"client_id {client_id!r} has an open Results stream; each client has one of its own")
         if len(self._by_client) >= MAX_CLIENTS:
-            raise AlreadyExists(f"{MAX_CLIENTS} clients are connected, the limit")
+            raise QueueFull(f"{MAX_CLIENTS} clients are connected, the limit; try again later")
         lease = self._by_client[client_id] = Lease(client_id, self._capacity, closing=self._closing)
         return lease
 

@@ -33,7 +33,8 @@ def test_an_ended_request_is_forgotten_and_its_queue_stays_readable(end, state):
     assert requests.queues() == []
     assert queue.state is state
     read = queue.get_nowait()
-    assert read is not None and read.token_ids[0] == 3
+    assert read is not None
+    assert read.token_ids[0] == 3
 
 
 def test_an_id_is_in_use_until_its_request_ends():
