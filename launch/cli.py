@@ -6,9 +6,13 @@ Exit codes: 1 something failed; 2 a flag, config key or field is refused; 3 a mo
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from allspan import __version__
 from allspan.launch.exit_codes import exit_code
@@ -45,8 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, argv: Sequence[str]) -> int:
     prog = f"allspan {name}"
+    _prepare_streams()
     try:
-        return int(importlib.import_module(f"allspan.launch.commands.{name}").run(argv))
+        with _ended_by_sigterm():
+            return int(importlib.import_module(f"allspan.launch.commands.{name}").run(argv))
     except AllspanError as error:
         fail(prog, error.message, exit_code(error))
     except KeyboardInterrupt:
@@ -61,6 +67,28 @@ def run_command(name: str, argv: Sequence[str]) -> int:
         fail(prog, f"the Python package {error.name!r} is missing; pip install 'allspan[server]'")
     except OSError as error:
         fail(prog, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+
+
+def _prepare_streams() -> None:
+    """A terminal that cannot show a character gets a question mark; bytes that are no text are refused as a prompt."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does, so that what was started (pip, a cluster) ends with its command."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def usage() -> str:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from allspan.protos.errors import ConfigError
+
 
 def home() -> Path:
-    return Path(os.environ.get("ALLSPAN_HOME") or "~/.cache/allspan").expanduser()
+    """Raises ConfigError when nobody knows this user's home (a container's made-up user id)."""
+    try:
+        return Path(os.environ.get("ALLSPAN_HOME") or "~/.cache/allspan").expanduser()
+    except RuntimeError as error:
+        raise ConfigError("this user has no home folder to keep models in; set ALLSPAN_HOME to a folder") from error
 
 
 def models_dir() -> Path:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from allspan.launch.cli import COMMANDS, usage
+from allspan.launch.models import DEFAULT_MODEL
 from allspan.launch.session import serve_options
 from allspan.launch.settings import serve_parser, serve_settings
+from allspan.protos.errors import ConfigError
+from allspan.protos.home import home
 
 
 def allspan(*argv: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -142,3 +148,45 @@ def test_files_of_the_current_folder_stand_in_for_no_module(folder: Path, tmp_pa
     words = [sys.executable, "-P", "-m", "allspan.launch.cli", "plan", str(folder), "--ranks=1", "--json"]
     run = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_signal_during_a_pull_ends_pip_too(tmp_path: Path) -> None:
+    """An index that takes the connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
+        env = os.environ | {"ALLSPAN_HOME": str(tmp_path), "PIP_INDEX_URL": url, "PIP_CONFIG_FILE": os.devnull}
+        pull = subprocess.Popen(
+            [sys.executable, "-m", "allspan.launch.cli", "pull"], env=env, stderr=subprocess.DEVNULL
+        )
+        try:
+            index.settimeout(30)
+            connection, _ = index.accept()
+            pips = psutil.Process(pull.pid).children()
+            assert pips
+            pull.send_signal(signal.SIGTERM)
+            assert pull.wait(5) == 128 + signal.SIGTERM
+            assert psutil.wait_procs(pips, timeout=5)[1] == []
+            connection.close()
+        finally:
+            pull.kill()
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [f".{DEFAULT_MODEL}.lock"]
+
+
+def test_bytes_that_are_no_text_and_terminals_that_are_not_unicode_cause_no_traceback(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "allspan.launch.cli"]
+    run = subprocess.run([*words, "generate", "nosuch", "--prompt", "-"], input=b"\xff\xfe", capture_output=True)
+    assert (run.returncode, len(run.stderr.splitlines())) == (3, 1), run.stderr
+    (tmp_path / "modèle").mkdir()
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    run = subprocess.run([*words, "pull", tmp_path / "modèle", "--print-path"], env=env, capture_output=True)
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("ALLSPAN_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    with pytest.raises(ConfigError, match="ALLSPAN_HOME"):
+        home()
