@@ -9,6 +9,8 @@ from allspan.protos.errors import ConfigError
 
 DEFAULT_SHARE = 0.25
 """Of the node's available memory, for the KV of all ranks on it."""
+MOST_SLOTS = 2**31
+"""Tokens of the whole cache: their places are int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
             f"the budget is {_size(budget)} ({DEFAULT_SHARE:.0%} of {_size(demand.available_bytes)} available memory"
             f" / {demand.ranks_on_node} rank(s) on the node)"
         )
+    pages = min(pages, MOST_SLOTS // cache.page_size)
     if pages < context:
         needed = context * demand.bytes_per_page
         way_out = f"set max_model_len to at most {pages * cache.page_size}, or " if pages else "set "

@@ -82,7 +82,7 @@ def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collect
         pages = num_kv_pages(config.cache, demand)
     except ConfigError as error:
         failure, pages = error, 0
-    mine = torch.tensor([[min(pages, 2**31 - 1)]], dtype=torch.int32)
+    mine = torch.tensor([[pages]], dtype=torch.int32)
     everyone = torch.empty((collectives.size, 1), dtype=torch.int32)
     collectives.all_gather_rows(mine, everyone)
     if failure is not None:

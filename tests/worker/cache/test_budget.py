@@ -30,6 +30,11 @@ def test_a_given_size_is_taken_as_it_is():
     assert num_kv_pages(CacheConfig(kv_cache_bytes=10 * MIB + 5), demand(available=0)) == 160
 
 
+def test_every_place_in_the_cache_has_an_int32_number():
+    pages = num_kv_pages(CacheConfig(page_size=128, kv_cache_bytes=2**45), demand(page=2**12))
+    assert pages * 128 - 1 == 2**31 - 1
+
+
 def test_the_refusal_names_what_is_needed_and_the_longest_context_that_fits():
     with pytest.raises(ConfigError) as caught:
         num_kv_pages(CacheConfig(), demand(available=2 * MIB, context=1000))
