@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -10,7 +11,9 @@ import shlex
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind
@@ -24,7 +27,15 @@ from allspan.launch.supervisor import Supervisor
 from allspan.launch.topology import read_topology
 from allspan.launch.world import WorldPlan
 from allspan.protos.config import ServiceConfig, WorkerConfig
-from allspan.protos.errors import ConfigError
+from allspan.protos.errors import ConfigError, DeadlineExceeded, Unavailable
+
+if TYPE_CHECKING:
+    from allspan.client.engine import ClientEngine
+
+ATTACH_TIMEOUT_S = 5.0
+ATTACH_PAUSE_S = 0.5
+
+logger = logging.getLogger("allspan.gateway")
 
 
 class Interrupt:
@@ -159,23 +170,39 @@ def _front(
 
 async def _gateway(config: GatewayConfig, supervisor: Supervisor, interrupt: Interrupt, sockets: Sockets) -> None:
     # Imported here: the gateway's libraries take a second, which the ranks' loading hides.
-    from allspan.client.engine import ClientEngine
     from allspan.client.gateway.app import serve_gateway
 
     _log_requests()
     stop = asyncio.Event()
     interrupt.watch_gateway(stop)
     supervisor.on_end(interrupt.end_gateway)
-    engine = await asyncio.to_thread(ClientEngine, attach=supervisor.run_dir)
+    engine = await _attach(supervisor.run_dir, stop)
+    if engine is None:
+        return
     try:
         name = config.served_model_name or engine.model
 
         def announce(http: str, grpc: str) -> None:
-            _announce(name, http, grpc)
+            _announce(name, http, grpc, supervisor.run_dir)
 
         await serve_gateway(engine, engine.tokenizer, config, sockets, stop, announce)
     finally:
         await asyncio.to_thread(engine.close)
+
+
+async def _attach(run_dir: Path, stop: asyncio.Event) -> ClientEngine | None:
+    """To the world that is ready, or, should it die before that, to the next one. None when `stop` comes first."""
+    from allspan.client.engine import ClientEngine
+
+    while not stop.is_set():
+        try:
+            return await asyncio.to_thread(ClientEngine, attach=run_dir, startup_timeout=ATTACH_TIMEOUT_S)
+        except (ConfigError, DeadlineExceeded, Unavailable) as error:
+            logger.info("the gateway is not attached yet: %s", error.message)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ATTACH_PAUSE_S):
+                await stop.wait()
+    return None
 
 
 def _log_requests() -> None:
@@ -187,9 +214,9 @@ def _log_requests() -> None:
     )
 
 
-def _announce(model: str, http: str, grpc: str) -> None:
+def _announce(model: str, http: str, grpc: str, run_dir: Path) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
-    say(f"Server is ready to accept requests: HTTP {http}/v1, gRPC {grpc}")
+    say(f"Server is ready to accept requests: HTTP {http}/v1, gRPC {grpc}, run directory {run_dir}")
     say(f"try: curl -N {http}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}")
 
 

@@ -139,6 +139,17 @@ def test_the_gateway_outlives_a_killed_rank_and_serves_again(start: Start) -> No
     assert served.ask_to_end() == 0
 
 
+def test_a_rank_that_dies_before_the_gateway_is_there_is_followed_by_the_next_world(start: Start) -> None:
+    served = start(wait=False)
+    wait_until(lambda: next(served.runtime.glob("allspan/*/cluster.json"), None), 30.0)
+    wait_until(lambda: served.cluster()["state"] == "ready", 90.0)
+    os.kill(served.rank_pid(1), signal.SIGKILL)
+    served.wait_ready()
+    assert served.cluster()["epoch"] == 2
+    assert completion(served)["choices"][0]["text"]
+    assert served.ask_to_end() == 0
+
+
 def test_without_restart_the_server_ends_with_the_cause(start: Start) -> None:
     served = start("--no-restart")
     traces, victim = served.traces(), served.rank_pid(0)
