@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -254,6 +255,10 @@ async def _close_session(session: Session) -> None:
 
 def _shut_down(loop: LoopThread, session: Session, process: ClusterProcess | None) -> None:
     """Runs once: by close(), when the engine is collected, or when the program ends."""
+    if loop.is_current:
+        # Collected on the very thread that would have to do the work: the loop cannot wait for itself.
+        threading.Thread(target=_shut_down, args=(loop, session, process), name="allspan-close").start()
+        return
     try:
         loop.run(_close_session(session))
     except TimeoutError:

@@ -23,6 +23,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the loop's own thread, which must not wait for it."""
+        return threading.current_thread() is self._thread
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs it to its end from another thread; an exception here (Ctrl-C) cancels it."""
         future = self._submit(coroutine)
@@ -43,7 +48,7 @@ class LoopThread:
                 return
             self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._thread.join(timeout=5.0)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -37,6 +38,28 @@ def test_an_engine_that_is_forgotten_gives_back_its_leases(cluster: FakeCluster)
     engine = ClientEngine(attach=cluster.run_dir)
     assert engine.is_ready
     del engine
+    wait_until(lambda: sum(event[0] == "unsubscribe" for event in cluster.events) == 2, what="the end of the leases")
+
+
+def test_an_engine_that_is_collected_on_its_own_thread_gives_back_its_leases(cluster: FakeCluster) -> None:
+    """Cycles are collected on whichever thread allocates next."""
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.itself, holder.engine = holder, ClientEngine(attach=cluster.run_dir)  # type: ignore[attr-defined]
+    loop = holder.engine._loop  # type: ignore[attr-defined]
+
+    async def collect() -> int:
+        return gc.collect()
+
+    gc.disable()
+    try:
+        del holder
+        assert loop.run(collect()) > 0
+    finally:
+        gc.enable()
     wait_until(lambda: sum(event[0] == "unsubscribe" for event in cluster.events) == 2, what="the end of the leases")
 
 
