@@ -26,6 +26,8 @@ PIP_TIMEOUT_S = 900
 HUB_TIMEOUT_S = 10
 HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt", "LICENSE*")
 """What is taken from a hub: tensors that cannot carry code, settings and the tokenizer."""
+HUB_LEFT_OUT = ("consolidated*", "original/*")
+"""The same weights once more, in their maker's own layout."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def pull_hub(name: str, folder: Path) -> Path:
             return target
         say(f"fetching {name} from {host}")
         try:
-            snapshot_download(name, local_dir=target, allow_patterns=list(HUB_PATTERNS), max_workers=4)
+            snapshot_download(name, local_dir=target, allow_patterns=[*HUB_PATTERNS], ignore_patterns=[*HUB_LEFT_OUT])
         except KeyboardInterrupt:
             raise
         except Exception as error:  # every HTTP library underneath has its own tree of errors

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, normalizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from allspan.protos.errors import CheckpointError
+from allspan.protos.errors import CheckpointError, ModelNotFound
 from allspan.protos.text import pretokenizers
 from allspan.protos.text.chat import ChatTemplate
 from allspan.protos.text.decoding import PieceDecoder, piece_decoder
@@ -105,6 +105,11 @@ def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:
     vocab, merges = path / "vocab.json", path / "merges.txt"
     way_out = "load it once with transformers' AutoTokenizer and save_pretrained() it, which writes a tokenizer.json"
     if not (vocab.is_file() and merges.is_file()):
+        if not (path / "config.json").exists():
+            raise ModelNotFound(
+                f"{path} holds no model: neither config.json nor tokenizer.json; give a folder in Hugging Face's "
+                "layout, or a GGUF file"
+            )
         raise CheckpointError(f"{path} has no tokenizer.json (nor vocab.json with merges.txt); {way_out}")
     kind = str(config.get("tokenizer_class"))
     name = _RULES_BY_CLASS.get(kind)

@@ -76,7 +76,7 @@ def damaged(tiny: Path, folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["truncated", "missing", "family", "awq", "context", "heads"])
+@pytest.mark.parametrize("kind", ["truncated", "missing", "family", "awq", "context", "heads", "tokenizer", "nothing"])
 def test_a_bad_model_is_refused_in_one_line_and_nothing_is_left(tiny: Path, tmp_path: Path, kind: str) -> None:
     changes: dict[str, Any] = {
         "family": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
@@ -95,6 +95,14 @@ def test_a_bad_model_is_refused_in_one_line_and_nothing_is_left(tiny: Path, tmp_
         words = ["amba", "Llama"]
     elif kind == "awq":
         words = ["awq"]
+    elif kind == "tokenizer":
+        for path in [*model.glob("tokenizer*"), *model.glob("vocab*")]:
+            path.unlink()
+        words = ["no tokenizer.json"]
+    elif kind == "nothing":
+        for path in model.iterdir():
+            path.unlink()
+        words = ["holds no model", "config.json"]
     elif kind == "context":
         flags, words, code = ["--max-model-len=9999"], ["9999", "256"], 2
     else:

@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from allspan.launch import models, pull
 from allspan.launch.models import DEFAULT_MODEL, KNOWN, resolve_model
@@ -177,3 +178,17 @@ def test_a_stale_size_is_not_complete(tmp_path: Path) -> None:
     path.write_bytes(CONTENT)
     assert pull._is_complete(path, MODEL)
     assert not pull._is_complete(path, replace(MODEL, num_bytes=1))
+
+
+def test_weights_that_a_hub_holds_twice_are_taken_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "original/params.json"]
+    taken: list[str] = []
+
+    def snapshot(name: str, local_dir: Path, allow_patterns: list[str], ignore_patterns: list[str]) -> None:
+        taken.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        (local_dir / "config.json").touch()
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr(pull, "_check_host", lambda name, host: None)
+    assert pull_hub("some/model", tmp_path) == tmp_path / "some/model"
+    assert taken == files[:2]

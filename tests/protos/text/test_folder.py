@@ -137,6 +137,9 @@ def test_vocab_and_merges_alone_are_enough_for_qwen2(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_says_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"no model: neither config\.json nor tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json .*save_pretrained"):
         load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
