@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from allspan.protos.errors import CheckpointError, InvalidRequest
+from allspan.protos.errors import CheckpointError, InvalidRequest, ModelNotFound
 from allspan.protos.text import load_tokenizer
 from support.hf_folders import CHATML, byte_level, sentencepiece_like
 
