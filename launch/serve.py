@@ -10,10 +10,11 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind
@@ -25,13 +26,15 @@ from allspan.launch.run_dir import make_run_dir
 from allspan.launch.settings import ServeSettings
 from allspan.launch.supervisor import Supervisor
 from allspan.launch.topology import read_topology
-from allspan.launch.world import WorldPlan
+from allspan.launch.world import TERM_GRACE_S, WorldPlan
 from allspan.protos.config import ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError, DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from allspan.client.engine import ClientEngine
 
+END_MARGIN_S = 4.0
+"""What an orderly end may take beyond the time that it gives to open requests or to the ranks."""
 ATTACH_TIMEOUT_S = 5.0
 ATTACH_PAUSE_S = 0.5
 
@@ -39,10 +42,15 @@ logger = logging.getLogger("allspan.gateway")
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends everything at once."""
+    """Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends everything at once.
 
-    def __init__(self) -> None:
+    So does an orderly end that takes longer than `limit_s`.
+    """
+
+    def __init__(self, limit_s: float) -> None:
         self.requested = False
+        self._limit_s = limit_s
+        self._timer: threading.Timer | None = None
         self._supervisor: Supervisor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -66,14 +74,32 @@ class Interrupt:
         if self._loop is not None and self._stop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop.set)
 
+    def done(self) -> None:
+        """The end has come in order."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _cut_short(self, number: int) -> None:
+        say(f"not shut down in order within {self._limit_s:g} s: ending at once")
+        self._end_at_once(number)
+
+    def _end_at_once(self, number: int) -> NoReturn:
+        try:
+            if self._supervisor is not None:
+                self._supervisor.end_at_once()
+        finally:
+            os._exit(128 + number)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._supervisor is None:
             raise KeyboardInterrupt  # nothing runs yet
         if self.requested:
             say("ending at once")
-            self._supervisor.end_at_once()
-            os._exit(128 + number)
+            self._end_at_once(number)
         self.requested = True
+        self._timer = threading.Timer(self._limit_s, self._cut_short, (number,))
+        self._timer.daemon = True
+        self._timer.start()
         say(f"{signal.Signals(number).name}: shutting down{' (once more: at once)' if self._stop is not None else ''}")
         if self._stop is not None:
             self.end_gateway()
@@ -97,19 +123,19 @@ def serve(settings: ServeSettings) -> int:
     mpirun = mpi.find_mpirun()
     model = resolve_model(settings.model)
     sockets = bind(settings.gateway) if settings.gateway else None
-    interrupt = Interrupt()
+    drain_s = settings.gateway.shutdown_timeout if settings.gateway else TERM_GRACE_S
+    interrupt = Interrupt(drain_s + END_MARGIN_S)
     try:
         supervisor = _start(settings, model, placement, mpirun, numactl)
         interrupt.watch(supervisor)
         try:
-            if settings.gateway:
-                _check_text(model, settings.gateway)
             ready = supervisor.wait_ready()
             if ready and not interrupt.requested:
                 _front(settings, supervisor, interrupt, sockets, model)
         finally:
             supervisor.stop()
             supervisor.join()
+            interrupt.done()
     finally:
         if sockets is not None:
             sockets.close()
@@ -130,14 +156,6 @@ def _check(settings: ServeSettings) -> None:
         raise ConfigError(f"--max-model-len is {length}, must be at least 2 (a prompt token and an output token)")
     if settings.weights.device == "cuda" and ranks > 1:
         raise ConfigError(f"--device cuda runs one rank in this version, --ranks is {ranks}")
-
-
-def _check_text(model: FoundModel, config: GatewayConfig) -> None:
-    """What the gateway will need beside the ranks, tried while they load. Raises CheckpointError, ConfigError."""
-    from allspan.client.gateway.app import with_template
-    from allspan.protos.text import load_tokenizer
-
-    with_template(load_tokenizer(model.path), config)
 
 
 def _start(

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
 from allspan import ClientEngine, SamplingParams
+from allspan.protos import inference_pb2, inference_pb2_grpc
 from allspan.protos.errors import AllspanError
 from support.serving import Served
 from support.waiting import wait_until
@@ -64,6 +66,22 @@ def test_ranks_that_do_not_answer_are_killed_in_time(start: Start) -> None:
     for rank in (0, 1):
         os.kill(served.rank_pid(rank), signal.SIGSTOP)
     assert served.ask_to_end() == 0
+    traces.assert_gone(within=1.0)
+
+
+def test_a_gateway_whose_requests_get_no_answer_is_ended_in_time(start: Start) -> None:
+    """The gateway's own time for open requests is over before the ranks are even asked."""
+    served = start()
+    traces = served.traces()
+    with grpc.insecure_channel(served.grpc) as channel:
+        request = inference_pb2.GenerateRequest(
+            text="abc", sampling=inference_pb2.SamplingOptions(max_tokens=60000, ignore_eos=True)
+        )
+        stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60)  # type: ignore[no-untyped-call]
+        next(stream)
+        for rank in (0, 1):
+            os.kill(served.rank_pid(rank), signal.SIGSTOP)
+        served.ask_to_end()
     traces.assert_gone(within=1.0)
 
 
