@@ -129,6 +129,8 @@ def serve(settings: ServeSettings) -> int:
         supervisor = _start(settings, model, placement, mpirun, numactl)
         interrupt.watch(supervisor)
         try:
+            if settings.gateway:
+                _check_text(model, settings.gateway)
             ready = supervisor.wait_ready()
             if ready and not interrupt.requested:
                 _front(settings, supervisor, interrupt, sockets, model)
@@ -156,6 +158,14 @@ def _check(settings: ServeSettings) -> None:
         raise ConfigError(f"--max-model-len is {length}, must be at least 2 (a prompt token and an output token)")
     if settings.weights.device == "cuda" and ranks > 1:
         raise ConfigError(f"--device cuda runs one rank in this version, --ranks is {ranks}")
+
+
+def _check_text(model: FoundModel, config: GatewayConfig) -> None:
+    """What the gateway will need beside the ranks, tried while they load. Raises CheckpointError, ConfigError."""
+    from allspan.client.gateway.app import with_template
+    from allspan.protos.text import load_tokenizer
+
+    with_template(load_tokenizer(model.path), config)
 
 
 def _start(
