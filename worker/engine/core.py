@@ -104,6 +104,7 @@ class EngineCore:
         self._is_over = False
         self._failure: BaseException | None = None
         self._step = 0
+        self._checked_step = 0
         self._host_s = 0.0
         self._model_s = 0.0
         self._progressed_at = time.monotonic()
@@ -269,7 +270,9 @@ class EngineCore:
 
     def _sleep(self) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._scheduler.has_work or self._stopping, IDLE_SECONDS):
+            woken = self._changed.wait_for(lambda: self._scheduler.has_work or self._stopping, IDLE_SECONDS)
+            if not woken and self._checked_step != self._step:  # once an idle spell: it looks at every page
+                self._checked_step = self._step
                 self._scheduler.check()
 
     def _check_open(self) -> None:

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allspan.protos.errors import AlreadyExists, DeadlineExceeded, InternalError, InvalidRequest, QueueFull, Unavailable
+from allspan.worker.engine import core as core_module
 from allspan.worker.engine.core import IDLE_SECONDS
 from allspan.worker.scheduler.codec import encode
 from allspan.worker.scheduler.plan import StepPlan
+from allspan.worker.scheduler.scheduler import Scheduler
 from support.cores import Collected, fake_core, request, step_until_idle
 from support.fake_model import greedy
 from support.threads import ThreadWorld
@@ -242,6 +244,20 @@ def test_an_idle_loop_sleeps_and_wakes_for_a_request():
             assert collected.tokens(one) == greedy([number + 1], 4)
         assert core.progress_age_s < 10 * IDLE_SECONDS
     assert model.num_forwards == 12
+
+
+def test_the_books_are_checked_once_an_idle_spell(monkeypatch):
+    monkeypatch.setattr(core_module, "IDLE_SECONDS", 0.005)
+    checks = []
+    monkeypatch.setattr(Scheduler, "check", lambda self: checks.append(1))
+    core, _ = fake_core()
+    with running(core):
+        for spell in (1, 2):
+            core.submit(request(spell, [1], max_tokens=2))
+            wait_until(lambda spell=spell: len(checks) == spell, what="a check")
+            seen = core.progress
+            wait_until(lambda seen=seen: core.progress > seen + 3, what="idle rounds")
+            assert len(checks) == spell
 
 
 def test_stop_model_drains_and_start_model_lets_in_again():
