@@ -17,6 +17,12 @@ from allspan.launch.bootstrap import BootstrapError, brings_cuda, install_torch,
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(autouse=True)
+def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installer is run from a checkout; the tests' copy of it may be an installed one."""
+    monkeypatch.setattr(bootstrap, "ROOT", ROOT)
+
+
 def entry(name: str, version: str, url: str = "file:///nonesuch") -> dict[str, Any]:
     return {"metadata": {"name": name, "version": version}, "download_info": {"url": url}}
 

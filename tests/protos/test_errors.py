@@ -10,7 +10,8 @@ from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRe
 
 
 def classes() -> list[type[AllspanError]]:
-    return AllspanError.__subclasses__()
+    """The tree's own; the gateway has one more, for HTTP alone."""
+    return [cls for cls in AllspanError.__subclasses__() if cls.__module__ == errors.__name__]
 
 
 def test_every_class_has_exactly_one_row() -> None:
