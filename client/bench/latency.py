@@ -2,7 +2,8 @@
 
 The clock is this process's. Per repeat: `ttft_s` is the time from sending until every request of the batch has its
 first token; prefill is the batch's prompt tokens over that time; decode is the tokens that came after that moment, over
-the time from then to the last.
+the time from then to the last. In a batch whose last prompt is read when the others are done, decode is all but the
+first tokens, over the time from the first of them all.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class Round:
-    """One batch, from sending to its last token; seconds, and tokens that came after everybody's first."""
+    """One batch, from sending to its last token; seconds, and the tokens that came within `decode_s`."""
 
     ttft_s: float
     decode_s: float
@@ -66,8 +67,12 @@ def run_latency(model: str, config: LatencyConfig, quiet: bool = False, **serve_
     A context that fits the requests, and room for all of them at once, are asked for unless the options say otherwise.
     """
     options = {key: value for key, value in serve_options.items() if value is not None}
-    if not options.get("max_model_len"):
-        options["max_model_len"] = config.input_len + config.output_len
+    needed = config.input_len + config.output_len
+    options["max_model_len"] = options.get("max_model_len") or needed
+    if options["max_model_len"] < needed:
+        raise ConfigError(
+            f"--max-model-len is {options['max_model_len']}, must be at least --input-len + --output-len ({needed})"
+        )
     options.setdefault("max_num_seqs", max(config.batch_size, 64))
     with ClientEngine(model, quiet=quiet, **options) as engine:
         before, rounds, after = measure(engine, config)
@@ -129,11 +134,17 @@ def versions(after: EngineStatistics) -> dict[str, str]:
 async def _round(engine: ClientEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Round:
     started = time.perf_counter()
     requests = await asyncio.gather(*(engine.astart_request(prompt, params) for prompt in prompts))
-    arrivals = await asyncio.gather(*(_arrivals(queue) for _, queue in requests))
+    return round_from(started, await asyncio.gather(*(_arrivals(queue) for _, queue in requests)))
+
+
+def round_from(started: float, arrivals: Sequence[Sequence[float]]) -> Round:
+    """A round from the moments at which each request's tokens came."""
     all_first = max(times[0] for times in arrivals)
     last = max(times[-1] for times in arrivals)
-    later = sum(moment > all_first for times in arrivals for moment in times)
-    return Round(all_first - started, last - all_first, later)
+    if later := sum(moment > all_first for times in arrivals for moment in times):
+        return Round(all_first - started, last - all_first, later)
+    first = min(times[0] for times in arrivals)
+    return Round(all_first - started, last - first, sum(len(times) - 1 for times in arrivals) if last > first else 0)
 
 
 async def _arrivals(queue: ResultQueue) -> list[float]:

@@ -145,7 +145,9 @@ def test_names_are_resolved_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert resolve_model("my-model").path == folder
 
 
-@pytest.mark.parametrize("name", ["nosuch", "./nosuch", "/no/such/folder", "~nosuch/x", ""])
+@pytest.mark.parametrize(
+    "name", ["nosuch", "./nosuch", "/no/such/folder", "~nosuch/x", "", "dir/config.json", "my/m.gguf"]
+)
 def test_an_unknown_model_says_what_is_known_and_how_to_give_a_folder(name: str) -> None:
     with pytest.raises(ModelNotFound) as caught:
         resolve_model(name)

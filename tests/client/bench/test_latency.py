@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine
-from allspan.client.bench.latency import LatencyConfig, Round, measure, summary, versions
+from allspan.client.bench.latency import LatencyConfig, Round, measure, round_from, run_latency, summary, versions
 from allspan.protos.engine import EngineStatistics, RankStatistics
 from allspan.protos.errors import ConfigError
 from support.fake_worker import FakeCluster
@@ -34,6 +34,20 @@ def test_rates_are_medians_of_tokens_over_their_own_time() -> None:
 def test_one_output_token_has_no_decode_rate() -> None:
     report = summary(LatencyConfig(output_len=1), [Round(1.0, 0.0, 0)], statistics(0, 0.0), statistics(3, 0.0))
     assert report["decode_tokens_per_s"] == 0.0
+
+
+def test_decode_begins_when_everybody_has_a_first_token() -> None:
+    assert round_from(1.0, [[2.0, 2.5, 3.0], [2.5, 3.5, 4.0]]) == Round(1.5, 1.5, 3)
+
+
+def test_a_batch_whose_last_prompt_waited_for_the_others_has_a_decode_rate_all_the_same() -> None:
+    assert round_from(0.0, [[1.0, 1.5], [2.0, 2.0]]) == Round(2.0, 1.0, 2)
+    assert round_from(0.0, [[1.0], [2.0]]).decode_tokens == 0
+
+
+def test_a_context_that_would_cut_the_output_short_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len is 20, must be at least .* \(24\)"):
+        run_latency("nosuch", LatencyConfig(input_len=20, output_len=4), max_model_len=20)
 
 
 def test_a_run_measures_every_round_with_new_prompts(tmp_path: Path) -> None:
