@@ -171,7 +171,7 @@ def _check_text(model: FoundModel, config: GatewayConfig) -> None:
 def _start(
     settings: ServeSettings, model: FoundModel, placement: Placement, mpirun: mpi.Mpirun, numactl: str | None
 ) -> Supervisor:
-    name = (settings.gateway.served_model_name if settings.gateway else "") or model.name
+    name = settings.served_model_name or model.name
     run = make_run_dir(settings.supervisor.run_dir)
     config = WorkerConfig(
         model=replace(settings.weights, path=str(model.path), name=name),
@@ -218,10 +218,9 @@ async def _gateway(config: GatewayConfig, supervisor: Supervisor, interrupt: Int
     if engine is None:
         return
     try:
-        name = config.served_model_name or engine.model
 
         def announce(http: str, grpc: str) -> None:
-            _announce(name, http, grpc, supervisor.run_dir)
+            _announce(engine.model, http, grpc, supervisor.run_dir)
 
         await serve_gateway(engine, engine.tokenizer, config, sockets, stop, announce)
     finally:

@@ -47,6 +47,8 @@ class ServeSettings:
     parallel: ParallelConfig
     supervisor: SupervisorConfig
     gateway: GatewayConfig | None
+    served_model_name: str = ""
+    """The name that requests use, with a gateway or without; empty: the model's own."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +104,7 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         parallel=build(ParallelConfig, namespace, threads=1),
         supervisor=build(SupervisorConfig, namespace),
         gateway=build(GatewayConfig, namespace) if namespace.gateway else None,
+        served_model_name=namespace.served_model_name,
     )
 
 

@@ -114,6 +114,12 @@ def test_other_spellings_mean_the_same() -> None:
     assert (settings.placement.ranks, settings.weights.load_format, settings.supervisor.restart) == (2, "dummy", False)
 
 
+def test_a_served_name_holds_without_a_gateway_too() -> None:
+    """ClientEngine starts its clusters so, and `generate ORG/NAME` names its model by it."""
+    settings = serve_settings(serve_parser().parse(["/a/b", "--no-gateway", "--served-model-name", "org/name"]))
+    assert (settings.gateway, settings.served_model_name) == (None, "org/name")
+
+
 def test_every_stable_flag_is_there() -> None:
     text = serve_parser().format_help()
     flags = "--ranks -tp --tensor-parallel-size --threads --dtype --max-model-len --load-format --random-weights --host"
