@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from allspan.launch import mpi, mpi_notices, reaper, tether
+from allspan.launch.console import size
 from allspan.launch.mpi_notices import NoticeFilter
 from allspan.launch.placement import Placement
 from allspan.launch.run_dir import RunDir
@@ -111,13 +113,13 @@ class World:
         if told is not None:
             rank = next((info.rank for info in self.ranks if info.pid == told.pid), told.rank)
             said = f"; its last words: {words[rank].message}" if rank in words else ""
-            by = f"signal {told.signal} ({_signal_name(told.signal)})"
+            by = self._signal_text(told.signal)
             return Death(f"rank {rank} (pid {told.pid} on {told.host}) was killed by {by}{said}")
         if words:
             victim = min(words, key=lambda rank: self._error_time(rank))
             return Death(f"{self._name(victim)}: {words[victim].message}", words[victim])
         if (code := self._process.poll()) is not None and code < 0:
-            return Death(f"mpirun (pid {self._process.pid}) was killed by signal {-code} ({_signal_name(-code)})")
+            return Death(f"mpirun (pid {self._process.pid}) was killed by {self._signal_text(-code)}")
         if first:
             return Death(f"rank {first[0].rank} (pid {first[0].pid} on {first[0].host}) ended unexpectedly")
         return Death(f"mpirun (pid {self._process.pid}) ended with code {code}: {self._last_line()}")
@@ -191,6 +193,14 @@ class World:
                 continue
             with suppress(ProcessLookupError):  # dead before it was seen: mpirun ends, too
                 self._ranks[rank] = (info, os.pidfd_open(info.pid))
+
+    def _signal_text(self, number: int) -> str:
+        text = f"signal {number} ({_signal_name(number)})"
+        if number != signal.SIGBUS:
+            return text
+        memory = self._run.shm.parent
+        free = size(shutil.disk_usage(memory).free)
+        return f"{text}: is {memory} full? {free} are free now; docker run --shm-size=1g gives a container more"
 
     def _last_words(self) -> dict[int, AllspanError]:
         """What ranks left in their error files: one line, then a traceback that ends with the error's class."""

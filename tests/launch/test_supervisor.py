@@ -59,6 +59,16 @@ def test_an_mpirun_that_ends_at_once_is_named_and_leaves_nothing(runtime: Path) 
     assert not supervisor.run_dir.exists()
 
 
+def test_shared_memory_that_is_full_is_called_so(runtime: Path) -> None:
+    program = runtime / "mpirun"
+    program.write_text("#!/bin/sh\nkill -BUS $$\n")
+    program.chmod(0o755)
+    message = error_of(supervised(runtime, str(program))).message
+    assert "SIGBUS" in message
+    assert "full" in message
+    assert "--shm-size" in message
+
+
 def test_a_bug_in_its_thread_ends_the_wait_and_leaves_nothing(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> World:
         raise ValueError("a bug")
