@@ -24,7 +24,11 @@ MIN_SHM_BYTES = 64 << 20
 MIN_MEMORY_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 60
 _KERNELS = "from allspan.kernels.table import op_set; print(op_set().name)"
-_MPI4PY = "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].split(',')[0])"
+# Without MPI_Init: a process that is no rank would leave a segment in /dev/shm.
+_MPI4PY = (
+    "import mpi4py; mpi4py.rc(initialize=False); from mpi4py import MPI; "
+    "print(MPI.Get_library_version().splitlines()[0].split(',')[0])"
+)
 
 
 @dataclass(frozen=True)

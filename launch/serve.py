@@ -100,10 +100,11 @@ class Interrupt:
         self._timer = threading.Timer(self._limit_s, self._cut_short, (number,))
         self._timer.daemon = True
         self._timer.start()
-        say(f"{signal.Signals(number).name}: shutting down{' (once more: at once)' if self._stop is not None else ''}")
         if self._stop is not None:
+            say(f"{signal.Signals(number).name}: shutting down (once more: at once)")
             self.end_gateway()
         else:
+            say("shutting down")  # mostly a ClientEngine's close, which is no news of a signal
             self._supervisor.stop()
 
 

@@ -27,7 +27,7 @@ def start(model: Path) -> Callable[..., ClientEngine]:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair(start: Callable[..., ClientEngine]) -> Iterator[ClientEngine]:
     """Two ranks, shared by the tests that do not harm them."""
     with start(ranks=2, max_model_len=2048) as engine:

@@ -136,8 +136,10 @@ def test_only_what_differs_from_the_defaults_is_handed_to_the_cluster() -> None:
     assert serve_options(namespace) == {"ranks": 2, "oversubscribe": True, "page_size": 16}
 
 
-def test_plan_and_doctor_need_no_cluster() -> None:
+def test_doctor_finds_out_without_leaving_anything() -> None:
+    before = set(os.listdir("/dev/shm"))
     run = allspan("doctor", "--json")
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sm_segment")}
     findings = json.loads(run.stdout)
     assert {"mpirun", "compiler", "kernels", "numa", "shm", "memory", "port", "gpu", "torch"} <= {
         f["name"] for f in findings
