@@ -20,7 +20,7 @@ class SamplingParams:
     """How one request's tokens are chosen. Validated on construction; raises InvalidRequest naming the field."""
 
     max_tokens: int = 16
-    """Most new tokens; at least 1. An engine ends at the context's limit ("length"); the gateway refuses what cannot fit."""
+    """Most new tokens; at least 1. An engine stops at the context's end ("length"); the gateway refuses more."""
     temperature: float = 1.0
     """0 is greedy; up to 100. Below 1e-5 counts as 0."""
     top_k: int = 0
