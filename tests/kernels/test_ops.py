@@ -39,7 +39,6 @@ def test_op_agrees_with_float64_on_three_threads(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_reference_agrees_with_float64_on_cuda(case: Case) -> None:
     assert_agrees(case, "reference", threads=1, device="cuda")
