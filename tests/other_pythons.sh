@@ -27,7 +27,7 @@ for version in 3.11 3.12 3.13 3.14; do
     echo "allspan: the client on Python $version"
     "$python" -m venv "$folder/$version"
     ALLSPAN_REQUIRE_KERNELS=0 "$folder/$version/bin/pip" --disable-pip-version-check install -q -c "$root/constraints.txt" "$root" \
-        pytest pytest-timeout pytest-asyncio hypothesis
+        pytest pytest-timeout pytest-asyncio hypothesis gguf
     # What is skipped for want of the engine's packages is tested in the first environment.
     (cd "$root" && ALLSPAN_REQUIRE_TOOLS="" "$folder/$version/bin/python" -m pytest -q tests/client tests/protos \
         --ignore tests/client/gateway --ignore tests/protos/test_generated.py)
