@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from allspan.protos.errors import CheckpointError, InvalidRequest
+from allspan.protos.json_file import read_json_object
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text.gguf_metadata import read_metadata
 from allspan.protos.text.gguf_tokenizer import end_ids
@@ -38,12 +38,7 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
     file = path / "generation_config.json"
     if not file.is_file():
         return GenerationDefaults()
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds {type(values).__name__}, must be a JSON object")
+    values = read_json_object(file)
     defaults = GenerationDefaults(
         temperature=0.0 if values.get("do_sample") is False else values.get("temperature"),
         top_k=values.get("top_k"),

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from allspan.protos.errors import CheckpointError, ModelNotFound
+from allspan.protos.json_file import read_json_object
 from allspan.protos.text import pretokenizers
 from allspan.protos.text.chat import ChatTemplate
 from allspan.protos.text.decoding import PieceDecoder, piece_decoder
@@ -195,12 +196,4 @@ def _template(source: str, named: Mapping[str, str]) -> ChatTemplate:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Empty when there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds {type(values).__name__}, must be a JSON object")
-    return values
+    return read_json_object(file) if file.is_file() else {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from allspan.protos.errors import CheckpointError, ModelNotFound
+from allspan.protos.json_file import read_json_object
 from allspan.worker.models.families.common import Family
 from allspan.worker.models.families.llama import LLAMA, MISTRAL
 from allspan.worker.models.families.qwen2 import QWEN2
@@ -49,11 +49,11 @@ def find_model(path: str) -> ModelSource:
 
 def _from_config(source: Path) -> ModelSource:
     folder = source.parent
-    values = _read_json(source)
+    values = read_json_object(source)
     if not any(values.get(key) for key in ("quantization_config", "compression_config")):
         for name in ("quantize_config.json", "quant_config.json"):
             if (folder / name).is_file():
-                raise _quantised(folder / name, _read_json(folder / name))
+                raise _quantised(folder / name, read_json_object(folder / name))
     else:
         raise _quantised(source, values.get("quantization_config") or values["compression_config"])
     family = _family(values.get("model_type"), str(source))
@@ -66,7 +66,7 @@ def _from_config(source: Path) -> ModelSource:
         )
     generation = folder / "generation_config.json"
     if generation.is_file():
-        more = ForeignConfig(_read_json(generation), str(generation))
+        more = ForeignConfig(read_json_object(generation), str(generation))
         values["eos_token_id"] = [*config.token_ids("eos_token_id"), *more.token_ids("eos_token_id")]
     return ModelSource(folder, family, family.read(config), None)
 
@@ -106,13 +106,3 @@ def _only_gguf(folder: Path) -> Path:
     if files:
         raise CheckpointError(f"{folder}: {len(files)} GGUF files: name one, such as {files[0]}")
     raise CheckpointError(f"{folder}: no config.json and no *.gguf file in this folder")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return values

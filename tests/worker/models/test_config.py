@@ -162,7 +162,7 @@ def test_a_path_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config.json and no \*.gguf file"):
         inspect_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json: not readable as JSON"):
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read as JSON"):
         inspect_model(str(tmp_path))
 
 
