@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +20,14 @@ from typing import IO
 from urllib.parse import urlparse
 
 from allspan.launch.console import is_terminal, say, size
-from allspan.protos.errors import AllspanError, CheckpointError, ModelNotFound, Unavailable
+from allspan.protos.errors import AllspanError, CheckpointError, DeadlineExceeded, ModelNotFound, Unavailable
 
 CHUNK = 4 << 20
 PIP_TIMEOUT_S = 900
 HUB_TIMEOUT_S = 10
+LOCK_TIMEOUT_S = 3600.0
+"""How long a second puller waits for the first."""
+LOCK_POLL_S = 0.1
 HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt", "LICENSE*")
 """What is taken from a hub: tensors that cannot carry code, settings and the tokenizer."""
 HUB_LEFT_OUT = ("consolidated*", "original/*")
@@ -224,11 +228,27 @@ def _chunks(source: IO[bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One puller of a model at a time; a second one waits for the first (which is bounded) and then finds the file."""
+    """One puller of a model at a time; a second one waits for the first and then finds the file.
+
+    Raises DeadlineExceeded after LOCK_TIMEOUT_S.
+    """
     with open(path, "w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _try_lock(file):
             say("another process is fetching this model; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            deadline = time.monotonic() + LOCK_TIMEOUT_S
+            while not _try_lock(file):
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"another process has been fetching this model for {LOCK_TIMEOUT_S:g} s (it holds {path}); "
+                        "end it and try again"
+                    )
+                time.sleep(LOCK_POLL_S)
         yield
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

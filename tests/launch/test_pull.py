@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import sys
 import threading
@@ -17,7 +18,7 @@ from huggingface_hub.utils import filter_repo_objects
 from allspan.launch import models, pull
 from allspan.launch.models import DEFAULT_MODEL, KNOWN, resolve_model
 from allspan.launch.pull import PackagedModel, pull_hub, pull_packaged
-from allspan.protos.errors import CheckpointError, ModelNotFound, Unavailable
+from allspan.protos.errors import CheckpointError, DeadlineExceeded, ModelNotFound, Unavailable
 
 CONTENT = b"GGUF" + bytes(range(256)) * 999
 MODEL = PackagedModel(
@@ -194,3 +195,18 @@ def test_weights_that_a_hub_holds_twice_are_taken_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(pull, "_check_host", lambda name, host: None)
     assert pull_hub("some/model", tmp_path) == tmp_path / "some/model"
     assert taken == files[:2]
+
+
+def test_a_second_puller_does_not_wait_for_ever(
+    pip: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = pip("exit 1")
+    monkeypatch.setattr(pull, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(pull, "LOCK_POLL_S", 0.01)
+    folder = tmp_path / "models"
+    folder.mkdir()
+    with open(folder / ".Tiny.lock", "w", encoding="utf-8") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        with pytest.raises(DeadlineExceeded, match=r"fetching this model for 0.05 s .*Tiny\.lock"):
+            pull_packaged(MODEL, folder)
+    assert not calls.exists()
