@@ -109,6 +109,7 @@ def test_a_log_that_cannot_be_written_stops_no_rank(runtime: Path, monkeypatch: 
             world.end(gently=False)
             run.remove()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # it is flushed once more when it closes
+    assert done.exists()
 
 
 def test_descriptors_beyond_selects_limit_can_be_waited_for() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
+from allspan.worker.sampling.philox import uniforms
+
 TIE = 1e-4
-"""In logits."""
+"""In logits, and in shares of the probability."""
 
 
 class TieWarning(UserWarning):
@@ -40,3 +43,21 @@ def assert_equal_but_for_ties(first: Sequence[int], second: Sequence[int], logit
     )
     warnings.warn(f"{what}: tie of {gap:.1e} at token {position} excused", TieWarning, stacklevel=2)
     return 1
+
+
+def assert_drawn(
+    output: Sequence[int], logits: Tensor, temperature: float, seed: int, prompt_len: int, what: str
+) -> int:
+    """Each token must be the one that the seed's number for its position draws from softmax(logits / temperature), in
+    the order of ids; off by less than TIE is a near-tie, excused and reported. Returns those."""
+    ties = 0
+    for i, token in enumerate(output):
+        ends = (logits[i].double() / temperature).softmax(0).cumsum(0)
+        share = float(uniforms(np.array([seed], dtype=np.uint64), np.array([prompt_len + i]))[0])
+        low, high = float(ends[token - 1]) if token else 0.0, float(ends[token])
+        miss = max(low - share, share - high)
+        assert miss <= TIE, f"{what}: token {i} is {token}, drawn by {low:.6f} to {high:.6f}, not by {share:.6f}"
+        if miss > 0:
+            ties += 1
+            warnings.warn(f"{what}: near-tie of {miss:.1e} at token {i} excused", TieWarning, stacklevel=2)
+    return ties

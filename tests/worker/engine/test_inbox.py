@@ -122,6 +122,8 @@ def test_a_retired_id_is_in_use_for_a_while(monkeypatch):
 
 
 def test_dropping_and_withdrawing_what_is_not_there_is_no_error():
-    inbox = Inbox(4)
-    inbox.drop(bytes(16))
-    inbox.withdraw([bytes(16)])
+    inbox, one = Inbox(4), request(1, [1])
+    inbox.drop(one.request_id)
+    inbox.withdraw([one.request_id])
+    inbox.put(one)
+    assert inbox.take(one.request_id, one.digest()) is one

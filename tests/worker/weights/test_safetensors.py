@@ -149,7 +149,8 @@ def test_left_over_rotary_tables_and_a_tied_head_are_no_error(tmp_path: Path) ->
     head = torch.zeros(97, 96)
     edited(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": head})
     config = ModelConfig(path=str(tmp_path), name="tiny")
-    load_model(config, ThreadWorld(1).collectives[0], op_set("reference"), 8, 1)
+    model = load_model(config, ThreadWorld(1).collectives[0], op_set("reference"), 8, 1)
+    assert (model.vocab_widths, model.spec.tie_word_embeddings) == ((97,), True)
 
 
 def test_quantised_tensors_are_recognised_without_a_word_in_the_config(tmp_path: Path) -> None:
