@@ -21,7 +21,7 @@ from allspan.client.source import source_of
 from allspan.client.statistics import merged
 from allspan.client.transport.base import Connect
 from allspan.protos.cluster import ClusterInfo
-from allspan.protos.engine import Completion, EngineStatistics, Prompt
+from allspan.protos.engine import Completion, EngineStatistics, OpProfile, Prompt
 from allspan.protos.errors import (
     AllspanError,
     CheckpointError,
@@ -29,6 +29,7 @@ from allspan.protos.errors import (
     DeadlineExceeded,
     ModelNotFound,
 )
+from allspan.protos.options import RequestOptions
 from allspan.protos.prompts import Params, checked_ids, params_list, parse_request_id, prompt_list, with_seed
 from allspan.protos.results import RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
@@ -149,25 +150,33 @@ class ClientEngine:
         return self._tokenizer
 
     def start_model(self) -> None:
-        self._loop.run(self._session.control("start_model", 0.0))
+        self._control("start_model", 0.0)
 
     def stop_model(self, timeout: float = 60.0) -> None:
-        self._loop.run(self._session.control("stop_model", timeout))
+        self._control("stop_model", timeout)
 
     def close(self) -> None:
         self._finalizer()
 
     def start_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
-        return self._loop.run(self._start(*self._request(prompt, sampling_params, request_id)))
+        return self._loop.run(self._start(*self._request(prompt, sampling_params, request_id), options))
 
     async def astart_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         """`start_request` for asyncio; cancelling it leaves no request behind."""
         request = await asyncio.to_thread(self._request, prompt, sampling_params, request_id)
-        return await self._loop.arun(self._start(*request))
+        return await self._loop.arun(self._start(*request, options))
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -194,11 +203,48 @@ class ClientEngine:
         """`statistics` for asyncio."""
         return merged(await self._loop.arun(self._session.statuses()))
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
-        return self._loop.run(self._generation(prompts, sampling_params))
+    def reset_prefix_cache(self) -> None:
+        self._control("reset_prefix_cache", 0.0)
 
-    async def agenerate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
-        generation = await asyncio.to_thread(self._generation, prompts, sampling_params)
+    def unload_weights(self, timeout: float = 60.0) -> None:
+        self._control("unload_weights", timeout)
+
+    def reload_weights(self, timeout: float = 600.0) -> None:
+        self._control("reload_weights", timeout)
+
+    def start_profile(self) -> None:
+        self._control("start_profile", 0.0)
+
+    def stop_profile(self) -> None:
+        self._control("stop_profile", 0.0)
+
+    def op_profile(self) -> tuple[OpProfile, ...]:
+        return tuple(OpProfile(**op) for op in self._inspect("profile")["ops"])
+
+    def model_info(self) -> dict[str, Any]:
+        return self._inspect("model")
+
+    def file_info(self) -> dict[str, Any]:
+        return self._inspect("files")
+
+    def version(self) -> str:
+        return str(self._inspect("version")["version"])
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        options: RequestOptions | None = None,
+    ) -> list[Completion]:
+        return self._loop.run(self._generation(prompts, sampling_params, options))
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        options: RequestOptions | None = None,
+    ) -> list[Completion]:
+        generation = await asyncio.to_thread(self._generation, prompts, sampling_params, options)
         return await self._loop.arun(generation)
 
     def __enter__(self) -> ClientEngine:
@@ -209,13 +255,21 @@ class ClientEngine:
     ) -> None:
         self.close()
 
-    def _generation(self, prompts: Prompt | Sequence[Prompt], params: Params) -> Coroutine[Any, Any, list[Completion]]:
+    def _control(self, operation: str, timeout: float) -> None:
+        self._loop.run(self._session.control(operation, timeout))
+
+    def _inspect(self, what: str) -> dict[str, Any]:
+        return self._loop.run(self._session.inspect(what))
+
+    def _generation(
+        self, prompts: Prompt | Sequence[Prompt], params: Params, options: RequestOptions | None
+    ) -> Coroutine[Any, Any, list[Completion]]:
         """Checks and tokenises everything in the caller's thread, before anything is sent."""
         listed = prompt_list(prompts)
         seeded = params_list(params, len(listed))
         encoded = [self._encode(prompt) for prompt in listed]
         needs_text = any(isinstance(prompt, str) for prompt in listed) or any(entry.stop for entry in seeded)
-        return Generation(self._session, self._tokenizer_for(needs_text)).run(encoded, seeded)
+        return Generation(self._session, self._tokenizer_for(needs_text), options).run(encoded, seeded)
 
     def _tokenizer_for(self, needs_text: bool) -> Tokenizer | None:
         """None when the model has none and nobody needs it: then completions carry token ids and an empty text."""
@@ -237,9 +291,9 @@ class ClientEngine:
         return checked_ids(prompt, self.cluster)
 
     async def _start(
-        self, request_id: bytes, prompt: tuple[int, ...], params: SamplingParams
+        self, request_id: bytes, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions | None
     ) -> tuple[RequestHandle, ResultQueue]:
-        queue = await self._session.start(request_id, prompt, params)
+        queue = await self._session.start(request_id, prompt, params, options)
         return RequestHandle(request_id.hex(), self.model), queue
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from allspan.client.session import Session
 from allspan.protos.engine import Completion
 from allspan.protos.errors import AllspanError, QueueFull
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import Tokenizer
@@ -24,8 +25,9 @@ LAST_RETRY_S = 1.0
 class Generation:
     """Runs on the session's loop. Whatever ends the call early (an error, its cancellation) stops all its requests."""
 
-    def __init__(self, session: Session, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, session: Session, tokenizer: Tokenizer | None, options: RequestOptions | None = None) -> None:
         self._session = session
+        self._options = options
         self._tokenizer = tokenizer
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._last_progress = time.monotonic()
@@ -59,7 +61,7 @@ class Generation:
         started = time.monotonic()
         while True:
             try:
-                return await self._session.start(request_id, prompt, params)
+                return await self._session.start(request_id, prompt, params, self._options)
             except QueueFull:
                 if time.monotonic() - max(started, self._last_progress) > QUEUE_WAIT_S:
                     raise
@@ -72,6 +74,7 @@ class Generation:
         text: list[str] = []
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
+        prompt_logprobs: list[TokenLogprob] = []
         timings = RequestTimings()
         reason = ""
         stream = TextStream(self._tokenizer, params)
@@ -82,6 +85,7 @@ class Generation:
             text.append(delta.text)
             token_ids.extend(delta.token_ids)
             logprobs.extend(delta.logprobs)
+            prompt_logprobs.extend(output.prompt_logprobs)
             reason = delta.finish_reason
         return Completion(
             request_id=request_id.hex,
@@ -94,4 +98,6 @@ class Generation:
             queue_s=timings.queue_s,
             ttft_s=timings.ttft_s,
             total_s=timings.total_s,
+            prompt_logprobs=tuple(prompt_logprobs),
+            timings=timings,
         )

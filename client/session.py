@@ -21,9 +21,10 @@ from allspan.protos.errors import (
     Unavailable,
     from_code,
 )
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, ResultQueue
 from allspan.protos.sampling import SamplingParams
-from allspan.protos.wire import deliver, sampling_to_wire
+from allspan.protos.wire import deliver, options_to_wire, sampling_to_wire
 
 CALL_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 10.0
@@ -69,7 +70,13 @@ class Session:
         except TimeoutError:
             raise DeadlineExceeded(f"the cluster was not ready within {timeout:g} s") from None
 
-    async def start(self, request_id: bytes, prompt_ids: Sequence[int], params: SamplingParams) -> ResultQueue:
+    async def start(
+        self,
+        request_id: bytes,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+    ) -> ResultQueue:
         """Admits a request on every rank. Cancelling this leaves no request behind."""
         world = await self._current_world()
         if request_id in self._open:
@@ -81,6 +88,7 @@ class Session:
             prompt_token_ids=prompt_ids,
             sampling=sampling_to_wire(params),
         )
+        options_to_wire(options or RequestOptions(), message)
         admission = asyncio.create_task(self._admit(world, message))
         try:
             await asyncio.shield(admission)
@@ -112,6 +120,9 @@ class Session:
 
     async def control(self, operation: str, timeout: float) -> None:
         await (await self._current_world()).control(operation, timeout)
+
+    async def inspect(self, what: str) -> dict[str, Any]:
+        return await (await self._current_world()).inspect(what)
 
     async def close(self) -> None:
         """Ends every request with RequestCancelled, and the leases with the ranks. Idempotent."""

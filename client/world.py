@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from allspan.client.fanout import RankRefused, fan_out, withdraw
-from allspan.client.transport.base import CONTROL, RESULTS, STATUS, Connect, Transport
+from allspan.client.transport.base import CONTROL, INSPECT, RESULTS, STATUS, Connect, Transport
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, DeadlineExceeded, Unavailable, from_code
@@ -113,6 +115,12 @@ class World:
         """An operation of the model's life cycle, on the leader, which carries it to all."""
         request = pb.ControlRequest(operation=operation, timeout_s=timeout)
         await self._transports[0].unary(CONTROL, request, timeout + self._call_timeout)
+
+    async def inspect(self, what: str) -> dict[str, Any]:
+        """The leader's answer; see `InspectRequest`."""
+        reply = await self._transports[0].unary(INSPECT, pb.InspectRequest(what=what), self._call_timeout)
+        answer: dict[str, Any] = json.loads(reply.json)
+        return answer
 
     async def close(self) -> None:
         """Ends the lease: the ranks drop what is left of this client's requests."""

@@ -29,7 +29,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The fields of SamplingParams; what is not given is the model's own default."""
-    add_options(parser, SamplingParams, skip=("stop",), optional=True)
+    add_options(parser, SamplingParams, skip=("stop", "logit_bias", "bad_words_ids", "stop_words_ids"), optional=True)
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="End the output before this text; may be repeated."
     )
@@ -41,7 +41,7 @@ def sampling_params(namespace: argparse.Namespace, model_path: str | None, max_t
     if model_path is not None:
         values |= generation_defaults(model_path).sampling()
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    values |= {name: value for name in names if (value := getattr(namespace, name)) is not None}
+    values |= {name: value for name in names if (value := getattr(namespace, name, None)) is not None}
     return SamplingParams(**values)
 
 

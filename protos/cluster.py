@@ -4,6 +4,8 @@ cluster.json         the cluster as a whole; written by the leader when all rank
 rank-K.eE.json       one a rank and epoch, as soon as its process runs
 rank-K.eE.error      the last words of a rank that failed by itself
 rK.eE.sock           its unix socket
+beat-K.eE            its heartbeat: see `allspan.protos.heartbeat`
+replica-N/           of a cluster of several worlds: the run directory of each
 """
 
 from __future__ import annotations
@@ -44,12 +46,20 @@ class ClusterInfo:
     cause: str = ""
     supervisor_pid: int = 0
     ranks: tuple[RankInfo, ...] = field(default_factory=tuple)
+    will_restart: bool = False
+    """In state "down": the supervisor starts another epoch."""
+    watchdog_timeout: float = 30.0
+    """Seconds of silence after which the supervisor takes a rank for lost."""
+    replicas: tuple[str, ...] = ()
+    """Of a cluster of several worlds: the folders below this one, each a run directory of its own. Such a cluster's own
+    `ranks` are empty, and it is "ready" once every replica has been."""
 
     @staticmethod
     def from_json(text: str) -> ClusterInfo:
         values: dict[str, Any] = json.loads(text)
         values["ranks"] = tuple(RankInfo(**rank) for rank in values["ranks"])
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        values["replicas"] = tuple(values.get("replicas", ()))
         return ClusterInfo(**values)
 
 
@@ -88,6 +98,14 @@ def error_file(run_dir: Path, rank: int, epoch: int) -> Path:
 
 def socket_path(run_dir: Path, rank: int, epoch: int) -> Path:
     return run_dir / f"r{rank}.e{epoch}.sock"
+
+
+def heartbeat_file(run_dir: Path, rank: int, epoch: int) -> Path:
+    return run_dir / f"beat-{rank}.e{epoch}"
+
+
+def replica_dir(run_dir: Path, index: int) -> Path:
+    return run_dir / f"replica-{index}"
 
 
 def write_rank(run_dir: Path, info: RankInfo, epoch: int) -> None:

@@ -33,9 +33,13 @@ class CacheConfig:
     page_size: int = 32
     """Tokens a page: 16, 32, 64 or 128."""
     kv_cache_dtype: str = "auto"
-    """"float32", "bfloat16", or "auto" (as the weights)."""
+    """"float32", "bfloat16", "int8", "uint4" (both a scale a token and KV head), or "auto" (as the weights)."""
     kv_cache_bytes: int = 0
     """Bytes of KV on this rank; 0: min(25 % of the node's free memory / ranks on it, max_num_seqs full contexts)."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of full pages for requests that begin with the same tokens."""
+    host_kv_cache_bytes: int = 0
+    """Bytes of host memory on this rank for cached pages that the device has no room for; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class ServiceConfig:
     """Empty: a unix socket in the run directory; else an address to listen on (TCP, the port is published)."""
     supervisor_pid: int = 0
     """Ends when this process is gone; 0: none."""
+    watchdog_timeout: float = 30.0
+    """Seconds that a rank may be silent, or its busy step loop stand still, before the supervisor ends the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "load_format": ("auto", "dummy"),
     "device": ("cpu", "cuda"),
     "page_size": (16, 32, 64, 128),
-    "kv_cache_dtype": ("auto", "float32", "bfloat16"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8", "uint4"),
     "collectives": ("auto", "window", "mpi"),
 }
 """What a field may be, by its name; flags and config keys refuse anything else."""
@@ -104,11 +110,13 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
 LIMITS: dict[str, tuple[float, float]] = {
     "max_model_len": (0, 2**31 - 1),
     "kv_cache_bytes": (0, 2**50),
+    "host_kv_cache_bytes": (0, 2**50),
     "max_num_seqs": (1, 4096),
     "max_num_batched_tokens": (1, 1 << 20),
     "max_queued_requests": (1, 1 << 20),
     "threads": (0, 4096),
     "timeout_s": (1, 86400),
+    "watchdog_timeout": (1, 86400),
     "epoch": (0, 2**32 - 1),
     "supervisor_pid": (0, 2**31 - 1),
 }

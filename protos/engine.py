@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from allspan.protos.results import RequestHandle, ResultQueue, TokenLogprob
+from allspan.protos.options import RequestOptions
+from allspan.protos.results import RequestHandle, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -26,6 +27,10 @@ class Completion:
     queue_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens from its second on, if asked for."""
+    timings: RequestTimings | None = None
+    """All of the request's statistics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,12 @@ class RankStatistics:
     kv_bytes: int
     load_s: float
     kernels: str
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """The leader's counters since it started, and one entry a rank."""
+    """The leader's counters since it started, added up over the replicas, and one entry a rank."""
 
     model: str
     max_model_len: int
@@ -59,11 +65,65 @@ class EngineStatistics:
     prompt_tokens: int
     generated_tokens: int
     finished_requests: int
+    """However they ended."""
     preemptions: int
     steps: int
     host_s: float
     model_s: float
     ranks: tuple[RankStatistics, ...] = ()
+    pages_cached: int = 0
+    """Kept for prefix hits, and given up when pages run short."""
+    host_pages_total: int = 0
+    host_pages_used: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens that were looked up in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    """Of those, in the host tier."""
+    cancelled_requests: int = 0
+    failed_requests: int = 0
+    refused_requests: int = 0
+    """By a full queue."""
+    prompt_tokens_per_s: float = 0.0
+    """Over the last 10 s or so."""
+    generated_tokens_per_s: float = 0.0
+    weights_version: int = 1
+    """Counts the times that the weights were loaded."""
+    weights_loaded: bool = True
+    replicas: int = 1
+    replicas_ready: int = 1
+
+    @property
+    def pages_free(self) -> int:
+        return self.pages_total - self.pages_used - self.pages_cached
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the pages not in use hold."""
+        return (self.pages_total - self.pages_used) * self.page_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all ranks' KV caches."""
+        return sum(rank.kv_bytes for rank in self.ranks)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Of the tokens looked up; 0 before any."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpProfile:
+    """What one op took on one rank, in milliseconds, while profiling was on."""
+
+    op: str
+    count: int
+    min_ms: float
+    max_ms: float
+    total_ms: float
+    share: float
+    """Of all ops' total."""
 
 
 class EngineProtocol(Protocol):
@@ -79,7 +139,11 @@ class EngineProtocol(Protocol):
         """Ends every request, the model and, if this engine started it, the cluster. Idempotent."""
 
     def start_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         """Admits a request (text or token ids) and returns at once; its tokens arrive in the queue."""
 
@@ -95,10 +159,38 @@ class EngineProtocol(Protocol):
     def statistics(self) -> EngineStatistics:
         """Counters of the engine and of each rank."""
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached page that no request uses; those in use are forgotten when they are given back."""
+
+    def unload_weights(self, timeout: float = 60.0) -> None:
+        """Gives back the memory of weights and KV pages; the model must be stopped (`stop_model`), else Unavailable."""
+
+    def reload_weights(self, timeout: float = 600.0) -> None:
+        """Reads the weights again from the model's path, which may hold new ones of the same shapes; what the prefix
+        cache held is void. The model stays stopped until `start_model`. CheckpointError."""
+
+    def start_profile(self) -> None:
+        """Begins to time every op on every rank, from zero."""
+
+    def stop_profile(self) -> None: ...
+
+    def op_profile(self) -> tuple[OpProfile, ...]:
+        """What each op took since `start_profile`, on the leader, the longest first."""
+
+    def model_info(self) -> dict[str, Any]:
+        """The model's shape, its tensors' sizes and how they lie on each rank, as JSON values."""
+
+    def file_info(self) -> dict[str, Any]:
+        """The checkpoint's files: names, bytes, format, dtype and the version of allspan that reads them."""
+
+    def version(self) -> str:
+        """Of allspan, its kernels and the libraries it runs on, in one line."""
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
     ) -> list[Completion]:
         """Runs prompts to their end, together, and returns them in order. A list of integers is one prompt."""
 
@@ -106,5 +198,6 @@ class EngineProtocol(Protocol):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
     ) -> list[Completion]:
         """`generate` for asyncio; cancelling it stops its requests."""

@@ -23,14 +23,34 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Seconds on the leader's clock, from the arrival of the request there."""
+    """A request's statistics. Seconds on the leader's clock, from the arrival of the request there."""
 
     queue_s: float = 0.0
+    """Until its first step began."""
     ttft_s: float = 0.0
+    """Until its first token; 0 before it."""
     total_s: float = 0.0
+    """Until now, or its end."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Prompt tokens whose KV the prefix cache had."""
     output_tokens: int = 0
+    arrived_at: float = 0.0
+    """Seconds since 1970."""
+    host_cached_tokens: int = 0
+    """Of the cached ones, those that came from the host tier."""
+    preemptions: int = 0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens over the time from the queue to the first token; 0 before it."""
+        return self.prompt_tokens / (self.ttft_s - self.queue_s) if self.ttft_s > self.queue_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Output tokens after the first over the time that they took; 0 before there are two."""
+        seconds = self.total_s - self.ttft_s
+        return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +62,9 @@ class Output:
     finish_reason: str = ""
     stop_token_id: int | None = None
     timings: RequestTimings | None = None
+    """With the first token, and with the finish reason."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """For those who asked: the prompt's next tokens', beginning with its second. They may come before any token."""
 
     def merged(self, later: Output) -> Output:
         return Output(
@@ -50,6 +73,7 @@ class Output:
             later.finish_reason or self.finish_reason,
             later.stop_token_id if later.stop_token_id is not None else self.stop_token_id,
             later.timings or self.timings,
+            self.prompt_logprobs + later.prompt_logprobs,
         )
 
 
@@ -88,6 +112,7 @@ class ResultQueue:
         self._state = RequestState.WAITING
         self._error: AllspanError | None = None
         self._num_tokens = 0
+        self._timings: RequestTimings | None = None
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     @property
@@ -99,6 +124,11 @@ class ResultQueue:
         """Output tokens that have arrived so far, read or not."""
         return self._num_tokens
 
+    @property
+    def timings(self) -> RequestTimings | None:
+        """The request's statistics as they last came: with its first token and with its end. Reading keeps them."""
+        return self._timings
+
     def put(self, output: Output) -> None:
         """Adds tokens; an output with a finish reason ends the request. Ignored after the end."""
         with self._condition:
@@ -106,10 +136,11 @@ class ResultQueue:
                 return
             self._pending = output if self._pending is None else self._pending.merged(output)
             self._num_tokens += len(output.token_ids)
+            self._timings = output.timings or self._timings
             if output.finish_reason:
                 cancelled = output.finish_reason == "cancelled"
                 self._state = RequestState.CANCELLED if cancelled else RequestState.FINISHED
-            else:
+            elif output.token_ids:
                 self._state = RequestState.GENERATING
             self._wake()
 

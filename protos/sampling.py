@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,10 @@ MAX_STOP_TOKENS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_SEED = 2**64 - 1
+MAX_ID_SEQUENCES = 1024
+MAX_ID_SEQUENCE_LENGTH = 256
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +46,98 @@ class SamplingParams:
     min_tokens: int = 0
     """End-of-sequence and stop ids cannot be sampled before this many tokens."""
 
+    prompt_logprobs: int | None = None
+    """None: none. n in 0..20: of each prompt token after the first, and of the n most likely there."""
+    do_sample: bool = True
+    """False is greedy, whatever the temperature."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens seen in prompt and output are divided by it (if negative: multiplied); in (0, 2]."""
+    suppress_repetition_in_generation: bool = False
+    """The repetition penalty looks at the output only."""
+    presence_penalty: float = 0.0
+    """Taken once from the logits of tokens in the output; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it stands in the output; -2 to 2."""
+    no_repeat_ngram_size: int = 0
+    """No n tokens in a row come twice in prompt and output together; 0 allows it."""
+    typical_p: float = 1.0
+    """Keep the tokens closest to the expected surprise until their probability reaches this; in (0, 1]; 1 keeps all."""
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these token ids; -100 to 100. Kept as sorted pairs."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these can be sampled; empty: all."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that cannot be sampled: the last id is masked after the others."""
+    stop_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that end the output when it ends with one; they stay in token_ids."""
+
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p is 0, must be in (0, 1]; for greedy output use temperature 0", "top_p")
-        _number("min_p", self.min_p, 0.0, 1.0)
+        for field, low, high in _INTEGERS:
+            _integer(field, getattr(self, field), low, high)
+        for field, least, most in _NUMBERS:
+            _number(field, getattr(self, field), least, most)
+        for field in ("ignore_eos", "do_sample", "suppress_repetition_in_generation"):
+            _boolean(field, getattr(self, field))
+        for field in ("top_p", "typical_p", "repetition_penalty"):
+            if getattr(self, field) == 0.0:
+                most = 2 if field == "repetition_penalty" else 1
+                hint = "; for greedy output use temperature 0" if most == 1 else ""
+                raise InvalidRequest(f"{field} is 0, must be in (0, {most}]{hint}", field)
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _integer(field, getattr(self, field), 0, MAX_LOGPROBS)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}, must be at most max_tokens ({self.max_tokens})", "min_tokens"
             )
-        object.__setattr__(self, "stop_token_ids", _integers("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        self._set("stop_token_ids", _integers("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS))
+        self._set("stop", _strings("stop", self.stop))
+        self._set("logit_bias", _biases("logit_bias", self.logit_bias))
+        self._set("allowed_token_ids", _integers("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS))
+        self._set("bad_words_ids", _sequences("bad_words_ids", self.bad_words_ids))
+        self._set("stop_words_ids", _sequences("stop_words_ids", self.stop_words_ids))
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < 1e-5
+        """The most likely token is taken (of equals, the lowest id)."""
+        return not self.do_sample or self.temperature < 1e-5 or self.top_k == 1
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept: pairs of token id and bias, sorted by id."""
+        assert isinstance(self.logit_bias, tuple)  # made so on construction
+        return self.logit_bias
 
     def with_(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, validated again."""
         return replace(self, **changes)
+
+
+_INTEGERS = (
+    ("max_tokens", 1, 2**31 - 1),
+    ("top_k", -1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("no_repeat_ngram_size", 0, 2**31 - 1),
+)
+_NUMBERS = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("typical_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 2.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
+
+
+def _boolean(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{field} is {value!r}, must be true or false", field)
 
 
 def _integer(field: str, value: object, low: int, high: int) -> None:
@@ -85,14 +154,39 @@ def _number(field: str, value: object, low: float, high: float) -> None:
         raise InvalidRequest(f"{field} is {value}, must be from {low:g} to {high:g}", field)
 
 
-def _integers(field: str, values: Sequence[int]) -> tuple[int, ...]:
+def _integers(field: str, values: Sequence[int], most: int) -> tuple[int, ...]:
+    """`field` may name an entry of a list: the error carries the list's own name."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise InvalidRequest(f"{field} is {values!r}, must be a list of integers", field)
-    if len(values) > MAX_STOP_TOKENS:
-        raise InvalidRequest(f"{field} has {len(values)} entries, at most {MAX_STOP_TOKENS}", field)
+    if len(values) > most:
+        raise InvalidRequest(f"{field} has {len(values)} entries, at most {most}", field)
     for i, value in enumerate(values):
         _integer(f"{field}[{i}]", value, 0, 2**31 - 1)
     return tuple(values)
+
+
+def _sequences(field: str, values: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise InvalidRequest(f"{field} is {values!r}, must be a list of lists of token ids", field)
+    if len(values) > MAX_ID_SEQUENCES:
+        raise InvalidRequest(f"{field} has {len(values)} entries, at most {MAX_ID_SEQUENCES}", field)
+    sequences = tuple(_integers(f"{field}[{i}]", value, MAX_ID_SEQUENCE_LENGTH) for i, value in enumerate(values))
+    if () in sequences:
+        raise InvalidRequest(f"{field}[{sequences.index(())}] is empty, must have at least one token id", field)
+    return sequences
+
+
+def _biases(field: str, values: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = sorted(dict(values).items())
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"{field} is {values!r}, must map token ids to numbers", field) from None
+    if len(pairs) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(f"{field} has {len(pairs)} entries, at most {MAX_LOGIT_BIASES}", field)
+    for token_id, bias in pairs:
+        _integer(f"{field} token id", token_id, 0, 2**31 - 1)
+        _number(f"{field}[{token_id}]", bias, -100.0, 100.0)
+    return tuple((token_id, float(bias)) for token_id, bias in pairs)
 
 
 def _strings(field: str, values: Sequence[str]) -> tuple[str, ...]:

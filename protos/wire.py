@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import InternalError, from_code
+from allspan.protos.errors import InternalError, InvalidRequest, from_code
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
+
+_TIMINGS = tuple(field.name for field in fields(RequestTimings))
 
 MAX_MESSAGE_BYTES = 32 * 2**20
 CHANNEL_OPTIONS = (
@@ -29,11 +34,28 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParamsMessage:
         ignore_eos=params.ignore_eos,
         logprobs=-1 if params.logprobs is None else params.logprobs,
         min_tokens=params.min_tokens,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        greedy=not params.do_sample,
+        repetition_penalty=params.repetition_penalty,
+        suppress_repetition_in_generation=params.suppress_repetition_in_generation,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        no_repeat_ngram_size=params.no_repeat_ngram_size,
+        typical_p=params.typical_p,
+        bias_token_ids=[token_id for token_id, _ in params.biases],
+        biases=[bias for _, bias in params.biases],
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words_ids=[pb.TokenIds(ids=ids) for ids in params.bad_words_ids],
+        stop_words_ids=[pb.TokenIds(ids=ids) for ids in params.stop_words_ids],
     )
 
 
 def sampling_from_wire(message: pb.SamplingParamsMessage) -> SamplingParams:
     """Validates again: a rank trusts no sender."""
+    if len(message.bias_token_ids) != len(message.biases):
+        raise InvalidRequest(
+            f"biases has {len(message.biases)} entries for {len(message.bias_token_ids)} bias_token_ids", "logit_bias"
+        )
     return SamplingParams(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -45,50 +67,77 @@ def sampling_from_wire(message: pb.SamplingParamsMessage) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         logprobs=None if message.logprobs < 0 else message.logprobs,
         min_tokens=message.min_tokens,
+        prompt_logprobs=None if message.prompt_logprobs < 0 else message.prompt_logprobs,
+        do_sample=not message.greedy,
+        repetition_penalty=message.repetition_penalty,
+        suppress_repetition_in_generation=message.suppress_repetition_in_generation,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        no_repeat_ngram_size=message.no_repeat_ngram_size,
+        typical_p=message.typical_p,
+        logit_bias=tuple(zip(message.bias_token_ids, message.biases, strict=True)),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words_ids=tuple(tuple(entry.ids) for entry in message.bad_words_ids),
+        stop_words_ids=tuple(tuple(entry.ids) for entry in message.stop_words_ids),
+    )
+
+
+def options_to_wire(options: RequestOptions, message: pb.StartRequestMessage) -> None:
+    """Fills in `message`'s fields."""
+    message.priority = options.priority
+    message.timeout_s = options.timeout_s or 0.0
+    message.no_prefix_cache = not options.prefix_cache
+    message.cache_salt = options.cache_salt
+
+
+def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
+    """Validates again."""
+    return RequestOptions(
+        priority=message.priority,
+        timeout_s=message.timeout_s or None,
+        prefix_cache=not message.no_prefix_cache,
+        cache_salt=message.cache_salt,
     )
 
 
 def output_to_wire(request_id: bytes, output: Output) -> pb.RequestOutput:
     message = pb.RequestOutput(request_id=request_id, token_ids=output.token_ids, finish_reason=output.finish_reason)
-    for entry in output.logprobs:
-        message.logprobs.add(
-            logprob=entry.logprob,
-            top_token_ids=[token_id for token_id, _ in entry.top],
-            top_logprobs=[logprob for _, logprob in entry.top],
-        )
+    if output.logprobs:
+        message.logprobs.extend(map(_logprob_to_wire, output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(map(_logprob_to_wire, output.prompt_logprobs))
     if output.stop_token_id is not None:
         message.stop_token_id = output.stop_token_id
         message.has_stop_token_id = True
     if output.timings is not None:
-        t = output.timings
-        message.timings.CopyFrom(
-            pb.RequestTimings(
-                queue_s=t.queue_s,
-                ttft_s=t.ttft_s,
-                total_s=t.total_s,
-                prompt_tokens=t.prompt_tokens,
-                cached_tokens=t.cached_tokens,
-                output_tokens=t.output_tokens,
-            )
-        )
+        message.timings.CopyFrom(pb.RequestTimings(**{name: getattr(output.timings, name) for name in _TIMINGS}))
     return message
 
 
 def output_from_wire(message: pb.RequestOutput) -> Output:
     timings = None
     if message.HasField("timings"):
-        t = message.timings
-        timings = RequestTimings(t.queue_s, t.ttft_s, t.total_s, t.prompt_tokens, t.cached_tokens, t.output_tokens)
+        timings = RequestTimings(**{name: getattr(message.timings, name) for name in _TIMINGS})
     return Output(
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(
-            TokenLogprob(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
-            for entry in message.logprobs
-        ),
+        logprobs=tuple(map(_logprob_from_wire, message.logprobs)),
         finish_reason=message.finish_reason,
         stop_token_id=message.stop_token_id if message.has_stop_token_id else None,
         timings=timings,
+        prompt_logprobs=tuple(map(_logprob_from_wire, message.prompt_logprobs)),
     )
+
+
+def _logprob_to_wire(entry: TokenLogprob) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=entry.logprob,
+        top_token_ids=[token_id for token_id, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
+    )
+
+
+def _logprob_from_wire(entry: pb.TokenLogprobs) -> TokenLogprob:
+    return TokenLogprob(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
 
 
 def deliver(queue: ResultQueue, message: pb.RequestOutput) -> None:

@@ -11,7 +11,7 @@ class Ack(_message.Message):
     def __init__(self) -> None: ...
 
 class SamplingParamsMessage(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "min_tokens")
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "min_tokens", "prompt_logprobs", "greedy", "repetition_penalty", "suppress_repetition_in_generation", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "typical_p", "bias_token_ids", "biases", "allowed_token_ids", "bad_words_ids", "stop_words_ids")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,19 @@ class SamplingParamsMessage(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GREEDY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SUPPRESS_REPETITION_IN_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_WORDS_IDS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_k: int
@@ -32,10 +45,29 @@ class SamplingParamsMessage(_message.Message):
     ignore_eos: bool
     logprobs: int
     min_tokens: int
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: int
+    greedy: bool
+    repetition_penalty: float
+    suppress_repetition_in_generation: bool
+    presence_penalty: float
+    frequency_penalty: float
+    no_repeat_ngram_size: int
+    typical_p: float
+    bias_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bad_words_ids: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    stop_words_ids: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., min_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., greedy: bool = ..., repetition_penalty: _Optional[float] = ..., suppress_repetition_in_generation: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., typical_p: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., stop_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StartRequestMessage(_message.Message):
-    __slots__ = ("request_id", "client_id", "model", "prompt_token_ids", "sampling", "adapter", "cache_salt", "priority", "epoch")
+    __slots__ = ("request_id", "client_id", "model", "prompt_token_ids", "sampling", "adapter", "cache_salt", "priority", "epoch", "timeout_s", "no_prefix_cache", "output_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +77,9 @@ class StartRequestMessage(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    NO_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     client_id: str
     model: str
@@ -54,7 +89,10 @@ class StartRequestMessage(_message.Message):
     cache_salt: str
     priority: int
     epoch: int
-    def __init__(self, request_id: _Optional[bytes] = ..., client_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParamsMessage, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    timeout_s: float
+    no_prefix_cache: bool
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[bytes] = ..., client_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParamsMessage, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., epoch: _Optional[int] = ..., timeout_s: _Optional[float] = ..., no_prefix_cache: bool = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestIds(_message.Message):
     __slots__ = ("request_ids",)
@@ -81,7 +119,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_token_id", "has_stop_token_id", "error_code", "error_message", "timings")
+    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_token_id", "has_stop_token_id", "error_code", "error_message", "timings", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +129,7 @@ class RequestOutput(_message.Message):
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
@@ -100,23 +139,30 @@ class RequestOutput(_message.Message):
     error_code: str
     error_message: str
     timings: RequestTimings
-    def __init__(self, request_id: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., has_stop_token_id: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., timings: _Optional[_Union[RequestTimings, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, request_id: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., has_stop_token_id: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., timings: _Optional[_Union[RequestTimings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RequestTimings(_message.Message):
-    __slots__ = ("queue_s", "ttft_s", "total_s", "prompt_tokens", "cached_tokens", "output_tokens")
+    __slots__ = ("queue_s", "ttft_s", "total_s", "prompt_tokens", "cached_tokens", "output_tokens", "arrived_at", "host_cached_tokens", "preemptions")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     ttft_s: float
     total_s: float
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    def __init__(self, queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    arrived_at: float
+    host_cached_tokens: int
+    preemptions: int
+    def __init__(self, queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., arrived_at: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("step", "epoch", "outputs", "progress")
@@ -169,7 +215,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., progress_age_s: _Optional[float] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., kernels: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("running", "waiting", "pages_total", "pages_used", "page_size", "prompt_tokens", "generated_tokens", "steps", "preemptions", "host_s", "model_s", "load_s", "peak_rss_bytes", "weight_bytes", "kv_bytes", "finished_requests")
+    __slots__ = ("running", "waiting", "pages_total", "pages_used", "page_size", "prompt_tokens", "generated_tokens", "steps", "preemptions", "host_s", "model_s", "load_s", "peak_rss_bytes", "weight_bytes", "kv_bytes", "finished_requests", "pages_cached", "host_pages_total", "host_pages_used", "prefix_query_tokens", "prefix_hit_tokens", "prefix_host_hit_tokens", "cancelled_requests", "failed_requests", "refused_requests", "prompt_tokens_per_s", "generated_tokens_per_s", "weights_version", "weights_loaded")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +232,19 @@ class Statistics(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_LOADED_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pages_total: int
@@ -202,7 +261,20 @@ class Statistics(_message.Message):
     weight_bytes: int
     kv_bytes: int
     finished_requests: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., page_size: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., model_s: _Optional[float] = ..., load_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., finished_requests: _Optional[int] = ...) -> None: ...
+    pages_cached: int
+    host_pages_total: int
+    host_pages_used: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    prefix_host_hit_tokens: int
+    cancelled_requests: int
+    failed_requests: int
+    refused_requests: int
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    weights_version: int
+    weights_loaded: bool
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., page_size: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., model_s: _Optional[float] = ..., load_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., finished_requests: _Optional[int] = ..., pages_cached: _Optional[int] = ..., host_pages_total: _Optional[int] = ..., host_pages_used: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_host_hit_tokens: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., refused_requests: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_loaded: bool = ...) -> None: ...
 
 class ControlRequest(_message.Message):
     __slots__ = ("operation", "timeout_s")
@@ -211,3 +283,15 @@ class ControlRequest(_message.Message):
     operation: str
     timeout_s: float
     def __init__(self, operation: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("what",)
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    def __init__(self, what: _Optional[str] = ...) -> None: ...
+
+class InspectReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...

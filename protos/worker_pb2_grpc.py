@@ -61,6 +61,11 @@ class WorkerStub(object):
                 request_serializer=allspan_dot_protos_dot_worker__pb2.ControlRequest.SerializeToString,
                 response_deserializer=allspan_dot_protos_dot_worker__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/allspan.worker.v1.Worker/Inspect',
+                request_serializer=allspan_dot_protos_dot_worker__pb2.InspectRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_worker__pb2.InspectReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -104,6 +109,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """What there is to know about this rank that changes seldom, as a JSON object.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +143,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Control,
                     request_deserializer=allspan_dot_protos_dot_worker__pb2.ControlRequest.FromString,
                     response_serializer=allspan_dot_protos_dot_worker__pb2.Ack.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=allspan_dot_protos_dot_worker__pb2.InspectRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_worker__pb2.InspectReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -270,6 +287,33 @@ class Worker(object):
             '/allspan.worker.v1.Worker/Control',
             allspan_dot_protos_dot_worker__pb2.ControlRequest.SerializeToString,
             allspan_dot_protos_dot_worker__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.worker.v1.Worker/Inspect',
+            allspan_dot_protos_dot_worker__pb2.InspectRequest.SerializeToString,
+            allspan_dot_protos_dot_worker__pb2.InspectReply.FromString,
             options,
             channel_credentials,
             insecure,

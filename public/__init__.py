@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from allspan.client.engine import ClientEngine
+    from allspan.protos.options import RequestOptions
     from allspan.protos.sampling import SamplingParams
     from allspan.worker.engine.engine import Engine
 
-__all__ = ["ClientEngine", "Engine", "SamplingParams", "__version__"]
+__all__ = ["ClientEngine", "Engine", "RequestOptions", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "ClientEngine": "allspan.client.engine",
     "Engine": "allspan.worker.engine.engine",
+    "RequestOptions": "allspan.protos.options",
     "SamplingParams": "allspan.protos.sampling",
 }
 

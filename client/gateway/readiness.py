@@ -6,6 +6,7 @@ from typing import Protocol
 
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.engine import EngineProtocol, Prompt
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
 
@@ -26,7 +27,11 @@ class GatewayEngine(EngineProtocol, Protocol):
         """Why it is not ready, "" while it is."""
 
     async def astart_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         """`start_request` for asyncio."""
 

@@ -25,6 +25,7 @@ START_REQUEST = Method("StartRequest", pb.StartRequestMessage, pb.Ack)
 STOP_REQUEST = Method("StopRequest", pb.RequestIds, pb.Ack)
 STATUS = Method("Status", pb.StatusRequest, pb.WorkerStatus)
 CONTROL = Method("Control", pb.ControlRequest, pb.Ack)
+INSPECT = Method("Inspect", pb.InspectRequest, pb.InspectReply)
 RESULTS = Method("Results", pb.ResultsSubscription, pb.StepOutputs)
 
 

@@ -157,7 +157,7 @@ class Batch:
         self._num_tokens[row] = len(tokens)
         self._num_computed[row] = join.num_computed
         self._num_pages[row] = 0
-        self._sampler.add(row, request.params, prompt_len)
+        self._sampler.add(row, request.params, prompt_len, self._tokens[row])
 
     def _inputs(self) -> StepInputs:
         rows, counts = self._run_rows, self._run_counts

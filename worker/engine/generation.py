@@ -103,4 +103,6 @@ class Generation:
             queue_s=timings.queue_s,
             ttft_s=timings.ttft_s,
             total_s=timings.total_s,
+            prompt_logprobs=whole.prompt_logprobs,
+            timings=timings,
         )

@@ -66,7 +66,9 @@ class Sampler:
     def _features(self) -> tuple[Change | Filter, ...]:
         return self._min_tokens, self._temperature, *self._filters
 
-    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
+    def add(self, row: int, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> None:
+        """`tokens` [max_model_len] is the row's, prompt and output, kept up to date by its owner: when the token at
+        `position` is to be sampled, the ones before it are there."""
         for feature in self._features:
             feature.add(row, params, prompt_len)
         self._is_random[row] = not params.is_greedy

@@ -13,6 +13,10 @@ class Operation(enum.IntEnum):
 
     NONE = 0
     SHUTDOWN = 1
+    UNLOAD_WEIGHTS = 2
+    LOAD_WEIGHTS = 3
+    START_PROFILE = 4
+    STOP_PROFILE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,17 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A page's contents, from one tier of the cache to the other."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Applied in this order: leaves, drops, joins, grants, runs, operation. A row samples when its run reaches its last
-    token.
+    """Applied in this order: leaves, drops, joins, grants, saves, loads, runs, operation. A row samples when its
+    run reaches its last token.
 
     A finish is a leave and a drop; a preemption is a leave alone, its resumption a join with `num_output`; a request
     that ends while it waits is a drop alone. So every payload that reached the leader is dropped by exactly one plan.
@@ -64,6 +76,10 @@ class StepPlan:
     """Requests that never run again: their payload and tokens are forgotten."""
     joins: tuple[Join, ...] = ()
     grants: tuple[Grant, ...] = ()
+    saves: tuple[Copy, ...] = ()
+    """Device page → host page, before anything is written to the device page again."""
+    loads: tuple[Copy, ...] = ()
+    """Host page → device page."""
     runs: tuple[Run, ...] = ()
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     operation: Operation = Operation.NONE
@@ -86,3 +102,5 @@ class StepResult:
     """Of those rows that asked for them, one entry a token."""
     tokens_hash: int = 0
     """32 bits over all tokens so far; the next plan carries it."""
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    """Row → of the prompt tokens whose predecessors this step ran, of those rows that asked."""

@@ -8,6 +8,7 @@ import struct
 from dataclasses import dataclass, field
 
 from allspan.protos.errors import InternalError
+from allspan.protos.options import RequestOptions
 from allspan.protos.sampling import SamplingParams
 
 
@@ -43,6 +44,9 @@ class Request:
     client_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    options: RequestOptions = field(default_factory=RequestOptions)
+    num_resumed: int = 0
+    """The first so many of `output_token_ids` came with the payload: another world made them."""
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     row: int = -1
@@ -80,22 +84,7 @@ class Request:
 
     def digest(self) -> int:
         """64 bits over the payload: two ranks that hold the same one agree (BLAKE2b, RFC 7693)."""
-        p = self.params
-        head = struct.pack(
-            "<16sQQdiddQ?iQQ",
-            self.request_id,
-            len(self.prompt_token_ids),
-            p.max_tokens,
-            p.temperature,
-            max(p.top_k, 0),
-            p.top_p,
-            p.min_p,
-            p.seed,
-            p.ignore_eos,
-            -1 if p.logprobs is None else p.logprobs,
-            p.min_tokens,
-            len(p.stop_token_ids),
-        )
-        ids = self.prompt_token_ids + p.stop_token_ids
-        data = head + struct.pack(f"<{len(ids)}q", *ids)
+        ids = (*self.prompt_token_ids, *self.output_token_ids[: self.num_resumed])
+        text = repr((len(self.prompt_token_ids), self.params, self.options)).encode()
+        data = self.request_id + struct.pack(f"<{len(ids)}q", *ids) + text
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

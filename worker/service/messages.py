@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.errors import InvalidRequest, ModelNotFound, Unavailable
-from allspan.protos.wire import sampling_from_wire
+from allspan.protos.wire import options_from_wire, sampling_from_wire
 from allspan.worker.scheduler.request import Request
 
 MAX_REQUEST_IDS = 65536
@@ -17,9 +17,8 @@ def request_from_wire(message: pb.StartRequestMessage, model: str, epoch: int) -
         raise Unavailable(f"this world is epoch {epoch}, the request is for epoch {message.epoch}; attach again")
     if message.model not in ("", model):
         raise ModelNotFound(f"model is {message.model!r}, this cluster serves {model!r}")
-    for name in ("adapter", "cache_salt", "priority"):
-        if getattr(message, name):
-            raise InvalidRequest(f"{name} is {getattr(message, name)!r}, which is not supported; leave it out", name)
+    if message.adapter:
+        raise InvalidRequest(f"adapter is {message.adapter!r}, which is not supported; leave it out", "adapter")
     check_request_id(message.request_id)
     if not message.HasField("sampling"):
         raise InvalidRequest("sampling is missing", "sampling")
@@ -28,6 +27,9 @@ def request_from_wire(message: pb.StartRequestMessage, model: str, epoch: int) -
         client_id=message.client_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
         params=sampling_from_wire(message.sampling),
+        options=options_from_wire(message),
+        num_resumed=len(message.output_token_ids),
+        output_token_ids=list(message.output_token_ids),
     )
 
 
