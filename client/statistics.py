@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.engine import EngineStatistics, RankStatistics
 
+_COUNTERS = tuple(
+    field.name for field in fields(EngineStatistics) if field.name in pb.Statistics.DESCRIPTOR.fields_by_name
+)
+_NOT_ADDED = ("page_size", "weights_version", "weights_loaded")
 
-def merged(statuses: Sequence[pb.WorkerStatus]) -> EngineStatistics:
-    """The leader's counters, and an entry for each rank. `statuses` is in order of rank."""
+
+def merged(statuses: Sequence[pb.WorkerStatus], replica: int = 0) -> EngineStatistics:
+    """One world: the leader's counters, and an entry for each rank. `statuses` is in order of rank."""
     leader = statuses[0]
-    counters = leader.statistics
     return EngineStatistics(
         model=leader.model,
         max_model_len=leader.max_model_len,
-        running=counters.running,
-        waiting=counters.waiting,
-        pages_total=counters.pages_total,
-        pages_used=counters.pages_used,
-        page_size=counters.page_size,
-        prompt_tokens=counters.prompt_tokens,
-        generated_tokens=counters.generated_tokens,
-        finished_requests=counters.finished_requests,
-        preemptions=counters.preemptions,
-        steps=counters.steps,
-        host_s=counters.host_s,
-        model_s=counters.model_s,
-        ranks=tuple(_rank(status) for status in statuses),
+        ranks=tuple(_rank(status, replica) for status in statuses),
+        **{name: getattr(leader.statistics, name) for name in _COUNTERS},
     )
 
 
-def _rank(status: pb.WorkerStatus) -> RankStatistics:
+def added(worlds: Sequence[EngineStatistics], replicas: int) -> EngineStatistics:
+    """The sums over the worlds that answered, of `replicas` that there are; at least one. The weights count as loaded
+    when all worlds have them, in the oldest version."""
+    first = worlds[0]
+    sums: dict[str, Any] = {
+        name: sum(getattr(world, name) for world in worlds) for name in _COUNTERS if name not in _NOT_ADDED
+    }
+    return EngineStatistics(
+        model=first.model,
+        max_model_len=first.max_model_len,
+        page_size=first.page_size,
+        weights_version=min(world.weights_version for world in worlds),
+        weights_loaded=all(world.weights_loaded for world in worlds),
+        ranks=tuple(rank for world in worlds for rank in world.ranks),
+        replicas=replicas,
+        replicas_ready=len(worlds),
+        **sums,
+    )
+
+
+def _rank(status: pb.WorkerStatus, replica: int) -> RankStatistics:
     counters = status.statistics
     return RankStatistics(
         rank=status.rank,
@@ -45,4 +60,5 @@ def _rank(status: pb.WorkerStatus) -> RankStatistics:
         kv_bytes=counters.kv_bytes,
         load_s=counters.load_s,
         kernels=status.kernels,
+        replica=replica,
     )

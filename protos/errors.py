@@ -17,7 +17,45 @@ Every accepted request ends in exactly one of: finished, cancelled, failed with 
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+
+
+class StatusCode(enum.IntEnum):
+    """The numbers by which DashInfer's users know how a call ended; every error has one of them as its `status`.
+
+    Some never come from here, since what they tell of does not happen: they are listed for those who compare.
+    """
+
+    SUCCESS = 0
+    """A call that raises nothing."""
+    UNKNOWN_ERROR = 1
+    PARAM_ERROR = 2
+    IO_ERROR = 3
+    MEMORY_ERROR = 4
+    """Never: too little memory is a refused setting, PARAM_ERROR, before anything starts."""
+    RUNTIME_ERROR = 5
+    EXCEED_LIMIT_ERROR = 7
+    INVALID_CALL_ERROR = 8
+    """Never: a call out of order is REQUEST_DENIED, with the call that is needed first."""
+    EMPTY_REQUEST = 9
+    """Never: stopping or releasing a request that has ended is no error."""
+    ILLEGAL_REQUEST_ID = 10
+    CACHE_MEMORY_OUT = 11
+    """Never: a request whose pages run out waits and goes on later."""
+    REQUEST_DENIED = 12
+    CHUNK_PREFILL = 14
+    """Never: prompts are computed in chunks."""
+    DEPRECATED = 20
+    """Never."""
+    LORA_NUM_EXCEED_LIMIT = 21
+    """Never, and so the next four: adapters are not served."""
+    LORA_RANK_EXCEED_LIMIT = 22
+    LORA_NOT_FOUND = 23
+    LORA_ALREADY_LOADED = 24
+    LORA_IN_USE = 25
+    STREAMING = 200
+    """Never: a request's state is `ResultQueue.state`."""
 
 
 class AllspanError(Exception):
@@ -28,6 +66,11 @@ class AllspanError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+    @property
+    def status(self) -> StatusCode:
+        """This error as a number."""
+        return ERRORS[self.code].status
 
 
 class InvalidRequest(AllspanError):
@@ -82,21 +125,22 @@ class ErrorRow:
     grpc: str
     http: int
     openai_type: str
+    status: StatusCode
 
 
 ERRORS: dict[str, ErrorRow] = {
     row.cls.code: row
     for row in (
-        ErrorRow(InvalidRequest, "INVALID_ARGUMENT", 400, "invalid_request_error"),
-        ErrorRow(ModelNotFound, "NOT_FOUND", 404, "invalid_request_error"),
-        ErrorRow(CheckpointError, "FAILED_PRECONDITION", 500, "server_error"),
-        ErrorRow(ConfigError, "FAILED_PRECONDITION", 500, "server_error"),
-        ErrorRow(QueueFull, "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
-        ErrorRow(RequestCancelled, "CANCELLED", 499, "server_error"),
-        ErrorRow(DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "server_error"),
-        ErrorRow(Unavailable, "UNAVAILABLE", 503, "server_error"),
-        ErrorRow(AlreadyExists, "ALREADY_EXISTS", 409, "invalid_request_error"),
-        ErrorRow(InternalError, "INTERNAL", 500, "server_error"),
+        ErrorRow(InvalidRequest, "INVALID_ARGUMENT", 400, "invalid_request_error", StatusCode.PARAM_ERROR),
+        ErrorRow(ModelNotFound, "NOT_FOUND", 404, "invalid_request_error", StatusCode.PARAM_ERROR),
+        ErrorRow(CheckpointError, "FAILED_PRECONDITION", 500, "server_error", StatusCode.IO_ERROR),
+        ErrorRow(ConfigError, "FAILED_PRECONDITION", 500, "server_error", StatusCode.PARAM_ERROR),
+        ErrorRow(QueueFull, "RESOURCE_EXHAUSTED", 429, "rate_limit_error", StatusCode.EXCEED_LIMIT_ERROR),
+        ErrorRow(RequestCancelled, "CANCELLED", 499, "server_error", StatusCode.RUNTIME_ERROR),
+        ErrorRow(DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "server_error", StatusCode.RUNTIME_ERROR),
+        ErrorRow(Unavailable, "UNAVAILABLE", 503, "server_error", StatusCode.REQUEST_DENIED),
+        ErrorRow(AlreadyExists, "ALREADY_EXISTS", 409, "invalid_request_error", StatusCode.ILLEGAL_REQUEST_ID),
+        ErrorRow(InternalError, "INTERNAL", 500, "server_error", StatusCode.UNKNOWN_ERROR),
     )
 }
 

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from allspan.protos import errors
-from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest, from_code, from_grpc
+from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest, StatusCode, from_code, from_grpc
 
 
 def classes() -> list[type[AllspanError]]:
@@ -52,3 +52,19 @@ def test_unknown_codes_and_statuses_are_named() -> None:
 def test_a_refusal_knows_its_field() -> None:
     assert InvalidRequest("top_p is 2", "top_p").field == "top_p"
     assert InvalidRequest("bad").field is None
+
+
+def test_every_error_has_the_number_that_dashinfers_users_know() -> None:
+    assert {row.cls.__name__: int(row.cls("why").status) for row in ERRORS.values()} == {
+        "InvalidRequest": 2,
+        "ModelNotFound": 2,
+        "CheckpointError": 3,
+        "ConfigError": 2,
+        "QueueFull": 7,
+        "RequestCancelled": 5,
+        "DeadlineExceeded": 5,
+        "Unavailable": 12,
+        "AlreadyExists": 10,
+        "InternalError": 1,
+    }
+    assert [StatusCode.SUCCESS, StatusCode.STREAMING] == [0, 200]
