@@ -6,9 +6,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from allspan.client.gateway.submit import RETRY_AFTER_S
 from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 
-RETRY_AFTER_S = 1
 # The rest of the body is still to come, and nobody is going to read it.
 _UNREAD = (408, 413)
 
@@ -20,11 +20,11 @@ class HttpError(AllspanError):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.http_status = status
 
 
 def status_of(error: AllspanError) -> int:
-    return error.status if isinstance(error, HttpError) else ERRORS[error.code].http
+    return error.http_status if isinstance(error, HttpError) else ERRORS[error.code].http
 
 
 def body_of(error: AllspanError) -> dict[str, Any]:
