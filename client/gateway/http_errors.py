@@ -30,7 +30,7 @@ def status_of(error: AllspanError) -> int:
 def body_of(error: AllspanError) -> dict[str, Any]:
     """{"error": {"message", "type", "param", "code"}}."""
     kind = ERRORS[error.code].openai_type
-    if isinstance(error, HttpError) and error.status >= 500:
+    if isinstance(error, HttpError) and error.http_status >= 500:
         kind = "server_error"
     param = error.field if isinstance(error, InvalidRequest) else None
     code = None if type(error) in (HttpError, InvalidRequest) else error.code
