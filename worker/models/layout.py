@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -123,12 +123,23 @@ class Holding:
         pieces = layout(self.shard.spec)
         return sum(tensor.num_bytes for piece in pieces for tensor in self.tensors(piece).values())
 
-    def read(self, checkpoint: Checkpoint, device: str, on_progress: Progress | None) -> dict[str, Tensor]:
-        """Reads this rank's slices: canonical name → tensor on `device`."""
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        device: str,
+        on_progress: Progress | None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Reads this rank's slices: canonical name → tensor on `device`; `into` are the tensors of an earlier reading,
+        on the CPU, to be filled again where they lie."""
         done, total = 0, self.num_bytes
         held: dict[str, Tensor] = {}
         for piece in layout(self.shard.spec):
-            tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in self.tensors(piece).items()}
+            declared = self.tensors(piece)
+            tensors = {
+                name: torch.empty(t.shape, dtype=t.dtype) if into is None else into[name]
+                for name, t in declared.items()
+            }
             self._fill(piece, checkpoint, tensors)
             checkpoint.release()
             done += sum(tensor.nbytes for tensor in tensors.values())

@@ -57,6 +57,9 @@ class Model:
         device: str,
     ) -> None:
         shard = holding.shard
+        self.holding = holding
+        self.weights = dict(tensors)
+        """By their canonical names."""
         self.spec: ModelSpec = shard.spec
         self.max_model_len = limits.max_model_len
         self.cache_spec = cache_spec
