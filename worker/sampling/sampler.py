@@ -7,7 +7,7 @@ logits, its parameters, its seed and its position alone: never on its batch or o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -39,10 +39,14 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A step's tokens int32 [m], -1 where the logits were not finite, and the log-probabilities of rows that asked."""
+    """What a step made of its m rows of logits."""
 
     tokens: NDArray[np.int32]
+    """[m]: the token sampled, or where it was known, that one; negative where there is none (see `failure`)."""
     logprobs: dict[int, tuple[TokenLogprob, ...]]
+    """Of the sampled tokens of those rows that asked."""
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    """Of the known tokens of each row, in the order of their logits."""
 
 
 class Sampler:
@@ -61,6 +65,7 @@ class Sampler:
         self._is_random = np.zeros(max_rows, dtype=np.bool_)
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
+        self._num_prompt_logprobs = np.zeros(max_rows, dtype=np.int64)
 
     @property
     def _features(self) -> tuple[Change | Filter, ...]:
@@ -74,6 +79,7 @@ class Sampler:
         self._is_random[row] = not params.is_greedy
         self._seeds[row] = params.seed or 0
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        self._num_prompt_logprobs[row] = min(params.prompt_logprobs or 0, self._vocab_size)
 
     def remove(self, row: int) -> None:
         for feature in self._features:
@@ -81,43 +87,54 @@ class Sampler:
         self._is_random[row] = False
         self._num_logprobs[row] = -1
 
-    def sample(self, logits: Tensor, rows: Rows, positions: Rows) -> Sampled:
-        """One token for each of `rows` [m]. `logits` float32 [m, widths[rank]] is this rank's slice and is overwritten;
-        `positions` [m] are the tokens' indices in their requests, prompt included."""
+    def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
+        """A token, or its log-probabilities, for each row of logits.
+
+        `logits` float32 [m, widths[rank]] is this rank's slice and is overwritten. `rows` [m] say whose they are, one
+        row as often as it likes; `positions` [m] are the tokens' indices in their requests, prompt included. Where
+        `targets` [m] is -1 (None: everywhere) the token is sampled; else it is known, a prompt's, and only its
+        log-probability and the most likely tokens there are wanted.
+        """
         world = self._collectives
-        most = int(self._num_logprobs[rows].max(initial=-1))
+        targets = np.full(len(rows), -1, dtype=np.int64) if targets is None else targets
+        counts = np.where(targets < 0, self._num_logprobs[rows], self._num_prompt_logprobs[rows])
+        most = int(counts.max(initial=-1))
         # The token; then, if any row asked, its log-probability, the most likely ids and theirs (floats as their bits).
         columns = 1 if most < 0 else 2 + 2 * most
         logits = logits.cpu()
-        if world.size == 1:
-            return self._unpack(self._sample_rows(logits.numpy(), rows, positions, columns), rows)
         mine = slice(world.rank, None, world.size)
+        asked = rows[mine], positions[mine], targets[mine], counts[mine]
+        if world.size == 1:
+            return self._unpack(self._sample_rows(logits.numpy(), *asked, columns), rows, targets, counts)
         whole = logits.new_empty((len(rows[mine]), self._vocab_size))
         world.exchange_rows(logits, self._widths, whole)
-        part = self._sample_rows(whole.numpy(), rows[mine], positions[mine], columns)
+        part = self._sample_rows(whole.numpy(), *asked, columns)
         result = torch.empty((len(rows), columns), dtype=torch.int32)
         world.all_gather_rows(torch.from_numpy(part), result)
-        return self._unpack(result.numpy(), rows)
+        return self._unpack(result.numpy(), rows, targets, counts)
 
-    def _sample_rows(self, logits: Logits, rows: Rows, positions: Rows, columns: int) -> NDArray[np.int32]:
+    def _sample_rows(
+        self, logits: Logits, rows: Rows, positions: Rows, targets: Rows, counts: Rows, columns: int
+    ) -> NDArray[np.int32]:
         """int32 [m, columns] for whole rows of logits [m, vocabulary]."""
         result = np.zeros((len(rows), columns), dtype=np.int32)
         at = np.arange(len(rows))
-        asked = np.flatnonzero(self._num_logprobs[rows] >= 0).tolist()
+        asked = np.flatnonzero(counts >= 0).tolist()
         logprobs = [(i, LogSoftmax(logits[i])) for i in asked if np.isfinite(logits[i].max())]
         if self._min_tokens.rows:
             for i, row in enumerate(rows.tolist()):
                 self._min_tokens.apply(row, int(positions[i]), logits[i])
         tokens = np.argmax(logits, axis=1)
         is_finite = np.isfinite(logits[at, tokens])
-        random = np.flatnonzero(self._is_random[rows] & is_finite)
+        tokens = np.where(targets < 0, tokens, targets)
+        random = np.flatnonzero(self._is_random[rows] & is_finite & (targets < 0))
         if random.size:
             shares = uniforms(self._seeds[rows[random]], positions[random])
             for i, share in zip(random.tolist(), shares.tolist(), strict=True):
                 tokens[i] = self._draw(logits[i], int(rows[i]), int(positions[i]), share)
         result[:, 0] = np.where(is_finite, tokens, -1)
         for i, distribution in logprobs:
-            result[i, 1:] = distribution.packed(int(tokens[i]), int(self._num_logprobs[rows[i]]), columns - 1)
+            result[i, 1:] = distribution.packed(int(tokens[i]), int(counts[i]), columns - 1)
         return result
 
     def _draw(self, logits: Logits, row: int, position: int, share: float) -> int:
@@ -133,20 +150,24 @@ class Sampler:
         drawn = draw(weights(logits), share)
         return drawn if ids is None else int(ids[drawn])
 
-    def _unpack(self, result: NDArray[np.int32], rows: Rows) -> Sampled:
+    def _unpack(self, result: NDArray[np.int32], rows: Rows, targets: Rows, counts: Rows) -> Sampled:
         tokens = result[:, 0]
         if result.shape[1] == 1:
             return Sampled(tokens, {})
         most = (result.shape[1] - 2) // 2
         floats = result.view(np.float32)
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        for i, row in enumerate(rows.tolist()):
-            count = int(self._num_logprobs[row])
-            if count >= 0:
-                ids = result[i, 2 : 2 + count].tolist()
-                top = floats[i, 2 + most : 2 + most + count].tolist()
-                logprobs[row] = (TokenLogprob(float(floats[i, 1]), tuple(zip(ids, top, strict=True))),)
-        return Sampled(tokens, logprobs)
+        prompt: dict[int, list[TokenLogprob]] = {}
+        for i in np.flatnonzero(counts >= 0).tolist():
+            row, count = int(rows[i]), int(counts[i])
+            ids = result[i, 2 : 2 + count].tolist()
+            top = floats[i, 2 + most : 2 + most + count].tolist()
+            entry = TokenLogprob(float(floats[i, 1]), tuple(zip(ids, top, strict=True)))
+            if targets[i] < 0:
+                logprobs[row] = (entry,)
+            else:
+                prompt.setdefault(row, []).append(entry)
+        return Sampled(tokens, logprobs, {row: tuple(entries) for row, entries in prompt.items()})
 
 
 class LogSoftmax:

@@ -18,6 +18,7 @@ from support.threads import ThreadWorld
 
 V = 50
 EOS = (3, 7)
+NO_TOKENS = np.zeros(64, dtype=np.int32)
 
 
 def sampler(max_rows=64, vocab=V):
@@ -35,7 +36,7 @@ def logits_for(seed, m=1, vocab=V):
 def draw(logits, params, count):
     """`count` tokens for the same logits, at positions 0 … count - 1."""
     one = sampler(max_rows=1, vocab=logits.shape[1])
-    one.add(0, params, 0)
+    one.add(0, params, 0, NO_TOKENS)
     rows = np.zeros(count, dtype=np.int64)
     return one.sample(logits.expand(count, -1).clone(), rows, np.arange(count)).tokens
 
@@ -111,7 +112,7 @@ def test_a_row_samples_the_same_alone_in_a_batch_and_on_several_ranks(params, se
 
     def fill(one):
         for row, entry in zip(rows.tolist(), params, strict=True):
-            one.add(row, entry, 4)
+            one.add(row, entry, 4, NO_TOKENS)
         return one
 
     together = fill(sampler()).sample(logits.clone(), rows, positions)
@@ -139,7 +140,7 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_equals():
     logits[1, 49] = 1.0
     one = sampler()
     for row in range(2):
-        one.add(row, SamplingParams(temperature=0), 1)
+        one.add(row, SamplingParams(temperature=0), 1, NO_TOKENS)
     assert one.sample(logits, rows_of(0, 1), rows_of(1, 1)).tokens.tolist() == [17, 49]
 
 
@@ -176,7 +177,7 @@ def test_logprobs_are_of_the_raw_logits_whatever_the_filters():
     log_softmax = torch.log_softmax(logits.double(), dim=1)[0]
     one = sampler()
     params = SamplingParams(temperature=0.3, top_k=2, min_p=0.2, seed=4, logprobs=5, min_tokens=3)
-    one.add(0, params, 0)
+    one.add(0, params, 0, NO_TOKENS)
     sampled = one.sample(logits.clone(), rows_of(0), rows_of(0))
     (entry,) = sampled.logprobs[0]
     assert entry.logprob == pytest.approx(float(log_softmax[sampled.tokens[0]]), abs=1e-5)
@@ -185,17 +186,35 @@ def test_logprobs_are_of_the_raw_logits_whatever_the_filters():
     assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+def test_known_tokens_get_the_log_softmax_in_the_order_of_their_positions():
+    logits = logits_for(6, 5)
+    log_softmax = torch.log_softmax(logits.double(), dim=1)
+    one = sampler()
+    one.add(0, SamplingParams(prompt_logprobs=3, logprobs=0, seed=1), 5, NO_TOKENS)
+    one.add(1, SamplingParams(temperature=0), 5, NO_TOKENS)
+    targets = np.array([9, 0, 49, -1, -1])
+    sampled = one.sample(logits.clone(), rows_of(0, 0, 0, 1, 0), rows_of(2, 3, 4, 9, 5), targets)
+    assert sampled.tokens[:3].tolist() == [9, 0, 49]
+    assert sampled.tokens[3] == logits[3].argmax()
+    assert list(sampled.logprobs) == list(sampled.prompt_logprobs) == [0]
+    for i, entry in enumerate(sampled.prompt_logprobs[0]):
+        assert entry.logprob == pytest.approx(float(log_softmax[i, targets[i]]), abs=1e-5)
+        best = torch.topk(log_softmax[i], 3)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():
     one = sampler()
     for row, count in enumerate([None, 0, 3]):
-        one.add(row, SamplingParams(temperature=0, logprobs=count), 0)
+        one.add(row, SamplingParams(temperature=0, logprobs=count), 0, NO_TOKENS)
     sampled = one.sample(logits_for(1, 3), rows_of(0, 1, 2), rows_of(0, 0, 0))
     assert {row: len(entry[0].top) for row, entry in sampled.logprobs.items()} == {1: 0, 2: 3}
 
 
 def test_more_logprobs_than_the_vocabulary_has_are_all_of_it():
     one = sampler(vocab=3)
-    one.add(0, SamplingParams(temperature=0, logprobs=20), 0)
+    one.add(0, SamplingParams(temperature=0, logprobs=20), 0, NO_TOKENS)
     (entry,) = one.sample(torch.tensor([[0.0, 1.0, 2.0]]), rows_of(0), rows_of(0)).logprobs[0]
     assert [token for token, _ in entry.top] == [2, 1, 0]
 
@@ -205,7 +224,7 @@ def test_no_end_is_sampled_before_min_tokens(temperature):
     logits = torch.zeros(1, V)
     logits[0, [3, 7, 20]] = 50.0
     one = sampler()
-    one.add(0, SamplingParams(temperature=temperature, min_tokens=2, stop_token_ids=(20,), seed=1), 10)
+    one.add(0, SamplingParams(temperature=temperature, min_tokens=2, stop_token_ids=(20,), seed=1), 10, NO_TOKENS)
     ends = {*EOS, 20}
     tokens = [int(one.sample(logits.clone(), rows_of(0), rows_of(at)).tokens[0]) for at in (10, 11, 12)]
     assert [token in ends for token in tokens] == [False, False, True]
@@ -215,7 +234,7 @@ def test_min_tokens_with_ignored_eos_masks_the_stop_ids_alone():
     logits = torch.zeros(1, V)
     logits[0, 3], logits[0, 20] = 40.0, 50.0
     one = sampler()
-    one.add(0, SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(20,), ignore_eos=True), 0)
+    one.add(0, SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(20,), ignore_eos=True), 0, NO_TOKENS)
     assert one.sample(logits, rows_of(0), rows_of(0)).tokens.tolist() == [3]
 
 
@@ -227,7 +246,7 @@ def test_logits_that_are_not_finite_give_no_token(bad, temperature, logprobs):
     logits[0, 5] = bad
     one = sampler()
     for row in range(2):
-        one.add(row, SamplingParams(temperature=temperature, seed=1, logprobs=logprobs), 0)
+        one.add(row, SamplingParams(temperature=temperature, seed=1, logprobs=logprobs), 0, NO_TOKENS)
     tokens = one.sample(logits, rows_of(0, 1), rows_of(0, 0)).tokens
     assert tokens[0] == -1
     assert tokens[1] >= 0
@@ -235,11 +254,16 @@ def test_logits_that_are_not_finite_give_no_token(bad, temperature, logprobs):
 
 def test_a_removed_row_leaves_nothing_for_the_next():
     one = sampler()
-    one.add(0, SamplingParams(top_k=1, min_p=0.5, top_p=0.1, temperature=0.1, logprobs=3, min_tokens=9, seed=1), 0)
+    one.add(
+        0,
+        SamplingParams(top_k=1, min_p=0.5, top_p=0.1, temperature=0.1, logprobs=3, min_tokens=9, seed=1),
+        0,
+        NO_TOKENS,
+    )
     one.remove(0)
     fresh = sampler()
     for each in (one, fresh):
-        each.add(0, SamplingParams(seed=5), 0)
+        each.add(0, SamplingParams(seed=5), 0, NO_TOKENS)
     for at in range(50):
         logits = logits_for(at)
         both = [each.sample(logits.clone(), rows_of(0), rows_of(at)) for each in (one, fresh)]
