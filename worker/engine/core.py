@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
 
 from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, Unavailable
+from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, InvalidRequest, Unavailable
 from allspan.worker.engine.batch import Batch, BatchSizes
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import StepModel
@@ -30,11 +31,14 @@ IDLE_SECONDS = 0.5
 """An idle loop wakes so often to count progress."""
 
 OnOutputs = Callable[[list[Outcome]], None]
+OnOperation = Callable[[Operation], None]
+
+_WEIGHTS = (Operation.UNLOAD_WEIGHTS, Operation.LOAD_WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)
 class CoreStatistics:
-    """Counters since the start. A follower knows rows, steps and times only."""
+    """Counters since the start. A follower knows rows, steps, times and its weights only."""
 
     running: int = 0
     waiting: int = 0
@@ -49,6 +53,35 @@ class CoreStatistics:
     host_s: float = 0.0
     """Seconds of steps outside the model's forward pass."""
     model_s: float = 0.0
+    pages_cached: int = 0
+    """Neither free nor used: kept for prefix hits."""
+    host_pages_total: int = 0
+    host_pages_used: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens that were looked up."""
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    """Of the hits, those from the host tier."""
+    cancelled_requests: int = 0
+    failed_requests: int = 0
+    refused_requests: int = 0
+    """By a full queue."""
+    prompt_tokens_per_s: float = 0.0
+    """Over the last 10 s or so."""
+    generated_tokens_per_s: float = 0.0
+    weights_version: int = 1
+    """Counts the times that the weights were loaded."""
+    weights_loaded: bool = True
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An operation on its way into a plan."""
+
+    operation: Operation
+    is_planned: bool = False
+    is_done: bool = False
+    error: AllspanError | None = None
 
 
 class EngineCore:
@@ -84,6 +117,12 @@ class EngineCore:
         )
         self.progress = 0
         self.on_outputs = on_outputs
+        self.on_operation: OnOperation = lambda operation: None
+        """Called on every rank for each operation but SHUTDOWN, at the same step. It must end alike on all ranks: an
+        AllspanError is told to the caller of `operate` and the loop goes on; anything else ends the world."""
+        self.weights_version = 1
+        self.weights_loaded = True
+        self._operations: deque[_Pending] = deque()
         self._epoch = config.service.epoch
         self._rank = collectives.rank
         self._model = model
@@ -103,6 +142,7 @@ class EngineCore:
         self._stopping = False
         self._is_over = False
         self._failure: BaseException | None = None
+        self._operation_error: AllspanError | None = None
         self._step = 0
         self._checked_step = 0
         self._host_s = 0.0
@@ -135,8 +175,10 @@ class EngineCore:
             self._changed.notify_all()
 
     def start_model(self) -> None:
-        """Lets new requests in again."""
+        """Lets new requests in again. Raises Unavailable while the weights are unloaded."""
         with self._changed:
+            if not self.weights_loaded:
+                raise Unavailable("the weights are unloaded; reload them first (reload_weights)")
             self._accepts = True
 
     def stop_model(self, timeout: float) -> None:
@@ -150,6 +192,38 @@ class EngineCore:
                 raise DeadlineExceeded(
                     f"{len(self._scheduler.requests())} requests still run after {timeout:g} s of draining"
                 )
+
+    def operate(self, operation: Operation, timeout: float) -> None:
+        """Leader: has all ranks do something at the same step, and waits for its end. Raises DeadlineExceeded after
+        `timeout` seconds, Unavailable when the loop ends or, for weights, while the model is not stopped and drained
+        (`stop_model`), InvalidRequest on a follower, and what `on_operation` raised."""
+        if not self.is_leader:
+            raise InvalidRequest(f"this is rank {self._rank}, operations go to rank 0", "operation")
+        pending = _Pending(operation)
+        with self._changed:
+            self._check_alive()
+            if operation in _WEIGHTS and (self._accepts or self._scheduler.requests()):
+                raise Unavailable(f"{operation.name.lower()} needs a stopped model; call stop_model first")
+            self._operations.append(pending)
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: pending.is_done or self._is_over, timeout):
+                if not pending.is_planned:
+                    self._operations.remove(pending)
+                raise DeadlineExceeded(f"{operation.name.lower()} has not ended after {timeout:g} s")
+            if not pending.is_done:
+                self._check_alive()
+        if pending.error is not None:
+            raise pending.error
+
+    def reset_prefix_cache(self) -> None:
+        """Leader: forgets every cached page; those in use are forgotten when they are given back."""
+        if not self.is_leader:
+            raise InvalidRequest(f"this is rank {self._rank}, operations go to rank 0", "operation")
+
+    def beat(self) -> None:
+        """Counts progress; a long operation calls it now and then from the loop's thread."""
+        self.progress += 1
+        self._progressed_at = time.monotonic()
 
     def shutdown(self) -> None:
         """Leader: ends the loop of every rank; open requests fail with Unavailable. A follower ends with its leader."""
@@ -176,7 +250,13 @@ class EngineCore:
 
     def statistics(self) -> CoreStatistics:
         """Takes no lock that a step holds for long."""
-        times = {"host_s": self._host_s, "model_s": self._model_s, "page_size": self.limits.page_size}
+        times = {
+            "host_s": self._host_s,
+            "model_s": self._model_s,
+            "page_size": self.limits.page_size,
+            "weights_version": self.weights_version,
+            "weights_loaded": self.weights_loaded,
+        }
         if not self.is_leader:
             return CoreStatistics(running=self._batch.num_rows, steps=self._step, **times)  # type: ignore[arg-type]
         with self._changed:
@@ -196,8 +276,7 @@ class EngineCore:
             while not self._is_over:
                 if not self.step() and self.is_leader:
                     self._sleep()
-                self.progress += 1
-                self._progressed_at = time.monotonic()
+                self.beat()
         except BaseException as error:
             self._end(error)
             raise
@@ -216,7 +295,11 @@ class EngineCore:
         started = time.perf_counter()
         with self._changed:
             ended, self._outbox = self._outbox, []
-            plan = self._scheduler.schedule(Operation.SHUTDOWN if self._stopping else Operation.NONE)
+            pending = self._operations[0] if self._operations and not self._stopping else None
+            operation = Operation.SHUTDOWN if self._stopping else pending.operation if pending else Operation.NONE
+            plan = self._scheduler.schedule(operation)
+            if pending:
+                pending.is_planned = True
         if ended:
             self.on_outputs(ended)
         if plan is None:
@@ -227,6 +310,9 @@ class EngineCore:
         result = self._execute(plan)
         with self._changed:
             outcomes = self._scheduler.apply(result)
+            if pending:
+                self._operations.popleft()
+                pending.is_done, pending.error = True, self._operation_error
             self._changed.notify_all()
         if outcomes:
             self.on_outputs(outcomes)
@@ -250,8 +336,9 @@ class EngineCore:
                 f"it awaits epoch {self._epoch}, step {self._step + 1}"
             )
         self._step = plan.step
-        self._is_over = plan.operation is Operation.SHUTDOWN
         inputs = self._batch.apply(plan, self._inbox)
+        if plan.operation is not Operation.NONE:
+            self._operate(plan.operation)
         if inputs is None:
             return self._batch.commit(None)
         before = time.perf_counter()
@@ -259,6 +346,22 @@ class EngineCore:
         self._model_s += time.perf_counter() - before
         rows, positions = self._batch.sampling_rows
         return self._batch.commit(self._sampler.sample(logits, rows, positions) if len(rows) else None)
+
+    def _operate(self, operation: Operation) -> None:
+        if operation is Operation.SHUTDOWN:
+            self._is_over = True
+            return
+        self._operation_error = None
+        if operation in _WEIGHTS:
+            self.weights_loaded = False
+        try:
+            self.on_operation(operation)
+        except AllspanError as error:
+            self._operation_error = error
+            return
+        if operation is Operation.LOAD_WEIGHTS:
+            self.weights_loaded = True
+            self.weights_version += 1
 
     def _enqueue(self, request: Request) -> None:
         try:
@@ -270,16 +373,21 @@ class EngineCore:
 
     def _sleep(self) -> None:
         with self._changed:
-            woken = self._changed.wait_for(lambda: self._scheduler.has_work or self._stopping, IDLE_SECONDS)
+            woken = self._changed.wait_for(
+                lambda: self._scheduler.has_work or bool(self._operations) or self._stopping, IDLE_SECONDS
+            )
             if not woken and self._checked_step != self._step:  # once an idle spell: it looks at every page
                 self._checked_step = self._step
                 self._scheduler.check()
 
-    def _check_open(self) -> None:
+    def _check_alive(self) -> None:
         if self._failure is not None:
             raise Unavailable(f"the engine has failed: {self._failure}")
         if self._stopping or self._is_over:
             raise Unavailable("the engine is shutting down")
+
+    def _check_open(self) -> None:
+        self._check_alive()
         if not self._accepts:
             raise Unavailable("the model is stopped; start it with start_model")
 

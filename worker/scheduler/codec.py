@@ -1,11 +1,12 @@
 """StepPlan to bytes and back: a fixed little-endian layout, never pickle.
 
-    header   "ASP1", epoch u32, step u64, tokens_hash u32, operation u32, seven counts u32:
-             leaves, drops, joins, grants, runs, drafts, numbers
+    header   "ASP2", epoch u32, step u64, tokens_hash u32, operation u32, nine counts u32:
+             leaves, drops, joins, grants, saves, loads, runs, drafts, numbers
     drops    16 bytes each
     joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter u32
-    numbers  u32 each: leaves; row and page count of each grant; row and token count of each run; row and token count of
-             each draft; then the pages of all grants and the tokens of all drafts
+    numbers  u32 each: leaves; row and page count of each grant; source and target of each save and each load; row and
+             token count of each run; row and token count of each draft; then the pages of all grants and the tokens of
+             all drafts
 
 Every count is checked against the length before anything is read.
 """
@@ -17,10 +18,10 @@ import struct
 from collections.abc import Iterator
 
 from allspan.protos.errors import InternalError
-from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan
+from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
 
-_MAGIC = b"ASP1"
-_HEADER = struct.Struct("<4sIQII7I")
+_MAGIC = b"ASP2"
+_HEADER = struct.Struct("<4sIQII9I")
 _JOIN = struct.Struct("<I16sQIII")
 _ID_BYTES = 16
 _OPERATIONS = frozenset(int(operation) for operation in Operation)
@@ -31,6 +32,8 @@ def encode(plan: StepPlan) -> bytes:
     numbers: list[int] = list(plan.leaves)
     for grant in plan.grants:
         numbers += (grant.row, len(grant.pages))
+    for copy in itertools.chain(plan.saves, plan.loads):
+        numbers += (copy.source, copy.target)
     for run in plan.runs:
         numbers += (run.row, run.num_tokens)
     for row, tokens in plan.drafts:
@@ -39,7 +42,9 @@ def encode(plan: StepPlan) -> bytes:
     numbers.extend(itertools.chain.from_iterable(tokens for _, tokens in plan.drafts))
     if any(len(request_id) != _ID_BYTES for request_id in (*plan.drops, *(join.request_id for join in plan.joins))):
         raise InternalError(f"a plan names a request id that is not {_ID_BYTES} bytes: {plan}")
-    parts = (plan.leaves, plan.drops, plan.joins, plan.grants, plan.runs, plan.drafts, numbers)
+    parts = (
+        plan.leaves, plan.drops, plan.joins, plan.grants, plan.saves, plan.loads, plan.runs, plan.drafts, numbers
+    )  # fmt: skip
     try:
         head = _HEADER.pack(
             _MAGIC, plan.epoch, plan.step, plan.tokens_hash, plan.operation, *(len(part) for part in parts)
@@ -59,15 +64,17 @@ def decode(data: bytes) -> StepPlan:
     magic, epoch, step, tokens_hash, operation, *counts = _HEADER.unpack_from(data)
     if magic != _MAGIC or operation not in _OPERATIONS:
         raise InternalError(f"malformed plan: starts with {magic!r}, operation {operation}")
-    leaves, drops, joins, grants, runs, drafts, total = counts
+    leaves, drops, joins, grants, saves, loads, runs, drafts, total = counts
     joins_at = _HEADER.size + _ID_BYTES * drops
     numbers_at = joins_at + _JOIN.size * joins
     if len(data) != numbers_at + 4 * total:
         raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {numbers_at + 4 * total}")
     numbers = struct.unpack_from(f"<{total}I", data, numbers_at)
-    fixed = leaves + 2 * (grants + runs + drafts)
-    pairs = list(zip(numbers[leaves:fixed:2], numbers[leaves + 1 : fixed : 2], strict=False))
-    granted, ran, drafted = pairs[:grants], pairs[grants : grants + runs], pairs[grants + runs :]
+    fixed = leaves + 2 * (grants + saves + loads + runs + drafts)
+    pairs = zip(numbers[leaves:fixed:2], numbers[leaves + 1 : fixed : 2], strict=False)
+    granted, saved, loaded, ran, drafted = (
+        list(itertools.islice(pairs, count)) for count in (grants, saves, loads, runs, drafts)
+    )
     if fixed + sum(count for _, count in (*granted, *drafted)) != total:
         raise InternalError(f"malformed plan: its counts {counts} do not add up")
     rest = iter(numbers[fixed:])
@@ -79,7 +86,9 @@ def decode(data: bytes) -> StepPlan:
         drops=tuple(data[at : at + _ID_BYTES] for at in range(_HEADER.size, joins_at, _ID_BYTES)),
         joins=tuple(Join(*values) for values in _JOIN.iter_unpack(data[joins_at:numbers_at])),
         grants=tuple(Grant(row, _take(rest, count)) for row, count in granted),
-        runs=tuple(Run(row, count) for row, count in ran),
+        saves=tuple(itertools.starmap(Copy, saved)),
+        loads=tuple(itertools.starmap(Copy, loaded)),
+        runs=tuple(itertools.starmap(Run, ran)),
         drafts=tuple((row, _take(rest, count)) for row, count in drafted),
         operation=Operation(operation),
     )

@@ -8,6 +8,13 @@ from allspan.protos.errors import ConfigError, InvalidRequest
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.scheduler.request import Request
 
+LOGITS_ROWS = 64
+"""A step may have so many rows of logits, however few requests run."""
+
+
+def most_logits_rows(max_num_seqs: int) -> int:
+    return max(max_num_seqs, LOGITS_ROWS)
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -32,6 +39,11 @@ class Limits:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request may need a token in each step"
             )
+
+    @property
+    def max_logits_rows(self) -> int:
+        """Most rows of logits of a step: every running row's, or those of a chunk whose log-probabilities are asked."""
+        return most_logits_rows(self.max_num_seqs)
 
     def admit(self, request: Request) -> None:
         """Sets `request.max_tokens`: what was asked for, cut to what the context leaves. Raises InvalidRequest, naming

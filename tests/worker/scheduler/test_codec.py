@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from allspan.protos.errors import InternalError
 from allspan.worker.scheduler.codec import decode, encode
-from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan
+from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -26,11 +26,13 @@ plans = st.builds(
     drops=tuples(ids),
     joins=tuples(st.builds(Join, u32, ids, u64, u32, u32, u32)),
     grants=tuples(st.builds(Grant, u32, tuples(u32))),
+    saves=tuples(st.builds(Copy, u32, u32)),
+    loads=tuples(st.builds(Copy, u32, u32)),
     runs=tuples(st.builds(Run, u32, u32)),
     drafts=tuples(st.tuples(u32, tuples(u32))),
     operation=st.sampled_from(Operation),
 )
-PLAN = StepPlan(1, 2, 3, (0,), (bytes(16),), (Join(1, bytes(16), 5),), (Grant(1, (7, 8)),), (Run(1, 9),))
+PLAN = StepPlan(1, 2, 3, (0,), (bytes(16),), (Join(1, bytes(16), 5),), (Grant(1, (7, 8)),), runs=(Run(1, 9),))
 
 
 @given(plans)

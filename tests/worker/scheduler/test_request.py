@@ -45,6 +45,18 @@ OTHERS = {
     "ignore_eos": True,
     "logprobs": 0,
     "min_tokens": 1,
+    "prompt_logprobs": 0,
+    "do_sample": False,
+    "repetition_penalty": 1.5,
+    "suppress_repetition_in_generation": True,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "no_repeat_ngram_size": 2,
+    "typical_p": 0.5,
+    "logit_bias": {1: 2.0},
+    "allowed_token_ids": (1,),
+    "bad_words_ids": ((1,),),
+    "stop_words_ids": ((1,),),
 }
 
 
