@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class InferenceStub(object):
     """The public service, for any language. Errors: INVALID_ARGUMENT names field, value and limit; NOT_FOUND an unknown model;
-    RESOURCE_EXHAUSTED a full queue; UNAVAILABLE a world that is down (with the cause).
+    RESOURCE_EXHAUSTED a full queue, with the seconds to wait in the trailer retry-after; DEADLINE_EXCEEDED timeout_s;
+    UNAVAILABLE a world that is down (with the cause).
     """
 
     def __init__(self, channel):
@@ -50,11 +51,12 @@ class InferenceStub(object):
 
 class InferenceServicer(object):
     """The public service, for any language. Errors: INVALID_ARGUMENT names field, value and limit; NOT_FOUND an unknown model;
-    RESOURCE_EXHAUSTED a full queue; UNAVAILABLE a world that is down (with the cause).
+    RESOURCE_EXHAUSTED a full queue, with the seconds to wait in the trailer retry-after; DEADLINE_EXCEEDED timeout_s;
+    UNAVAILABLE a world that is down (with the cause).
     """
 
     def Generate(self, request, context):
-        """One message per engine step that made tokens for this request; the last carries finish_reason and usage.
+        """One message per engine step that made tokens for this request; a choice's last carries finish_reason and usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +91,8 @@ def add_InferenceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
     """The public service, for any language. Errors: INVALID_ARGUMENT names field, value and limit; NOT_FOUND an unknown model;
-    RESOURCE_EXHAUSTED a full queue; UNAVAILABLE a world that is down (with the cause).
+    RESOURCE_EXHAUSTED a full queue, with the seconds to wait in the trailer retry-after; DEADLINE_EXCEEDED timeout_s;
+    UNAVAILABLE a world that is down (with the cause).
     """
 
     @staticmethod

@@ -10,8 +10,11 @@ from contextlib import aclosing
 
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.protos.errors import AllspanError, RequestCancelled
-from allspan.protos.results import Output, RequestHandle, ResultQueue
+from allspan.protos.results import Output, RequestHandle, ResultQueue, TokenLogprob
 from allspan.protos.text.stream import TextDelta, TextStream
+
+PromptLogprob = tuple[int, TokenLogprob]
+"""A prompt's token and what the model gave it."""
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -25,15 +28,18 @@ class Generation:
         handle: RequestHandle,
         queue: ResultQueue,
         stream: TextStream,
-        num_prompt_tokens: int,
+        prompt: Sequence[int],
         label: str,
         arrived: float,
     ) -> None:
         self.handle = handle
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = len(prompt)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.prompt_logprobs: list[PromptLogprob] = []
+        """As far as they have come; the first is the prompt's second token's."""
         self._engine = engine
+        self._prompt = prompt
         self._queue = queue
         self._stream = stream
         self._label = label
@@ -70,6 +76,9 @@ class Generation:
             self._ttft_s = time.monotonic() - self._arrived
         if output.timings is not None:
             self.num_cached_tokens = output.timings.cached_tokens
+        if output.prompt_logprobs:
+            ids = self._prompt[len(self.prompt_logprobs) + 1 :]
+            self.prompt_logprobs += zip(ids, output.prompt_logprobs, strict=False)
         delta = self._stream.push(output)
         self.num_output_tokens += len(delta.token_ids)
         return delta

@@ -9,10 +9,12 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
-from allspan.client.gateway.generation import Generation
-from allspan.client.gateway.submit import Job, Submitter, caller_error
+from allspan.client.gateway.generation import Generation, interleave
+from allspan.client.gateway.schemas import MAX_CHOICES
+from allspan.client.gateway.submit import RETRY_AFTER_S, Job, Submitter, caller_error, spread
 from allspan.protos import inference_pb2 as pb
-from allspan.protos.errors import ERRORS, InvalidRequest
+from allspan.protos.errors import ERRORS, InvalidRequest, QueueFull
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import TokenLogprob
 from allspan.protos.text.stream import TextDelta
 
@@ -24,14 +26,24 @@ ROLES = ("system", "developer", "user", "assistant")
 OPTIONAL_FIELDS = (
     "max_tokens",
     "temperature",
+    "do_sample",
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
     "seed",
     "ignore_eos",
-    "logprobs",
     "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "suppress_repetition_in_generation",
+    "no_repeat_ngram_size",
 )
+LIST_FIELDS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+SEQUENCE_FIELDS = ("bad_words_ids", "stop_words_ids")
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -44,11 +56,20 @@ class InferenceService:
 
     async def generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
         try:
-            job, request_id = await self._admit(request)
-            async with self._submitter.running([job], LABEL) as (generation,), aclosing(generation.deltas()) as deltas:
-                name = request_id or generation.handle.request_id
-                async for delta in deltas:
-                    await context.write(_response(name, delta, generation))
+            jobs, request_id = await self._admit(request)
+            async with (
+                self._submitter.running(jobs, LABEL) as generations,
+                aclosing(interleave(generations)) as deltas,
+            ):
+                name = request_id or generations[0].handle.request_id
+                told = [0] * len(generations)  # prompt log-probabilities of each choice
+                async for index, delta in deltas:
+                    generation = generations[index]
+                    response = _response(name, index, delta, generation)
+                    for token_id, entry in generation.prompt_logprobs[told[index] :]:
+                        response.prompt_logprobs.append(_logprob(token_id, entry))
+                    told[index] = len(generation.prompt_logprobs)
+                    await context.write(response)
         except Exception as error:
             await _abort(context, error)
 
@@ -71,13 +92,16 @@ class InferenceService:
             ),
         }
 
-    async def _admit(self, request: pb.GenerateRequest | None) -> tuple[Job, str]:
+    async def _admit(self, request: pb.GenerateRequest | None) -> tuple[list[Job], str]:
         if request is None:
             raise InvalidRequest("the message is no allspan.v1.GenerateRequest: its bytes cannot be parsed")
         if len(request.request_id) > MAX_REQUEST_ID_CHARS:
             raise InvalidRequest(
                 f"request_id has {len(request.request_id)} characters, at most {MAX_REQUEST_ID_CHARS}", "request_id"
             )
+        if request.n > MAX_CHOICES:
+            raise InvalidRequest(f"n is {request.n}, must be at most {MAX_CHOICES}", "n")
+        options = _options(request)
         self._submitter.check_model(request.model)
         match request.WhichOneof("prompt"):
             case "text":
@@ -88,8 +112,10 @@ class InferenceService:
                 token_ids = await self._submitter.encode_chat(_messages(request.chat))
             case _:
                 raise InvalidRequest("prompt is missing: set one of text, token_ids, chat", "prompt")
-        params = self._submitter.params(_sampling(request.sampling), len(token_ids), default_max_tokens=None)
-        return Job(token_ids, params, continues=request.WhichOneof("prompt") != "chat"), request.request_id
+        fields = self._submitter.sampling(_sampling(request.sampling))
+        params = self._submitter.params(fields, len(token_ids), default_max_tokens=None)
+        job = Job(token_ids, params, request.WhichOneof("prompt") != "chat", options)
+        return spread(job, max(request.n, 1)), request.request_id
 
 
 def _parsed(data: bytes) -> pb.GenerateRequest | None:
@@ -118,14 +144,32 @@ def _messages(chat: pb.Messages) -> list[dict[str, str]]:
 
 def _sampling(options: pb.SamplingOptions) -> dict[str, Any]:
     fields = {name: getattr(options, name) for name in OPTIONAL_FIELDS if options.HasField(name)}
-    if fields.get("logprobs") == -1:
-        del fields["logprobs"]
-    return fields | {"stop": tuple(options.stop), "stop_token_ids": tuple(options.stop_token_ids)}
+    fields = {name: value for name, value in fields.items() if value != -1 or not name.endswith("logprobs")}
+    fields |= {name: tuple(values) for name in LIST_FIELDS if (values := getattr(options, name))}
+    for name in SEQUENCE_FIELDS:
+        if sequences := getattr(options, name):
+            fields[name] = tuple(tuple(sequence.ids) for sequence in sequences)
+    if options.logit_bias:
+        fields["logit_bias"] = dict(options.logit_bias)
+    return fields
 
 
-def _response(request_id: str, delta: TextDelta, generation: Generation) -> pb.GenerateResponse:
+def _options(request: pb.GenerateRequest) -> RequestOptions:
+    return RequestOptions(
+        priority=request.priority,
+        timeout_s=request.timeout_s or None,
+        prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else True,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _response(request_id: str, index: int, delta: TextDelta, generation: Generation) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
-        request_id=request_id, text=delta.text, token_ids=delta.token_ids, finish_reason=delta.finish_reason
+        request_id=request_id,
+        index=index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=delta.finish_reason,
     )
     for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False):
         response.logprobs.append(_logprob(token_id, entry))
@@ -149,6 +193,8 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoRetur
     row = ERRORS[shown.code]
     logger.info("%s refused or broken off with %s: %s", LABEL, row.grpc, shown.message)
     trailers = [("allspan-error-code", shown.code)]
+    if isinstance(shown, QueueFull):
+        trailers.append(("retry-after", str(RETRY_AFTER_S)))
     if isinstance(shown, InvalidRequest) and shown.field:
         trailers.append(("allspan-error-field", shown.field.encode("ascii", "replace").decode()))
     await context.abort(grpc.StatusCode[row.grpc], shown.message, tuple(trailers))

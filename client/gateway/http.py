@@ -132,6 +132,8 @@ class OpenAI:
             async with aclosing(interleave(generations)) as deltas:
                 async for place, delta in deltas:
                     gathered[place].add(delta)
+            for choice, generation in zip(gathered, generations, strict=True):
+                choice.prompt_logprobs = generation.prompt_logprobs
             choices = [plan.shape.choice(index, choice) for index, choice in enumerate(gathered)]
             return {
                 "id": plan.shape.id_prefix + generations[0].handle.request_id,
@@ -141,6 +143,7 @@ class OpenAI:
                 "choices": choices,
                 "usage": usage(generations, plan.choices),
                 "system_fingerprint": None,
+                **plan.shape.extras(gathered),
             }
 
     async def _events(self, plan: Plan, generations: list[Generation]) -> AsyncGenerator[bytes, None]:

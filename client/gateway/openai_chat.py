@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from allspan.client.gateway.openai_shapes import Gathered, Json, Plan, TokenTexts
@@ -19,11 +19,12 @@ async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
     request = parse(ChatRequest, body)
     submitter.check_model(request.model)
     messages = read_messages(request.messages)
-    fields = sampling_fields(request)
+    fields = submitter.sampling(sampling_fields(request))
+    options = request.options()
     token_ids = await submitter.encode_chat(messages)
     params = submitter.params(fields, len(token_ids), default_max_tokens=None)
-    shape = ChatShape(TokenTexts(submitter.tokenizer), with_logprobs=params.logprobs is not None)
-    jobs = spread(Job(token_ids, params, continues=False), request.choices)
+    shape = ChatShape(TokenTexts(submitter.tokenizer), params.logprobs is not None, params.prompt_logprobs is not None)
+    jobs = spread(Job(token_ids, params, continues=False, options=options), request.choices)
     return Plan(jobs, shape, request.choices, bool(request.stream), request.include_usage)
 
 
@@ -53,9 +54,10 @@ class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, texts: TokenTexts, with_logprobs: bool) -> None:
+    def __init__(self, texts: TokenTexts, with_logprobs: bool, with_prompt_logprobs: bool) -> None:
         self._texts = texts
         self._with_logprobs = with_logprobs
+        self._with_prompt_logprobs = with_prompt_logprobs
 
     def opening(self, index: int) -> list[Json]:
         return [self._piece(index, {"role": "assistant", "content": "", "refusal": None})]
@@ -76,6 +78,11 @@ class ChatShape:
             "logprobs": self._logprobs(gathered.token_ids, gathered.logprobs),
             "finish_reason": gathered.finish_reason,
         }
+
+    def extras(self, gathered: Sequence[Gathered]) -> Json:
+        if not self._with_prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": self._texts.of_prompt(gathered[0].prompt_logprobs)}
 
     def _piece(self, index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -18,15 +18,18 @@ async def plan_completion(submitter: Submitter, body: bytes) -> Plan:
     request = parse(CompletionRequest, body)
     submitter.check_model(request.model)
     prompts = read_prompts(request.prompt)
-    fields = request.sampling()
+    fields = submitter.sampling(request.sampling())
     if request.logprobs is not None:
         fields["logprobs"] = request.logprobs
+    options = request.options()
     jobs: list[Job] = []
     for i, prompt in enumerate(prompts):
         token_ids = await submitter.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]")
         params = submitter.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
-        jobs += spread(Job(token_ids, params), request.choices)
-    shape = CompletionShape(TokenTexts(submitter.tokenizer), with_logprobs=request.logprobs is not None)
+        jobs += spread(Job(token_ids, params, options=options), request.choices)
+    shape = CompletionShape(
+        TokenTexts(submitter.tokenizer), request.logprobs is not None, request.prompt_logprobs is not None
+    )
     return Plan(jobs, shape, request.choices, bool(request.stream), request.include_usage)
 
 
@@ -37,9 +40,10 @@ class CompletionShape:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, texts: TokenTexts, with_logprobs: bool) -> None:
+    def __init__(self, texts: TokenTexts, with_logprobs: bool, with_prompt_logprobs: bool) -> None:
         self._texts = texts
         self._with_logprobs = with_logprobs
+        self._with_prompt_logprobs = with_prompt_logprobs
         self._offsets: dict[int, int] = {}
 
     def opening(self, index: int) -> list[Json]:
@@ -53,7 +57,13 @@ class CompletionShape:
 
     def choice(self, index: int, gathered: Gathered) -> Json:
         logprobs = self._logprobs(index, gathered.token_ids, gathered.logprobs)
-        return self._choice(index, "".join(gathered.texts), logprobs, gathered.finish_reason)
+        choice = self._choice(index, "".join(gathered.texts), logprobs, gathered.finish_reason)
+        if self._with_prompt_logprobs:
+            choice["prompt_logprobs"] = self._texts.of_prompt(gathered.prompt_logprobs)
+        return choice
+
+    def extras(self, gathered: Sequence[Gathered]) -> Json:
+        return {}
 
     def _choice(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}

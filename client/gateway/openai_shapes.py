@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.generation import Generation, PromptLogprob
 from allspan.client.gateway.submit import Job, Submitter
 from allspan.protos.results import TokenLogprob
 from allspan.protos.text import Tokenizer
@@ -23,6 +23,8 @@ class Gathered:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
+    prompt_logprobs: Sequence[PromptLogprob] = ()
+    """Complete once the first token is there."""
 
     def add(self, delta: TextDelta) -> None:
         self.texts.append(delta.text)
@@ -46,6 +48,9 @@ class Shape(Protocol):
 
     def choice(self, index: int, gathered: Gathered) -> Json:
         """A whole choice."""
+
+    def extras(self, gathered: Sequence[Gathered]) -> Json:
+        """What stands beside the choices."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +95,16 @@ class TokenTexts:
 
     def text(self, token_id: int) -> str:
         return self.piece(token_id).decode("utf-8", "replace")
+
+    def of_prompt(self, prompt_logprobs: Sequence[PromptLogprob]) -> list[Json | None]:
+        """vLLM's `prompt_logprobs`: a place a prompt token, null for the first, which nothing came before."""
+        return [None, *(self._at(token_id, entry) for token_id, entry in prompt_logprobs)]
+
+    def _at(self, token_id: int, entry: TokenLogprob) -> Json:
+        """By token id: the prompt's own and the likeliest. A rank is known among these only."""
+        ranked = {top_id: (logprob, rank) for rank, (top_id, logprob) in enumerate(entry.top, start=1)}
+        found = {token_id: ranked.pop(token_id, (entry.logprob, None)), **ranked}
+        return {
+            str(each): {"logprob": logprob, "rank": rank, "decoded_token": self.text(each)}
+            for each, (logprob, rank) in found.items()
+        }

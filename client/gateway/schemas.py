@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from allspan.client.gateway.http_errors import HttpError
 from allspan.protos.errors import InvalidRequest
+from allspan.protos.options import RequestOptions
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -21,15 +22,28 @@ _ROLES = ("system", "developer", "user", "assistant")
 _SAMPLING = (
     "max_tokens",
     "temperature",
+    "do_sample",
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "seed",
+    "stop",
     "stop_token_ids",
+    "stop_words_ids",
     "ignore_eos",
     "min_tokens",
-    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "suppress_repetition_in_generation",
+    "no_repeat_ngram_size",
+    "allowed_token_ids",
+    "bad_words",
+    "bad_words_ids",
+    "prompt_logprobs",
 )
+_OPTIONS = ("priority", "timeout_s", "prefix_cache", "cache_salt")
 
 # Fields that change nothing here: who asks, how it is billed or kept.
 HARMLESS = frozenset(
@@ -49,39 +63,29 @@ HARMLESS = frozenset(
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "cache_salt": (),
     "continue_final_message": (False,),
     "detokenize": (True,),
     "include_stop_str_in_output": (False,),
-    "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
-    "typical_p": (1,),
     "verbosity": ("medium",),
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "logit_bias": ({},),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
@@ -124,6 +128,25 @@ class SamplingFields(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    # vLLM's, beyond OpenAI's
+    repetition_penalty: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    # this project's own
+    do_sample: bool | None = None
+    typical_p: float | None = None
+    no_repeat_ngram_size: int | None = None
+    suppress_repetition_in_generation: bool | None = None
+    bad_words_ids: list[list[int]] | None = None
+    stop_words_ids: list[list[int]] | None = None
+    timeout_s: float | None = None
+    prefix_cache: bool | None = None
 
     @property
     def choices(self) -> int:
@@ -134,11 +157,17 @@ class SamplingFields(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
-        """The given fields of `SamplingParams` (logprobs aside, whose shape differs per endpoint)."""
+        """The given fields of `SamplingParams`, and `bad_words` (logprobs aside, whose shape differs per endpoint)."""
         fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if isinstance(self.seed, int) and self.seed < 0:
             fields["seed"] = self.seed + 2**64  # OpenAI's seeds are signed
+        if self.logit_bias is not None:
+            fields["logit_bias"] = {_bias_id(key): bias for key, bias in self.logit_bias.items()}
         return fields
+
+    def options(self) -> RequestOptions:
+        """InvalidRequest names the field."""
+        return RequestOptions(**{name: value for name in _OPTIONS if (value := getattr(self, name)) is not None})
 
     def check(self) -> None:
         """What no type says; InvalidRequest names the field."""
@@ -146,6 +175,8 @@ class SamplingFields(BaseModel):
             raise InvalidRequest(f"n is {self.n}, must be from 1 to {MAX_CHOICES}", "n")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is given, which needs stream to be true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs is given, which needs stream to be false", "prompt_logprobs")
         for name, value in (self.model_extra or {}).items():
             _check_extra(name, value)
 
@@ -251,6 +282,13 @@ def _token_ids(place: str, values: list[Any]) -> list[int]:
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidRequest(f"{place}[{i}] is {_short(value)}, must be a token id", "prompt")
     return values
+
+
+def _bias_id(key: str) -> int:
+    """JSON's keys are text."""
+    if not (key.isascii() and key.isdecimal() and len(key) < 11):
+        raise InvalidRequest(f"logit_bias has the key {_short(key)}, must be a token id", "logit_bias")
+    return int(key)
 
 
 def _check_extra(name: str, value: Any) -> None:

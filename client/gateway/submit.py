@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from allspan.client.gateway.bad_words import bad_words_ids
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.generation import Generation
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestHandle
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import GenerationDefaults, Tokenizer, generation_defaults
@@ -23,6 +25,9 @@ from allspan.protos.text.stream import TextStream
 
 # Shorter texts are tokenised on the event loop: a thread's hand-over costs more than they do.
 INLINE_CHARS = 8192
+RETRY_AFTER_S = 1
+"""What a caller is told when there is no room."""
+DRAIN_LOG_S = 5.0
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -60,6 +65,7 @@ class Job:
     params: SamplingParams
     continues: bool = True
     """The output goes on from the prompt's text, rather than being an answer of its own."""
+    options: RequestOptions | None = None
 
 
 class Submitter:
@@ -118,6 +124,14 @@ class Submitter:
         self._check_ids(ids, "messages")
         return ids
 
+    def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `SamplingParams`: `bad_words`, which are texts, become `bad_words_ids`."""
+        fields = dict(given)
+        if words := fields.pop("bad_words", None):
+            ids = bad_words_ids(self.tokenizer, words)
+            fields["bad_words_ids"] = (*fields.get("bad_words_ids", ()), *ids)
+        return fields
+
     def params(
         self, given: Mapping[str, Any], num_prompt_tokens: int, default_max_tokens: int | None
     ) -> SamplingParams:
@@ -132,7 +146,7 @@ class Submitter:
                 f"context has {self.model.max_model_len}",
                 "max_tokens",
             )
-        self._check_stop_ids(params.stop_token_ids)
+        self._check_vocabulary(params)
         return params
 
     @contextlib.asynccontextmanager
@@ -170,7 +184,11 @@ class Submitter:
     async def drain(self, timeout: float) -> None:
         """Refuses what is new, waits for what runs, and after `timeout` seconds fails the rest."""
         self._draining = True
-        if await self._wait_idle(timeout):
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0 and self._admitted:
+            logger.info("draining: %d requests still run, %.0f s left", self._admitted, left)
+            await self._wait_idle(min(left, DRAIN_LOG_S))
+        if await self._wait_idle(0.0):
             return
         logger.warning("%d requests still ran after %g s and end unfinished", len(self._running), timeout)
         for generation in self._running:
@@ -187,13 +205,13 @@ class Submitter:
         arrived = time.monotonic()
         handle = RequestHandle(uuid.uuid4().hex, self.model.name)
         try:
-            _, queue = await self.engine.astart_request(job.token_ids, job.params, handle.request_id)
+            _, queue = await self.engine.astart_request(job.token_ids, job.params, handle.request_id, job.options)
         except BaseException:
             # Cancelled just as the engine said yes, the answer is lost; the name is not.
             await asyncio.to_thread(self.engine.release_request, handle)
             raise
         stream = TextStream(self.tokenizer, job.params, job.continues)
-        generation = Generation(self.engine, handle, queue, stream, len(job.token_ids), label, arrived)
+        generation = Generation(self.engine, handle, queue, stream, job.token_ids, label, arrived)
         self._running.add(generation)
         started.append(generation)
         return generation
@@ -234,13 +252,20 @@ class Submitter:
                 f"{field}[{index}] is token id {bad}, must be from 0 to {self.model.vocab_size - 1}", field
             )
 
-    def _check_stop_ids(self, ids: Sequence[int]) -> None:
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        """Every token id that a field names is one of the model's."""
+        named: list[tuple[str, str, Sequence[int]]] = [
+            (field, field, getattr(params, field)) for field in ("stop_token_ids", "allowed_token_ids")
+        ]
+        for field in ("bad_words_ids", "stop_words_ids"):
+            named += [(field, f"{field}[{i}]", ids) for i, ids in enumerate(getattr(params, field))]
         last = self.model.vocab_size - 1
-        for index, token_id in enumerate(ids):
+        for field, place, ids in named:
+            if (highest := max(ids, default=0)) > last:
+                raise InvalidRequest(f"{place}[{ids.index(highest)}] is {highest}, must be from 0 to {last}", field)
+        for token_id, _ in params.biases:
             if token_id > last:
-                raise InvalidRequest(
-                    f"stop_token_ids[{index}] is {token_id}, must be from 0 to {last}", "stop_token_ids"
-                )
+                raise InvalidRequest(f"logit_bias has token id {token_id}, must be from 0 to {last}", "logit_bias")
 
 
 def spread(job: Job, count: int) -> list[Job]:

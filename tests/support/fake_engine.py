@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.engine import Prompt
 from allspan.protos.errors import AllspanError, Unavailable
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
 
@@ -22,6 +23,7 @@ class Asked:
     prompt: tuple[int, ...]
     params: SamplingParams
     queue: ResultQueue
+    options: RequestOptions
     steps: int = 0
     stopped: bool = False
     released: bool = False
@@ -67,7 +69,11 @@ class FakeEngine:
         return list(self.asked.values())[-1]
 
     async def astart_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         if self.admission is not None:
             await self.admission.wait()
@@ -78,7 +84,7 @@ class FakeEngine:
         assert request_id is not None
         assert not isinstance(prompt, str)
         params = sampling_params or SamplingParams()
-        asked = self.asked[request_id] = Asked(tuple(prompt), params, ResultQueue())
+        asked = self.asked[request_id] = Asked(tuple(prompt), params, ResultQueue(), options or RequestOptions())
         task = asyncio.create_task(self._run(asked))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -94,6 +100,11 @@ class FakeEngine:
             self.asked[handle.request_id].released = True
 
     async def _run(self, asked: Asked) -> None:
+        if asked.params.prompt_logprobs is not None:
+            for half in _halves(asked.prompt[1:]):  # a long prompt's come over several steps
+                entries = tuple(prompt_logprob(token, asked.params.prompt_logprobs) for token in half)
+                asked.queue.put(Output(prompt_logprobs=entries))
+                await asyncio.sleep(self.step_s)
         while not asked.queue.state.is_final:
             await asyncio.sleep(self.step_s)
             if asked.stopped:
@@ -115,3 +126,12 @@ class FakeEngine:
         if asked.params.logprobs is not None:
             logprobs = (TokenLogprob(-0.5, tuple((token + i, -0.5 - i) for i in range(asked.params.logprobs))),)
         return Output((token,), logprobs, reason, token if reason == "stop" else None, timings)
+
+
+def prompt_logprob(token: int, count: int) -> TokenLogprob:
+    """The second most likely was in the prompt."""
+    return TokenLogprob(-token / 10, tuple((token + 1 - i, -float(i)) for i in range(count)))
+
+
+def _halves(ids: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    return ids[: len(ids) // 2], ids[len(ids) // 2 :]
