@@ -143,6 +143,7 @@ class EngineCore:
         self._is_over = False
         self._failure: BaseException | None = None
         self._operation_error: AllspanError | None = None
+        self._is_executing = False
         self._step = 0
         self._checked_step = 0
         self._host_s = 0.0
@@ -237,6 +238,11 @@ class EngineCore:
         if self._failure is not None:
             return "failed"
         return "running" if self._accepts and not self._is_over else "stopped"
+
+    @property
+    def is_busy(self) -> bool:
+        """A step is being executed, or work waits for one. Takes no lock: a loop that hangs may hold it."""
+        return self._is_executing or (self.is_leader and (self._scheduler.has_work or bool(self._operations)))
 
     @property
     def steps(self) -> int:
@@ -336,6 +342,13 @@ class EngineCore:
                 f"it awaits epoch {self._epoch}, step {self._step + 1}"
             )
         self._step = plan.step
+        self._is_executing = True
+        try:
+            return self._run_plan(plan)
+        finally:
+            self._is_executing = False
+
+    def _run_plan(self, plan: StepPlan) -> StepResult:
         inputs = self._batch.apply(plan, self._inbox)
         if plan.operation is not Operation.NONE:
             self._operate(plan.operation)
