@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,15 +76,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for field, low, high in _INTEGERS:
             _integer(field, getattr(self, field), low, high)
+        self._set("top_k", max(self.top_k, 0))
         for field, least, most in _NUMBERS:
-            _number(field, getattr(self, field), least, most)
+            self._set(field, _number(field, getattr(self, field), least, most))
         for field in ("ignore_eos", "do_sample", "suppress_repetition_in_generation"):
             _boolean(field, getattr(self, field))
-        for field in ("top_p", "typical_p", "repetition_penalty"):
+        for field, most, way_out in _NEVER_ZERO:
             if getattr(self, field) == 0.0:
-                most = 2 if field == "repetition_penalty" else 1
-                hint = "; for greedy output use temperature 0" if most == 1 else ""
-                raise InvalidRequest(f"{field} is 0, must be in (0, {most}]{hint}", field)
+                raise InvalidRequest(f"{field} is 0, must be in (0, {most}]; {way_out}", field)
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
         for field in ("logprobs", "prompt_logprobs"):
@@ -101,6 +102,20 @@ class SamplingParams:
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequest naming the first token id that a model with so many tokens does not have."""
+        for field in ("stop_token_ids", "allowed_token_ids"):
+            _below(field, getattr(self, field), vocab_size)
+        for field in ("bad_words_ids", "stop_words_ids"):
+            for i, ids in enumerate(getattr(self, field)):
+                _below(f"{field}[{i}]", ids, vocab_size)
+        for token_id, _ in self.biases:
+            if token_id >= vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias token id is {token_id}, must be less than the vocabulary size ({vocab_size})",
+                    "logit_bias",
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -135,69 +150,93 @@ _NUMBERS = (
 )
 
 
+_NEVER_ZERO = (
+    ("top_p", 1, "for greedy output use temperature 0"),
+    ("typical_p", 1, "for greedy output use temperature 0"),
+    ("repetition_penalty", 2, "1 is no penalty"),
+)
+
+
+def _refusal(field: str, problem: str) -> InvalidRequest:
+    """`field` may go on with an entry's place ("bad_words_ids[3][0]"): the error carries the field's own name."""
+    return InvalidRequest(f"{field} {problem}", re.split(r"\W", field, maxsplit=1)[0])
+
+
+def _shown(value: object) -> str:
+    """For a message of one line: what a caller sent may be of any length."""
+    return reprlib.repr(value)
+
+
 def _boolean(field: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{field} is {value!r}, must be true or false", field)
+        raise _refusal(field, f"is {_shown(value)}, must be true or false")
 
 
 def _integer(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{field} is {value!r}, must be an integer", field)
+        raise _refusal(field, f"is {_shown(value)}, must be an integer")
     if not low <= value <= high:
-        raise InvalidRequest(f"{field} is {value}, must be from {low} to {high}", field)
+        raise _refusal(field, f"is {_shown(value)}, must be from {low} to {high}")
 
 
-def _number(field: str, value: object, low: float, high: float) -> None:
+def _number(field: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidRequest(f"{field} is {value!r}, must be a number", field)
+        raise _refusal(field, f"is {_shown(value)}, must be a number")
     if not low <= value <= high:  # so NaN and infinities are refused too
-        raise InvalidRequest(f"{field} is {value}, must be from {low:g} to {high:g}", field)
+        raise _refusal(field, f"is {_shown(value)}, must be from {low:g} to {high:g}")
+    return float(value)
 
 
-def _integers(field: str, values: Sequence[int], most: int) -> tuple[int, ...]:
-    """`field` may name an entry of a list: the error carries the list's own name."""
+def _list(field: str, values: object, of: str, most: int) -> Sequence[Any]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise InvalidRequest(f"{field} is {values!r}, must be a list of integers", field)
+        raise _refusal(field, f"is {_shown(values)}, must be a list of {of}")
     if len(values) > most:
-        raise InvalidRequest(f"{field} has {len(values)} entries, at most {most}", field)
-    for i, value in enumerate(values):
+        raise _refusal(field, f"has {len(values)} entries, at most {most}")
+    return values
+
+
+def _integers(field: str, values: object, most: int) -> tuple[int, ...]:
+    entries = _list(field, values, "integers", most)
+    for i, value in enumerate(entries):
         _integer(f"{field}[{i}]", value, 0, 2**31 - 1)
-    return tuple(values)
+    return tuple(entries)
 
 
-def _sequences(field: str, values: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise InvalidRequest(f"{field} is {values!r}, must be a list of lists of token ids", field)
-    if len(values) > MAX_ID_SEQUENCES:
-        raise InvalidRequest(f"{field} has {len(values)} entries, at most {MAX_ID_SEQUENCES}", field)
-    sequences = tuple(_integers(f"{field}[{i}]", value, MAX_ID_SEQUENCE_LENGTH) for i, value in enumerate(values))
+def _sequences(field: str, values: object) -> tuple[tuple[int, ...], ...]:
+    entries = _list(field, values, "lists of token ids", MAX_ID_SEQUENCES)
+    sequences = tuple(_integers(f"{field}[{i}]", value, MAX_ID_SEQUENCE_LENGTH) for i, value in enumerate(entries))
     if () in sequences:
-        raise InvalidRequest(f"{field}[{sequences.index(())}] is empty, must have at least one token id", field)
+        raise _refusal(f"{field}[{sequences.index(())}]", "is empty, must have at least one token id")
     return sequences
 
 
-def _biases(field: str, values: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def _biases(field: str, values: object) -> tuple[tuple[int, float], ...]:
     try:
-        pairs = sorted(dict(values).items())
+        pairs = list(values.items() if isinstance(values, Mapping) else ((key, bias) for key, bias in values))  # type: ignore[attr-defined]
     except (TypeError, ValueError):
-        raise InvalidRequest(f"{field} is {values!r}, must map token ids to numbers", field) from None
+        raise _refusal(field, f"is {_shown(values)}, must map token ids to numbers") from None
     if len(pairs) > MAX_LOGIT_BIASES:
-        raise InvalidRequest(f"{field} has {len(pairs)} entries, at most {MAX_LOGIT_BIASES}", field)
+        raise _refusal(field, f"has {len(pairs)} entries, at most {MAX_LOGIT_BIASES}")
+    biases: dict[int, float] = {}
     for token_id, bias in pairs:
         _integer(f"{field} token id", token_id, 0, 2**31 - 1)
-        _number(f"{field}[{token_id}]", bias, -100.0, 100.0)
-    return tuple((token_id, float(bias)) for token_id, bias in pairs)
+        if token_id in biases:
+            raise _refusal(field, f"names token id {token_id} twice, must name each once")
+        biases[token_id] = _number(f"{field}[{token_id}]", bias, -100.0, 100.0)
+    return tuple(sorted(biases.items()))
 
 
-def _strings(field: str, values: Sequence[str]) -> tuple[str, ...]:
-    values = (values,) if isinstance(values, str) else values
-    if not isinstance(values, Sequence):
-        raise InvalidRequest(f"{field} is {values!r}, must be a list of strings", field)
-    if len(values) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"{field} has {len(values)} entries, at most {MAX_STOP_STRINGS}", field)
-    for i, value in enumerate(values):
+def _below(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        i = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
+        raise _refusal(f"{field}[{i}]", f"is {ids[i]}, must be less than the vocabulary size ({vocab_size})")
+
+
+def _strings(field: str, values: object) -> tuple[str, ...]:
+    entries = (values,) if isinstance(values, str) else _list(field, values, "strings", MAX_STOP_STRINGS)
+    for i, value in enumerate(entries):
         if not isinstance(value, str) or not value:
-            raise InvalidRequest(f"{field}[{i}] is {value!r}, must be a non-empty string", field)
+            raise _refusal(f"{field}[{i}]", f"is {_shown(value)}, must be a non-empty string")
         if len(value) > MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(f"{field}[{i}] has {len(value)} characters, at most {MAX_STOP_STRING_CHARS}", field)
-    return tuple(values)
+            raise _refusal(f"{field}[{i}]", f"has {len(value)} characters, at most {MAX_STOP_STRING_CHARS}")
+    return tuple(entries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,19 @@ class GenerationDefaults:
     min_p: float | None = None
     max_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The values that are set, as keyword arguments of SamplingParams."""
-        names = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name != "eos_token_ids")
+        return {name: value for name, value in values if value is not None}
+
+
+_NAMES = {
+    name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "do_sample")
+} | {"max_new_tokens": "max_tokens"}
+"""In generation_config.json → in SamplingParams."""
 
 
 def generation_defaults(path: str | Path) -> GenerationDefaults:
@@ -39,20 +47,16 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
     if not file.is_file():
         return GenerationDefaults()
     values = read_json_object(file)
-    defaults = GenerationDefaults(
-        temperature=0.0 if values.get("do_sample") is False else values.get("temperature"),
-        top_k=values.get("top_k"),
-        top_p=values.get("top_p"),
-        min_p=values.get("min_p"),
-        max_tokens=values.get("max_new_tokens"),
-        eos_token_ids=_ids(file, values.get("eos_token_id")),
-    )
+    sampling = {ours: value for theirs, ours in _NAMES.items() if (value := values.get(theirs)) is not None}
     try:
-        SamplingParams(**defaults.sampling())
+        params = SamplingParams(**sampling)
     except InvalidRequest as error:
         message = error.message.replace("max_tokens", "max_new_tokens", 1)  # its name in that file
         raise CheckpointError(f"{file}: {message}") from error
-    return defaults
+    if not params.do_sample:  # so a caller who gives a temperature does sample
+        sampling["temperature"] = 0.0
+    sampling.pop("do_sample", None)
+    return GenerationDefaults(eos_token_ids=_ids(file, values.get("eos_token_id")), **sampling)
 
 
 def _ids(file: Path, value: Any) -> tuple[int, ...]:

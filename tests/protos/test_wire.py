@@ -17,6 +17,7 @@ from allspan.protos.wire import deliver, output_from_wire, output_to_wire, sampl
 ids = st.integers(0, 2**31 - 1)
 logprob = st.floats(max_value=0, allow_nan=False, width=32)
 seconds = st.floats(0, 1e6)
+id_sequences = st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple)
 
 
 @st.composite
@@ -33,6 +34,18 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.none() | st.integers(0, 20)),
         min_tokens=draw(st.integers(0, max_tokens)),
+        stop_words_ids=draw(id_sequences),
+        bad_words_ids=draw(id_sequences),
+        allowed_token_ids=tuple(draw(st.lists(ids, max_size=9))),
+        logit_bias=draw(st.dictionaries(ids, st.floats(-100, 100), max_size=9)),
+        do_sample=draw(st.booleans()),
+        prompt_logprobs=draw(st.none() | st.integers(0, 20)),
+        repetition_penalty=draw(st.floats(0, 2, exclude_min=True)),
+        suppress_repetition_in_generation=draw(st.booleans()),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        no_repeat_ngram_size=draw(st.integers(0, 2**31 - 1)),
+        typical_p=draw(st.floats(0, 1, exclude_min=True)),
     )
 
 
@@ -52,6 +65,7 @@ outputs = st.builds(
 def test_sampling_parameters_survive(params: SamplingParams) -> None:
     message = pb.SamplingParamsMessage.FromString(sampling_to_wire(params).SerializeToString())
     assert sampling_from_wire(message) == params
+    assert repr(sampling_from_wire(message)) == repr(params)
 
 
 @given(outputs)

@@ -27,11 +27,14 @@ def test_values_are_taken_over(tmp_path: Path) -> None:
         top_p=0.9,
         top_k=40,
         min_p=0.1,
+        typical_p=0.7,
+        repetition_penalty=1.1,
         max_new_tokens=99,
         eos_token_id=[5, 7, 5],
     )
-    assert defaults == GenerationDefaults(0.6, 40, 0.9, 0.1, 99, (5, 7))
-    assert SamplingParams(**defaults.sampling()).top_k == 40
+    assert defaults == GenerationDefaults(0.6, 40, 0.9, 0.1, 99, (5, 7), typical_p=0.7, repetition_penalty=1.1)
+    params = SamplingParams(**defaults.sampling())
+    assert (params.top_k, params.typical_p, params.repetition_penalty) == (40, 0.7, 1.1)
 
 
 def test_what_is_not_said_stays_open(tmp_path: Path) -> None:
@@ -41,13 +44,25 @@ def test_what_is_not_said_stays_open(tmp_path: Path) -> None:
     assert defaults.sampling() == {}
 
 
-def test_no_sampling_is_temperature_zero(tmp_path: Path) -> None:
-    assert read(tmp_path, do_sample=False, temperature=0.7).temperature == 0
+def test_no_sampling_is_temperature_zero_until_a_caller_gives_one(tmp_path: Path) -> None:
+    values = read(tmp_path, do_sample=False, temperature=0.7).sampling()
+    assert SamplingParams(**values).is_greedy
+    assert not SamplingParams(**(values | {"temperature": 0.5})).is_greedy
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", "hot"), ("temperature", -1), ("top_k", 1.5), ("top_p", 0), ("top_p", 2), ("min_p", True)],
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("top_k", 1.5),
+        ("top_p", 0),
+        ("top_p", 2),
+        ("min_p", True),
+        ("typical_p", 0),
+        ("repetition_penalty", 2.5),
+        ("do_sample", "no"),
+    ],
 )
 def test_a_bad_value_is_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: {field} is "):
