@@ -50,12 +50,7 @@ class Limits:
         the first bad field, for a request that can never run."""
         ids = request.prompt_token_ids
         self._check_prompt(ids)
-        for i, token_id in enumerate(request.params.stop_token_ids):
-            if token_id >= self.vocab_size:
-                raise InvalidRequest(
-                    f"stop_token_ids[{i}] is {token_id}, must be less than the vocabulary size ({self.vocab_size})",
-                    "stop_token_ids",
-                )
+        request.params.check_vocabulary(self.vocab_size)
         request.max_tokens = min(request.params.max_tokens, self.max_model_len - len(ids))
         # The last token is sampled, never computed: it takes no place in the cache.
         pages = pages_of(len(ids) + request.max_tokens - 1, self.page_size)

@@ -19,6 +19,7 @@ from allspan.protos.errors import AllspanError, AlreadyExists, InternalError, Qu
 from allspan.protos.results import Output, RequestTimings
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.page_pool import PagePool
+from allspan.worker.sampling.failure import failure
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
@@ -263,8 +264,7 @@ class Scheduler:
     def _extend(self, request: Request, tokens: tuple[int, ...], result: StepResult) -> Output | AllspanError:
         if tokens[-1] < 0:
             self._end(request, RequestStatus.FAILED)
-            position = request.num_tokens
-            return InternalError(f"the model's logits for token {position} of the request are not finite numbers")
+            return failure(tokens[-1], request.num_tokens)
         row = request.row
         if not request.output_token_ids:
             request.first_token_at = self._clock()
