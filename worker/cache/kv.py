@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from allspan.protos.errors import ConfigError
+from allspan.protos.errors import ConfigError, InternalError
 from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.scheduler.plan import Copy
 
 
 class KVCache:
@@ -33,9 +35,27 @@ class KVCache:
             raise ConfigError(
                 f"kv_cache_bytes: {self.num_bytes} bytes for {num_pages} pages of KV cannot be had on {device}: {error}"
             ) from error
-        layers = raw.view(getattr(torch, spec.dtype)).view(2 * spec.num_layers, num_pages, *spec.page_shape).unbind(0)
+        pages = raw.view(getattr(torch, spec.dtype)).view(2 * spec.num_layers, num_pages, *spec.page_shape)
+        layers = pages.unbind(0)
         self.keys: list[Tensor] = list(layers[::2])
         self.values: list[Tensor] = list(layers[1::2])
+        self._parts: tuple[Tensor, ...] = (pages,)
+
+    def copy_pages(self, source: KVCache, copies: Iterable[Copy]) -> None:
+        """Copies whole pages of `source` (keys and values of all layers) into this cache, one after the other: what
+        saves do on a host cache from the device's, and loads the other way round. The caches' devices may differ.
+
+        Raises InternalError for a cache of another spec, or for a page that either cache does not have.
+        """
+        if source.spec != self.spec:
+            raise InternalError(f"pages of {source.spec} copied into a cache of {self.spec}")
+        for copy in copies:
+            if not (0 <= copy.source < source.num_pages and 0 <= copy.target < self.num_pages):
+                raise InternalError(
+                    f"page {copy.source} of {source.num_pages} copied to page {copy.target} of {self.num_pages}"
+                )
+            for ours, theirs in zip(self._parts, source._parts, strict=True):
+                ours[:, copy.target].copy_(theirs[:, copy.source])
 
 
 def _mapped(num_bytes: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
+from allspan.protos.engine import OpProfile
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
@@ -102,3 +103,15 @@ class Model:
             "attention": attention,
         }
         return self._interpreter.run(named, inputs.ids.shape[0], inputs.logits_rows.shape[0])
+
+    def start_profile(self) -> None:
+        """Times every op of the coming steps, from zero; on a GPU it waits for each, which slows the step."""
+        self._interpreter.start_profile()
+
+    def stop_profile(self) -> None:
+        """What was measured stays readable."""
+        self._interpreter.stop_profile()
+
+    def profile(self) -> tuple[OpProfile, ...]:
+        """What each op took on this rank since `start_profile`, the longest in total first; empty before any."""
+        return self._interpreter.profile()

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
+from allspan.protos.engine import OpProfile
 from allspan.protos.errors import InternalError
+from allspan.worker.models.profile import OpTimer
 from allspan.worker.parallel.base import Collectives
 
 COLLECTIVE_OPS = frozenset({"all_reduce"})
@@ -127,6 +129,9 @@ class Interpreter:
     ) -> None:
         self._program = program
         self._capacity = dict(capacity)
+        self._device = device
+        self._timer = OpTimer(device)
+        self._is_profiling = False
         self._table: list[Any] = [None] * len(program.slots)
         self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
         self._buffers: list[tuple[int, Rows, Tensor]] = []
@@ -159,9 +164,31 @@ class Interpreter:
         table = self._table
         for index, rows, buffer in self._buffers:
             table[index] = buffer[: counts[rows]]
-        if num_tokens:
+        if num_tokens and self._is_profiling:
+            self._run_timed(bool(num_logits))
+        elif num_tokens:
             for function, arguments, for_logits in self._calls:
                 if num_logits or not for_logits:
                     function(*[table[a.index] if type(a) is Slot else a for a in arguments])
         output: Tensor = table[self._program.output.index]
         return output
+
+    def start_profile(self) -> None:
+        """Times every op of the coming runs, from zero."""
+        self._timer = OpTimer(self._device)
+        self._is_profiling = True
+
+    def stop_profile(self) -> None:
+        """What was measured stays readable."""
+        self._is_profiling = False
+
+    def profile(self) -> tuple[OpProfile, ...]:
+        """What each op took since `start_profile`, the longest in total first; empty before any."""
+        return self._timer.results()
+
+    def _run_timed(self, has_logits: bool) -> None:
+        timer = self._timer
+        for op, (function, arguments, for_logits) in zip(self._program.ops, self._calls, strict=True):
+            if has_logits or not for_logits:
+                values = [self._table[a.index] if type(a) is Slot else a for a in arguments]
+                timer.call(op.name, function, *values)

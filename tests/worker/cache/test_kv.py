@@ -2,9 +2,13 @@
 
 import mmap
 
+import pytest
+
+from allspan.protos.errors import InternalError
 from allspan.worker.cache import kv
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.scheduler.plan import Copy
 
 
 class WithoutHugePages(mmap.mmap):
@@ -19,3 +23,37 @@ def test_a_kernel_without_huge_pages_gives_its_memory_all_the_same(monkeypatch):
     cache = KVCache(CacheSpec(16, 2, 3, 8, "float32"), 5)
     assert [keys.shape for keys in cache.keys] == [(5, 3, 16, 8)] * 2
     assert not cache.values[1].any()
+
+
+def numbered(num_pages, dtype="float32"):
+    """A cache whose every byte tells its page."""
+    cache = KVCache(CacheSpec(16, 2, 3, 8, dtype), num_pages)
+    for tensor in tensors_of(cache):
+        for page in range(num_pages):
+            tensor[page] = page + 1
+    return cache
+
+
+def tensors_of(cache):
+    return [*cache.keys, *cache.values]
+
+
+def test_pages_go_to_another_cache_and_come_back_whole():
+    device, host = numbered(5), KVCache(CacheSpec(16, 2, 3, 8, "float32"), 3)
+    host.copy_pages(device, [Copy(4, 0), Copy(1, 2)])
+    for tensor in tensors_of(host):
+        assert [int(page.min()) for page in tensor] == [int(page.max()) for page in tensor] == [5, 0, 2]
+    device.copy_pages(host, [Copy(0, 1), Copy(2, 3)])
+    for tensor in tensors_of(device):
+        assert [int(page.min()) for page in tensor] == [int(page.max()) for page in tensor] == [1, 5, 3, 2, 5]
+
+
+@pytest.mark.parametrize("copy", [Copy(5, 0), Copy(0, 3), Copy(-1, 0), Copy(0, -1)])
+def test_a_page_that_is_not_there_is_an_internal_error(copy):
+    with pytest.raises(InternalError, match="page"):
+        KVCache(CacheSpec(16, 2, 3, 8, "float32"), 3).copy_pages(numbered(5), [copy])
+
+
+def test_pages_of_another_kind_are_an_internal_error():
+    with pytest.raises(InternalError, match="copied into a cache of"):
+        KVCache(CacheSpec(16, 2, 3, 8, "bfloat16"), 3).copy_pages(numbered(5), [Copy(0, 0)])

@@ -129,3 +129,29 @@ def test_a_cache_holds_what_its_spec_says() -> None:
     for i, tensor in enumerate(tensors):
         tensor.fill_(i + 1)
     assert all((tensor == i + 1).all() for i, tensor in enumerate(tensors)), "layers overlap"
+
+
+def test_a_profile_counts_every_op_of_the_steps_between_its_start_and_its_stop(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    model = load(tmp_path)
+    ids = prompt(4, 97)
+    plain = prefill(model, [ids], 4)[0]
+    assert model.profile() == ()
+    model.start_profile()
+    profiled = prefill(model, [ids], 2)[0]
+    model.stop_profile()
+    prefill(model, [ids], 2)
+    torch.testing.assert_close(profiled, plain)
+    by_name = {profile.op: profile for profile in model.profile()}
+    assert {name: by_name[name].count for name in ("embedding", "attention", "linear")} == {
+        "embedding": 2,
+        "attention": 2 * 2,
+        "linear": 2 * (2 * 6 + 1),
+    }
+    assert sum(profile.share for profile in model.profile()) == pytest.approx(1)
+    totals = [profile.total_ms for profile in model.profile()]
+    assert totals == sorted(totals, reverse=True)
+    for profile in model.profile():
+        assert 0 < profile.min_ms <= profile.max_ms <= profile.total_ms <= profile.count * profile.max_ms * 1.001
+    model.start_profile()
+    assert model.profile() == ()
