@@ -31,6 +31,7 @@ from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import ConfigError, Unavailable
 from allspan.worker import host
 from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.inspection import Inspection
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.load_progress import LoadProgress
 from allspan.worker.parallel.world import World, join_world
@@ -82,7 +83,8 @@ def serve(config: WorkerConfig, world: World, stop: Stop) -> None:
             config, ops, world.groups["tp"], world.channel, _ranks_on_node(config, world), progress, world.barrier
         )
     facts = _facts(config, world, loaded, kernels)
-    server = RankServer(loaded.core, facts, config, stop.fail, cpus)
+    inspection = Inspection(config.model, loaded.model, kernels)
+    server = RankServer(loaded.core, facts, config, stop.fail, inspection.answer, cpus)
     loaded.core.on_outputs = server.deliver
     address = server.start()
     _log_ready(config, world, loaded, kernels)

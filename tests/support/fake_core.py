@@ -7,11 +7,13 @@ from collections.abc import Iterable
 
 from allspan.protos.errors import AllspanError
 from allspan.worker.engine.core import CoreStatistics
+from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 
 
 class FakeCore:
-    """See `allspan.worker.service.servicer.Core`. `refusal`, once set, is raised by `submit` and `stop_model`."""
+    """See `allspan.worker.service.servicer.Core`. `refusal`, once set, is raised by `submit`, `stop_model` and
+    `operate`."""
 
     def __init__(self, is_leader: bool = True) -> None:
         self.is_leader = is_leader
@@ -23,6 +25,7 @@ class FakeCore:
         self.submitted: list[Request] = []
         self.cancelled: list[bytes] = []
         self.calls: list[str] = []
+        self.counted: CoreStatistics | None = None
         self.release_stop = threading.Event()
 
     def submit(self, request: Request) -> None:
@@ -42,8 +45,18 @@ class FakeCore:
         assert self.release_stop.wait(timeout), "the test never let stop_model end"
         self.calls.append("stop_model")
 
+    def operate(self, operation: Operation, timeout: float) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.calls.append(f"{operation.name} {timeout:g}")
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset_prefix_cache")
+
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
     def statistics(self) -> CoreStatistics:
-        return CoreStatistics(running=1, waiting=2, pages_total=10, pages_used=4, page_size=32, steps=self.steps)
+        return self.counted or CoreStatistics(
+            running=1, waiting=2, pages_total=10, pages_used=4, page_size=32, steps=self.steps
+        )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import Any, Unpack
 
 from allspan.kernels.table import op_set
-from allspan.protos.engine import Completion, EngineStatistics, Prompt, RankStatistics
+from allspan.protos.engine import Completion, EngineStatistics, OpProfile, Prompt, RankStatistics
 from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, DeadlineExceeded, ModelNotFound
+from allspan.protos.options import RequestOptions
 from allspan.protos.prompts import Params, checked_ids, params_list, parse_request_id, prompt_list, with_seed
 from allspan.protos.results import Output, RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
@@ -22,15 +25,19 @@ from allspan.protos.text.loading import load_tokenizer
 from allspan.protos.text.tokenizer import Tokenizer
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.generation import Generation
+from allspan.worker.engine.inspection import Inspection
 from allspan.worker.engine.requests import OpenRequests
 from allspan.worker.engine.settings import EngineSettings, worker_config
 from allspan.worker.engine.setup import load_engine
 from allspan.worker.host import host_name, peak_rss_bytes
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 
 CLOSE_TIMEOUT_S = 60.0
 """A step in flight is waited for."""
+PROFILE_TIMEOUT_S = 20.0
+"""To begin or end profiling: the step in flight is waited for."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +73,7 @@ class Engine:
         self._tokenizer: Tokenizer | None = None
         self._loaded = load_engine(config, ops, LocalCollectives())
         self._kernels = str(getattr(ops, "name", kernels))
+        self._inspection = Inspection(config.model, self._loaded.model, self._kernels)
         self._core = self._loaded.core
         self._open = OpenRequests(self._core.cancel)
         self._core.on_outputs = self._open.deliver
@@ -107,9 +115,14 @@ class Engine:
         self._finalizer()
 
     def start_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
-        return self._start(self._encode(prompt), with_seed(sampling_params), parse_request_id(request_id))
+        params = with_seed(sampling_params)
+        return self._start(self._encode(prompt), params, options, parse_request_id(request_id))
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -140,35 +153,56 @@ class Engine:
             progress=self._core.progress,
             progress_age_s=self._core.progress_age_s,
             peak_rss_bytes=peak_rss_bytes(),
-            weight_bytes=self._loaded.model.weight_bytes,
-            kv_bytes=self._loaded.kv_bytes,
+            weight_bytes=self._loaded.model.weight_bytes if counters.weights_loaded else 0,
+            kv_bytes=self._loaded.kv_bytes if counters.weights_loaded else 0,
             load_s=self._loaded.load_s,
             kernels=self._kernels,
         )
-        return EngineStatistics(
-            model=self.model,
-            max_model_len=self.max_model_len,
-            running=counters.running,
-            waiting=counters.waiting,
-            pages_total=counters.pages_total,
-            pages_used=counters.pages_used,
-            page_size=counters.page_size,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            finished_requests=counters.finished_requests,
-            preemptions=counters.preemptions,
-            steps=counters.steps,
-            host_s=counters.host_s,
-            model_s=counters.model_s,
-            ranks=(rank,),
-        )
+        return EngineStatistics(model=self.model, max_model_len=self.max_model_len, ranks=(rank,), **asdict(counters))
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
-        generation, ids, params = self._generation(prompts, sampling_params)
+    def reset_prefix_cache(self) -> None:
+        self._core.reset_prefix_cache()
+
+    def unload_weights(self, timeout: float = 60.0) -> None:
+        self._core.operate(Operation.UNLOAD_WEIGHTS, timeout)
+
+    def reload_weights(self, timeout: float = 600.0) -> None:
+        self._core.operate(Operation.LOAD_WEIGHTS, timeout)
+
+    def start_profile(self) -> None:
+        self._core.operate(Operation.START_PROFILE, PROFILE_TIMEOUT_S)
+
+    def stop_profile(self) -> None:
+        self._core.operate(Operation.STOP_PROFILE, PROFILE_TIMEOUT_S)
+
+    def op_profile(self) -> tuple[OpProfile, ...]:
+        return self._loaded.model.profile()
+
+    def model_info(self) -> dict[str, Any]:
+        return self._inspection.model()
+
+    def file_info(self) -> dict[str, Any]:
+        return self._inspection.files()
+
+    def version(self) -> str:
+        return str(self._inspection.version()["version"])
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        options: RequestOptions | None = None,
+    ) -> list[Completion]:
+        generation, ids, params = self._generation(prompts, sampling_params, options)
         return generation.run(ids, params)
 
-    async def agenerate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
-        generation, ids, params = self._generation(prompts, sampling_params)
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        options: RequestOptions | None = None,
+    ) -> list[Completion]:
+        generation, ids, params = self._generation(prompts, sampling_params, options)
         return await generation.arun(ids, params)
 
     def __enter__(self) -> Engine:
@@ -180,21 +214,26 @@ class Engine:
         self.close()
 
     def _generation(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params, options: RequestOptions | None
     ) -> tuple[Generation, list[tuple[int, ...]], list[SamplingParams]]:
         """Checks and tokenises everything before any request starts."""
         listed = prompt_list(prompts)
         params = params_list(sampling_params, len(listed))
         ids = [self._encode(prompt) for prompt in listed]
-        return Generation(self._start, self.release_request, self._tokenizer_or_none()), ids, params
+        start = functools.partial(self._start, options=options)
+        return Generation(start, self.release_request, self._tokenizer_or_none()), ids, params
 
     def _start(
-        self, ids: Sequence[int], params: SamplingParams, request_id: bytes | None = None
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+        request_id: bytes | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         request_id = request_id or parse_request_id(None)
         queue = self._open.add(request_id, params, self.tokenizer if params.stop else None)
         try:
-            self._core.submit(Request(request_id, "", tuple(ids), params))
+            self._core.submit(Request(request_id, "", tuple(ids), params, options or RequestOptions()))
         except AllspanError:
             self._open.remove(request_id)
             raise

@@ -18,9 +18,11 @@ from allspan.worker.cache.budget import CacheDemand, num_kv_pages
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.memory import available_bytes
 from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.weights import Weights
 from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.scheduler.plan import Operation
 
 OnProgress = Callable[[int, int], None]
 
@@ -31,6 +33,7 @@ class LoadedEngine:
 
     core: EngineCore
     model: Model
+    weights: Weights
     eos_token_ids: tuple[int, ...]
     """Of the model's config and its generation_config.json together."""
     kv_bytes: int
@@ -69,7 +72,27 @@ def load_engine(
     defaults = () if model.load_format == "dummy" else generation_defaults(model.path).eos_token_ids
     eos = tuple(sorted({*loaded.spec.eos_token_ids, *defaults}))
     core = EngineCore(config, loaded, num_pages, collectives, channel, eos)
-    return LoadedEngine(core, loaded, eos, kv.num_bytes, time.monotonic() - started)
+    weights = Weights(loaded, model, cache, collectives, (*kv.keys, *kv.values), await_others)
+    core.on_operation = _on_operation(core, loaded, weights)
+    return LoadedEngine(core, loaded, weights, eos, kv.num_bytes, time.monotonic() - started)
+
+
+def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[[Operation], None]:
+    """What a rank does at an operation of a plan."""
+    actions: dict[Operation, Callable[[], None]] = {
+        Operation.UNLOAD_WEIGHTS: weights.unload,
+        Operation.LOAD_WEIGHTS: lambda: weights.reload(core.beat),
+        Operation.START_PROFILE: model.start_profile,
+        Operation.STOP_PROFILE: model.stop_profile,
+    }
+
+    def operate(operation: Operation) -> None:
+        try:
+            actions[operation]()
+        finally:
+            core.weights_loaded = weights.is_loaded
+
+    return operate
 
 
 def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collectives) -> int:

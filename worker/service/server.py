@@ -20,7 +20,7 @@ from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.wire import CHANNEL_OPTIONS
 from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
 from allspan.worker.service.leases import Leases, Outcome
-from allspan.worker.service.servicer import Core, RankFacts, RankServicer
+from allspan.worker.service.servicer import Core, Inspect, RankFacts, RankServicer
 
 MAX_SOCKET_PATH = 100
 """Bytes; the system's limit is 104 to 108."""
@@ -69,13 +69,15 @@ class RankServer:
         facts: RankFacts,
         config: WorkerConfig,
         on_failure: Callable[[BaseException], None],
+        inspect: Inspect,
         cpus: Sequence[int] = (),
     ) -> None:
-        """`on_failure` is called, on the service's thread, when it breaks; `cpus` are where that thread may run."""
+        """`on_failure` is called, on the service's thread, when it breaks; `inspect` answers what the Inspect method
+        is asked; `cpus` are where that thread may run."""
         self._target = listen_target(config, facts.rank)
         # A follower's inbox holds no more than this; see Lease.add.
         self._leases = Leases(2 * (config.scheduler.max_queued_requests + config.scheduler.max_num_seqs))
-        self._servicer = RankServicer(core, self._leases, facts, config)
+        self._servicer = RankServicer(core, self._leases, facts, config, inspect)
         self._on_failure = on_failure
         self._cpus = tuple(cpus)
         self._thread = threading.Thread(target=self._main, name="service", daemon=True)

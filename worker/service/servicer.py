@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -19,12 +20,20 @@ from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRe
 from allspan.protos.worker_pb2_grpc import WorkerServicer
 from allspan.worker.engine.core import CoreStatistics
 from allspan.worker.host import peak_rss_bytes
+from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.leases import Lease, Leases
-from allspan.worker.service.messages import request_from_wire, request_ids_from_wire
+from allspan.worker.service.messages import check_resumption, request_from_wire, request_ids_from_wire
 
 HEARTBEAT_MS = (50, 60_000)
 MAX_TIMEOUT_S = 86_400.0
+PROFILE_TIMEOUT_S = 20.0
+"""To begin or end profiling, where the caller says nothing."""
+
+_COUNTERS = tuple(field.name for field in fields(CoreStatistics))
+
+Inspect = Callable[[str], dict[str, Any]]
+"""The answer to an InspectRequest; see `allspan.worker.engine.inspection`."""
 
 logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
@@ -47,6 +56,8 @@ class Core(Protocol):
     def cancel(self, request_ids: Iterable[bytes]) -> None: ...
     def start_model(self) -> None: ...
     def stop_model(self, timeout: float) -> None: ...
+    def operate(self, operation: Operation, timeout: float) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
     def shutdown(self) -> None: ...
     def statistics(self) -> CoreStatistics: ...
 
@@ -103,16 +114,28 @@ async def refuse(context: grpc.aio.ServicerContext, error: AllspanError) -> None
 class RankServicer(WorkerServicer):
     """One rank's answers. `leases` is shared with the server, which delivers outputs to it."""
 
-    def __init__(self, core: Core, leases: Leases, facts: RankFacts, config: WorkerConfig) -> None:
+    def __init__(self, core: Core, leases: Leases, facts: RankFacts, config: WorkerConfig, inspect: Inspect) -> None:
         self._core = core
         self._leases = leases
         self._facts = facts
+        self._inspect = inspect
+        self._controls: dict[str, Callable[[float], None]] = {
+            "start_model": lambda timeout: core.start_model(),
+            "stop_model": core.stop_model,
+            "shutdown": lambda timeout: core.shutdown(),
+            "reset_prefix_cache": lambda timeout: core.reset_prefix_cache(),
+            "unload_weights": functools.partial(core.operate, Operation.UNLOAD_WEIGHTS),
+            "reload_weights": functools.partial(core.operate, Operation.LOAD_WEIGHTS),
+            "start_profile": lambda timeout: core.operate(Operation.START_PROFILE, timeout or PROFILE_TIMEOUT_S),
+            "stop_profile": lambda timeout: core.operate(Operation.STOP_PROFILE, timeout or PROFILE_TIMEOUT_S),
+        }
         self._model = config.model
         self._epoch = config.service.epoch
 
     @translated
     async def StartRequest(self, message: pb.StartRequestMessage, context: grpc.aio.ServicerContext) -> pb.Ack:
         request = request_from_wire(message, self._model.name, self._epoch)
+        check_resumption(request, self._facts.vocab_size, self._facts.max_model_len)
         lease = self._leases.find(request.client_id)
         self._core.submit(request)
         lease.add(request.request_id)
@@ -169,21 +192,22 @@ class RankServicer(WorkerServicer):
 
     @translated
     async def Control(self, message: pb.ControlRequest, context: grpc.aio.ServicerContext) -> pb.Ack:
-        """InvalidRequest for an unknown operation or on a follower; DeadlineExceeded when draining takes too long."""
-        core = self._core
-        if not core.is_leader:
+        """InvalidRequest for an unknown operation or on a follower; DeadlineExceeded when it takes too long; else what
+        the engine raises."""
+        if not self._core.is_leader:
             raise InvalidRequest(f"this is rank {self._facts.rank}, operations go to rank 0", "operation")
-        if message.operation == "start_model":
-            core.start_model()
-        elif message.operation == "stop_model":
-            await asyncio.to_thread(core.stop_model, _timeout_s(message.timeout_s))
-        elif message.operation == "shutdown":
-            core.shutdown()
-        else:
+        control = self._controls.get(message.operation)
+        if control is None:
             raise InvalidRequest(
-                f"operation is {message.operation!r}, must be start_model, stop_model or shutdown", "operation"
+                f"operation is {message.operation!r}, must be one of {', '.join(self._controls)}", "operation"
             )
+        await asyncio.to_thread(control, _timeout_s(message.timeout_s))
         return pb.Ack()
+
+    @translated
+    async def Inspect(self, message: pb.InspectRequest, context: grpc.aio.ServicerContext) -> pb.InspectReply:
+        """InvalidRequest for something that is not known; CheckpointError when the files are gone."""
+        return pb.InspectReply(json=json.dumps(await asyncio.to_thread(self._inspect, message.what)))
 
     def _step_outputs(self, outputs: list[pb.RequestOutput]) -> pb.StepOutputs:
         core = self._core
@@ -191,23 +215,13 @@ class RankServicer(WorkerServicer):
 
     def _statistics(self) -> pb.Statistics:
         counted = self._core.statistics()
+        told = {name: getattr(counted, name) for name in _COUNTERS}
         return pb.Statistics(
-            running=counted.running,
-            waiting=counted.waiting,
-            pages_total=counted.pages_total,
-            pages_used=counted.pages_used,
-            page_size=counted.page_size,
-            prompt_tokens=counted.prompt_tokens,
-            generated_tokens=counted.generated_tokens,
-            steps=counted.steps,
-            preemptions=counted.preemptions,
-            host_s=max(counted.host_s, 0.0),
-            model_s=counted.model_s,
+            **told | {"host_s": max(counted.host_s, 0.0)},
             load_s=self._facts.load_s,
             peak_rss_bytes=peak_rss_bytes(),
-            weight_bytes=self._facts.weight_bytes,
-            kv_bytes=self._facts.kv_bytes,
-            finished_requests=counted.finished_requests,
+            weight_bytes=self._facts.weight_bytes if counted.weights_loaded else 0,
+            kv_bytes=self._facts.kv_bytes if counted.weights_loaded else 0,
         )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import math
 import stat
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,21 @@ import pytest
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.config import ModelConfig, ServiceConfig, WorkerConfig
-from allspan.protos.errors import ConfigError, DeadlineExceeded, InternalError, QueueFull, Unavailable
+from allspan.protos.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    QueueFull,
+    Unavailable,
+)
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, RequestTimings, TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.wire import CHANNEL_OPTIONS, output_from_wire, sampling_to_wire
 from allspan.protos.worker_pb2_grpc import WorkerStub
+from allspan.worker.engine.core import CoreStatistics
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
@@ -35,6 +48,12 @@ def worker_config(run_dir: Path, host: str = "") -> WorkerConfig:
     return WorkerConfig(ModelConfig("/models/tiny", "tiny"), ServiceConfig(str(run_dir), EPOCH, host))
 
 
+def inspect(what: str) -> dict[str, Any]:
+    if what != "version":
+        raise InvalidRequest(f"what is {what!r}", "what")
+    return {"version": '1 (kernels "cpu")'}
+
+
 class Rank:
     """A served fake core, and the means to talk to it."""
 
@@ -42,7 +61,7 @@ class Rank:
         self.core = FakeCore(is_leader)
         self.failures: list[BaseException] = []
         facts = RankFacts(0 if is_leader else 1, 2, "here", 512, 1000, (2, 3), "reference", 1.5, 100, 200)
-        self.server = RankServer(self.core, facts, worker_config(run_dir), self.failures.append)
+        self.server = RankServer(self.core, facts, worker_config(run_dir), self.failures.append, inspect)
         self.address = self.server.start()
 
     def deliver(self, request: Request, *results: Any) -> None:
@@ -291,6 +310,82 @@ async def test_operations_reach_the_core_of_the_leader(leader: Rank, client: Cli
     assert (code, message) == ("DEADLINE_EXCEEDED", "2 requests still run")
 
 
+async def test_each_operation_reaches_the_core_with_its_time(leader: Rank, client: Client) -> None:
+    for operation in ("reset_prefix_cache", "unload_weights", "reload_weights", "start_profile", "stop_profile"):
+        await client.stub.Control(pb.ControlRequest(operation=operation, timeout_s=7))
+    await client.stub.Control(pb.ControlRequest(operation="start_profile"))
+    assert leader.core.calls == [
+        "reset_prefix_cache",
+        "UNLOAD_WEIGHTS 7",
+        "LOAD_WEIGHTS 7",
+        "START_PROFILE 7",
+        "STOP_PROFILE 7",
+        "START_PROFILE 20",
+    ]
+    leader.core.refusal = CheckpointError("rank 1: /m/model.safetensors: truncated")
+    request = pb.ControlRequest(operation="reload_weights", timeout_s=7)
+    code, message, trailing = await refused(client.stub.Control(request))
+    assert (code, trailing["allspan-code"]) == ("FAILED_PRECONDITION", "checkpoint")
+    assert message == "rank 1: /m/model.safetensors: truncated"
+
+
+async def test_what_is_inspected_comes_as_json_and_the_unknown_is_refused(client: Client) -> None:
+    reply = await client.stub.Inspect(pb.InspectRequest(what="version"))
+    assert json.loads(reply.json) == {"version": '1 (kernels "cpu")'}
+    code, message, trailing = await refused(client.stub.Inspect(pb.InspectRequest(what="soul")))
+    assert (code, message, trailing["allspan-field"]) == ("INVALID_ARGUMENT", "what is 'soul'", "what")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"output_token_ids": [1] * 4}, "fewer than max_tokens (4)"),
+        ({"output_token_ids": [1, 1000]}, "output_token_ids[1] is 1000, must be at most 999"),
+        ({"output_token_ids": [1, 2], "prompt_token_ids": [1] * 510}, "512 tokens, must be at most 511"),
+    ],
+    ids=["no token left", "no such token", "no room"],
+)
+async def test_a_resumption_that_cannot_go_on_is_refused(
+    leader: Rank, client: Client, changes: dict[str, Any], words: str
+) -> None:
+    await client.subscribe()
+    code, message, trailing = await refused(client.stub.StartRequest(start_message(**changes)))
+    assert (code, trailing["allspan-field"]) == ("INVALID_ARGUMENT", "output_token_ids")
+    assert words in message
+    assert leader.core.submitted == []
+
+
+async def test_a_resumption_reaches_the_core_with_its_output(leader: Rank, client: Client) -> None:
+    await client.subscribe()
+    await client.stub.StartRequest(start_message(output_token_ids=[7, 999], priority=-3, timeout_s=5, cache_salt="x"))
+    (request,) = leader.core.submitted
+    assert (request.prompt_token_ids, request.output_token_ids, request.num_resumed) == ((1, 2, 3), [7, 999], 2)
+    assert request.options == RequestOptions(priority=-3, timeout_s=5.0, cache_salt="x")
+
+
+async def test_prompt_logprobs_and_all_timings_come_through(leader: Rank, client: Client) -> None:
+    await client.subscribe()
+    await client.stub.StartRequest(start_message())
+    (request,) = leader.core.submitted
+    timings = RequestTimings(0.1, 0.2, 0.3, 3, 2, 1, 1.75e9, 1, 4)
+    leader.deliver(request, Output((), prompt_logprobs=(TokenLogprob(-1.0, ((7, -1.0),)),)))
+    leader.deliver(request, Output((7,), (), "length", None, timings, (TokenLogprob(-2.0),)))
+    outputs = [output_from_wire(message) for message in (await client.read()).outputs]
+    whole = functools.reduce(Output.merged, outputs, Output())
+    if not whole.finish_reason:  # the two came in two messages
+        whole = whole.merged(output_from_wire((await client.read()).outputs[0]))
+    assert whole.prompt_logprobs == (TokenLogprob(-1.0, ((7, -1.0),)), TokenLogprob(-2.0))
+    assert whole.timings == timings
+
+
+async def test_status_tells_every_counter_of_the_core(leader: Rank, client: Client) -> None:
+    values = {field.name: i + 1 for i, field in enumerate(fields(CoreStatistics))} | {"weights_loaded": False}
+    leader.core.counted = CoreStatistics(**values)  # type: ignore[arg-type]
+    told = (await client.stub.Status(pb.StatusRequest())).statistics
+    assert {name: getattr(told, name) for name in values} == values
+    assert (told.weight_bytes, told.kv_bytes) == (0, 0), "given back"
+
+
 async def test_a_follower_takes_payloads_and_no_operations(follower: Rank) -> None:
     async for client in connected(follower):
         await client.subscribe()
@@ -339,7 +434,7 @@ def test_an_address_that_others_reach_is_refused(tmp_path: Path) -> None:
 async def test_a_loopback_port_is_published(tmp_path: Path) -> None:
     config = worker_config(tmp_path, "127.0.0.1")
     facts = RankFacts(0, 1, "here", 512, 1000, (), "reference", 0.0, 0, 0)
-    server = RankServer(FakeCore(), facts, config, lambda error: None)
+    server = RankServer(FakeCore(), facts, config, lambda error: None, inspect)
     try:
         async with grpc.aio.insecure_channel(server.start()) as channel:
             assert (await WorkerStub(channel).Status(pb.StatusRequest())).world_size == 1
@@ -349,6 +444,6 @@ async def test_a_loopback_port_is_published(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_listened_on_is_named(tmp_path: Path) -> None:
     facts = RankFacts(0, 1, "here", 512, 1000, (), "reference", 0.0, 0, 0)
-    server = RankServer(FakeCore(), facts, worker_config(tmp_path / "missing"), lambda error: None)
+    server = RankServer(FakeCore(), facts, worker_config(tmp_path / "missing"), lambda error: None, inspect)
     with pytest.raises(ConfigError, match="cannot listen on unix:"):
         server.start()

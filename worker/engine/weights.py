@@ -1,0 +1,109 @@
+"""Weights: one rank's weights and KV pages as memory that can be given back and filled again, while the rank lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.protos.errors import AllspanError, CheckpointError
+from allspan.worker.memory import give_back
+from allspan.worker.models.loader import open_checkpoint, prepare
+from allspan.worker.models.model import Model
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.parallel.base import Collectives
+from allspan.worker.weights.checkpoint import Checkpoint
+
+_TOLD_BYTES = 2048
+"""Of a failure, to the other ranks."""
+
+
+class Weights:
+    """`unload` and `reload` are called by every rank's step loop at the same step, between two of them.
+
+    Tensors stay where they are: what the forward pass has recorded of them stays true.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        cache: CacheConfig,
+        collectives: Collectives,
+        pages: Sequence[Tensor],
+        await_others: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`pages` are the tensors of the KV cache; `await_others` waits for every rank, however long it takes."""
+        self.is_loaded = True
+        self._model = model
+        self._config = config
+        self._cache = cache
+        self._collectives = collectives
+        self._pages = tuple(pages)
+        self._await_others = await_others
+
+    def unload(self) -> None:
+        """Gives the memory back. Raises CheckpointError, on every rank, when a system does not take it."""
+        self.is_loaded = False
+        failure = ""
+        try:
+            give_back([*self._model.weights.values(), *self._pages])
+        except AllspanError as error:
+            failure = error.message
+        self._agree(failure)
+
+    def reload(self, on_progress: Callable[[], None]) -> None:
+        """Reads the weights from the model's path again. `on_progress` is called after each weight.
+
+        Raises CheckpointError, the same on every rank and naming the first that failed. When a rank cannot open the
+        files, or finds another model there, nothing has been read: weights that were loaded still are. When reading
+        breaks off, they are not.
+        """
+        failure, checkpoint = "", None
+        try:
+            checkpoint = self._open()
+        except (AllspanError, OSError) as error:
+            failure = str(error)
+        self._agree(failure)
+        assert checkpoint is not None  # else this rank's failure has been raised
+        self.is_loaded = False
+        try:
+            model = self._model
+            model.holding.read(checkpoint, self._config.device, lambda done, total: on_progress(), model.weights)
+        except (AllspanError, OSError, RuntimeError, ValueError) as error:
+            failure = str(error)
+        self._await_others()
+        self._agree(failure)
+        self.is_loaded = True
+
+    def _open(self) -> Checkpoint:
+        """What lies at the path now. Raises CheckpointError unless it is a model like the one that was loaded."""
+        config = self._config
+        prepared = prepare(config, self._cache, self._collectives.rank, self._collectives.size)
+        difference = _difference(self._model.spec, prepared.source.spec)
+        if difference:
+            raise CheckpointError(
+                f"{config.path}: another model lies here now ({difference}); restart to serve it, or put weights of "
+                "the same shapes back"
+            )
+        return open_checkpoint(prepared.source, prepared.holding.shard, config.load_format)
+
+    def _agree(self, failure: str) -> None:
+        """Every rank tells how it went; raises the first failure on all of them."""
+        told = failure.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
+        mine = torch.frombuffer(bytearray(told), dtype=torch.int32).view(1, -1)
+        everyone = torch.empty((self._collectives.size, mine.shape[1]), dtype=torch.int32)
+        self._collectives.all_gather_rows(mine, everyone)
+        for rank, row in enumerate(everyone):
+            message = bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
+            if message:
+                raise CheckpointError(message if self._collectives.size == 1 else f"rank {rank}: {message}")
+
+
+def _difference(before: ModelSpec, now: ModelSpec) -> str:
+    """The first field in which they differ; "" when the weights of one fit the other."""
+    old, new = asdict(before), asdict(now)
+    return next((f"{name} is {new[name]}, was {old[name]}" for name in old if new[name] != old[name]), "")

@@ -1,0 +1,44 @@
+"""The memory of this process: how much it holds, and giving back what tensors hold without moving them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from allspan.protos.errors import Unavailable
+
+
+def resident_bytes() -> int:
+    """What this process holds now; 0 where the system does not say."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def can_give_back(device: str) -> bool:
+    """Whether `give_back` works here."""
+    return device == "cpu" and sys.platform.startswith("linux")
+
+
+def give_back(tensors: Iterable[Tensor]) -> None:
+    """Gives the memory behind CPU tensors back to the system. They stay where they are and are lost: until written
+    again they read as zeros (but for what they share a page with). Writing takes memory anew, on the writer's node.
+
+    So whoever holds a tensor, a view or a pointer need not be told. Raises Unavailable when the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = mmap.PAGESIZE
+    for start, size in {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for tensor in tensors)}:
+        first, last = -(-start // page) * page, (start + size) // page * page
+        if last <= first:
+            continue
+        length = ctypes.c_size_t(last - first)
+        if libc.madvise(ctypes.c_void_p(first), length, mmap.MADV_DONTNEED):  # private memory: free at once
+            reason = os.strerror(ctypes.get_errno())
+            raise Unavailable(f"the system does not take back {last - first} bytes of memory: {reason}")
