@@ -13,6 +13,7 @@ namespace nb = nanobind;
 using nb::handle;
 
 void bind_collectives(nb::module_& module);  // collectives.cpp
+void bind_sampling(nb::module_& module);     // sampling.cpp
 
 namespace allspan {
 namespace {
@@ -227,4 +228,5 @@ NB_MODULE(_native, module) {
   module.def("silu_mul", &silu_mul, nb::arg("runtime"), nb::arg("gate_up"), nb::arg("out"));
   module.def("gather_rows", &gather_rows, nb::arg("runtime"), nb::arg("x"), nb::arg("rows"), nb::arg("out"));
   bind_collectives(module);
+  bind_sampling(module);
 }

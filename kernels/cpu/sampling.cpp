@@ -1,0 +1,454 @@
+// From rows of logits to tokens and log-probabilities: what worker/sampling/reference.py does in numpy, bit for bit.
+//
+// A token's weight is exp(z), z = (logit - highest) / temperature, rounded to a multiple of a power of two so coarse
+// that every sum of weights is exact in a double (at most 2^53 units). So no result depends on the order of a sum, on
+// the width of a vector or on how the work was cut up; and filters may look at the few tokens that matter.
+// exp is a polynomial (Cephes expf, S. Moshier) in float without fused multiply-adds, the same in every build.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "runtime.h"
+
+namespace nb = nanobind;
+
+// Compiled once for each, chosen when the module is loaded.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define ALLSPAN_EACH_ISA __attribute__((target_clones("avx2", "default")))
+#else
+#define ALLSPAN_EACH_ISA
+#endif
+
+namespace allspan {
+
+constexpr int64_t kBlock = 64;  // logits; each block's highest is kept
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+// z = (x - highest) / temperature; weights are rounded by adding `rounder` and taking it away again.
+struct Scale {
+  float highest, temperature;
+  double rounder;
+};
+
+// The highest of each block of x [n]; false when one is NaN or +infinity.
+ALLSPAN_EACH_ISA bool block_maxima(const float* x, int64_t n, float* maxima) {
+  constexpr int kLanes = 16;
+  int32_t bad[kLanes] = {};
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    float padded[kBlock];
+    const float* block = x + begin;
+    if (n - begin < kBlock) {
+      std::fill(padded, padded + kBlock, kLowest);
+      std::copy(block, x + n, padded);
+      block = padded;
+    }
+    float lanes[kLanes];
+    for (int l = 0; l < kLanes; ++l) lanes[l] = kLowest;
+    for (int64_t i = 0; i < kBlock; i += kLanes)
+      for (int l = 0; l < kLanes; ++l) {
+        lanes[l] = block[i + l] > lanes[l] ? block[i + l] : lanes[l];
+        bad[l] |= !(block[i + l] <= FLT_MAX);
+      }
+    maxima[begin / kBlock] = *std::max_element(lanes, lanes + kLanes);
+  }
+  return !std::any_of(bad, bad + kLanes, [](int32_t each) { return each; });
+}
+
+static inline float exponential(float z) {
+  const float x = z > -87.0f ? z : -87.0f;
+  const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + (r + 1.0f);
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return p * power;
+}
+
+// z and weights of a block x [n <= kBlock]; both are filled up to kBlock, with weights of 0.
+ALLSPAN_EACH_ISA void weigh_block(const float* x, int64_t n, const Scale& scale, float* z, double* weights) {
+  for (int64_t i = 0; i < n; ++i) z[i] = x[i] - scale.highest;
+  for (int64_t i = n; i < kBlock; ++i) z[i] = kLowest;
+  if (scale.temperature != 1.0f)
+    for (int64_t i = 0; i < kBlock; ++i) z[i] = z[i] / scale.temperature;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    const double weight = exponential(z[i]);
+    weights[i] = (weight + scale.rounder) - scale.rounder;
+  }
+}
+
+// The sum of the weights of each block of x [n].
+ALLSPAN_EACH_ISA void block_weights(const float* x, int64_t n, const Scale& scale, double* sums) {
+  constexpr int kLanes = 8;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    float z[kBlock];
+    const int64_t count = std::min(kBlock, n - begin);
+    for (int64_t i = 0; i < count; ++i) z[i] = x[begin + i] - scale.highest;
+    for (int64_t i = count; i < kBlock; ++i) z[i] = kLowest;
+    if (scale.temperature != 1.0f)
+      for (int64_t i = 0; i < kBlock; ++i) z[i] = z[i] / scale.temperature;
+    for (int64_t i = 0; i < kBlock; ++i) z[i] = exponential(z[i]);
+    double lanes[kLanes] = {};
+    for (int64_t i = 0; i < kBlock; i += kLanes)
+      for (int l = 0; l < kLanes; ++l) lanes[l] += (z[i + l] + scale.rounder) - scale.rounder;
+    double sum = 0;
+    for (int l = 0; l < kLanes; ++l) sum += lanes[l];
+    sums[begin / kBlock] = sum;
+  }
+}
+
+namespace {
+
+// What a row asks for; laid out like SETTINGS in worker/sampling/settings.py.
+struct Settings {
+  uint64_t seed;
+  double top_p, typical_p;
+  float temperature, min_z;
+  int32_t top_k, is_random;
+};
+static_assert(sizeof(Settings) == 40, "as in settings.py");
+
+constexpr int32_t kNotFinite = -1, kAllMasked = -2;  // worker/sampling/failure.py
+
+struct Entry {
+  float logit;
+  int32_t id;
+};
+
+// Memory of one thread, kept for the next row.
+struct Scratch {
+  std::vector<float> maxima, copy;
+  std::vector<double> sums;
+  std::vector<Entry> entries;
+  // Tokens that may still be drawn, in the order of their ids.
+  std::vector<float> z;
+  std::vector<double> weights, keys;
+  std::vector<int32_t> ids;
+  std::vector<std::pair<double, double>> bucket;
+};
+
+// Philox4x32-10 (Salmon et al., SC 2011), as in worker/sampling/philox.py: a multiple of 2^-53 in [0, 1).
+double uniform(uint64_t seed, uint64_t position) {
+  uint64_t c[4] = {position & 0xFFFFFFFF, position >> 32, 0, 0};
+  uint64_t k0 = seed & 0xFFFFFFFF, k1 = seed >> 32;
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = c[0] * 0xD2511F53, p1 = c[2] * 0xCD9E8D57;
+    c[0] = (p1 >> 32) ^ c[1] ^ k0;
+    c[1] = p1 & 0xFFFFFFFF;
+    c[2] = (p0 >> 32) ^ c[3] ^ k1;
+    c[3] = p0 & 0xFFFFFFFF;
+    k0 = (k0 + 0x9E3779B9) & 0xFFFFFFFF;
+    k1 = (k1 + 0xBB67AE85) & 0xFFFFFFFF;
+  }
+  return static_cast<double>(c[0] >> 5 << 26 | c[1] >> 6) * 0x1p-53;
+}
+
+// Adding and taking away 1.5 · 2^b rounds to multiples of 2^(b-52); n weights of at most 1 then make at most 2^53
+// units.
+double rounder_for(int64_t n) {
+  int bits = 0;
+  for (; n > 0; n >>= 1) ++bits;
+  return std::ldexp(1.5, bits - 1);
+}
+
+// The smallest key up to which the weights, in the order of their keys, sum to `wanted` or more (0 < wanted <= their
+// sum). Sums by buckets of equal width first, then sorts one bucket.
+double cut(const double* keys, const double* weights, int64_t n, double wanted, Scratch& scratch) {
+  constexpr int kBuckets = 1024;
+  const auto [least, most] = std::minmax_element(keys, keys + n);
+  const double low = *least, width = *most - low;
+  if (!(width > 0)) return low;
+  const double scale = n < 128 ? 0 : (kBuckets - 1) / width;
+  const auto place = [&](double key) { return static_cast<int>((key - low) * scale); };
+  double sums[kBuckets] = {};
+  for (int64_t i = 0; i < n; ++i) sums[place(keys[i])] += weights[i];
+  double before = 0;
+  int chosen = 0;
+  while (before + sums[chosen] < wanted) before += sums[chosen++];
+  std::vector<std::pair<double, double>>& bucket = scratch.bucket;
+  bucket.clear();
+  for (int64_t i = 0; i < n; ++i)
+    if (place(keys[i]) == chosen) bucket.emplace_back(keys[i], weights[i]);
+  std::sort(bucket.begin(), bucket.end());
+  size_t at = 0;
+  while ((before += bucket[at].second) < wanted) ++at;
+  return bucket[at].first;
+}
+
+// The entries of x [n] among which are the k largest, and those equal to the k-th: all that reach the k-th largest of
+// the blocks' maxima.
+void gather_largest(const float* x, int64_t n, int64_t k, Scratch& s) {
+  float bound = kLowest;
+  if (k < static_cast<int64_t>(s.maxima.size())) {
+    s.copy = s.maxima;
+    std::nth_element(s.copy.begin(), s.copy.begin() + (k - 1), s.copy.end(), std::greater<float>());
+    bound = s.copy[k - 1];
+  }
+  s.entries.clear();
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    if (s.maxima[begin / kBlock] < bound) continue;
+    for (int64_t i = begin; i < std::min(n, begin + kBlock); ++i)
+      if (x[i] >= bound) s.entries.push_back({x[i], static_cast<int32_t>(i)});
+  }
+}
+
+void keep_weighty(const float* z, const double* weights, int64_t n, double least, int32_t first, const Entry* entries,
+                  Scratch& s) {
+  for (int64_t i = 0; i < n; ++i)
+    if (weights[i] > 0 && weights[i] >= least) {
+      s.z.push_back(z[i]);
+      s.weights.push_back(weights[i]);
+      s.ids.push_back(entries ? entries[i].id : first + static_cast<int32_t>(i));
+    }
+}
+
+// Fills in z, weights and ids of the k most likely tokens.
+void take_top_k(const float* x, int64_t n, int64_t k, const Scale& scale, Scratch& s) {
+  gather_largest(x, n, k, s);
+  const int64_t count = static_cast<int64_t>(s.entries.size());
+  if (count > k) {
+    s.keys.resize(count);
+    for (int64_t i = 0; i < count; ++i) s.keys[i] = -static_cast<double>(std::max(s.entries[i].logit, -FLT_MAX));
+    s.weights.assign(count, 1.0);
+    const double last = cut(s.keys.data(), s.weights.data(), count, static_cast<double>(k), s);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (s.keys[i] <= last) s.entries[kept++] = s.entries[i];
+    s.entries.resize(kept);
+  }
+  s.weights.clear();
+  for (size_t begin = 0; begin < s.entries.size(); begin += kBlock) {
+    const int64_t size = std::min<int64_t>(kBlock, s.entries.size() - begin);
+    float logits[kBlock], z[kBlock];
+    double weights[kBlock];
+    for (int64_t i = 0; i < size; ++i) logits[i] = s.entries[begin + i].logit;
+    weigh_block(logits, size, scale, z, weights);
+    keep_weighty(z, weights, size, 0, 0, s.entries.data() + begin, s);
+  }
+}
+
+// Fills in z, weights and ids of the tokens that weigh at least `least`.
+void take_weighty(const float* x, int64_t n, double least, const Scale& scale, Scratch& s) {
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    // exp is right to a few units in the last place, hence the margin.
+    const float highest = (s.maxima[begin / kBlock] - scale.highest) / scale.temperature;
+    if (exponential(highest) < least * 0.999) continue;
+    const int64_t size = std::min(kBlock, n - begin);
+    float z[kBlock];
+    double weights[kBlock];
+    weigh_block(x + begin, size, scale, z, weights);
+    keep_weighty(z, weights, size, least, static_cast<int32_t>(begin), nullptr, s);
+  }
+}
+
+double sum(const std::vector<double>& values) {
+  double total = 0;
+  for (const double value : values) total += value;
+  return total;
+}
+
+template <class Keep>
+void filter(Scratch& s, Keep keep) {
+  size_t kept = 0;
+  for (size_t i = 0; i < s.ids.size(); ++i) {
+    if (!keep(i)) continue;
+    s.z[kept] = s.z[i];
+    s.weights[kept] = s.weights[i];
+    s.ids[kept++] = s.ids[i];
+  }
+  s.z.resize(kept);
+  s.weights.resize(kept);
+  s.ids.resize(kept);
+}
+
+void filter_by_keys(Scratch& s, double wanted) {
+  const double last = cut(s.keys.data(), s.weights.data(), static_cast<int64_t>(s.ids.size()), wanted, s);
+  filter(s, [&](size_t i) { return s.keys[i] <= last; });
+}
+
+// The first place at which the running sum of the weights exceeds `wanted`, less than their sum.
+int64_t find(const double* weights, int64_t n, double wanted, double running = 0) {
+  for (int64_t i = 0; i < n; ++i)
+    if ((running += weights[i]) > wanted) return i;
+  return n - 1;
+}
+
+int32_t draw(const float* x, int64_t n, const Settings& settings, double share, const Scale& scale, Scratch& s) {
+  s.z.clear();
+  s.weights.clear();
+  s.ids.clear();
+  double total;
+  if (settings.top_k > 0 && settings.top_k < n) {
+    take_top_k(x, n, settings.top_k, scale, s);
+    total = sum(s.weights);
+  } else {
+    s.sums.resize(s.maxima.size());
+    block_weights(x, n, scale, s.sums.data());
+    total = sum(s.sums);
+    if (settings.top_p >= 1 && settings.typical_p >= 1 && settings.min_z == kLowest) {
+      const double wanted = share * total;
+      double before = 0;
+      int64_t block = 0;
+      while (before + s.sums[block] <= wanted) before += s.sums[block++];
+      const int64_t begin = block * kBlock;
+      float z[kBlock];
+      double weights[kBlock];
+      weigh_block(x + begin, std::min(kBlock, n - begin), scale, z, weights);
+      return static_cast<int32_t>(begin + find(weights, kBlock, wanted, before));
+    }
+    // Tokens lighter than this sum to less than what top-p leaves out, even all together; half of it for safety.
+    take_weighty(x, n, settings.top_p < 1 ? (1 - settings.top_p) * total / static_cast<double>(n) / 2 : 0, scale, s);
+  }
+  if (settings.top_p < 1) {
+    s.keys.assign(s.z.begin(), s.z.end());
+    for (double& key : s.keys) key = -key;
+    filter_by_keys(s, settings.top_p * total);
+  }
+  if (settings.min_z > kLowest) filter(s, [&](size_t i) { return s.z[i] >= settings.min_z; });
+  if (settings.typical_p < 1) {
+    double surprise = 0;
+    for (size_t i = 0; i < s.z.size(); ++i) surprise += (s.weights[i] * s.z[i] + scale.rounder) - scale.rounder;
+    total = sum(s.weights);
+    const double expected = surprise / total;
+    s.keys.resize(s.z.size());
+    for (size_t i = 0; i < s.z.size(); ++i) s.keys[i] = std::fabs(s.z[i] - expected);
+    filter_by_keys(s, settings.typical_p * total);
+  }
+  return s.ids[find(s.weights.data(), static_cast<int64_t>(s.ids.size()), share * sum(s.weights))];
+}
+
+// Fills in s.maxima. The index of the highest block, or what there is instead.
+int64_t scan(const float* x, int64_t n, Scratch& s) {
+  s.maxima.resize((n + kBlock - 1) / kBlock);
+  if (!block_maxima(x, n, s.maxima.data())) return kNotFinite;
+  const auto highest = std::max_element(s.maxima.begin(), s.maxima.end());
+  return *highest == kLowest ? kAllMasked : highest - s.maxima.begin();
+}
+
+int32_t sample(const float* x, int64_t n, int64_t position, const Settings& settings, Scratch& s) {
+  const int64_t block = scan(x, n, s);
+  if (block < 0) return static_cast<int32_t>(block);
+  const float highest = s.maxima[block];
+  if (!settings.is_random) return static_cast<int32_t>(std::find(x + block * kBlock, x + n, highest) - x);
+  const Scale scale{highest, settings.temperature, rounder_for(n)};
+  return draw(x, n, settings, uniform(settings.seed, static_cast<uint64_t>(position)), scale, s);
+}
+
+// out: the token; its log-probability, the ids of the `count` most likely, best first, and their log-probabilities
+// (floats as their bits), with `places` for each of the last two.
+void log_softmax(const float* x, int64_t n, int64_t count, int64_t places, int32_t* out, Scratch& s) {
+  const int64_t block = scan(x, n, s);
+  if (block < 0) return;
+  const Scale scale{s.maxima[block], 1.0f, rounder_for(n)};
+  s.sums.resize(s.maxima.size());
+  block_weights(x, n, scale, s.sums.data());
+  const double normaliser = std::log(sum(s.sums)) + scale.highest;
+  const auto put = [&](int64_t place, float logit) {
+    const float value = static_cast<float>(logit - normaliser);
+    std::memcpy(out + place, &value, sizeof value);
+  };
+  put(1, x[out[0]]);
+  if (count == 0) return;
+  gather_largest(x, n, count, s);
+  std::partial_sort(s.entries.begin(), s.entries.begin() + count, s.entries.end(), [](const Entry& a, const Entry& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    out[2 + i] = s.entries[i].id;
+    put(2 + places + i, s.entries[i].logit);
+  }
+}
+
+template <class T, int Dims>
+using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+
+// body(row, scratch) for each row, on the runtime's threads when there is one.
+template <class Body>
+void each_row(Runtime* runtime, int64_t rows, Body body) {
+  const auto part = [&](int64_t begin, int64_t end) {
+    thread_local Scratch scratch;
+    for (int64_t row = begin; row < end; ++row) body(row, scratch);
+  };
+  if (runtime) {
+    runtime->split(rows, 1, part);
+  } else {
+    part(0, rows);
+  }
+}
+
+void require(bool holds, const char* message) {
+  if (!holds) throw nb::value_error(message);
+}
+
+void sample_rows(Runtime* runtime, Array<const float, 2> logits, Array<const int64_t, 1> rows,
+                 Array<const int64_t, 1> positions, Array<const int64_t, 1> targets, Array<const uint8_t, 2> settings,
+                 Array<int32_t, 2> out) {
+  const int64_t m = logits.shape(0), n = logits.shape(1), columns = out.shape(1);
+  require(n > 0 && n < INT32_MAX, "sample_rows: logits have no columns, or too many");
+  require(rows.shape(0) == logits.shape(0) && positions.shape(0) == logits.shape(0) &&
+              targets.shape(0) == logits.shape(0) && out.shape(0) == logits.shape(0) && columns > 0,
+          "sample_rows: rows, positions, targets and out must be as long as logits");
+  require(settings.shape(1) == sizeof(Settings), "sample_rows: settings are not laid out as settings.py says");
+  for (int64_t i = 0; i < m; ++i) {
+    require(rows(i) >= 0 && rows(i) < static_cast<int64_t>(settings.shape(0)), "sample_rows: rows has no settings");
+    require(targets(i) < n, "sample_rows: a target is no token");
+  }
+  const float* x = logits.data();
+  const int64_t *row = rows.data(), *position = positions.data(), *target = targets.data();
+  const Settings* table = reinterpret_cast<const Settings*>(settings.data());
+  int32_t* tokens = out.data();
+  nb::gil_scoped_release release;
+  each_row(runtime, m, [&](int64_t i, Scratch& scratch) {
+    int32_t& token = tokens[i * columns];
+    if (target[i] < 0) {
+      token = sample(x + i * n, n, position[i], table[row[i]], scratch);
+    } else {
+      token = scan(x + i * n, n, scratch) < 0 ? kNotFinite : static_cast<int32_t>(target[i]);
+    }
+  });
+}
+
+void log_softmax_rows(Runtime* runtime, Array<const float, 2> logits, Array<const int64_t, 1> counts,
+                      Array<int32_t, 2> out) {
+  const int64_t m = logits.shape(0), n = logits.shape(1), columns = out.shape(1), places = (columns - 2) / 2;
+  require(counts.shape(0) == logits.shape(0) && out.shape(0) == logits.shape(0) && columns >= 2,
+          "log_softmax_rows: counts and out must be as long as logits");
+  for (int64_t i = 0; i < m; ++i) {
+    require(counts(i) <= std::min(n, places), "log_softmax_rows: a count is larger than the place for it");
+    require(out(i, 0) < n, "log_softmax_rows: a token is none");
+  }
+  const float* x = logits.data();
+  const int64_t* count = counts.data();
+  int32_t* result = out.data();
+  nb::gil_scoped_release release;
+  each_row(runtime, m, [&](int64_t i, Scratch& scratch) {
+    int32_t* row = result + i * columns;
+    if (count[i] >= 0 && row[0] >= 0) log_softmax(x + i * n, n, count[i], places, row, scratch);
+  });
+}
+
+}  // namespace
+}  // namespace allspan
+
+void bind_sampling(nb::module_& module) {
+  using namespace allspan;
+  module.def("sample_rows", &sample_rows, nb::arg("runtime").none(), nb::arg("logits").noconvert(), nb::arg("rows"),
+             nb::arg("positions"), nb::arg("targets"), nb::arg("settings"), nb::arg("out").noconvert());
+  module.def("log_softmax_rows", &log_softmax_rows, nb::arg("runtime").none(), nb::arg("logits").noconvert(),
+             nb::arg("counts"), nb::arg("out").noconvert());
+}
