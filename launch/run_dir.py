@@ -16,13 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allspan.launch import reaper
-from allspan.protos.cluster import socket_path
+from allspan.launch.console import size
+from allspan.protos.cluster import replica_dir, socket_path
 from allspan.protos.errors import ConfigError
 
 SHM = Path("/dev/shm")
 LOCK_FILE = "lock"
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for a unix socket's path is 107."""
+MIN_SHM_BYTES = 8 << 20
+"""MPI makes files of some MiB per rank here, mostly holes; with too little room it dies by a signal, or says nothing."""
+MIN_RUN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,13 @@ class RunDir:
         """Removes both folders. Idempotent."""
         shutil.rmtree(self.shm, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def replica(self, index: int) -> RunDir:
+        """Makes both folders of one replica, below these; they go with them, and are never to be `remove`d."""
+        part = RunDir(replica_dir(self.path, index), self.shm / f"replica-{index}", self.lock_fd)
+        for folder in (part.path, part.shm):
+            folder.mkdir(mode=0o700)
+        return part
 
     def clear_shm(self) -> None:
         """Removes what a dead world left in the shared-memory folder; the folder and its owner's name stay."""
@@ -72,10 +83,17 @@ def base_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def make_run_dir(wanted: str = "", environ: Mapping[str, str] = os.environ, shm: Path = SHM) -> RunDir:
     """Makes and locks both folders, in `wanted` or under `base_dir()`, after removing those of dead clusters.
 
-    Raises ConfigError when `wanted` is in use, holds foreign files, or makes a socket path that is too long.
+    Where only `wanted` can be written to, those of dead clusters wait for a start that may remove them.
+    Raises ConfigError when `wanted` is in use, holds foreign files, or makes a socket path that is too long, and when
+    a folder cannot be written to or its disk is full.
     """
-    base = base_dir(environ)
-    guard = _lock(base / ".lock", wait_s=10.0)
+    try:
+        base = base_dir(environ)
+        guard = _lock(base / ".lock", wait_s=10.0)
+    except ConfigError:
+        if not wanted:
+            raise
+        return _make(Path(wanted).absolute(), shm)
     if guard is None:
         raise ConfigError(f"{base / '.lock'} is held by another start for more than 10 s; try again")
     try:
@@ -126,15 +144,26 @@ def _make(path: Path, shm: Path) -> RunDir:
     lock = _lock(path / LOCK_FILE)
     if lock is None:
         raise ConfigError(f"--run-dir {path} is in use by another cluster")
-    if others := [name for name in foreign if name != LOCK_FILE]:
+    try:
+        if others := [name for name in foreign if name != LOCK_FILE]:
+            raise ConfigError(f"--run-dir {path} holds other files ({others[0]}); take an empty or new folder")
+        try:
+            return RunDir(path, _make_shm(path, shm), lock)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+    except BaseException:
         os.close(lock)
-        raise ConfigError(f"--run-dir {path} holds other files ({others[0]}); take an empty or new folder")
-    return RunDir(path, _make_shm(path, shm), lock)
+        raise
 
 
 def _make_shm(run_dir: Path, shm: Path) -> Path:
     """Under its own name it exists with its owner or not at all: another start may be looking for stale ones."""
+    _check_room(run_dir, MIN_RUN_BYTES, "free some, or set XDG_RUNTIME_DIR or --run-dir to another disk")
     usable = shm.is_dir() and os.access(shm, os.W_OK)
+    if usable:
+        way_out = "remove files there; docker run --shm-size=1g gives a container more (Kubernetes: an emptyDir of "
+        _check_room(shm, MIN_SHM_BYTES, f"{way_out}medium Memory)")
     folder = shm / f"allspan-{os.getuid()}-{secrets.token_hex(4)}" if usable else run_dir / "shm"
     unnamed = folder.with_name(f".{folder.name}")
     unnamed.mkdir(mode=0o700)
@@ -143,13 +172,18 @@ def _make_shm(run_dir: Path, shm: Path) -> Path:
     return folder
 
 
+def _check_room(folder: Path, least: int, way_out: str) -> None:
+    if (free := shutil.disk_usage(folder).free) < least:
+        raise ConfigError(f"{folder} has {size(free)} free, must be at least {size(least)}: {way_out}")
+
+
 def _new_name() -> str:
     return secrets.token_hex(3)
 
 
 def _longest_socket(run_dir: Path) -> int:
-    """Bytes."""
-    return len(os.fsencode(socket_path(run_dir, 9999, 9999)))
+    """Bytes, with replicas or without."""
+    return len(os.fsencode(socket_path(replica_dir(run_dir, 99), 9999, 9999)))
 
 
 def _is_own(folder: Path) -> bool:
@@ -170,8 +204,14 @@ def _make_private(path: Path) -> None:
 
 
 def _lock(path: Path, wait_s: float = 0.0) -> int | None:
-    """A descriptor that holds the file's lock, or None when somebody else still holds it after `wait_s`."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    """A descriptor that holds the file's lock, or None when somebody else still holds it after `wait_s`.
+
+    Raises ConfigError when the file cannot be made.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path}: {error.strerror}; set XDG_RUNTIME_DIR or --run-dir") from error
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -1,5 +1,6 @@
 """Counts and names what was skipped; with ALLSPAN_REQUIRE_TOOLS=1 (continuous integration) a skip is a failure, unless
-the test needs a GPU, which nobody can install."""
+the test needs what nobody can install: a GPU ("gpu: …"), or the rights of root where the suite runs without them
+("root: …": mounts, network namespaces and control groups; run as root, such a skip is a failure like any other)."""
 
 from __future__ import annotations
 
@@ -30,17 +31,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    wanting = [reason for reason in session.config.stash[_skipped] if not reason.startswith("gpu:")]
+    wanting = [reason for reason in session.config.stash[_skipped] if not _is_excused(reason)]
     if wanting and exitstatus == 0 and os.environ.get("ALLSPAN_REQUIRE_TOOLS") == "1":
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for reason, count in sorted(config.stash[_skipped].items()):
-        verdict = (
-            "" if reason.startswith("gpu:") or os.environ.get("ALLSPAN_REQUIRE_TOOLS") != "1" else " (a failure here)"
-        )
+        excused = _is_excused(reason) or os.environ.get("ALLSPAN_REQUIRE_TOOLS") != "1"
+        verdict = "" if excused else " (a failure here)"
         terminalreporter.write_line(f"skipped {count}{verdict}: {reason}")
+
+
+def _is_excused(reason: str) -> bool:
+    return reason.startswith("gpu:") or (reason.startswith("root:") and os.geteuid() != 0)
 
 
 def _has_gpu() -> bool:

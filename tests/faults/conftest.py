@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,9 @@ def start(model: Path, runtime: Path) -> Iterator[Start]:
     """Starts `allspan serve MODEL --ranks 2` with more flags and waits until it is ready."""
     made: list[Served] = []
 
-    def begin(*flags: str, wait: bool = True) -> Served:
+    def begin(*flags: str, wait: bool = True, env: Mapping[str, str] | None = None, wrap: Sequence[str] = ()) -> Served:
         common = ("--ranks=2", "--oversubscribe", "--max-num-seqs=4", "--kv-cache-bytes=100000000")
-        made.append(Served(model, *common, *flags, runtime=runtime))
+        made.append(Served(model, *common, *flags, runtime=runtime, env=env, wrap=wrap))
         return made[-1].wait_ready() if wait else made[-1]
 
     yield begin

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +26,30 @@ READY_S = 90.0
 
 
 class Served:
-    """Starts the process; `wait_ready` waits for it. Everything it writes is kept in `log` and `lines`."""
+    """Starts the process; `wait_ready` waits for it. Everything it writes is kept in `log` and `lines`.
 
-    def __init__(self, model: Path | str, *flags: str, runtime: Path, env: dict[str, str] | None = None) -> None:
+    `wrap`: words before the command line, of a program that ends by executing it (so that the process id stays).
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        runtime: Path,
+        env: Mapping[str, str] | None = None,
+        wrap: Sequence[str] = (),
+    ) -> None:
         self.runtime = runtime
         self.lines: list[str] = []
         self.log = ""
         words = [sys.executable, "-m", "allspan.launch.cli", "serve", str(model), "--port=0", "--grpc-port=0", *flags]
         self.process = subprocess.Popen(
-            words,
+            [*wrap, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"XDG_RUNTIME_DIR": str(runtime)} | (env or {}),
+            env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), **(env or {})},
         )
         self._readers = [
             threading.Thread(target=self._read_output, daemon=True),
