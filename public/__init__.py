@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from allspan.client.engine import ClientEngine
+    from allspan.protos.engine import EngineProtocol
     from allspan.protos.options import RequestOptions
     from allspan.protos.sampling import SamplingParams
     from allspan.worker.engine.engine import Engine
+
+    _ENGINES: tuple[type[EngineProtocol], ...] = (ClientEngine, Engine)
+    """For the type checker: both have every method of the protocol."""
 
 __all__ = ["ClientEngine", "Engine", "RequestOptions", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
