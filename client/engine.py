@@ -16,9 +16,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from allspan.client.generation import Generation
 from allspan.client.loop import LoopThread
 from allspan.client.process import ClusterProcess
-from allspan.client.session import Session
-from allspan.client.source import source_of
-from allspan.client.statistics import merged
+from allspan.client.session import ResumePolicy, Session
+from allspan.client.source import Attach, sources_of
 from allspan.client.transport.base import Connect
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.engine import Completion, EngineStatistics, OpProfile, Prompt
@@ -46,12 +45,18 @@ class ServeOptions(TypedDict, total=False):
 
     ranks: int | None
     threads: int | None
+    data_parallel_size: int
     dtype: str
     max_model_len: int
     load_format: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_queued_requests: int
+    page_size: int
+    kv_cache_dtype: str
     kv_cache_bytes: int
+    enable_prefix_caching: bool
+    host_kv_cache_bytes: int
     oversubscribe: bool
     restart: bool
 
@@ -63,10 +68,14 @@ class ClientEngine:
             print(engine.generate("The sky is")[0].text)
 
     `model`: a model's name or path; a cluster is started for it, and ended with this engine.
-    `attach`: instead, a run directory, its cluster.json, or every rank's address, the leader's first.
+    `attach`: instead, a run directory, its cluster.json, or every rank's address, the leader's first (of a cluster of
+    several replicas: such a list for each).
     `tokenizer`: folder or GGUF file, when the model's own path cannot be read from here.
     `startup_timeout`: seconds until the cluster must be ready.
     `quiet`: keep the log of a cluster started here off this process's standard error.
+    `resume`: when a rank dies, its unfinished requests go on in another replica, or in the world that is started next,
+    for which they wait up to `resume_timeout` seconds; without repeating or missing a token. A request that loses
+    more than `max_resumes` worlds in a row, none of which brought it a token, fails with Unavailable.
     Further options are those of `allspan serve` (`ranks`, `threads`, `dtype`, `max_model_len` …); more ranks than cores
     are let through here (the log says so), unlike there: `oversubscribe=False` refuses them.
     Raises the AllspanError that says why there is no cluster.
@@ -76,17 +85,20 @@ class ClientEngine:
         self,
         model: str | Path | None = None,
         *,
-        attach: str | Path | Sequence[str] | None = None,
+        attach: Attach | None = None,
         tokenizer: str | Path | None = None,
         startup_timeout: float = 600.0,
         quiet: bool = False,
-        connect: Connect | None = None,
+        resume: bool = True,
+        resume_timeout: float = 30.0,
+        max_resumes: int = 5,
         **serve_options: Unpack[ServeOptions],
     ) -> None:
         if (model is None) == (attach is None):
             raise ConfigError("give either a model to start a cluster for, or attach=… for one that runs")
         if attach is not None and serve_options:
             raise ConfigError(f"{', '.join(serve_options)}: options for starting a cluster, not for attaching to one")
+        policy = ResumePolicy(resume, resume_timeout, max_resumes)
         deadline = time.monotonic() + startup_timeout
         options = {"start_timeout_s": max(1, math.ceil(startup_timeout)), "oversubscribe": True, **serve_options}
         process = None if model is None else ClusterProcess(str(model), options, quiet)
@@ -96,8 +108,8 @@ class ClientEngine:
         try:
             where = process.wait_ready(startup_timeout) if process is not None else attach
             assert where is not None
-            connect = connect or _grpc_connect()
-            self._session = Session(source_of(where, connect), connect)
+            connect = _grpc_connect()
+            self._session = Session(sources_of(where, connect), connect, policy)
             self._loop = LoopThread("allspan-client")
         except BaseException:
             if process is not None:
@@ -112,7 +124,7 @@ class ClientEngine:
 
     @property
     def cluster(self) -> ClusterInfo:
-        """The cluster as of the last world that this engine attached to."""
+        """The world that this engine is attached to, or was last; of several replicas, the first that is up."""
         assert self._session.info is not None  # set by the constructor's attach
         return self._session.info
 
@@ -128,7 +140,7 @@ class ClientEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Every rank of the cluster is there."""
+        """Every rank of the cluster is there and heard of; of several replicas, those of one at least."""
         return not self.down_cause
 
     @property
@@ -197,11 +209,11 @@ class ClientEngine:
         self._loop.run(_now(self._session.release, parse_request_id(handle.request_id)))
 
     def statistics(self) -> EngineStatistics:
-        return merged(self._loop.run(self._session.statuses()))
+        return self._loop.run(self._session.statistics())
 
     async def astatistics(self) -> EngineStatistics:
         """`statistics` for asyncio."""
-        return merged(await self._loop.arun(self._session.statuses()))
+        return await self._loop.arun(self._session.statistics())
 
     def reset_prefix_cache(self) -> None:
         self._control("reset_prefix_cache", 0.0)
@@ -218,6 +230,10 @@ class ClientEngine:
     def stop_profile(self) -> None:
         self._control("stop_profile", 0.0)
 
+    async def acontrol(self, operation: str, timeout: float = 0.0) -> None:
+        """One of the operations above, by its method's name, for asyncio."""
+        await self._loop.arun(self._session.control(operation, timeout))
+
     def op_profile(self) -> tuple[OpProfile, ...]:
         return tuple(OpProfile(**op) for op in self._inspect("profile")["ops"])
 
@@ -229,6 +245,10 @@ class ClientEngine:
 
     def version(self) -> str:
         return str(self._inspect("version")["version"])
+
+    async def ainspect(self, what: str) -> dict[str, Any]:
+        """ "profile", "model", "files" or "version", for asyncio."""
+        return await self._loop.arun(self._session.inspect(what))
 
     def generate(
         self,

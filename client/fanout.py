@@ -49,14 +49,16 @@ async def fan_out(ranks: Sequence[Transport], message: pb.StartRequestMessage, t
     raise refusal
 
 
-async def withdraw(ranks: Sequence[Transport], request_ids: Sequence[bytes], timeout: float) -> None:
-    """StopRequest to some ranks. A rank that cannot be reached loses the request with its world or its lease."""
+async def withdraw(ranks: Sequence[Transport], request_ids: Sequence[bytes], timeout: float) -> bool:
+    """StopRequest to some ranks; whether all have heard it. One that cannot be reached loses the request with its world
+    or its lease."""
     message = pb.RequestIds(request_ids=request_ids)
     calls = (rank.unary(STOP_REQUEST, message, timeout) for rank in ranks)
     replies = await asyncio.gather(*calls, return_exceptions=True)
-    for reply in replies:
-        if isinstance(reply, BaseException):
-            logger.info("a rank did not hear that %d requests were withdrawn: %s", len(request_ids), reply)
+    deaf = [reply for reply in replies if isinstance(reply, BaseException)]
+    for reply in deaf:
+        logger.info("a rank did not hear that %d requests were withdrawn: %s", len(request_ids), reply)
+    return not deaf
 
 
 def _first_refusal(failures: Sequence[tuple[int, BaseException]]) -> RankRefused | None:

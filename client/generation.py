@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from allspan.client.session import Session
 from allspan.protos.engine import Completion
-from allspan.protos.errors import AllspanError, QueueFull
+from allspan.protos.errors import AllspanError, QueueFull, Unavailable
 from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
@@ -56,7 +56,8 @@ class Generation:
                 self._session.release(request_id.bytes)
 
     async def _admit(self, request_id: bytes, prompt: Sequence[int], params: SamplingParams) -> ResultQueue:
-        """Waits while the queue is full, as long as this call's requests get on or it has not waited long."""
+        """Waits while the queue is full, as long as this call's requests get on or it has not waited long; and while
+        those of its requests that are in have to wait for another world."""
         pause = FIRST_RETRY_S
         started = time.monotonic()
         while True:
@@ -65,6 +66,10 @@ class Generation:
             except QueueFull:
                 if time.monotonic() - max(started, self._last_progress) > QUEUE_WAIT_S:
                     raise
+            except Unavailable:
+                if not self._session.queues():
+                    raise
+                await self._session.outlast()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_RETRY_S)
 

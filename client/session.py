@@ -1,74 +1,93 @@
-"""A facade's hold on a cluster: the open requests, the loss of a world, and attaching to the next."""
+"""A facade's open requests: admission, results, and going on in another world when theirs dies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from allspan.client.fanout import RankRefused
+from allspan.client.open_request import OpenRequest
+from allspan.client.replica import Replica
+from allspan.client.router import Router
 from allspan.client.source import ClusterSource
 from allspan.client.transport.base import Connect
-from allspan.client.world import World
+from allspan.client.world import World, WorldLost
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.cluster import ClusterInfo
+from allspan.protos.engine import EngineStatistics
 from allspan.protos.errors import (
     AllspanError,
     AlreadyExists,
-    DeadlineExceeded,
+    ConfigError,
+    InternalError,
+    QueueFull,
     RequestCancelled,
     Unavailable,
-    from_code,
 )
 from allspan.protos.options import RequestOptions
-from allspan.protos.results import Output, ResultQueue
+from allspan.protos.results import ResultQueue
 from allspan.protos.sampling import SamplingParams
-from allspan.protos.wire import deliver, options_to_wire, sampling_to_wire
 
 CALL_TIMEOUT_S = 30.0
-OPEN_TIMEOUT_S = 10.0
-CAUSE_TIMEOUT_S = 1.5
-CAUSE_POLL_S = 0.02
-REVIVE_POLL_S = 0.25
+FIRST_RETRY_S = 0.02
+LAST_RETRY_S = 0.5
+FOLLOW_UPS = 3
+LAST_WORDS_S = 1.0
+"""A leader that has stopped a request has sent its final output by then."""
 
 logger = logging.getLogger(__name__)
 
 
-class Session:
-    """Lives on one asyncio loop; every method must run there. At most one world at a time."""
+@dataclass(frozen=True, slots=True)
+class ResumePolicy:
+    """What becomes of unfinished requests when their world dies."""
 
-    def __init__(self, source: ClusterSource, connect: Connect, call_timeout: float = CALL_TIMEOUT_S) -> None:
-        self.info: ClusterInfo | None = None
-        self._source = source
-        self._connect = connect
+    enabled: bool = True
+    timeout_s: float = 30.0
+    """How long a request waits for a world to go on in."""
+    max_tries: int = 5
+    """Resumptions in a row that may bring a request no token."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.timeout_s <= 86400:
+            raise ConfigError(f"resume_timeout is {self.timeout_s}, must be from 0 to 86400 seconds")
+        if self.max_tries < 1:
+            raise ConfigError(f"max_resumes is {self.max_tries}, must be at least 1; resume=False for none")
+
+
+class Session:
+    """Lives on one asyncio loop; every method must run there. `sources`: see `Router`."""
+
+    def __init__(
+        self,
+        sources: Sequence[ClusterSource],
+        connect: Connect,
+        policy: ResumePolicy | None = None,
+        call_timeout: float = CALL_TIMEOUT_S,
+    ) -> None:
+        self._policy = policy or ResumePolicy()
         self._call_timeout = call_timeout
-        self._world: World | None = None
-        self._down = "not attached to a cluster"
+        self._router = Router(sources, connect, self, call_timeout)
+        self._open: dict[bytes, OpenRequest] = {}
         self._closed = False
-        self._open: dict[bytes, ResultQueue] = {}
-        self._burial: asyncio.Task[None] | None = None
-        self._attaching = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
 
     @property
+    def info(self) -> ClusterInfo | None:
+        """The cluster, as of a world that was attached to."""
+        return self._router.info
+
+    @property
     def down_cause(self) -> str:
-        """Why no world is there; "" while one is."""
-        return self._down if self._world is None or self._world.lost else ""
+        """Why requests are refused; "" while they are taken."""
+        return self._router.down_cause
 
     async def attach(self, timeout: float) -> None:
         """Waits for a cluster that is starting. Raises ConfigError (nothing there), Unavailable, DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(timeout):
-                while (info := await self._source.read()).state == "starting":
-                    await asyncio.sleep(CAUSE_POLL_S)
-                if info.state != "ready":
-                    cause = info.cause or "no cause is known"
-                    raise Unavailable(f"the cluster of {info.model} is {info.state}: {cause}")
-                async with self._attaching:
-                    await self._adopt(info)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the cluster was not ready within {timeout:g} s") from None
+        await self._router.attach(timeout)
 
     async def start(
         self,
@@ -77,181 +96,252 @@ class Session:
         params: SamplingParams,
         options: RequestOptions | None = None,
     ) -> ResultQueue:
-        """Admits a request on every rank. Cancelling this leaves no request behind."""
-        world = await self._current_world()
+        """Admits a request on every rank of a replica. Cancelling this leaves no request behind."""
+        if self._closed:
+            raise Unavailable(self._router.down_cause)
+        await self._router.some_ready()
         if request_id in self._open:
             raise AlreadyExists(f"request_id is {request_id.hex()}, which is in use; release that request first")
-        queue = self._open[request_id] = ResultQueue()
-        message = pb.StartRequestMessage(
-            request_id=request_id,
-            model=world.info.model,
-            prompt_token_ids=prompt_ids,
-            sampling=sampling_to_wire(params),
-        )
-        options_to_wire(options or RequestOptions(), message)
-        admission = asyncio.create_task(self._admit(world, message))
+        request = self._open[request_id] = OpenRequest(request_id, prompt_ids, params, options)
+        admission = request.carrier = self._spawn(self._first_life(request))
         try:
-            await asyncio.shield(admission)
+            await asyncio.wait([admission])
         except asyncio.CancelledError:
-            self._spawn(self._undo(admission, request_id))
+            self.release(request_id)
             raise
-        return queue
+        if admission.cancelled():
+            raise Unavailable("the engine is closed")
+        admission.result()
+        return request.queue
 
     async def stop(self, request_id: bytes) -> None:
         """Ends a request early; its final output arrives by itself. Unknown and ended ones are left alone."""
-        if request_id in self._open and self._world is not None:
-            await self._world.stop([request_id])
+        request = self._open.get(request_id)
+        if request is not None:
+            request.is_stopping = True
+            if request.is_admitting:
+                pass  # who sends it stops it, as soon as it has arrived
+            elif request.world is not None:
+                await request.world.stop([request_id])
+            else:
+                request.cancel()
+                self._drop(request)
 
     def release(self, request_id: bytes) -> None:
         """Ends a request for its reader at once, and for the ranks in the background."""
-        queue = self._open.get(request_id)
-        if queue is not None:
-            queue.put(Output(finish_reason="cancelled"))
+        request = self._open.get(request_id)
+        if request is not None:
+            request.cancel()
             self._spawn(self.stop(request_id))
 
     def queues(self, request_id: bytes | None = None) -> list[ResultQueue]:
         """Of one open request (empty when it has ended), or of all."""
-        if request_id is None:
-            return list(self._open.values())
-        return [self._open[request_id]] if request_id in self._open else []
+        found = self._open.values() if request_id is None else filter(None, [self._open.get(request_id)])
+        return [request.queue for request in found]
 
-    async def statuses(self) -> list[pb.WorkerStatus]:
-        return await (await self._current_world()).statuses(self._call_timeout)
+    async def outlast(self) -> None:
+        """Waits until requests are taken again, for a caller whose earlier ones are being resumed meanwhile. Raises
+        Unavailable when they will not be."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._policy.timeout_s
+        while self._router.down_cause:
+            if not (self._policy.enabled and self._router.may_return and loop.time() < deadline):
+                raise Unavailable(self._router.down_cause)
+            await self._router.news(deadline - loop.time())
+
+    async def statistics(self) -> EngineStatistics:
+        return await self._router.statistics()
 
     async def control(self, operation: str, timeout: float) -> None:
-        await (await self._current_world()).control(operation, timeout)
+        await self._router.control(operation, timeout)
 
     async def inspect(self, what: str) -> dict[str, Any]:
-        return await (await self._current_world()).inspect(what)
+        return await self._router.inspect(what)
 
     async def close(self) -> None:
         """Ends every request with RequestCancelled, and the leases with the ranks. Idempotent."""
         self._closed = True
-        self._fail_all(RequestCancelled("the engine was closed"))
-        tasks = [*self._background, *([self._burial] if self._burial else [])]
+        for request in list(self._open.values()):
+            request.queue.fail(RequestCancelled("the engine was closed"))
+            self._drop(request)
+        tasks = list(self._background)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        world, self._world, self._down = self._world, None, "the engine is closed"
-        if world is not None:
-            await world.close()
+        await self._router.close()
 
-    async def _admit(self, world: World, message: pb.StartRequestMessage) -> None:
+    def on_output(self, replica: Replica, message: pb.RequestOutput) -> None:
+        request = self._open.get(message.request_id)
+        if request is None or request not in replica.requests:
+            return
+        if message.error_code == Unavailable.code and self._policy.enabled:
+            # Its world is ending, and has said so before its streams did.
+            self._orphan(request)
+            return
+        request.deliver(message)
+        if message.finish_reason or message.error_code:
+            if request.world is not None and message.finish_reason not in ("stop", "length"):
+                self._spawn(request.world.forget([message.request_id]))
+            self._router.remember(replica, request, with_output=True)
+            self._drop(request)
+
+    def on_lost(self, replica: Replica) -> None:
+        if not self._closed:
+            for request in list(replica.requests):
+                self._orphan(request)
+
+    def on_change(self) -> None:
+        self._router.spread()
+
+    async def _first_life(self, request: OpenRequest) -> None:
+        try:
+            try:
+                await self._admit(request)
+            except Unavailable:
+                if not request.losses:
+                    raise
+                await self._next_life(request)
+        except AllspanError:
+            if request.world is None:
+                self._drop(request)
+            raise
+
+    async def _carry_on(self, request: OpenRequest) -> None:
+        try:
+            await self._next_life(request)
+        except AllspanError as error:
+            failure = error
+        except Exception as error:
+            logger.exception("request %s could not be resumed", request.request_id.hex())
+            failure = InternalError(f"the request could not be resumed: {error!r}")
+        else:
+            return
+        request.queue.fail(failure)
+        if request.world is None:  # else its leader may have it, and is being asked
+            self._drop(request)
+
+    async def _next_life(self, request: OpenRequest) -> None:
+        """Sends a request that has lost its world to another, as soon as there is one; raises why there is none."""
+        last = request.replica
+        info = last.info if last is not None else None
+        if last is None or info is None:
+            raise InternalError("a request that was never sent cannot be resumed")
+        if request.finish(info):
+            self._drop(request)
+            return
+        if not self._policy.enabled:
+            await last.buried()
+            raise Unavailable(last.down_cause or "the world has failed")
+        if not await self._find_world(request):
+            request.cancel()
+            self._drop(request)
+
+    async def _find_world(self, request: OpenRequest) -> bool:
+        """False when its caller has stopped it meanwhile. Raises why there is no world."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._policy.timeout_s
+        pause = FIRST_RETRY_S
+        while not request.is_stopping:
+            request.check_time()
+            await self._check_losses(request)
+            try:
+                await self._admit(request)
+                return True
+            except (AlreadyExists, QueueFull, Unavailable) as refusal:
+                cause = self._router.down_cause or refusal.message
+            if not self._router.may_return:
+                raise Unavailable(cause)
+            if loop.time() >= deadline:
+                raise Unavailable(f"{cause} (nothing to go on in within {self._policy.timeout_s:g} s)")
+            left = min(left for left in (deadline - loop.time(), request.remaining_s) if left is not None)
+            if self._router.ready:
+                await asyncio.sleep(max(min(pause, left), 0.0))
+                pause = min(2 * pause, LAST_RETRY_S)
+            else:
+                await self._router.news(left)
+        return False
+
+    async def _check_losses(self, request: OpenRequest) -> None:
+        """Unavailable once it has lost too many worlds: it may be what kills them."""
+        if request.losses > self._policy.max_tries and request.replica is not None:
+            await request.replica.buried()
+            cause = request.replica.down_cause or "the world has failed"
+            raise Unavailable(f"{cause} ({request.losses} worlds in a row were lost without a token of this request)")
+
+    async def _admit(self, request: OpenRequest) -> None:
+        """Sends it to the best replica that takes it. Raises the last one's refusal."""
+        refusal: AllspanError = Unavailable(self._router.down_cause or "no replica takes requests")
+        for replica, hit_blocks in self._router.ranked(request):
+            if (world := replica.world) is None:
+                continue
+            try:
+                await self._send(request, replica, world, hit_blocks)
+                return
+            except (AlreadyExists, QueueFull, Unavailable) as error:
+                refusal = error
+        raise refusal
+
+    async def _send(self, request: OpenRequest, replica: Replica, world: World, hit_blocks: int) -> None:
+        """One life's beginning. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""
+        message = request.begin(replica, world, hit_blocks)
+        self._router.remember(replica, request)
+        request.is_admitting = True
         try:
             await world.start(message)
+        except WorldLost:
+            if request.world is world:
+                self._orphan(request)
         except RankRefused as refusal:
-            if not refusal.ambiguous:
-                self._open.pop(message.request_id, None)
-            if await world.judge(refusal) or (world.lost and isinstance(refusal.error, Unavailable)):
-                await self._buried()
-                raise Unavailable(self._down) from None
+            if refusal.ambiguous:
+                request.is_stopping = True
+                self._spawn(self._follow_up(request, world))
+            else:
+                request.leave()
             raise refusal.error from None
-
-    async def _undo(self, admission: asyncio.Task[None], request_id: bytes) -> None:
-        """The caller left during the fan-out: let that end, then end what it began."""
-        await asyncio.wait([admission])
-        if not admission.cancelled() and admission.exception() is None:
-            self.release(request_id)
-
-    def _on_output(self, message: pb.RequestOutput) -> None:
-        queue = self._open.get(message.request_id)
-        if queue is None:
-            return
-        deliver(queue, message)
-        if message.finish_reason or message.error_code:
-            del self._open[message.request_id]
-            if self._world is not None and message.finish_reason not in ("stop", "length"):
-                self._spawn(self._world.forget([message.request_id]))
-
-    def _on_lost(self, world: World) -> None:
-        if world is self._world and not self._closed:
-            self._burial = asyncio.create_task(self._bury(world))
-
-    async def _bury(self, world: World) -> None:
-        """A world is gone: learn the cause, tell every open request, and look for the next world."""
-        self._down = world.obituary()
-        try:
-            self._down = await self._cause(world)
         finally:
-            self._world = None
-            self._fail_all(Unavailable(self._down))
-        logger.info("%s", self._down)
-        await world.close()
-        self._spawn(self._revive())
+            request.is_admitting = False
+        if request.world is None and not request.is_over:
+            raise Unavailable(replica.down_cause or "the world has failed")
+        if request.is_stopping:
+            self._spawn(self.stop(request.request_id))
 
-    async def _cause(self, world: World) -> str:
-        """The supervisor knows more than a broken stream tells, and takes up to a second to find it out."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + CAUSE_TIMEOUT_S
-        while loop.time() < deadline:
-            info = await self._read_quietly(deadline - loop.time())
-            if info is not None and info.state == "stopped" and not info.cause:
-                return f"the cluster of {info.model} was stopped"
-            if info is not None and info.state in ("down", "stopped") and info.cause:
-                named = any(f"rank {rank}" in info.cause for rank in world.lost)
-                return info.cause if named else f"{info.cause} ({world.obituary()})"
-            await asyncio.sleep(CAUSE_POLL_S)
-        return world.obituary()
+    def _orphan(self, request: OpenRequest) -> None:
+        """Its life is over, and it is not."""
+        request.lose()
+        if not request.is_admitting:
+            request.carrier = self._spawn(self._carry_on(request))
 
-    async def _read_quietly(self, timeout: float) -> ClusterInfo | None:
-        """None when nothing can be read now: while a world is down that is no news."""
-        try:
-            async with asyncio.timeout(max(timeout, 0.0)):
-                return await self._source.read()
-        except (AllspanError, TimeoutError) as error:
-            logger.debug("the cluster cannot be read: %s", error)
-            return None
+    async def _follow_up(self, request: OpenRequest, world: World) -> None:
+        """The leader did not answer, so it may have the request. That ends with its final output; or, if it never had
+        it, when the leader hears a stop and has nothing to say; or after FOLLOW_UPS tries, and then with the lease."""
+        for _ in range(FOLLOW_UPS):
+            await asyncio.sleep(self._call_timeout)
+            if request.world is not world:
+                return
+            if await world.stop([request.request_id]):
+                await asyncio.sleep(LAST_WORDS_S)
+                if request.world is world:
+                    await world.forget([request.request_id])
+                break
+        if request.world is world:
+            self._drop(request)
 
-    async def _buried(self) -> None:
-        if self._burial is not None:
-            await asyncio.wait([self._burial])
+    def _drop(self, request: OpenRequest) -> None:
+        """It is over, for this side at least."""
+        if self._open.get(request.request_id) is request:
+            del self._open[request.request_id]
+        request.leave()
+        carrier = request.carrier
+        if carrier is not None and not request.is_admitting and carrier is not asyncio.current_task():
+            carrier.cancel()
 
-    async def _revive(self) -> None:
-        while self._world is None and not await self._try_attach():
-            await asyncio.sleep(REVIVE_POLL_S)
-
-    async def _try_attach(self) -> bool:
-        """Attaches if a world is ready now; a failure to do so is no news while the cluster is down."""
-        async with self._attaching:
-            if self._world is not None:
-                return True
-            info = await self._read_quietly(OPEN_TIMEOUT_S)
-            if info is None:
-                return False
-            if info.state != "ready":
-                self._down = info.cause or self._down
-                return False
-            try:
-                await self._adopt(info)
-            except AllspanError as error:
-                logger.debug("cannot attach to epoch %d: %s", info.epoch, error)
-                return False
-            logger.info("attached to epoch %d of %s", info.epoch, info.model)
-            return True
-
-    async def _adopt(self, info: ClusterInfo) -> None:
-        world = World(info, self._connect, self._on_output, self._on_lost, lambda: bool(self._open), self._call_timeout)
-        try:
-            await world.open(OPEN_TIMEOUT_S)
-        except BaseException:
-            await world.close()
-            raise
-        self._world = world
-        self.info = info
-
-    async def _current_world(self) -> World:
-        if self._world is not None and self._world.lost:
-            await self._buried()
-        if self._closed or (self._world is None and not await self._try_attach()) or self._world is None:
-            raise Unavailable(self._down)
-        return self._world
-
-    def _fail_all(self, error: AllspanError) -> None:
-        queues, self._open = self._open, {}
-        for queue in queues.values():
-            queue.fail(from_code(error.code, error.message))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, AllspanError):
+            logger.error("a task of the session failed", exc_info=error)

@@ -33,6 +33,10 @@ class RunDirectory:
     async def read(self) -> ClusterInfo:
         return read_cluster(self._path)
 
+    def below(self, folder: str) -> RunDirectory:
+        """Of one replica, by its name in `ClusterInfo.replicas`."""
+        return RunDirectory(self._path / folder)
+
 
 class Addresses:
     """Asks the ranks themselves; the leader's address comes first. A world that answers is "ready"."""
@@ -75,11 +79,19 @@ class Addresses:
             await transport.close()
 
 
-def source_of(attach: str | Path | Sequence[str], connect: Connect) -> ClusterSource:
-    """A run directory, its cluster.json, one address, or a list of addresses."""
+Attach = str | Path | Sequence[str] | Sequence[Sequence[str]]
+
+
+def sources_of(attach: Attach, connect: Connect) -> list[ClusterSource]:
+    """A run directory, its cluster.json, one address, a list of addresses, or such a list for each replica."""
     if isinstance(attach, Path):
-        return RunDirectory(attach)
+        return [RunDirectory(attach)]
     if isinstance(attach, str):
         is_address = _ADDRESS.fullmatch(attach) and not Path(attach).exists()
-        return Addresses([attach], connect) if is_address else RunDirectory(Path(attach))
-    return Addresses(attach, connect)
+        return [Addresses([attach], connect) if is_address else RunDirectory(Path(attach))]
+    if attach and not any(isinstance(entry, str) for entry in attach):
+        return [Addresses(addresses, connect) for addresses in attach]
+    addresses = [entry for entry in attach if isinstance(entry, str)]
+    if len(addresses) < len(attach):
+        raise ConfigError("attach mixes addresses and lists; give one replica's addresses, or a list for each replica")
+    return [Addresses(addresses, connect)]

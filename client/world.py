@@ -7,8 +7,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from allspan.client.fanout import RankRefused, fan_out, withdraw
 from allspan.client.transport.base import CONTROL, INSPECT, RESULTS, STATUS, Connect, Transport
@@ -16,42 +16,59 @@ from allspan.protos import worker_pb2 as pb
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, DeadlineExceeded, Unavailable, from_code
 
-HEARTBEAT_MS = 1000
-SILENCE_S = 10.0
-WATCH_S = 0.5
+HEARTBEAT_MS = 500
+QUIET_S = 1.5
+"""A rank that sends nothing for so long is not ready; with WATCH_S, that is known within two seconds."""
+WATCH_S = 0.25
+GRACE_S = 5.0
+"""A rank that is silent is the supervisor's to judge, after `watchdog_timeout`; so much later it is given up here."""
 STALL_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
-class World:
-    """Lives on one asyncio loop. `on_output` gets the leader's outputs; `on_lost` is called once, when a rank is gone.
+class WorldLost(Exception):
+    """The world is gone; whether it had taken what was sent is unknown, and of no more consequence."""
 
-    `is_busy` tells whether any request is open (an idle step loop may stand still).
-    `lost` maps the ranks that are gone to what was seen of it, in the order of seeing.
+
+class WorldEvents(Protocol):
+    """Who is told what becomes of a world."""
+
+    def on_output(self, world: World, message: pb.RequestOutput) -> None:
+        """The leader has sent something for a request."""
+
+    def on_lost(self, world: World) -> None:
+        """A rank is gone; called once."""
+
+    def on_change(self) -> None:
+        """A rank has fallen silent, or is heard again."""
+
+    def is_busy(self) -> bool:
+        """Whether any request is open (an idle step loop may stand still)."""
+
+    async def is_over(self, world: World) -> bool:
+        """Whether the supervisor has given the world up; asked while a rank is silent, and answered soon."""
+
+
+class World:
+    """Lives on one asyncio loop.
+
+    `lost` maps the ranks that are gone to what was seen of it, in the order of seeing; `gone` is done with the first.
     """
 
-    def __init__(
-        self,
-        info: ClusterInfo,
-        connect: Connect,
-        on_output: Callable[[pb.RequestOutput], None],
-        on_lost: Callable[[World], None],
-        is_busy: Callable[[], bool],
-        call_timeout: float,
-    ) -> None:
+    def __init__(self, info: ClusterInfo, connect: Connect, events: WorldEvents, call_timeout: float) -> None:
         self.info = info
         self.client_id = uuid.uuid4().hex
         self.lost: dict[int, str] = {}
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transports: list[Transport] = [connect(rank.address) for rank in info.ranks]
-        self._on_output = on_output
-        self._on_lost = on_lost
-        self._is_busy = is_busy
+        self._events = events
         self._call_timeout = call_timeout
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
         now = time.monotonic()
         self._last_message = [now] * len(info.ranks)
+        self._quiet: set[int] = set()
         self._first_messages = [asyncio.Event() for _ in info.ranks]
         self._progress = (0, now)
         self._stall_logged = False
@@ -74,17 +91,36 @@ class World:
             raise DeadlineExceeded(f"{self.describe(silent[0])} sent no heartbeat within {timeout:g} s") from None
         if self.lost:
             raise Unavailable(self.obituary())
-        self._tasks.append(asyncio.create_task(self._watch(time.monotonic())))
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    @property
+    def silence(self) -> str:
+        """Which rank has not been heard for QUIET_S; "" while all are."""
+        if not (quiet := sorted(self._quiet)):
+            return ""
+        seconds = time.monotonic() - self._last_message[quiet[0]]
+        return f"{self.describe(quiet[0])} has been silent for {seconds:.1f} s"
 
     async def start(self, message: pb.StartRequestMessage) -> None:
-        """Fans a request out. Raises RankRefused."""
+        """Fans a request out. Raises RankRefused, or WorldLost as soon as that happens."""
         message.client_id = self.client_id
         message.epoch = self.info.epoch
-        await fan_out(self._transports, message, self._call_timeout)
+        sending = asyncio.create_task(fan_out(self._transports, message, self._call_timeout))
+        try:
+            await asyncio.wait({sending, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sending.cancel()  # of no effect once it is done
+        refusal = sending.exception() if sending.done() and not sending.cancelled() else None
+        if isinstance(refusal, RankRefused) and await self._is_dead(refusal):
+            self.lose(refusal.rank, refusal.error.message)
+        if self.gone.done():
+            raise WorldLost
+        if refusal is not None:
+            raise refusal
 
-    async def stop(self, request_ids: Sequence[bytes]) -> None:
-        """Asks the leader to end requests; their final outputs follow."""
-        await withdraw(self._transports[:1], request_ids, self._call_timeout)
+    async def stop(self, request_ids: Sequence[bytes]) -> bool:
+        """Asks the leader to end requests; their final outputs follow. False if it has not heard."""
+        return await withdraw(self._transports[:1], request_ids, self._call_timeout)
 
     async def forget(self, request_ids: Sequence[bytes]) -> None:
         """Frees on the followers what the leader has ended, perhaps before it was ever planned."""
@@ -103,14 +139,6 @@ class World:
             found.append(reply)
         return found
 
-    async def alive(self, rank: int) -> bool:
-        """Whether a rank answers at all, within a second."""
-        try:
-            await self._transports[rank].unary(STATUS, pb.StatusRequest(), 1.0)
-        except AllspanError:
-            return False
-        return True
-
     async def control(self, operation: str, timeout: float) -> None:
         """An operation of the model's life cycle, on the leader, which carries it to all."""
         request = pb.ControlRequest(operation=operation, timeout_s=timeout)
@@ -125,6 +153,7 @@ class World:
     async def close(self) -> None:
         """Ends the lease: the ranks drop what is left of this client's requests."""
         self._closed = True
+        self._end()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -139,31 +168,38 @@ class World:
         return "; ".join(f"{self.describe(rank)} is gone: {seen}" for rank, seen in self.lost.items())
 
     def lose(self, rank: int, seen: str) -> None:
-        """Notes that a rank is gone; the first one ends the world. `RankRefused` by a dead rank comes here too."""
+        """Notes that a rank is gone; the first one ends the world."""
         if self._closed or rank in self.lost:
             return
         self.lost[rank] = seen
         self._first_messages[rank].set()
         if len(self.lost) == 1:
-            self._on_lost(self)
+            self._end()
+            self._events.on_lost(self)
 
-    async def judge(self, refusal: RankRefused) -> bool:
-        """Whether a refusal means that the rank is gone (then it is noted), rather than that it said no."""
-        if not isinstance(refusal.error, (Unavailable, DeadlineExceeded)) or await self.alive(refusal.rank):
+    def _end(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    async def _is_dead(self, refusal: RankRefused) -> bool:
+        """Whether a rank refused because it is gone (it does not answer within a second), rather than by saying no."""
+        if not isinstance(refusal.error, (Unavailable, DeadlineExceeded)):
             return False
-        self.lose(refusal.rank, refusal.error.message)
-        return True
+        try:
+            await self._transports[refusal.rank].unary(STATUS, pb.StatusRequest(), 1.0)
+        except AllspanError:
+            return True
+        return False
 
     async def _read(self, rank: int) -> None:
         request = pb.ResultsSubscription(client_id=self.client_id, heartbeat_ms=HEARTBEAT_MS)
         try:
             async for message in self._transports[rank].stream(RESULTS, request):
-                self._last_message[rank] = time.monotonic()
-                self._first_messages[rank].set()
+                self._hear(rank)
                 if rank == 0:
                     self._note_progress(message.progress)
                 for output in message.outputs:
-                    self._on_output(output)
+                    self._events.on_output(self, output)
             seen = "it ended its stream"
         except AllspanError as error:
             seen = error.message
@@ -172,23 +208,43 @@ class World:
             seen = f"its results could not be read: {error!r}"
         self.lose(rank, seen)
 
-    async def _watch(self, now: float) -> None:
-        """Silence is death. A step loop that stands still is only logged: it may be a very long step."""
+    def _hear(self, rank: int) -> None:
+        self._last_message[rank] = time.monotonic()
+        self._first_messages[rank].set()
+        if rank in self._quiet:
+            self._quiet.remove(rank)
+            logger.info("%s is heard again", self.describe(rank))
+            self._events.on_change()
+
+    async def _watch(self) -> None:
+        """Silence is no readiness, and at last death. A step loop that stands still is only logged: it may be a very
+        long step."""
         while not self.lost:
-            before = now
+            before = time.monotonic()
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
             if now - before > 4 * WATCH_S:
                 # It is this process that stood still (stopped, starved): it has not listened, so it cannot judge.
                 self._last_message = [now] * len(self._last_message)
-            for rank, last in enumerate(self._last_message):
-                if now - last > SILENCE_S:
-                    self.lose(rank, f"it sent nothing for {SILENCE_S:g} s")
+            elif silent := {rank for rank, last in enumerate(self._last_message) if now - last > QUIET_S}:
+                await self._judge(silent, now)
+
+    async def _judge(self, silent: set[int], now: float) -> None:
+        if silent - self._quiet:
+            self._quiet |= silent
+            logger.warning("%s", self.silence)
+            self._events.on_change()
+        limit = self.info.watchdog_timeout + GRACE_S
+        rank = min(silent, key=lambda rank: self._last_message[rank])
+        if now - self._last_message[rank] > limit:
+            self.lose(rank, f"it sent nothing for {limit:g} s")
+        elif await self._events.is_over(self):
+            self.lose(rank, "it sent nothing more")
 
     def _note_progress(self, progress: int) -> None:
         last, since = self._progress
         now = time.monotonic()
-        if progress != last or not self._is_busy():
+        if progress != last or not self._events.is_busy():
             self._progress = (progress, now)
             self._stall_logged = False
         elif now - since > STALL_S and not self._stall_logged:

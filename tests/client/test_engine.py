@@ -284,12 +284,13 @@ def test_a_dead_rank_fails_requests_in_time_and_the_next_epoch_is_found(
     cluster.paused = True
     _, queue = engine.start_request([1])
     started = time.monotonic()
-    cluster.kill(1)
-    with pytest.raises(Unavailable, match=r"rank 1 \(pid 70001 on testhost\) is gone"):
+    cluster.kill(1, "the memory is full")
+    with pytest.raises(Unavailable, match=r"the memory is full \(rank 1 \(pid 70001 on testhost\) is gone"):
         queue.get(timeout=10)
     assert time.monotonic() - started < 3.0
     assert not engine.is_ready
     cluster.write("down", "rank 1 (pid 70001 on testhost) was killed by SIGKILL")
+    wait_until(lambda: engine.down_cause.endswith("SIGKILL"), what="the supervisor's last word")
     with pytest.raises(Unavailable, match="was killed by SIGKILL"):
         engine.start_request([1])
     cluster.paused = False

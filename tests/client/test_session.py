@@ -30,7 +30,7 @@ class Cluster:
     def __init__(self, size: int) -> None:
         self.ranks = FakeRanks(size)
         self.source = FakeSource(self.ranks.info())
-        self.session = Session(self.source, self.ranks.connect, call_timeout=0.5)
+        self.session = Session([self.source], self.ranks.connect, call_timeout=0.5)
 
     async def start(self) -> tuple[bytes, ResultQueue]:
         request_id = uuid.uuid4().bytes
@@ -179,6 +179,7 @@ async def test_a_broken_stream_fails_every_open_request_naming_rank_pid_host_and
     queues = [(await cluster.start())[1] for _ in range(3)]
     started = time.monotonic()
     cluster.ranks[rank].break_stream("Socket closed")
+    cluster.source.info = None
     for queue in queues:
         with pytest.raises(Unavailable, match=rf"rank {rank} \(pid {100 + rank} on testhost\) is gone: Socket closed"):
             await queue.aget(5)
@@ -209,25 +210,6 @@ async def test_a_stopped_cluster_says_so(cluster: Cluster) -> None:
     cluster.ranks[0].end_stream()
     with pytest.raises(Unavailable, match="the cluster of tiny was stopped"):
         await queue.aget(5)
-
-
-async def test_a_silent_rank_is_dead(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, queue = await cluster.start()
-    monkeypatch.setattr("allspan.client.world.SILENCE_S", 0.2)
-    with pytest.raises(Unavailable, match=r"rank \d .* sent nothing for 0.2 s"):
-        await queue.aget(5)
-
-
-async def test_a_client_that_stood_still_itself_does_not_blame_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allspan.client.world.SILENCE_S", 0.3)
-    monkeypatch.setattr("allspan.client.world.WATCH_S", 0.05)
-    made = Cluster(2)
-    await made.session.attach(5)
-    for _ in range(3):
-        time.sleep(0.4)  # the whole loop stands, as in a process that was stopped
-        await asyncio.sleep(0.06)
-    assert made.session.down_cause == ""
-    await made.session.close()
 
 
 async def test_requests_are_refused_at_once_while_down(cluster: Cluster) -> None:
@@ -274,7 +256,7 @@ async def test_the_next_epoch_is_found_without_being_asked(cluster: Cluster) -> 
 async def test_a_request_finds_the_next_epoch_before_the_poll_does(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allspan.client.session.REVIVE_POLL_S", 60.0)
+    monkeypatch.setattr("allspan.client.replica.REVIVE_POLL_S", 60.0)
     cluster.ranks[1].break_stream()
     cluster.source.info = cluster.ranks.info("down", "rank 1 was killed")
     await until(lambda: cluster.session.down_cause == "rank 1 was killed")
@@ -338,7 +320,8 @@ async def test_a_failure_of_ours_while_reading_results_is_no_silence(
         raise InternalError("a bug")
 
     request_id, queue = await cluster.start()
-    monkeypatch.setattr("allspan.client.session.deliver", broken)
+    monkeypatch.setattr("allspan.client.open_request.OpenRequest.deliver", broken)
+    cluster.source.info = None
     cluster.ranks[0].send((request_id, Output((1,))))
     with pytest.raises(Unavailable, match="a bug"):
         await queue.aget(5)

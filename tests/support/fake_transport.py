@@ -1,7 +1,7 @@
 """Scripted ranks for the facade's tests: no sockets, everything on the test's own asyncio loop.
 
 ranks = FakeRanks(2)
-session = Session(source, ranks.connect)
+session = Session([source], ranks.connect)
 ranks[1].replies["StartRequest"] = QueueFull("…")      # raised; or a number of seconds to take; or a coroutine function
 ranks[0].send(outputs)                                   # on the Results stream
 ranks[1].break_stream("Socket closed")
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from allspan.protos import worker_pb2 as pb
@@ -40,9 +41,10 @@ class FakeRanks:
     def connect(self, address: str) -> FakeTransport:
         return self._ranks[int(address.partition(":")[2])]
 
-    def info(self, state: str = "ready", cause: str = "") -> ClusterInfo:
+    def info(self, state: str = "ready", cause: str = "", **changes: Any) -> ClusterInfo:
         ranks = tuple(RankInfo(r, 100 + r, "testhost", f"rank:{r}") for r in range(len(self)))
-        return ClusterInfo(self.epoch, state, "tiny", "", 128, 1000, (), cause, ranks=ranks)
+        known = ClusterInfo(self.epoch, state, "tiny", "", 128, 1000, (), cause, ranks=ranks)
+        return replace(known, **changes)
 
     def revive(self) -> None:
         """A new epoch: whole streams, every call answered."""
@@ -52,7 +54,10 @@ class FakeRanks:
 
 
 class FakeTransport:
-    """One rank. `requests`: the messages of its calls, by method; `replies`: what a method does instead of Ack."""
+    """One rank. `requests`: the messages of its calls, by method; `replies`: what a method does instead of Ack.
+
+    A rank that nobody breaks sends a heartbeat as often as it is asked to, unless it is `silent`.
+    """
 
     def __init__(self, ranks: FakeRanks, rank: int, size: int) -> None:
         self._ranks = ranks
@@ -64,6 +69,7 @@ class FakeTransport:
         self.replies: dict[str, Reply] = {}
         self.requests: dict[str, list[Any]] = {}
         self.is_subscribed = False
+        self.silent = False
         self._stream: asyncio.Queue[pb.StepOutputs | AllspanError | None] = asyncio.Queue()
 
     async def unary(self, method: Any, request: Any, timeout: float) -> Any:
@@ -87,13 +93,23 @@ class FakeTransport:
         self.is_subscribed = True
         self.requests.setdefault(method.name, []).append(request)
         try:
-            yield pb.StepOutputs(epoch=self._ranks.epoch)
-            while (item := await self._stream.get()) is not None:
+            heartbeat = pb.StepOutputs(epoch=self._ranks.epoch)
+            yield heartbeat
+            while (item := await self._next(request.heartbeat_ms / 1000, heartbeat)) is not None:
                 if isinstance(item, AllspanError):
                     raise item
                 yield item
         finally:
             self.is_subscribed = False
+
+    async def _next(self, seconds: float, heartbeat: pb.StepOutputs) -> pb.StepOutputs | AllspanError | None:
+        while True:
+            try:
+                item = await asyncio.wait_for(self._stream.get(), seconds)
+            except TimeoutError:
+                item = heartbeat
+            if not self.silent or not isinstance(item, pb.StepOutputs):
+                return item
 
     async def close(self) -> None:
         self.replies = dict.fromkeys(("StartRequest", "StopRequest", "Status", "Control"), Unavailable("closed"))

@@ -81,7 +81,7 @@ class FakeRank(worker_pb2_grpc.WorkerServicer):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"client {request.client_id} has no Results stream"
             )
-        self.requests[request.request_id] = _Request(request)
+        self.requests[request.request_id] = _Request(request, list(request.output_token_ids))
         return pb.Ack()
 
     async def StopRequest(self, request: pb.RequestIds, context: grpc.aio.ServicerContext) -> pb.Ack:
@@ -233,13 +233,13 @@ class FakeCluster:
         self._run(self._start_all())
         self.write("ready")
 
-    def kill(self, rank: int, cause: str | None = None) -> None:
+    def kill(self, rank: int, cause: str | None = None, will_restart: bool = False) -> None:
         """Ends one rank's server at once; with a cause the file says "down", as the supervisor's would."""
         self._run(self._stop(rank))
         if cause is not None:
-            self.write("down", cause)
+            self.write("down", cause, will_restart)
 
-    def write(self, state: str, cause: str = "") -> None:
+    def write(self, state: str, cause: str = "", will_restart: bool = False) -> None:
         ranks = tuple(RankInfo(r, rank_pid(r), HOST, self.addresses[r]) for r in range(self.size))
         info = ClusterInfo(
             epoch=self.epoch,
@@ -251,6 +251,7 @@ class FakeCluster:
             cause=cause,
             supervisor_pid=os.getpid(),
             ranks=ranks,
+            will_restart=will_restart,
         )
         write_cluster(self.run_dir, info)
 
