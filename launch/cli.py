@@ -26,7 +26,7 @@ COMMANDS = {
     "pull": "fetch a model into the cache and print where it is",
     "doctor": "check this machine and name the fix for what is missing",
     "plan": "print ranks, threads, memory and context, without loading",
-    "bench": "measure: `allspan bench latency`",
+    "bench": "measure speed, caches, quality and endurance: `allspan bench --help`",
 }
 
 
