@@ -130,16 +130,48 @@ struct Entry {
   int32_t id;
 };
 
+// Tokens that may still be drawn, in the order of their ids.
+struct Tokens {
+  std::vector<float> z;
+  std::vector<double> weights;
+  std::vector<int32_t> ids;
+  int64_t count = 0;
+
+  // Empties it, with room for n more.
+  void clear(int64_t n) {
+    count = 0;
+    if (static_cast<int64_t>(ids.size()) >= n) return;
+    z.resize(n);
+    weights.resize(n);
+    ids.resize(n);
+  }
+  // Without a branch: which ones are kept is hard to guess. So there is always room for one more than are kept.
+  void add(float its_z, double weight, int32_t id, bool keep) {
+    z[count] = its_z;
+    weights[count] = weight;
+    ids[count] = id;
+    count += keep;
+  }
+  template <class Keep>
+  void filter(Keep keep) {
+    const int64_t before = count;
+    count = 0;
+    for (int64_t i = 0; i < before; ++i) add(z[i], weights[i], ids[i], keep(i));
+  }
+  double total() const {
+    double sum = 0;
+    for (int64_t i = 0; i < count; ++i) sum += weights[i];
+    return sum;
+  }
+};
+
 // Memory of one thread, kept for the next row.
 struct Scratch {
   std::vector<float> maxima, copy;
-  std::vector<double> sums;
+  std::vector<double> sums, keys, units;
   std::vector<Entry> entries;
-  // Tokens that may still be drawn, in the order of their ids.
-  std::vector<float> z;
-  std::vector<double> weights, keys;
-  std::vector<int32_t> ids;
   std::vector<std::pair<double, double>> bucket;
+  Tokens tokens;
 };
 
 // Philox4x32-10 (Salmon et al., SC 2011), as in worker/sampling/philox.py: a multiple of 2^-53 in [0, 1).
@@ -166,12 +198,30 @@ double rounder_for(int64_t n) {
   return std::ldexp(1.5, bits - 1);
 }
 
+void range(const double* values, int64_t n, double& low, double& high) {
+  constexpr int kLanes = 4;
+  double least[kLanes], most[kLanes];
+  std::fill(least, least + kLanes, values[0]);
+  std::fill(most, most + kLanes, values[0]);
+  const auto look = [&](int lane, double value) {
+    least[lane] = std::min(least[lane], value);
+    most[lane] = std::max(most[lane], value);
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) look(lane, values[i + lane]);
+  for (; i < n; ++i) look(0, values[i]);
+  low = *std::min_element(least, least + kLanes);
+  high = *std::max_element(most, most + kLanes);
+}
+
 // The smallest key up to which the weights, in the order of their keys, sum to `wanted` or more (0 < wanted <= their
 // sum). Sums by buckets of equal width first, then sorts one bucket.
 double cut(const double* keys, const double* weights, int64_t n, double wanted, Scratch& scratch) {
   constexpr int kBuckets = 1024;
-  const auto [least, most] = std::minmax_element(keys, keys + n);
-  const double low = *least, width = *most - low;
+  double low, high;
+  range(keys, n, low, high);
+  const double width = high - low;
   if (!(width > 0)) return low;
   const double scale = n < 128 ? 0 : (kBuckets - 1) / width;
   const auto place = [&](double key) { return static_cast<int>((key - low) * scale); };
@@ -207,43 +257,34 @@ void gather_largest(const float* x, int64_t n, int64_t k, Scratch& s) {
   }
 }
 
-void keep_weighty(const float* z, const double* weights, int64_t n, double least, int32_t first, const Entry* entries,
-                  Scratch& s) {
-  for (int64_t i = 0; i < n; ++i)
-    if (weights[i] > 0 && weights[i] >= least) {
-      s.z.push_back(z[i]);
-      s.weights.push_back(weights[i]);
-      s.ids.push_back(entries ? entries[i].id : first + static_cast<int32_t>(i));
-    }
-}
-
-// Fills in z, weights and ids of the k most likely tokens.
+// The k most likely tokens.
 void take_top_k(const float* x, int64_t n, int64_t k, const Scale& scale, Scratch& s) {
   gather_largest(x, n, k, s);
   const int64_t count = static_cast<int64_t>(s.entries.size());
+  double last = std::numeric_limits<double>::infinity();
+  s.keys.resize(std::max<size_t>(s.keys.size(), count));
+  // Clamped, for keys have a range; what lies below weighs nothing anyway.
+  for (int64_t i = 0; i < count; ++i) s.keys[i] = -static_cast<double>(std::max(s.entries[i].logit, -FLT_MAX));
   if (count > k) {
-    s.keys.resize(count);
-    for (int64_t i = 0; i < count; ++i) s.keys[i] = -static_cast<double>(std::max(s.entries[i].logit, -FLT_MAX));
-    s.weights.assign(count, 1.0);
-    const double last = cut(s.keys.data(), s.weights.data(), count, static_cast<double>(k), s);
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i)
-      if (s.keys[i] <= last) s.entries[kept++] = s.entries[i];
-    s.entries.resize(kept);
+    s.units.assign(count, 1.0);
+    last = cut(s.keys.data(), s.units.data(), count, static_cast<double>(k), s);
   }
-  s.weights.clear();
-  for (size_t begin = 0; begin < s.entries.size(); begin += kBlock) {
-    const int64_t size = std::min<int64_t>(kBlock, s.entries.size() - begin);
+  s.tokens.clear(count + 1);
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t size = std::min(kBlock, count - begin);
+    const Entry* entries = s.entries.data() + begin;
     float logits[kBlock], z[kBlock];
     double weights[kBlock];
-    for (int64_t i = 0; i < size; ++i) logits[i] = s.entries[begin + i].logit;
+    for (int64_t i = 0; i < size; ++i) logits[i] = entries[i].logit;
     weigh_block(logits, size, scale, z, weights);
-    keep_weighty(z, weights, size, 0, 0, s.entries.data() + begin, s);
+    for (int64_t i = 0; i < size; ++i)
+      s.tokens.add(z[i], weights[i], entries[i].id, weights[i] > 0 && s.keys[begin + i] <= last);
   }
 }
 
-// Fills in z, weights and ids of the tokens that weigh at least `least`.
+// The tokens that weigh at least `least`, and anything at all.
 void take_weighty(const float* x, int64_t n, double least, const Scale& scale, Scratch& s) {
+  s.tokens.clear(n + 1);
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     // exp is right to a few units in the last place, hence the margin.
     const float highest = (s.maxima[begin / kBlock] - scale.highest) / scale.temperature;
@@ -252,33 +293,25 @@ void take_weighty(const float* x, int64_t n, double least, const Scale& scale, S
     float z[kBlock];
     double weights[kBlock];
     weigh_block(x + begin, size, scale, z, weights);
-    keep_weighty(z, weights, size, least, static_cast<int32_t>(begin), nullptr, s);
+    for (int64_t i = 0; i < size; ++i)
+      s.tokens.add(z[i], weights[i], static_cast<int32_t>(begin + i), weights[i] >= least && weights[i] > 0);
   }
+}
+
+// Keeps the tokens before which, in the order of their keys, less than `wanted` is gathered.
+template <class Key>
+void keep_most_likely(Scratch& s, double wanted, Key key) {
+  Tokens& tokens = s.tokens;
+  s.keys.resize(std::max<size_t>(s.keys.size(), tokens.count));
+  for (int64_t i = 0; i < tokens.count; ++i) s.keys[i] = key(tokens.z[i]);
+  const double last = cut(s.keys.data(), tokens.weights.data(), tokens.count, wanted, s);
+  tokens.filter([&](int64_t i) { return s.keys[i] <= last; });
 }
 
 double sum(const std::vector<double>& values) {
   double total = 0;
   for (const double value : values) total += value;
   return total;
-}
-
-template <class Keep>
-void filter(Scratch& s, Keep keep) {
-  size_t kept = 0;
-  for (size_t i = 0; i < s.ids.size(); ++i) {
-    if (!keep(i)) continue;
-    s.z[kept] = s.z[i];
-    s.weights[kept] = s.weights[i];
-    s.ids[kept++] = s.ids[i];
-  }
-  s.z.resize(kept);
-  s.weights.resize(kept);
-  s.ids.resize(kept);
-}
-
-void filter_by_keys(Scratch& s, double wanted) {
-  const double last = cut(s.keys.data(), s.weights.data(), static_cast<int64_t>(s.ids.size()), wanted, s);
-  filter(s, [&](size_t i) { return s.keys[i] <= last; });
 }
 
 // The first place at which the running sum of the weights exceeds `wanted`, less than their sum.
@@ -288,48 +321,46 @@ int64_t find(const double* weights, int64_t n, double wanted, double running = 0
   return n - 1;
 }
 
+// A draw from all tokens, whose blocks weigh s.sums.
+int32_t draw_any(const float* x, int64_t n, double wanted, const Scale& scale, const Scratch& s) {
+  double before = 0;
+  int64_t block = 0;
+  while (before + s.sums[block] <= wanted) before += s.sums[block++];
+  const int64_t begin = block * kBlock;
+  float z[kBlock];
+  double weights[kBlock];
+  weigh_block(x + begin, std::min(kBlock, n - begin), scale, z, weights);
+  return static_cast<int32_t>(begin + find(weights, kBlock, wanted, before));
+}
+
 int32_t draw(const float* x, int64_t n, const Settings& settings, double share, const Scale& scale, Scratch& s) {
-  s.z.clear();
-  s.weights.clear();
-  s.ids.clear();
+  Tokens& tokens = s.tokens;
   double total;
   if (settings.top_k > 0 && settings.top_k < n) {
     take_top_k(x, n, settings.top_k, scale, s);
-    total = sum(s.weights);
+    total = tokens.total();
   } else {
     s.sums.resize(s.maxima.size());
     block_weights(x, n, scale, s.sums.data());
     total = sum(s.sums);
-    if (settings.top_p >= 1 && settings.typical_p >= 1 && settings.min_z == kLowest) {
-      const double wanted = share * total;
-      double before = 0;
-      int64_t block = 0;
-      while (before + s.sums[block] <= wanted) before += s.sums[block++];
-      const int64_t begin = block * kBlock;
-      float z[kBlock];
-      double weights[kBlock];
-      weigh_block(x + begin, std::min(kBlock, n - begin), scale, z, weights);
-      return static_cast<int32_t>(begin + find(weights, kBlock, wanted, before));
-    }
-    // Tokens lighter than this sum to less than what top-p leaves out, even all together; half of it for safety.
-    take_weighty(x, n, settings.top_p < 1 ? (1 - settings.top_p) * total / static_cast<double>(n) / 2 : 0, scale, s);
+    if (settings.top_p >= 1 && settings.typical_p >= 1 && settings.min_z == kLowest)
+      return draw_any(x, n, share * total, scale, s);
+    // Tokens lighter than this sum to less than what top-p leaves out, even all together (half of it, to be safe); or
+    // are left out by min-p.
+    const double rest = (1 - settings.top_p) * total / static_cast<double>(n) / 2;
+    take_weighty(x, n, settings.top_p < 1 ? rest : 0.99 * exponential(settings.min_z), scale, s);
   }
-  if (settings.top_p < 1) {
-    s.keys.assign(s.z.begin(), s.z.end());
-    for (double& key : s.keys) key = -key;
-    filter_by_keys(s, settings.top_p * total);
-  }
-  if (settings.min_z > kLowest) filter(s, [&](size_t i) { return s.z[i] >= settings.min_z; });
+  if (settings.top_p < 1) keep_most_likely(s, settings.top_p * total, [](double z) { return -z; });
+  if (settings.min_z > kLowest) tokens.filter([&](int64_t i) { return tokens.z[i] >= settings.min_z; });
   if (settings.typical_p < 1) {
     double surprise = 0;
-    for (size_t i = 0; i < s.z.size(); ++i) surprise += (s.weights[i] * s.z[i] + scale.rounder) - scale.rounder;
-    total = sum(s.weights);
+    for (int64_t i = 0; i < tokens.count; ++i)
+      surprise += (tokens.weights[i] * tokens.z[i] + scale.rounder) - scale.rounder;
+    total = tokens.total();
     const double expected = surprise / total;
-    s.keys.resize(s.z.size());
-    for (size_t i = 0; i < s.z.size(); ++i) s.keys[i] = std::fabs(s.z[i] - expected);
-    filter_by_keys(s, settings.typical_p * total);
+    keep_most_likely(s, settings.typical_p * total, [&](double z) { return std::fabs(z - expected); });
   }
-  return s.ids[find(s.weights.data(), static_cast<int64_t>(s.ids.size()), share * sum(s.weights))];
+  return tokens.ids[find(tokens.weights.data(), tokens.count, share * tokens.total())];
 }
 
 // Fills in s.maxima. The index of the highest block, or what there is instead.
