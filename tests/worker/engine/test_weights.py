@@ -1,0 +1,144 @@
+"""Weights that are given back and read again: all ranks do it, or none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from allspan.kernels.table import op_set
+from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.protos.errors import CheckpointError
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.engine.weights import Weights
+from allspan.worker.memory import give_back, resident_bytes
+from allspan.worker.models.loader import load_model
+from allspan.worker.models.model import Model
+from allspan.worker.weights.safetensors_folder import SafetensorsFolder
+from support.threads import ThreadWorld
+from support.tiny_models import save_tiny
+
+CACHE = CacheConfig(page_size=16)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny(folder, "qwen3")
+    return folder
+
+
+class Ranks:
+    """A world of which each rank has a copy of the checkpoint of its own."""
+
+    def __init__(self, source: Path, folder: Path, size: int = 2) -> None:
+        self.world = ThreadWorld(size)
+        self.folders = [Path(shutil.copytree(source, folder / str(rank))) for rank in range(size)]
+        self.models: list[Model] = []
+        self.weights: list[Weights] = []
+        for model, weights in self.world.run(self._load):
+            self.models.append(model)
+            self.weights.append(weights)
+        self.first = self.copies()
+
+    def copies(self) -> list[dict[str, torch.Tensor]]:
+        return [{name: tensor.clone() for name, tensor in model.weights.items()} for model in self.models]
+
+    def have_the_first_weights(self) -> bool:
+        """On every rank, bit for bit."""
+        pairs = zip(self.first, self.copies(), strict=True)
+        return all(torch.equal(now[name], before[name]) for before, now in pairs for name in before)
+
+    def reload(self) -> list[str]:
+        """What each rank says of it; "" is success."""
+
+        def call(rank: int) -> str:
+            try:
+                self.weights[rank].reload(lambda: None)
+            except CheckpointError as error:
+                return error.message
+            return ""
+
+        return self.world.run(call)
+
+    def unload(self) -> None:
+        self.world.run(lambda rank: self.weights[rank].unload())
+
+    def _load(self, rank: int) -> tuple[Model, Weights]:
+        config = ModelConfig(path=str(self.folders[rank]), name="tiny")
+        collectives = self.world.collectives[rank]
+        model = load_model(config, collectives, op_set("reference"), 16, 16, cache=CACHE)
+        kv = KVCache(model.cache_spec, 8)
+        model.bind_cache(kv)
+        return model, Weights(model, config, CACHE, collectives, (*kv.keys, *kv.values))
+
+
+@pytest.fixture
+def ranks(tiny: Path, tmp_path: Path) -> Ranks:
+    return Ranks(tiny, tmp_path)
+
+
+def are_loaded(ranks: Ranks) -> Sequence[bool]:
+    return [weights.is_loaded for weights in ranks.weights]
+
+
+def test_what_is_read_again_lies_where_it_lay_and_is_the_same(ranks: Ranks) -> None:
+    places = [tensor.data_ptr() for model in ranks.models for tensor in model.weights.values()]
+    ranks.unload()
+    assert are_loaded(ranks) == [False, False]
+    assert not ranks.have_the_first_weights(), "nothing was given back: the test is void"
+    assert ranks.reload() == ["", ""]
+    assert are_loaded(ranks) == [True, True]
+    assert ranks.have_the_first_weights()
+    assert [tensor.data_ptr() for model in ranks.models for tensor in model.weights.values()] == places
+
+
+@pytest.mark.parametrize("unloaded", [False, True])
+def test_a_rank_that_cannot_open_its_files_keeps_all_from_reading(ranks: Ranks, unloaded: bool) -> None:
+    file = ranks.folders[1] / "model.safetensors"
+    whole = file.read_bytes()
+    file.unlink()
+    file.write_bytes(whole[:-100])
+    if unloaded:
+        ranks.unload()
+    said = ranks.reload()
+    assert said[0] == said[1]
+    assert f"rank 1: {file}: truncated" in said[0]
+    assert are_loaded(ranks) == [not unloaded] * 2
+    assert ranks.have_the_first_weights() is not unloaded
+    file.write_bytes(whole)
+    assert ranks.reload() == ["", ""]
+    assert ranks.have_the_first_weights()
+
+
+def test_a_rank_whose_reading_breaks_off_leaves_all_unloaded(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = SafetensorsFolder.read
+
+    def break_off(self: SafetensorsFolder, name: str, *arguments: object) -> None:
+        if self.where(name).parent == ranks.folders[1] and name.startswith("model.norm"):
+            raise OSError(5, "Input/output error", str(self.where(name)))
+        read(self, name, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsFolder, "read", break_off)
+        said = ranks.reload()
+    assert said[0] == said[1]
+    assert "rank 1: " in said[0]
+    assert "Input/output error" in said[0]
+    assert are_loaded(ranks) == [False, False]
+    assert ranks.reload() == ["", ""]
+    assert ranks.have_the_first_weights()
+
+
+def test_memory_that_is_given_back_is_gone_until_it_is_written() -> None:
+    tensor = torch.ones(8 << 20)
+    half = tensor[: 4 << 20]
+    held = resident_bytes()
+    give_back([tensor, half])
+    assert held - resident_bytes() > 30e6
+    assert float(tensor[4096:-4096].abs().sum()) == 0.0
+    tensor.fill_(2.0)
+    assert float(half.sum()) == 2.0 * half.numel()
