@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allspan.launch.topology import Node, Topology, parse_list
 from allspan.protos.errors import ConfigError
@@ -16,7 +16,9 @@ class PlacementConfig:
     """How the ranks are laid over this machine."""
 
     ranks: int = 0
-    """Tensor-parallel ranks (processes that share the model); 0: one a NUMA node."""
+    """Tensor-parallel ranks (processes that share the model); 0: one a NUMA node, divided over the replicas."""
+    data_parallel_size: int = 1
+    """Replicas: copies of the model, each with ranks of its own, behind one address."""
     threads: int = 0
     """Compute threads of each rank; 0: the physical cores of its node, shared by the ranks there."""
     bind: str = "auto"
@@ -33,48 +35,57 @@ class RankPlace:
     node: int | None
     threads: int
     cpus: tuple[int, ...] = ()
+    sharing: int = 0
+    """Ranks of all replicas that take from the same memory as this one; 0: there is one replica."""
 
 
 @dataclass(frozen=True)
 class Placement:
+    """All ranks of a cluster; of several replicas, those of the first come first."""
+
     ranks: tuple[RankPlace, ...]
     oversubscribed: bool = False
+    replicas: int = 1
+
+    def worlds(self) -> tuple[Placement, ...]:
+        """One placement a replica, its ranks counted from 0."""
+        if self.replicas == 1:
+            return (self,)
+        size = len(self.ranks) // self.replicas
+        ranks = [
+            replace(place, rank=place.rank % size, sharing=sum(other.node == place.node for other in self.ranks))
+            for place in self.ranks
+        ]
+        firsts = range(0, len(ranks), size)
+        return tuple(Placement(tuple(ranks[first : first + size]), self.oversubscribed) for first in firsts)
 
     def describe(self) -> str:
-        """One line: how many ranks, threads and where."""
+        """One line: how many replicas, ranks, threads and where."""
         threads = sorted({place.threads for place in self.ranks})
         nodes = sorted({place.node for place in self.ranks if place.node is not None})
         where = f" on NUMA node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}" if nodes else ""
-        words = (
-            f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}, {'/'.join(map(str, threads))} threads each"
-        )
+        count = len(self.ranks) // self.replicas
+        replicas = f"{self.replicas} replicas of " if self.replicas > 1 else ""
+        words = f"{replicas}{count} rank{'s' if count > 1 else ''}, {'/'.join(map(str, threads))} threads each"
         return f"{words}{where}{' (oversubscribed)' if self.oversubscribed else ''}"
 
 
 def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) -> Placement:
     """Spreads ranks over the nodes in order, contiguous ranks sharing a node. Raises ConfigError with the numbers.
 
-    Without `oversubscribe`, ranks x threads fit the machine's cores and each node's. Threads are pinned, one a core,
-    where the ranks of a node take all of its cores; ranks that leave cores free are left to the system's scheduler,
-    within the node that numactl binds them to. Where it cannot (`can_bind`), threads are pinned in any case.
+    Without `oversubscribe`, replicas x ranks x threads fit the machine's cores and each node's. Threads are pinned, one
+    a core, where the ranks of a node take all of its cores; ranks that leave cores free are left to the system's
+    scheduler, within the node that numactl binds them to. Where it cannot (`can_bind`), threads are pinned in any case.
     """
     if config.bind not in ("auto", "none"):
         return _place_by_list(topology, config)
     nodes = [node for node in topology.nodes if node.cores]
-    ranks = config.ranks or len(nodes)
+    replicas = config.data_parallel_size
+    ranks = replicas * (config.ranks or max(1, len(nodes) // replicas))
     groups = _spread(ranks, nodes)
     threads = config.threads or _default_threads(topology, groups, ranks)
     cores = topology.num_cores
-    if ranks * threads > cores and not config.oversubscribe:
-        raise ConfigError(
-            f"--ranks x --threads is {ranks} x {threads} = {ranks * threads}, this machine grants {cores} "
-            f"core{'s' if cores > 1 else ''}; lower --ranks or --threads, or pass --oversubscribe"
-        )
-    if ranks * threads > MAX_OVERSUBSCRIPTION * cores:
-        raise ConfigError(
-            f"--ranks x --threads is {ranks} x {threads} = {ranks * threads}, more than {MAX_OVERSUBSCRIPTION} times "
-            f"this machine's {cores} cores; lower --ranks or --threads"
-        )
+    _check_cores(config, ranks, threads, cores)
     places: list[RankPlace] = []
     oversubscribed = ranks * threads > cores
     for node, count in groups:
@@ -92,7 +103,25 @@ def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) ->
         for i in range(count):
             cpus = tuple(firsts[i * threads : (i + 1) * threads]) if pin else ()
             places.append(RankPlace(len(places), node.index if auto else None, threads, cpus))
-    return Placement(tuple(places), oversubscribed)
+    return Placement(tuple(places), oversubscribed, replicas)
+
+
+def _check_cores(config: PlacementConfig, ranks: int, threads: int, cores: int) -> None:
+    """`ranks` are all replicas'."""
+    replicas, wanted = config.data_parallel_size, ranks * threads
+    flags, numbers = "--ranks x --threads", f"{ranks // replicas} x {threads}"
+    if replicas > 1:
+        flags, numbers = f"--data-parallel-size x {flags}", f"{replicas} x {numbers}"
+    if wanted > cores and not config.oversubscribe:
+        raise ConfigError(
+            f"{flags} is {numbers} = {wanted}, this machine grants {cores} core{'s' if cores > 1 else ''}; "
+            "lower --ranks or --threads, or pass --oversubscribe"
+        )
+    if wanted > MAX_OVERSUBSCRIPTION * cores:
+        raise ConfigError(
+            f"{flags} is {numbers} = {wanted}, more than {MAX_OVERSUBSCRIPTION} times this machine's {cores} cores; "
+            "lower --ranks or --threads"
+        )
 
 
 def _spread(ranks: int, nodes: list[Node]) -> list[tuple[Node, int]]:
@@ -117,8 +146,10 @@ def _place_by_list(topology: Topology, config: PlacementConfig) -> Placement:
         raise ConfigError(
             f'--bind is {config.bind!r}, must be auto, none or processors rank by rank as in "0-31|32-63"'
         )
-    if config.ranks not in (0, len(lists)):
-        raise ConfigError(f"--bind names processors for {len(lists)} ranks, --ranks is {config.ranks}")
+    replicas = config.data_parallel_size
+    if len(lists) % replicas or config.ranks not in (0, len(lists) // replicas):
+        times = f" and --data-parallel-size {replicas}" if replicas > 1 else ""
+        raise ConfigError(f"--bind names processors for {len(lists)} ranks, --ranks is {config.ranks}{times}")
     allowed = {cpu: node.index for node in topology.nodes for core in node.cores for cpu in core}
     for rank, cpus in enumerate(lists):
         if missing := [cpu for cpu in cpus if cpu not in allowed]:
@@ -136,4 +167,4 @@ def _place_by_list(topology: Topology, config: PlacementConfig) -> Placement:
             oversubscribed = True
         nodes = {allowed[cpu] for cpu in cpus}
         places.append(RankPlace(rank, nodes.pop() if len(nodes) == 1 else None, threads, cpus[:threads]))
-    return Placement(tuple(places), oversubscribed)
+    return Placement(tuple(places), oversubscribed, replicas)

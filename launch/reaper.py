@@ -6,6 +6,7 @@ is a pipe from the supervisor. A supervisor that ends in order says goodbye firs
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -25,8 +26,9 @@ def owner_of(shm_dir: str | os.PathLike[str]) -> str:
 
 
 def processes(run_dir: str) -> list[int]:
-    """The live processes of a cluster, mpirun and ranks: those whose command lines name its config files."""
-    prefix = os.fsencode(os.path.join(run_dir, "worker-"))
+    """The live processes of a cluster, mpirun and ranks: those whose command lines name its config files, or those of
+    its replicas."""
+    is_config = re.compile(re.escape(os.fsencode(run_dir)) + rb"/(replica-\d+/)?worker-").match
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -36,7 +38,7 @@ def processes(run_dir: str) -> list[int]:
                 words = file.read().split(b"\0")
         except OSError:
             continue  # gone meanwhile
-        if any(word.startswith(prefix) for word in words):
+        if any(map(is_config, words)):
             found.append(int(name))
     return found
 

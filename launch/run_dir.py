@@ -25,7 +25,7 @@ LOCK_FILE = "lock"
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for a unix socket's path is 107."""
 MIN_SHM_BYTES = 8 << 20
-"""MPI makes files of some MiB per rank here, mostly holes; with too little room it dies by a signal, or says nothing."""
+"""MPI makes files of some MiB per rank here, mostly holes; with too little room it dies by a signal or mutely."""
 MIN_RUN_BYTES = 1 << 20
 
 
@@ -65,7 +65,7 @@ class RunDir:
                 entry.unlink(missing_ok=True)
 
 
-def base_dir(environ: Mapping[str, str] = os.environ) -> Path:
+def base_dir(environ: Mapping[str, str] = os.environ, replicas: int = 1) -> Path:
     """Where this user's run directories lie: $XDG_RUNTIME_DIR/allspan, else /tmp/allspan-UID; made with mode 0700.
 
     The variable counts if it names a folder that can be written to and leaves room for a socket's path.
@@ -74,13 +74,15 @@ def base_dir(environ: Mapping[str, str] = os.environ) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     path = Path(runtime) / "allspan"
     usable = os.path.isabs(runtime) and os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK)
-    if not usable or _longest_socket(path / _new_name()) > MAX_SOCKET_PATH:
+    if not usable or _longest_socket(path / _new_name(), replicas) > MAX_SOCKET_PATH:
         path = Path(f"/tmp/allspan-{os.getuid()}")
     _make_private(path)
     return path
 
 
-def make_run_dir(wanted: str = "", environ: Mapping[str, str] = os.environ, shm: Path = SHM) -> RunDir:
+def make_run_dir(
+    wanted: str = "", environ: Mapping[str, str] = os.environ, shm: Path = SHM, replicas: int = 1
+) -> RunDir:
     """Makes and locks both folders, in `wanted` or under `base_dir()`, after removing those of dead clusters.
 
     Where only `wanted` can be written to, those of dead clusters wait for a start that may remove them.
@@ -88,18 +90,18 @@ def make_run_dir(wanted: str = "", environ: Mapping[str, str] = os.environ, shm:
     a folder cannot be written to or its disk is full.
     """
     try:
-        base = base_dir(environ)
+        base = base_dir(environ, replicas)
         guard = _lock(base / ".lock", wait_s=10.0)
     except ConfigError:
         if not wanted:
             raise
-        return _make(Path(wanted).absolute(), shm)
+        return _make(Path(wanted).absolute(), shm, replicas)
     if guard is None:
         raise ConfigError(f"{base / '.lock'} is held by another start for more than 10 s; try again")
     try:
         remove_stale(base, shm)
         path = Path(wanted).absolute() if wanted else base / _new_name()
-        return _make(path, shm)
+        return _make(path, shm, replicas)
     finally:
         os.close(guard)
 
@@ -131,8 +133,8 @@ def remove_stale(base: Path, shm: Path = SHM) -> list[Path]:
     return removed
 
 
-def _make(path: Path, shm: Path) -> RunDir:
-    longest = _longest_socket(path)
+def _make(path: Path, shm: Path, replicas: int) -> RunDir:
+    longest = _longest_socket(path, replicas)
     if longest > MAX_SOCKET_PATH:
         raise ConfigError(
             f"--run-dir {path} makes socket paths of {longest} bytes, at most {MAX_SOCKET_PATH}; take a shorter one"
@@ -181,9 +183,10 @@ def _new_name() -> str:
     return secrets.token_hex(3)
 
 
-def _longest_socket(run_dir: Path) -> int:
-    """Bytes, with replicas or without."""
-    return len(os.fsencode(socket_path(replica_dir(run_dir, 99), 9999, 9999)))
+def _longest_socket(run_dir: Path, replicas: int) -> int:
+    """Bytes."""
+    part = run_dir if replicas == 1 else replica_dir(run_dir, replicas - 1)
+    return len(os.fsencode(socket_path(part, 9999, 9999)))
 
 
 def _is_own(folder: Path) -> bool:

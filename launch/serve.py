@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -19,15 +20,15 @@ from typing import TYPE_CHECKING, NoReturn
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind
 from allspan.launch import mpi
+from allspan.launch.cluster import Cluster
 from allspan.launch.console import say
 from allspan.launch.models import FoundModel, resolve_model
 from allspan.launch.placement import Placement, place
 from allspan.launch.run_dir import make_run_dir
-from allspan.launch.settings import ServeSettings
-from allspan.launch.supervisor import Supervisor
+from allspan.launch.settings import ResumeConfig, ServeSettings
 from allspan.launch.topology import read_topology
-from allspan.launch.world import TERM_GRACE_S, WorldPlan
-from allspan.protos.config import ServiceConfig, WorkerConfig
+from allspan.launch.world import WorldPlan
+from allspan.protos.config import ParallelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError, DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
@@ -44,24 +45,30 @@ logger = logging.getLogger("allspan.gateway")
 class Interrupt:
     """Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends everything at once.
 
-    So does an orderly end that takes longer than `limit_s`.
+    So does an orderly end that takes END_MARGIN_S longer than `drain_s`, which requests that run have to finish.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, drain_s: float) -> None:
         self.requested = False
-        self._limit_s = limit_s
+        self._drain_s = drain_s
+        self._drain_until = 0.0
         self._timer: threading.Timer | None = None
-        self._supervisor: Supervisor | None = None
+        self._cluster: Cluster | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
-    def watch(self, supervisor: Supervisor) -> None:
+    @property
+    def remaining_s(self) -> float:
+        """What is left of the time for requests that run; 0 unless a signal asked for the end."""
+        return max(0.0, self._drain_until - time.monotonic()) if self.requested else 0.0
+
+    def watch(self, cluster: Cluster) -> None:
         """From now on a signal ends this cluster (at once, if one came before)."""
-        self._supervisor = supervisor
+        self._cluster = cluster
         if self.requested:
-            supervisor.stop()
+            cluster.stop()
 
     def watch_gateway(self, stop: asyncio.Event) -> None:
         """From now on a signal ends the gateway first; call it on its loop."""
@@ -80,24 +87,25 @@ class Interrupt:
             self._timer.cancel()
 
     def _cut_short(self, number: int) -> None:
-        say(f"not shut down in order within {self._limit_s:g} s: ending at once")
+        say(f"not shut down in order within {self._drain_s + END_MARGIN_S:g} s: ending at once")
         self._end_at_once(number)
 
     def _end_at_once(self, number: int) -> NoReturn:
         try:
-            if self._supervisor is not None:
-                self._supervisor.end_at_once()
+            if self._cluster is not None:
+                self._cluster.end_at_once()
         finally:
             os._exit(128 + number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._supervisor is None:
+        if self._cluster is None:
             raise KeyboardInterrupt  # nothing runs yet
         if self.requested:
             say("ending at once")
             self._end_at_once(number)
         self.requested = True
-        self._timer = threading.Timer(self._limit_s, self._cut_short, (number,))
+        self._drain_until = time.monotonic() + self._drain_s
+        self._timer = threading.Timer(self._drain_s + END_MARGIN_S, self._cut_short, (number,))
         self._timer.daemon = True
         self._timer.start()
         if self._stop is not None:
@@ -105,7 +113,7 @@ class Interrupt:
             self.end_gateway()
         else:
             say("shutting down")  # mostly a ClientEngine's close, which is no news of a signal
-            self._supervisor.stop()
+            self._cluster.stop(self._drain_s)
 
 
 def serve(settings: ServeSettings) -> int:
@@ -124,26 +132,25 @@ def serve(settings: ServeSettings) -> int:
     mpirun = mpi.find_mpirun()
     model = resolve_model(settings.model)
     sockets = bind(settings.gateway) if settings.gateway else None
-    drain_s = settings.gateway.shutdown_timeout if settings.gateway else TERM_GRACE_S
-    interrupt = Interrupt(drain_s + END_MARGIN_S)
+    interrupt = Interrupt(settings.shutdown_timeout)
     try:
-        supervisor = _start(settings, model, placement, mpirun, numactl)
-        interrupt.watch(supervisor)
+        cluster = _start(settings, model, placement, mpirun, numactl)
+        interrupt.watch(cluster)
         try:
             if settings.gateway:
                 _check_text(model, settings.gateway)
-            ready = supervisor.wait_ready()
+            ready = cluster.wait_ready()
             if ready and not interrupt.requested:
-                _front(settings, supervisor, interrupt, sockets, model)
+                _front(settings, cluster, interrupt, sockets, model)
         finally:
-            supervisor.stop()
-            supervisor.join()
+            cluster.stop(interrupt.remaining_s)
+            cluster.join()
             interrupt.done()
     finally:
         if sockets is not None:
             sockets.close()
-    if supervisor.error is not None and not interrupt.requested:
-        raise supervisor.error
+    if cluster.error is not None and not interrupt.requested:
+        raise cluster.error
     say("stopped; nothing is left")
     return 0
 
@@ -154,11 +161,12 @@ def _check(settings: ServeSettings) -> None:
         raise ConfigError(
             f"a cluster needs Linux, this is {sys.platform}; the client alone works here (on Windows: WSL2)"
         )
-    length, ranks = settings.weights.max_model_len, settings.placement.ranks
+    length = settings.weights.max_model_len
+    ranks = max(settings.placement.ranks, settings.placement.data_parallel_size)
     if length and length < 2:
         raise ConfigError(f"--max-model-len is {length}, must be at least 2 (a prompt token and an output token)")
     if settings.weights.device == "cuda" and ranks > 1:
-        raise ConfigError(f"--device cuda runs one rank in this version, --ranks is {ranks}")
+        raise ConfigError(f"--device cuda runs one rank and one replica in this version, {ranks} are asked for")
 
 
 def _check_text(model: FoundModel, config: GatewayConfig) -> None:
@@ -171,70 +179,107 @@ def _check_text(model: FoundModel, config: GatewayConfig) -> None:
 
 def _start(
     settings: ServeSettings, model: FoundModel, placement: Placement, mpirun: mpi.Mpirun, numactl: str | None
-) -> Supervisor:
+) -> Cluster:
     name = settings.served_model_name or model.name
-    run = make_run_dir(settings.supervisor.run_dir)
+    run = make_run_dir(settings.supervisor.run_dir, replicas=placement.replicas)
     config = WorkerConfig(
         model=replace(settings.weights, path=str(model.path), name=name),
-        service=ServiceConfig(run_dir=str(run.path), supervisor_pid=os.getpid()),
+        service=ServiceConfig(
+            run_dir=str(run.path),
+            supervisor_pid=os.getpid(),
+            watchdog_timeout=settings.supervisor.watchdog_timeout,
+            shutdown_timeout=settings.shutdown_timeout,
+        ),
         cache=settings.cache,
         scheduler=settings.scheduler,
-        parallel=replace(settings.parallel, oversubscribed=placement.oversubscribed),
+        parallel=_parallel(settings, placement),
     )
     say(f"serving {name} from {model.path}: {placement.describe()}; {mpirun}")
+    plan = WorldPlan(config, placement, mpirun, numactl, settings.supervisor.start_timeout_s)
     try:
-        supervisor = Supervisor(WorldPlan(config, placement, mpirun, numactl), run, settings.supervisor)
+        cluster = Cluster(_plans(plan), run, settings.supervisor)
     except BaseException:
         run.remove()
         raise
-    supervisor.start()
+    cluster.start()
     say("loading the model" + (f" on {len(placement.ranks)} ranks" if len(placement.ranks) > 1 else ""))
-    return supervisor
+    return cluster
+
+
+def _parallel(settings: ServeSettings, placement: Placement) -> ParallelConfig:
+    """A collective waits longer than the watchdog does: who is stopped for a while may go on."""
+    timeout_s, watchdog_s = settings.parallel.timeout_s, settings.supervisor.watchdog_timeout
+    if timeout_s < 2 * watchdog_s:
+        timeout_s = 2 * watchdog_s
+        say(f"collectives wait for {timeout_s:g} s, twice --watchdog-timeout, which is to notice first")
+    return replace(settings.parallel, oversubscribed=placement.oversubscribed, timeout_s=timeout_s)
+
+
+def _plans(plan: WorldPlan) -> list[WorldPlan]:
+    """One a replica."""
+    worlds = plan.placement.worlds()
+    if len(worlds) == 1:
+        return [plan]
+    plans = []
+    for index, world in enumerate(worlds):
+        service = replace(plan.config.service, replica=index)
+        plans.append(replace(plan, config=replace(plan.config, service=service), placement=world, replica=index))
+    return plans
 
 
 def _front(
-    settings: ServeSettings, supervisor: Supervisor, interrupt: Interrupt, sockets: Sockets | None, model: FoundModel
+    settings: ServeSettings, cluster: Cluster, interrupt: Interrupt, sockets: Sockets | None, model: FoundModel
 ) -> None:
     """Serves while the cluster lives: the gateway, or only a ready line for the program that started this one."""
     if settings.gateway is None or sockets is None:
-        ready = {"run_dir": str(supervisor.run_dir), "model": supervisor.info.model if supervisor.info else model.name}
+        ready = {"run_dir": str(cluster.run_dir), "model": cluster.info.model if cluster.info else model.name}
         print(f"ALLSPAN READY {json.dumps(ready)}", flush=True)
-        supervisor.join()
+        cluster.join()
         return
     from allspan.client.gateway.app import new_event_loop
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_gateway(settings.gateway, supervisor, interrupt, sockets))
+        runner.run(_gateway(settings.gateway, settings.resume, cluster, interrupt, sockets))
 
 
-async def _gateway(config: GatewayConfig, supervisor: Supervisor, interrupt: Interrupt, sockets: Sockets) -> None:
+async def _gateway(
+    config: GatewayConfig, resume: ResumeConfig, cluster: Cluster, interrupt: Interrupt, sockets: Sockets
+) -> None:
     # Imported here: the gateway's libraries take a second, which the ranks' loading hides.
     from allspan.client.gateway.app import serve_gateway
 
     _log_requests()
     stop = asyncio.Event()
     interrupt.watch_gateway(stop)
-    supervisor.on_end(interrupt.end_gateway)
-    engine = await _attach(supervisor.run_dir, stop)
+    cluster.on_end(interrupt.end_gateway)
+    engine = await _attach(cluster.run_dir, resume, stop)
     if engine is None:
         return
     try:
 
         def announce(http: str, grpc: str) -> None:
-            _announce(engine.model, http, grpc, supervisor.run_dir)
+            _announce(engine.model, http, grpc, cluster.run_dir)
 
         await serve_gateway(engine, engine.tokenizer, config, sockets, stop, announce)
     finally:
         await asyncio.to_thread(engine.close)
 
 
-async def _attach(run_dir: Path, stop: asyncio.Event) -> ClientEngine | None:
+async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> ClientEngine | None:
     """To the world that is ready, or, should it die before that, to the next one. None when `stop` comes first."""
     from allspan.client.engine import ClientEngine
 
+    def attach() -> ClientEngine:
+        return ClientEngine(
+            attach=run_dir,
+            startup_timeout=ATTACH_TIMEOUT_S,
+            resume=resume.resume,
+            resume_timeout=resume.resume_timeout,
+        )
+
     while not stop.is_set():
         try:
-            return await asyncio.to_thread(ClientEngine, attach=run_dir, startup_timeout=ATTACH_TIMEOUT_S)
+            return await asyncio.to_thread(attach)
         except (ConfigError, DeadlineExceeded, Unavailable) as error:
             logger.info("the gateway is not attached yet: %s", error.message)
         with contextlib.suppress(TimeoutError):

@@ -14,6 +14,7 @@ from allspan.protos.flags import Parser, add_options, build
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "ranks": ("-tp", "--tensor-parallel-size"),
+    "data_parallel_size": ("-dp",),
     "max_model_len": ("--context-length",),
     "max_num_seqs": ("--max-running-requests",),
     "max_num_batched_tokens": ("--chunked-prefill-size",),
@@ -22,7 +23,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "ranks": (0, 1024),
+    "data_parallel_size": (1, 100),
     "start_timeout_s": (1, 86400),
+    "max_failures": (1, 1000),
+    "failure_window_s": (1, 86400),
+    "resume_timeout": (0, 86400),
     "parent_pid": (0, 2**31 - 1),
     "port": (0, 65535),
     "grpc_port": (0, 65535),
@@ -30,8 +35,17 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "max_prompt_chars": (0, 2**31),
     "max_concurrent_requests": (1, 1 << 20),
     "body_timeout": (0.1, 3600),
-    "shutdown_timeout": (0, 3600),
 }
+
+
+@dataclass(frozen=True)
+class ResumeConfig:
+    """What the gateway does with requests whose ranks died."""
+
+    resume: bool = True
+    """Continue requests on another replica, or on the restarted ranks, when theirs die."""
+    resume_timeout: float = 30.0
+    """Seconds that such a request waits for ranks that are ready."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,9 @@ class ServeSettings:
     gateway: GatewayConfig | None
     served_model_name: str = ""
     """The name that requests use, with a gateway or without; empty: the model's own."""
+    shutdown_timeout: float = 5.0
+    """Seconds that running requests get to finish, with a gateway or without."""
+    resume: ResumeConfig = ResumeConfig()
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +91,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     )
     _add(parser, CacheConfig)
     _add(parser, SchedulerConfig)
-    _add(parser, ParallelConfig, skip=("threads", "cpus", "oversubscribed"))
+    _add(parser, ParallelConfig, skip=("threads", "cpus", "oversubscribed", "ranks_on_node"))
 
 
 def serve_parser() -> Parser:
@@ -88,6 +105,7 @@ def serve_parser() -> Parser:
         default=True,
         help="Listen for HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
     )
+    _add(parser, ResumeConfig)
     _add(parser, SupervisorConfig)
     parser.add_config()
     return parser
@@ -105,6 +123,8 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         supervisor=build(SupervisorConfig, namespace),
         gateway=build(GatewayConfig, namespace) if namespace.gateway else None,
         served_model_name=namespace.served_model_name,
+        shutdown_timeout=namespace.shutdown_timeout,
+        resume=build(ResumeConfig, namespace),
     )
 
 

@@ -17,11 +17,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from allspan.launch import mpi, mpi_notices, reaper, tether
+from allspan.launch import mpi, mpi_notices, reaper, stacks, tether
 from allspan.launch.console import size
 from allspan.launch.mpi_notices import NoticeFilter
+from allspan.launch.oom import OomWatch
 from allspan.launch.placement import Placement
 from allspan.launch.run_dir import RunDir
+from allspan.launch.watchdog import LOOK_S, Lost, Watchdog
 from allspan.protos import cluster, errors
 from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import AllspanError, ConfigError, InternalError
@@ -40,6 +42,20 @@ class WorldPlan:
     placement: Placement
     mpirun: mpi.Mpirun
     numactl: str | None = None
+    start_timeout_s: float = 600.0
+    """How long a world may take to load; and a rank, to read its weights again."""
+    replica: int | None = None
+    """Its index among the cluster's replicas; None for the only world."""
+
+    @property
+    def title(self) -> str:
+        """What the log calls it."""
+        return "the cluster" if self.replica is None else f"replica {self.replica}"
+
+    @property
+    def name(self) -> str:
+        """Begins lines of the log that are about its ranks."""
+        return "" if self.replica is None else f"replica {self.replica}: "
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,11 @@ class World:
         self._run = run
         self._ranks: dict[int, tuple[cluster.RankInfo, int]] = {}
         self._tail = bytearray()
+        self._received = 0
+        self._lost: Lost | None = None
+        self._oom = OomWatch()
+        limit_s = plan.config.service.watchdog_timeout
+        self._watchdog = Watchdog(run.path, epoch, limit_s, plan.start_timeout_s, plan.name)
         self._process = self._start()
         self._mpirun_fd = os.pidfd_open(self._process.pid)
         self._reader = threading.Thread(target=self._forward_output, name="mpirun-output", daemon=True)
@@ -81,7 +102,8 @@ class World:
         return info if info.epoch == self.epoch and info.state == "ready" else None
 
     def wait(self, stop_fds: list[int], done: Callable[[], bool] | None = None, timeout_s: float | None = None) -> str:
-        """Waits for "stop" (one of `stop_fds` is readable), "died" (mpirun or a rank ended), "done" or "timeout"."""
+        """Waits for "stop" (one of `stop_fds` is readable), "died" (mpirun or a rank ended, or was silent or stuck
+        for too long), "done" or "timeout"."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._find_ranks()
@@ -92,16 +114,27 @@ class World:
                 poller.register(fd, select.POLLIN)
             # A file's arrival wakes nobody: look every 50 ms until all ranks are known and `done`.
             partial = done is not None or len(self._ranks) < self.num_ranks
-            ready = {fd for fd, _ in poller.poll(50 if partial else None)}
+            ready = {fd for fd, _ in poller.poll(50 if partial else LOOK_S * 1000)}
             if ready.intersection(stop_fds):
                 return "stop"
-            if ready:
+            if not ready:
+                self._look()
+            if ready or self._lost is not None:
                 return "died"
             if deadline is not None and time.monotonic() > deadline:
                 return "timeout"
 
+    def _look(self) -> None:
+        self._lost = self._watchdog.look(self.ranks)
+        for info in self.ranks:
+            self._oom.note(info.pid)
+
     def death(self) -> Death:
-        """Why the world died: from mpirun's message, the rank's last words and who ended first. Takes up to 0.8 s."""
+        """Why the world died: from mpirun's message, the rank's last words and who ended first. Takes up to 0.8 s; of a
+        world that hangs, all stacks are in the log first, which takes up to 4 s."""
+        if self._lost is not None:
+            stacks.dump([self._ranks[rank] for rank in sorted(self._ranks)], lambda: self._received, self._plan.name)
+            return Death(f"{self._name(self._lost.rank)} {self._lost.words}")
         first = [info for info, fd in self._ranks.values() if _ended(fd)]
         deadline = time.monotonic() + CAUSE_WAIT_S
         while time.monotonic() < deadline:
@@ -113,26 +146,26 @@ class World:
         if told is not None:
             rank = next((info.rank for info in self.ranks if info.pid == told.pid), told.rank)
             said = f"; its last words: {words[rank].message}" if rank in words else ""
-            by = self._signal_text(told.signal)
+            by = self._signal_text(told.signal, told.pid)
             return Death(f"rank {rank} (pid {told.pid} on {told.host}) was killed by {by}{said}")
         if words:
             victim = min(words, key=lambda rank: self._error_time(rank))
             return Death(f"{self._name(victim)}: {words[victim].message}", words[victim])
         if (code := self._process.poll()) is not None and code < 0:
-            return Death(f"mpirun (pid {self._process.pid}) was killed by {self._signal_text(-code)}")
+            by = self._signal_text(-code, self._process.pid)
+            return Death(f"mpirun (pid {self._process.pid}) was killed by {by}")
         if first:
-            return Death(f"rank {first[0].rank} (pid {first[0].pid} on {first[0].host}) ended unexpectedly")
+            why = self._oom.suspicion(first[0].pid)
+            return Death(f"{self._name(first[0].rank)} ended unexpectedly{f', {why}' if why else ''}")
         return Death(f"mpirun (pid {self._process.pid}) ended with code {code}: {self._last_line()}")
 
-    def end(self, gently: bool) -> None:
-        """Ends every process of the world, `gently` with SIGTERM and 5 s first, and removes MPI's files."""
-        if gently:
-            for info in self.ranks:
-                _signal(info.pid, signal.SIGTERM)
-            try:
-                self._process.wait(TERM_GRACE_S)
-            except subprocess.TimeoutExpired:
-                gently = False
+    def end(self, drain_s: float | None) -> None:
+        """Ends every process of the world and removes MPI's files: at once (None), or in order, after `drain_s` seconds
+        at most for requests that run and 5 s for the rest."""
+        if drain_s:
+            self._ask_to_end(signal.SIGTERM, drain_s)
+        if drain_s is not None:
+            self._ask_to_end(signal.SIGINT, TERM_GRACE_S)
         if self._process.poll() is None:
             self._process.kill()
         reaper.kill(str(self._run.path))
@@ -142,9 +175,17 @@ class World:
         for _, fd in self._ranks.values():
             os.close(fd)
         self._ranks.clear()
-        for path in self._run.path.glob(f"*.e{self.epoch}.*"):
-            path.unlink(missing_ok=True)
+        for pattern in (f"*.e{self.epoch}.*", f"*.e{self.epoch}"):
+            for path in self._run.path.glob(pattern):
+                path.unlink(missing_ok=True)
         self._run.clear_shm()
+
+    def _ask_to_end(self, number: int, limit_s: float) -> None:
+        """A rank answers SIGTERM by draining, SIGINT by failing what is open."""
+        for info in self.ranks:
+            _signal(info.pid, number)
+        with suppress(subprocess.TimeoutExpired):  # then it is asked otherwise
+            self._process.wait(limit_s)
 
     def _start(self) -> subprocess.Popen[bytes]:
         plan, folder = self._plan, self._run.path
@@ -153,7 +194,9 @@ class World:
             config = replace(
                 plan.config,
                 service=replace(plan.config.service, epoch=self.epoch),
-                parallel=replace(plan.config.parallel, threads=place.threads, cpus=place.cpus),
+                parallel=replace(
+                    plan.config.parallel, threads=place.threads, cpus=place.cpus, ranks_on_node=place.sharing
+                ),
             )
             paths.append(folder / f"worker-{place.rank}.e{self.epoch}.json")
             cluster.write_atomically(paths[-1], json.dumps(asdict(config), indent=1))
@@ -174,6 +217,7 @@ class World:
         with self._process.stdout as pipe:
             while data := os.read(pipe.fileno(), 65536):
                 self._tail += data
+                self._received += len(data)
                 del self._tail[:-TAIL_BYTES]
                 # A log that cannot be written (full disk, closed pipe) is no reason for the ranks to stop.
                 with suppress(OSError):
@@ -194,8 +238,10 @@ class World:
             with suppress(ProcessLookupError):  # dead before it was seen: mpirun ends, too
                 self._ranks[rank] = (info, os.pidfd_open(info.pid))
 
-    def _signal_text(self, number: int) -> str:
+    def _signal_text(self, number: int, pid: int) -> str:
         text = f"signal {number} ({_signal_name(number)})"
+        if number == signal.SIGKILL and (why := self._oom.suspicion(pid)):
+            return f"SIGKILL, {why}"
         if number != signal.SIGBUS:
             return text
         memory = self._run.shm.parent

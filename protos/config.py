@@ -68,6 +68,8 @@ class ParallelConfig:
     """How long a collective waits for a peer before the world is given up."""
     oversubscribed: bool = False
     """More compute threads than processors: waiting yields at once instead of spinning."""
+    ranks_on_node: int = 0
+    """Ranks of all replicas that take from the memory that this rank takes from; 0: counted among this world's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class ServiceConfig:
     """Ends when this process is gone; 0: none."""
     watchdog_timeout: float = 30.0
     """Seconds that a rank may be silent, or its busy step loop stand still, before the supervisor ends the world."""
+    shutdown_timeout: float = 5.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    replica: int = -1
+    """Index of this rank's world among the cluster's replicas; -1: the only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,9 @@ LIMITS: dict[str, tuple[float, float]] = {
     "threads": (0, 4096),
     "timeout_s": (1, 86400),
     "watchdog_timeout": (1, 86400),
+    "shutdown_timeout": (0, 3600),
+    "replica": (-1, 1023),
+    "ranks_on_node": (0, 1 << 20),
     "epoch": (0, 2**32 - 1),
     "supervisor_pid": (0, 2**31 - 1),
 }

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import zlib
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -23,23 +24,28 @@ from allspan.protos.cluster import (
     ClusterInfo,
     RankInfo,
     error_file,
+    heartbeat_file,
     rank_file,
     write_cluster,
     write_rank,
 )
 from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import ConfigError, Unavailable
+from allspan.protos.errors import ConfigError, DeadlineExceeded, Unavailable
 from allspan.worker import host
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.inspection import Inspection
 from allspan.worker.engine.setup import LoadedEngine, load_engine
+from allspan.worker.heart import Heart
 from allspan.worker.load_progress import LoadProgress
 from allspan.worker.parallel.world import World, join_world
+from allspan.worker.scheduler.plan import Operation
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
 
 STOP_LIMIT_S = 8.0
 """An orderly end that takes longer is cut short."""
+DRAIN_WORD_S = 5.0
+"""Between two words about requests that keep a rank from ending."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +61,13 @@ def run_rank(config: WorkerConfig) -> int:
         if told is not None:
             host.die_with_parent()
         _prepare_process(config, rank)
-        _prepare_run_dir(config, rank)
+        heart = _prepare_run_dir(config, rank)
         write_rank(run_dir, RankInfo(rank, os.getpid(), host.host_name()), epoch)
-        stop = Stop(last_words)
+        stop = Stop(last_words, config.service.shutdown_timeout)
         stop.watch_supervisor(config.service.supervisor_pid)
         world = join_world(config.parallel, config.model.device)
-        serve(config, world, stop)
+        serve(config, world, stop, heart)
+        heart.stop()
     except BaseException as error:
         last_words.say(error)
         if world is not None:
@@ -71,7 +78,7 @@ def run_rank(config: WorkerConfig) -> int:
     return 0
 
 
-def serve(config: WorkerConfig, world: World, stop: Stop) -> None:
+def serve(config: WorkerConfig, world: World, stop: Stop, heart: Heart) -> None:
     """Loads, listens, tells the cluster file when all ranks are ready, and runs the step loop until it ends."""
     cpus = config.parallel.cpus or host.allowed_cpus()
     ops = op_set("auto" if config.model.device == "cpu" else "reference", config.parallel.threads, config.parallel.cpus)
@@ -89,7 +96,9 @@ def serve(config: WorkerConfig, world: World, stop: Stop) -> None:
     address = server.start()
     _log_ready(config, world, loaded, kernels)
     infos = world.gather(json.dumps(asdict(RankInfo(world.rank, os.getpid(), facts.host, address))).encode())
+    _mark_operations(loaded.core, heart)
     stop.core = loaded.core
+    heart.serve(loaded.core)
     if world.rank == 0:
         info = _cluster_info(config, facts, infos)
         write_cluster(Path(config.service.run_dir), info)
@@ -99,6 +108,7 @@ def serve(config: WorkerConfig, world: World, stop: Stop) -> None:
         stop.last_words.say(error)  # told while the streams still carry it to the clients
         raise
     finally:
+        heart.end()
         stop.begin("the end of the step loop")
         server.stop()
     if world.rank == 0 and not config.service.supervisor_pid:
@@ -108,12 +118,15 @@ def serve(config: WorkerConfig, world: World, stop: Stop) -> None:
 
 
 class Stop:
-    """The ways in which a rank is told to end: SIGTERM or SIGINT, a supervisor that is gone, a service that broke."""
+    """The ways in which a rank is told to end: SIGTERM (requests that run get `drain_s` seconds to finish), SIGINT or
+    another SIGTERM (they get none), a supervisor that is gone, a service that broke."""
 
-    def __init__(self, last_words: host.LastWords) -> None:
+    def __init__(self, last_words: host.LastWords, drain_s: float) -> None:
         self.core: EngineCore | None = None
         """Set once the step loop is about to run; before that a signal ends the process at once."""
         self.last_words = last_words
+        self._drain_s = drain_s
+        self._is_draining = False
         self._timer: threading.Timer | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -127,13 +140,13 @@ class Stop:
         self.last_words.say(error)
         os._exit(1)
 
-    def begin(self, why: str) -> None:
-        """From now on there are STOP_LIMIT_S seconds until `done`."""
-        if self._timer is None:
-            late = Unavailable(f"{why}: this rank did not end in order within {STOP_LIMIT_S:g} s")
-            self._timer = threading.Timer(STOP_LIMIT_S, self.fail, (late,))
-            self._timer.daemon = True
-            self._timer.start()
+    def begin(self, why: str, limit_s: float = STOP_LIMIT_S) -> None:
+        """From now on there are `limit_s` seconds until `done`, or until the next call of this."""
+        self.done()
+        late = Unavailable(f"{why}: this rank did not end in order within {limit_s:g} s")
+        self._timer = threading.Timer(limit_s, self.fail, (late,))
+        self._timer.daemon = True
+        self._timer.start()
 
     def done(self) -> None:
         if self._timer is not None:
@@ -141,16 +154,40 @@ class Stop:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.core is None:
+        core = self.core
+        if core is None:
             raise Unavailable(f"stopped by {name} before it was ready")
-        self.begin(name)
-        self.core.shutdown()
+        if number == signal.SIGTERM and self._drain_s and not self._is_draining:
+            self._is_draining = True
+            self.begin(name, self._drain_s + STOP_LIMIT_S)
+            if core.is_leader:  # the others end with it
+                threading.Thread(target=self._drain, args=(core,), name="drain", daemon=True).start()
+        else:
+            self.begin(name)
+            core.shutdown()
+
+    def _drain(self, core: EngineCore) -> None:
+        """Lets nothing in, waits for what runs, ends the loop."""
+        deadline = time.monotonic() + self._drain_s
+        left = self._drain_s
+        while left > 0:
+            try:
+                core.stop_model(min(left, DRAIN_WORD_S))
+                break
+            except DeadlineExceeded:
+                left = deadline - time.monotonic()
+                counted = core.statistics()
+                open_requests = counted.running + counted.waiting
+                logger.info("draining: %d requests still run, %.0f s are left for them", open_requests, max(left, 0.0))
+        core.shutdown()
 
 
 def _prepare_process(config: WorkerConfig, rank: int) -> None:
+    replica = config.service.replica
+    who = f"rank {rank}" if replica < 0 else f"replica {replica}, rank {rank}"
     logging.basicConfig(
         level=os.environ.get("ALLSPAN_LOG_LEVEL", "INFO").upper(),
-        format=f"%(asctime)s %(levelname)s [rank {rank}] %(message)s",
+        format=f"%(asctime)s %(levelname)s [{who}] %(message)s",
         stream=sys.stderr,
     )
     faulthandler.enable()
@@ -165,19 +202,34 @@ def _prepare_process(config: WorkerConfig, rank: int) -> None:
         )
 
 
-def _prepare_run_dir(config: WorkerConfig, rank: int) -> None:
-    """Raises ConfigError when the folder cannot be used, or its path is too long for a socket."""
+def _mark_operations(core: EngineCore, heart: Heart) -> None:
+    """Weights are given back and read again on the loop's thread, for as long as a start may take."""
+    operate = core.on_operation
+
+    def marked(operation: Operation) -> None:
+        with heart.loading():
+            operate(operation)
+
+    core.on_operation = marked
+
+
+def _prepare_run_dir(config: WorkerConfig, rank: int) -> Heart:
+    """The rank's heartbeat, begun. Raises ConfigError when the folder cannot be used, or its path is too long for a
+    socket."""
     listen_target(config, rank)
     run_dir = Path(config.service.run_dir)
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         error_file(run_dir, rank, config.service.epoch).unlink(missing_ok=True)
+        return Heart(heartbeat_file(run_dir, rank, config.service.epoch))
     except OSError as error:
         raise ConfigError(f"service.run_dir {run_dir} cannot be used: {error}") from error
 
 
 def _ranks_on_node(config: WorkerConfig, world: World) -> int:
     """How many ranks share the memory that this rank takes from."""
+    if config.parallel.ranks_on_node:
+        return config.parallel.ranks_on_node
     place_name = ":".join((host.host_name(), *host.memory_nodes(config.parallel.cpus)))
     mine = zlib.crc32(place_name.encode())
     return world.all_values(mine).count(mine)
@@ -208,6 +260,7 @@ def _cluster_info(config: WorkerConfig, facts: RankFacts, infos: list[bytes], st
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,
+        watchdog_timeout=config.service.watchdog_timeout,
         supervisor_pid=config.service.supervisor_pid,
         ranks=tuple(RankInfo(**json.loads(info)) for info in infos),
     )

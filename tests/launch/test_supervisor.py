@@ -1,4 +1,4 @@
-"""The supervisor's thread: whatever happens in it, nobody waits for it in vain."""
+"""Supervisors' threads: whatever happens in them, nobody waits for them in vain."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from allspan.launch import supervisor as supervisor_module
+from allspan.launch.cluster import Cluster
 from allspan.launch.mpi import OPEN_MPI, Mpirun
 from allspan.launch.placement import Placement, RankPlace
 from allspan.launch.run_dir import make_run_dir
-from allspan.launch.supervisor import Supervisor, SupervisorConfig
+from allspan.launch.supervisor import SupervisorConfig
 from allspan.launch.world import World, WorldPlan, is_readable
 from allspan.protos.config import ModelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import AllspanError, InternalError
@@ -39,24 +40,24 @@ def plan(run_dir: Path, mpirun: str = "/bin/false") -> WorldPlan:
     return WorldPlan(config, Placement((RankPlace(0, None, 1),)), Mpirun(mpirun, OPEN_MPI, (5, 0, 0)))
 
 
-def supervised(runtime: Path, mpirun: str = "/bin/false") -> Supervisor:
+def supervised(runtime: Path, mpirun: str = "/bin/false") -> Cluster:
     run = make_run_dir("", {"XDG_RUNTIME_DIR": str(runtime)}, runtime / "shm")
-    supervisor = Supervisor(plan(run.path, mpirun), run, SupervisorConfig(restart=False))
-    supervisor.start()
-    return supervisor
+    cluster = Cluster([plan(run.path, mpirun)], run, SupervisorConfig(restart=False))
+    cluster.start()
+    return cluster
 
 
-def error_of(supervisor: Supervisor) -> AllspanError:
-    assert not supervisor.wait_ready()
-    supervisor.join()
-    assert supervisor.error is not None
-    return supervisor.error
+def error_of(cluster: Cluster) -> AllspanError:
+    assert not cluster.wait_ready()
+    cluster.join()
+    assert cluster.error is not None
+    return cluster.error
 
 
 def test_an_mpirun_that_ends_at_once_is_named_and_leaves_nothing(runtime: Path) -> None:
-    supervisor = supervised(runtime)
-    assert "mpirun" in error_of(supervisor).message
-    assert not supervisor.run_dir.exists()
+    cluster = supervised(runtime)
+    assert "mpirun" in error_of(cluster).message
+    assert not cluster.run_dir.exists()
 
 
 def test_shared_memory_that_is_full_is_called_so(runtime: Path) -> None:
@@ -74,11 +75,11 @@ def test_a_bug_in_its_thread_ends_the_wait_and_leaves_nothing(runtime: Path, mon
         raise ValueError("a bug")
 
     monkeypatch.setattr(supervisor_module, "World", broken)
-    supervisor = supervised(runtime)
-    error = error_of(supervisor)
+    cluster = supervised(runtime)
+    error = error_of(cluster)
     assert isinstance(error, InternalError)
     assert "a bug" in error.message
-    assert not supervisor.run_dir.exists()
+    assert not cluster.run_dir.exists()
 
 
 def test_a_state_that_cannot_be_written_hides_no_cause(
@@ -88,9 +89,9 @@ def test_a_state_that_cannot_be_written_hides_no_cause(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(supervisor_module, "write_cluster", full)
-    supervisor = supervised(runtime)
-    assert "mpirun" in error_of(supervisor).message
-    assert not supervisor.run_dir.exists()
+    cluster = supervised(runtime)
+    assert "mpirun" in error_of(cluster).message
+    assert not cluster.run_dir.exists()
     assert "No space left on device" in capsys.readouterr().err
 
 
@@ -106,7 +107,7 @@ def test_a_log_that_cannot_be_written_stops_no_rank(runtime: Path, monkeypatch: 
         try:
             wait_until(done.exists, 20.0)
         finally:
-            world.end(gently=False)
+            world.end(None)
             run.remove()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # it is flushed once more when it closes
     assert done.exists()
