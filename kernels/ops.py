@@ -49,10 +49,29 @@ class OpSet(Protocol):
         positions int32 [n]; cos_sin float32 [max_positions, rot]: cosines in the first half, sines in the second.
         """
 
-    def append_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def append_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k_scales: Tensor | None,
+        v_scales: Tensor | None,
+        slots: Tensor,
+    ) -> None:
         """Writes k and v [n, Hkv, d] to the pages: slot = page · page_size + offset, int32 [n].
 
-        k_cache and v_cache [pages, Hkv, page_size, d], float32 or bfloat16.
+        k_cache and v_cache [pages, Hkv, page_size, e], of one dtype: float32 or bfloat16 (e = d, scales None), int8
+        (e = d), or uint8 (e = ⌈d / 2⌉), which holds two elements of 4 bits a byte, the first in the low half; the last
+        half byte of an odd d is 0.
+
+        int8 and 4 bits are quantised for each token and head, and read as (n - zero) · scale. k_scales and v_scales
+        float32 [pages, Hkv, 2, page_size] hold zeros, then scales. With least and most of the d elements x, and n from
+        low to high (-128 … 127, or 0 … 15):
+        scale = max((most - least) / (high - low), 1e-5), zero = round(low - least / scale), n = round(x / scale + zero)
+        within low … high; halves round to even. So no x is off by more than scale / 2 (and float32's own rounding).
+        A row with a NaN or an infinity, or whose range or zero is not finite, gets n = 0, zero = 0, scale = NaN: every
+        read of it is NaN.
         """
 
     def attention(
@@ -60,11 +79,14 @@ class OpSet(Protocol):
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        k_scales: Tensor | None,
+        v_scales: Tensor | None,
         meta: AttentionMeta,
         out: Tensor,
     ) -> None:
         """Causal attention of every request's new tokens over its pages (which already hold the new tokens' K and V).
 
+        Caches and scales are those of `append_kv`. What a page holds is what every query reads, a token's own included.
         q and out [n, Hq, d]. Query i of the L new ones of a request with kv_len tokens sees kv_len - L + i + 1 of them.
         """
 

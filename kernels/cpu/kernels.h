@@ -6,7 +6,12 @@
 
 namespace allspan {
 
-enum class Type { kFloat32, kBfloat16 };
+enum class Type { kFloat32, kBfloat16, kInt8, kUint4 };  // the last two for KV only
+
+// Two elements of kUint4, the first in the low half.
+struct Nibbles {
+  uint8_t pair;
+};
 
 struct LinearArgs {
   const float* x;      // [n, k]
@@ -18,7 +23,8 @@ struct LinearArgs {
 };
 
 struct CacheArgs {
-  void *k, *v;  // [pages, kv_heads, page_size, dim], of `type`
+  void *k, *v;  // [pages, kv_heads, page_size, dim], of `type`; kUint4 rounds each token up to whole bytes
+  float *k_scales, *v_scales;  // [pages, kv_heads, 2, page_size]: zeros, then scales; null for plain floats
   int64_t pages, kv_heads, page_size, dim;
   Type type;
 };
@@ -62,7 +68,10 @@ struct Kernels {
   void (*silu_mul)(const float* gate_up, float* out, int64_t rows, int64_t width);
 };
 
-constexpr int64_t attention_scratch_floats(int64_t dim) { return kTileRows * (2 * (dim + 16) + kBlockTokens + 4); }
+// Queries, sums and scores of a tile; zeros and scales of a block's K and V, and the block itself as floats.
+constexpr int64_t attention_scratch_floats(int64_t dim) {
+  return kTileRows * (2 * (dim + 16) + kBlockTokens + 4) + kBlockTokens * (4 + dim);
+}
 
 extern const Kernels kGeneric;
 #if defined(__x86_64__)

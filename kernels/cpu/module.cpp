@@ -108,19 +108,34 @@ void rotary(Runtime& runtime, handle q_, handle k_, handle positions_, handle co
   });
 }
 
-CacheArgs take_cache(const Arguments& args, handle k_, handle v_, int64_t kv_heads, int64_t dim) {
-  const Tensor k = args.weights(k_, "k_cache", {kAny, kv_heads, kAny, dim});
-  const Tensor v = args.weights(v_, "v_cache", {k.shape[0], k.shape[1], k.shape[2], dim});
+struct CacheHandles {
+  handle k, v, k_scales, v_scales;
+};
+
+CacheArgs take_cache(const Arguments& args, const CacheHandles& given, int64_t kv_heads, int64_t dim) {
+  const Tensor k = args.pages(given.k, "k_cache", kv_heads, dim);
+  const Tensor v = args.pages(given.v, "v_cache", k.shape[1], dim);
   args.require(k.dtype == v.dtype, "k_cache and v_cache differ in dtype");
+  args.require(k.shape[0] == v.shape[0] && k.shape[2] == v.shape[2], "k_cache and v_cache differ in shape");
   args.require(k.shape[2] > 0, "k_cache has pages of no tokens");
-  return {k.data, v.data, k.shape[0], k.shape[1], k.shape[2], dim, k.type()};
+  CacheArgs cache{k.data, v.data, nullptr, nullptr, k.shape[0], k.shape[1], k.shape[2], dim, k.type()};
+  if (cache.type == Type::kInt8 || cache.type == Type::kUint4) {
+    cache.k_scales =
+        args.floats(given.k_scales, "k_scales", {cache.pages, cache.kv_heads, 2, cache.page_size}).floats();
+    cache.v_scales =
+        args.floats(given.v_scales, "v_scales", {cache.pages, cache.kv_heads, 2, cache.page_size}).floats();
+  } else {
+    args.require(given.k_scales.is_none() && given.v_scales.is_none(), "scales are given for pages of plain floats");
+  }
+  return cache;
 }
 
-void append_kv(Runtime& runtime, handle k_, handle v_, handle k_cache_, handle v_cache_, handle slots_) {
+void append_kv(Runtime& runtime, handle k_, handle v_, handle k_cache, handle v_cache, handle k_scales, handle v_scales,
+               handle slots_) {
   const Arguments args("append_kv");
   const Tensor k = args.floats(k_, "k", {kAny, kAny, kAny});
   const Tensor v = args.floats(v_, "v", {k.shape[0], k.shape[1], k.shape[2]});
-  const CacheArgs cache = take_cache(args, k_cache_, v_cache_, k.shape[1], k.shape[2]);
+  const CacheArgs cache = take_cache(args, {k_cache, v_cache, k_scales, v_scales}, k.shape[1], k.shape[2]);
   const Tensor slots = args.ints(slots_, "slots", {k.shape[0]});
   args.within(slots, "slots", cache.pages * cache.page_size);
   nb::gil_scoped_release release;
@@ -145,11 +160,12 @@ void check_batch(const Arguments& args, const Runtime::Batch& b, const CacheArgs
   }
 }
 
-void attention(Runtime& runtime, handle q_, handle k_cache_, handle v_cache_, handle meta, handle out_) {
+void attention(Runtime& runtime, handle q_, handle k_cache, handle v_cache, handle k_scales, handle v_scales,
+               handle meta, handle out_) {
   const Arguments args("attention");
   const Tensor q = args.floats(q_, "q", {kAny, kAny, kAny});
   const Tensor out = args.floats(out_, "out", {q.shape[0], q.shape[1], q.shape[2]});
-  const CacheArgs cache = take_cache(args, k_cache_, v_cache_, kAny, q.shape[2]);
+  const CacheArgs cache = take_cache(args, {k_cache, v_cache, k_scales, v_scales}, kAny, q.shape[2]);
   const nb::object kv_lens_ = meta.attr("kv_lens"), qo_ = meta.attr("qo_indptr"), indptr_ = meta.attr("page_indptr");
   const nb::object indices_ = meta.attr("page_indices"), heads_ = meta.attr("kv_head_of");
   const Tensor kv_lens = args.ints(kv_lens_, "kv_lens", {kAny});
@@ -222,9 +238,9 @@ NB_MODULE(_native, module) {
   module.def("rotary", &rotary, nb::arg("runtime"), nb::arg("q"), nb::arg("k"), nb::arg("positions"),
              nb::arg("cos_sin"));
   module.def("append_kv", &append_kv, nb::arg("runtime"), nb::arg("k"), nb::arg("v"), nb::arg("k_cache"),
-             nb::arg("v_cache"), nb::arg("slots"));
+             nb::arg("v_cache"), nb::arg("k_scales").none(), nb::arg("v_scales").none(), nb::arg("slots"));
   module.def("attention", &attention, nb::arg("runtime"), nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"),
-             nb::arg("meta"), nb::arg("out"));
+             nb::arg("k_scales").none(), nb::arg("v_scales").none(), nb::arg("meta"), nb::arg("out"));
   module.def("silu_mul", &silu_mul, nb::arg("runtime"), nb::arg("gate_up"), nb::arg("out"));
   module.def("gather_rows", &gather_rows, nb::arg("runtime"), nb::arg("x"), nb::arg("rows"), nb::arg("out"));
   bind_collectives(module);

@@ -6,7 +6,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace {
+
+using allspan::Nibbles;
 
 typedef __m256 V;
 
@@ -29,6 +33,27 @@ inline V load_part(const float* p, int count) { return _mm256_maskload_ps(p, par
 inline V load_part(const uint16_t* p, int count) {
   uint16_t padded[8] = {0, 0, 0, 0, 0, 0, 0, 0};
   std::memcpy(padded, p, count * sizeof(uint16_t));
+  return load(padded);
+}
+inline V load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline V load_part(const int8_t* p, int count) {
+  int8_t padded[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  std::memcpy(padded, p, count);
+  return load(padded);
+}
+inline V load(const Nibbles* p) {
+  int32_t bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  const __m128i pairs = _mm_cvtsi32_si128(bytes);
+  const __m256i twice = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(pairs, pairs));
+  const __m256i shifted = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15)));
+}
+inline V load_part(const Nibbles* p, int count) {
+  Nibbles padded[4] = {};
+  std::memcpy(padded, p, (count + 1) / 2);
   return load(padded);
 }
 inline void store_part(float* p, V v, int count) { _mm256_maskstore_ps(p, part_mask(count), v); }

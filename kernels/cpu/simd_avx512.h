@@ -5,7 +5,11 @@
 
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace {
+
+using allspan::Nibbles;
 
 typedef __m512 V;
 
@@ -23,6 +27,18 @@ inline V widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm5
 inline V load(const uint16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline V load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(part_mask(count), p); }
 inline V load_part(const uint16_t* p, int count) { return widen(_mm256_maskz_loadu_epi16(part_mask(count), p)); }
+inline V widen_signed(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+inline V load(const int8_t* p) { return widen_signed(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline V load_part(const int8_t* p, int count) { return widen_signed(_mm_maskz_loadu_epi8(part_mask(count), p)); }
+inline V widen_pairs(__m128i pairs) {
+  const __m512i twice = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(pairs, pairs));
+  const __m512i shifted = _mm512_srlv_epi32(twice, _mm512_set1_epi64(int64_t{4} << 32));
+  return _mm512_cvtepi32_ps(_mm512_and_si512(shifted, _mm512_set1_epi32(15)));
+}
+inline V load(const Nibbles* p) { return widen_pairs(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+inline V load_part(const Nibbles* p, int count) {
+  return widen_pairs(_mm_maskz_loadu_epi8(part_mask((count + 1) / 2), p));
+}
 inline void store_part(float* p, V v, int count) { _mm512_mask_storeu_ps(p, part_mask(count), v); }
 
 inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }

@@ -8,7 +8,11 @@
 #include <arm_neon.h>
 #endif
 
+#include "kernels.h"
+
 namespace {
+
+using allspan::Nibbles;
 
 typedef float V __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
@@ -44,6 +48,26 @@ inline V load_part(const float* p, int count) {
 inline V load_part(const uint16_t* p, int count) {
   uint16_t padded[4] = {0, 0, 0, 0};
   std::memcpy(padded, p, count * sizeof(uint16_t));
+  return load(padded);
+}
+inline V load(const int8_t* p) {
+  typedef int8_t B __attribute__((vector_size(4)));
+  B bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, V);
+}
+inline V load_part(const int8_t* p, int count) {
+  int8_t padded[4] = {0, 0, 0, 0};
+  std::memcpy(padded, p, count);
+  return load(padded);
+}
+inline V load(const Nibbles* p) {
+  const I twice = {p[0].pair, p[0].pair, p[1].pair, p[1].pair};
+  return __builtin_convertvector((twice >> I{0, 4, 0, 4}) & 15, V);
+}
+inline V load_part(const Nibbles* p, int count) {
+  Nibbles padded[2] = {};
+  std::memcpy(padded, p, (count + 1) / 2);
   return load(padded);
 }
 inline void store_part(float* p, V v, int count) { std::memcpy(p, &v, count * sizeof(float)); }

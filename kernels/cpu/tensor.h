@@ -12,7 +12,7 @@
 
 namespace allspan {
 
-enum class Dtype { kFloat32, kBfloat16, kInt32, kOther };
+enum class Dtype { kFloat32, kBfloat16, kInt32, kInt8, kUint8, kOther };
 
 struct Tensor {
   void* data;
@@ -22,7 +22,12 @@ struct Tensor {
 
   float* floats() const { return static_cast<float*>(data); }
   const int32_t* ints() const { return static_cast<const int32_t*>(data); }
-  Type type() const { return dtype == Dtype::kFloat32 ? Type::kFloat32 : Type::kBfloat16; }
+  // Of weights and pages. A byte without a sign holds two elements of kUint4.
+  Type type() const {
+    if (dtype == Dtype::kFloat32) return Type::kFloat32;
+    if (dtype == Dtype::kBfloat16) return Type::kBfloat16;
+    return dtype == Dtype::kInt8 ? Type::kInt8 : Type::kUint4;
+  }
 };
 
 constexpr int64_t kAny = -1;
@@ -38,6 +43,8 @@ class Arguments {
   Tensor ints(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   // float32 or bfloat16.
   Tensor weights(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
+  // Pages of [any, kv_heads, any, elements of dim]: float32, bfloat16, int8, or uint8 with two elements a byte.
+  Tensor pages(nanobind::handle object, const char* name, int64_t kv_heads, int64_t dim) const;
   // Refuses an index outside [0, limit).
   void within(const Tensor& indices, const char* name, int64_t limit) const;
   // Raises ValueError "op: message" unless it holds.

@@ -2,29 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from allspan.kernels.ops import AttentionMeta
 
 
-def append_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+@dataclass(frozen=True)
+class Quantised:
+    """Whole numbers from `low` to `high` in place of elements, `pack`ed into bytes."""
+
+    low: int
+    high: int
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor, int], Tensor]
+    """(bytes, d) → [.., d]."""
+
+
+def _pack_pairs(n: Tensor) -> Tensor:
+    """[.., d] → uint8 [.., ⌈d / 2⌉], the first of two in the low half."""
+    even = torch.nn.functional.pad(n, (0, n.shape[-1] % 2)).to(torch.uint8)
+    return even[..., ::2] | even[..., 1::2] << 4
+
+
+def _unpack_pairs(packed: Tensor, size: int) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :size]
+
+
+QUANTISED = {
+    torch.int8: Quantised(-128, 127, lambda n: n.to(torch.int8), lambda n, size: n),
+    torch.uint8: Quantised(0, 15, _pack_pairs, _unpack_pairs),
+}
+"""By the dtype of the pages."""
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    slots: Tensor,
+) -> None:
     """See `OpSet.append_kv`."""
     page_size = k_cache.shape[2]
     pages, offsets = slots.long() // page_size, slots.long() % page_size
-    k_cache[pages, :, offsets] = k.to(k_cache.dtype)
-    v_cache[pages, :, offsets] = v.to(v_cache.dtype)
+    for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+        if scales is None:
+            cache[pages, :, offsets] = x.to(cache.dtype)
+        else:
+            cache[pages, :, offsets], scales[pages, :, :, offsets] = _quantise(x.float(), QUANTISED[cache.dtype])
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMeta, out: Tensor) -> None:
+def _quantise(x: Tensor, to: Quantised) -> tuple[Tensor, Tensor]:
+    """Packed rows of x [n, Hkv, d], and (zero, scale) [n, Hkv, 2]."""
+    least, most = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((most - least) / (to.high - to.low)).clamp(min=1e-5)
+    zero = (to.low - least / scale).round()
+    sound = scale.isfinite() & zero.isfinite()
+    scale, zero = scale.where(sound, torch.nan), zero.where(sound, 0.0)
+    n = (x / scale + zero).clamp(to.low, to.high).round()
+    return to.pack(n.where(sound, 0.0)), torch.cat((zero, scale), dim=-1)
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    meta: AttentionMeta,
+    out: Tensor,
+) -> None:
     """See `OpSet.attention`."""
     heads = meta.kv_head_of.long()
     starts, page_starts = meta.qo_indptr.tolist(), meta.page_indptr.tolist()
     for request, kv_len in enumerate(meta.kv_lens.tolist()):
         first, last = starts[request], starts[request + 1]
         pages = meta.page_indices[page_starts[request] : page_starts[request + 1]].long()
-        keys = _tokens(k_cache, pages, kv_len)[:, heads]
-        values = _tokens(v_cache, pages, kv_len)[:, heads]
+        keys = _tokens(k_cache, k_scales, pages, kv_len, q.shape[-1])[:, heads]
+        values = _tokens(v_cache, v_scales, pages, kv_len, q.shape[-1])[:, heads]
         scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * meta.scale
         reach = torch.arange(kv_len - (last - first), kv_len, device=q.device)[:, None]
         hidden = torch.arange(kv_len, device=q.device)[None, :] > reach
@@ -32,6 +93,12 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMeta, 
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
 
-def _tokens(cache: Tensor, pages: Tensor, kv_len: int) -> Tensor:
+def _tokens(cache: Tensor, scales: Tensor | None, pages: Tensor, kv_len: int, size: int) -> Tensor:
     """The first `kv_len` tokens of these pages as float32 [kv_len, Hkv, d]."""
-    return cache[pages].float().transpose(1, 2).flatten(0, 1)[:kv_len]
+    held = cache[pages]
+    if scales is None:
+        elements = held.float()
+    else:
+        zero, scale = scales[pages][..., None].unbind(2)
+        elements = (QUANTISED[cache.dtype].unpack(held, size).float() - zero) * scale
+    return elements.transpose(1, 2).flatten(0, 1)[:kv_len]

@@ -9,8 +9,23 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.table import backends, op_set
-from support.kernel_cases import GQA_9_3, UNEVEN, Meta, attention, linear, poison, randn, rotary
+from support.kernel_cases import (
+    BF16,
+    F32,
+    GQA_9_3,
+    I8,
+    U4,
+    UNEVEN,
+    Meta,
+    append_kv,
+    attention,
+    linear,
+    poison,
+    randn,
+    rotary,
+)
 
+FORMATS = {F32: "float32", BF16: "bfloat16", I8: "int8", U4: "uint4"}
 CPU = [name for name in backends() if name.startswith("cpu/")]
 pytestmark = pytest.mark.parametrize("backend", CPU)
 
@@ -84,7 +99,7 @@ def attend(backend: str, threads: int, arguments: list[Any]) -> Tensor:
 
 def cut(arguments: list[Any], first: int, last: int) -> list[Any]:
     """Queries [first, last) of a batch of one whole-prompt request, as a chunk of their own."""
-    q, k_cache, v_cache, meta, _ = arguments
+    q, *cache, meta, _ = arguments
     chunk = Meta(
         torch.tensor([0, last - first], dtype=torch.int32),
         meta.page_indptr,
@@ -93,10 +108,10 @@ def cut(arguments: list[Any], first: int, last: int) -> list[Any]:
         meta.kv_head_of,
         meta.scale,
     )
-    return [q[first:last], k_cache, v_cache, chunk, poison(last - first, *q.shape[1:])]
+    return [q[first:last], *cache, chunk, poison(last - first, *q.shape[1:])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
 @pytest.mark.parametrize(("dim", "page_size"), [(64, 16), (80, 48), (20, 128)])
 def test_attention_chunks(backend: str, dim: int, page_size: int, dtype: torch.dtype) -> None:
     length = 201
@@ -109,12 +124,13 @@ def test_attention_chunks(backend: str, dim: int, page_size: int, dtype: torch.d
             assert_same_bits(part, whole[first:last])
 
 
-def test_attention_among_other_requests(backend: str) -> None:
+@pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
+def test_attention_among_other_requests(backend: str, dtype: torch.dtype) -> None:
     """The same request alone, first, last, on more threads, and with its pages elsewhere."""
     requests = [(1, 150), (40, 90), (1, 33), (5, 5)]
-    arguments = attention(64, 16, requests, GQA_9_3)
+    arguments = attention(64, 16, requests, GQA_9_3, dtype)
     together = attend(backend, 3, arguments)
-    q, k_cache, v_cache, meta, _ = arguments
+    q, *cache, meta, _ = arguments
     for r, (new, length) in enumerate(requests):
         first = int(meta.qo_indptr[r])
         pages = meta.page_indices[meta.page_indptr[r] : meta.page_indptr[r + 1]].long()
@@ -127,26 +143,44 @@ def test_attention_among_other_requests(backend: str) -> None:
             meta.scale,
         )
         out = poison(new, *q.shape[1:])
-        op_set(backend).attention(
-            q[first : first + new], k_cache[pages].contiguous(), v_cache[pages].contiguous(), alone, out
-        )
+        moved = [None if part is None else part[pages].contiguous() for part in cache]
+        op_set(backend).attention(q[first : first + new], *moved, alone, out)
         assert_same_bits(out, together[first : first + new])
 
 
-def test_attention_heads_split_over_ranks(backend: str) -> None:
+@pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
+def test_attention_heads_split_over_ranks(backend: str, dtype: torch.dtype) -> None:
     """5 and 4 of 9 query heads on two ranks give what one rank gives."""
-    arguments = attention(64, 16, [(1, 70), (20, 50)], GQA_9_3)
+    arguments = attention(64, 16, [(1, 70), (20, 50)], GQA_9_3, dtype)
     whole = attend(backend, 1, arguments)
-    q, k_cache, v_cache, meta, _ = arguments
+    q, *cache, meta, _ = arguments
     for first, last, kv_heads in [(0, 5, slice(0, 2)), (5, 9, slice(1, 3))]:
         heads = meta.kv_head_of[first:last] - kv_heads.start
         rank = Meta(meta.qo_indptr, meta.page_indptr, meta.page_indices, meta.kv_lens, heads, meta.scale)
         out = poison(q.shape[0], last - first, 64)
-        op_set(backend).attention(
-            q[:, first:last].contiguous(),
-            k_cache[:, kv_heads].contiguous(),
-            v_cache[:, kv_heads].contiguous(),
-            rank,
-            out,
-        )
+        part = [None if tensor is None else tensor[:, kv_heads].contiguous() for tensor in cache]
+        op_set(backend).attention(q[:, first:last].contiguous(), *part, rank, out)
         assert_same_bits(out, whole[:, first:last].contiguous())
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
+def test_attention_whatever_the_size_of_pages(backend: str, page_size: int, dtype: torch.dtype) -> None:
+    requests = [(1, 150), (40, 90)]
+    assert_same_bits(
+        attend(backend, 1, attention(33, page_size, requests, UNEVEN, dtype)),
+        attend(backend, 1, attention(33, 48, requests, UNEVEN, dtype)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [I8, U4], ids=["int8", "uint4"])
+def test_appended_tokens(backend: str, dtype: torch.dtype) -> None:
+    """What a token leaves in the pages does not depend on those appended with it."""
+    k, v, *together, slots = append_kv(70, 3, 67, 16, dtype)
+    apart = [part.clone() for part in together]
+    op_set(backend, threads=3).append_kv(k, v, *together, slots)
+    for i in range(70):
+        one = slice(i, i + 1)
+        op_set(backend).append_kv(k[one], v[one], *apart, slots[one])
+    for ours, other in zip(apart, together, strict=True):
+        assert torch.equal(ours.view(torch.uint8), other.view(torch.uint8))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(backends() == ("reference",), reason="the compil
 
 def attention_with(**changes: Any) -> list[Any]:
     arguments = attention(16, 16, [(2, 20), (1, 3)], [0, 1])
-    arguments[3] = replace(arguments[3], **changes)
+    arguments[5] = replace(arguments[5], **changes)
     return arguments
 
 
@@ -25,6 +25,23 @@ def linear_with(position: int, value: Any) -> list[Any]:
     arguments = linear(2, 8, 3, bias=True)
     arguments[position] = value
     return arguments
+
+
+def quantised(width: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+    return torch.zeros(2, 1, 4, width, dtype=dtype)
+
+
+def append_with(**changes: Any) -> list[Any]:
+    arguments = {
+        "k": randn(1, 1, 8),
+        "v": randn(1, 1, 8),
+        "k_cache": randn(2, 1, 4, 8),
+        "v_cache": randn(2, 1, 4, 8),
+        "k_scales": None,
+        "v_scales": None,
+        "slots": ints([0]),
+    }
+    return list((arguments | changes).values())
 
 
 REFUSALS: list[tuple[str, Callable[[], list[Any]], type[Exception], str]] = [
@@ -59,10 +76,31 @@ REFUSALS: list[tuple[str, Callable[[], list[Any]], type[Exception], str]] = [
     ("rotary", lambda: [randn(1, 1, 8), randn(1, 1, 8), ints([0]), randn(4, 10)], ValueError, "rotary: cos_sin"),
     (
         "append_kv",
-        lambda: [randn(1, 1, 8), randn(1, 1, 8), randn(2, 1, 4, 8), randn(2, 1, 4, 8), ints([8])],
+        lambda: append_with(slots=ints([8])),
         ValueError,
         r"append_kv: slots\[0\] is 8, not in \[0, 8\)",
     ),
+    ("append_kv", lambda: append_with(k_scales=poison(2, 1, 2, 4)), ValueError, "scales are given for pages of plain"),
+    ("append_kv", lambda: append_with(k_cache=quantised(8)), ValueError, "k_cache and v_cache differ in dtype"),
+    (
+        "append_kv",
+        lambda: append_with(k_cache=quantised(8), v_cache=quantised(8)),
+        TypeError,
+        "k_scales is a NoneType, not a torch tensor",
+    ),
+    (
+        "append_kv",
+        lambda: append_with(k_cache=quantised(8), v_cache=quantised(8), k_scales=poison(2, 1, 4, 2)),
+        ValueError,
+        r"k_scales has shape \[2, 1, 4, 2\], not \[2, 1, 2, 4\]",
+    ),
+    (
+        "append_kv",
+        lambda: append_with(k_cache=quantised(8, torch.uint8)),
+        ValueError,
+        r"k_cache has shape \[2, 1, 4, 8\], not \[any, 1, any, 4\]",
+    ),
+    ("append_kv", lambda: append_with(k_cache=quantised(8, torch.int32)), TypeError, "k_cache is torch.int32, not"),
     ("attention", lambda: attention_with(kv_head_of=ints([0, 2])), ValueError, r"kv_head_of\[1\] is 2"),
     ("attention", lambda: attention_with(page_indices=ints([0, 1, 9])), ValueError, r"page_indices\[2\] is 9"),
     ("attention", lambda: attention_with(kv_lens=ints([33, 3])), ValueError, "kv_lens has a request with more tokens"),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support import kernel_oracle
+
 NAN = float("nan")
 
 
@@ -63,6 +65,15 @@ def linear(n: int, k: int, columns: int, dtype: torch.dtype = torch.float32, bia
     return [randn(n, k), weight, randn(columns, seed=2) if bias else None, poison(n, columns)]
 
 
+def pages(count: int, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype) -> list[Any]:
+    """[k_cache, v_cache, k_scales, v_scales] that nobody has written: NaN where a NaN can be."""
+    if dtype.is_floating_point:
+        return [*(torch.full((count, kv_heads, page_size, dim), NAN, dtype=dtype) for _ in range(2)), None, None]
+    width = dim if dtype is I8 else (dim + 1) // 2
+    caches = [torch.full((count, kv_heads, page_size, width), 85, dtype=dtype) for _ in range(2)]
+    return [*caches, *(poison(count, kv_heads, 2, page_size) for _ in range(2))]
+
+
 def attention(
     dim: int,
     page_size: int,
@@ -76,12 +87,17 @@ def attention(
     counts = [math.ceil(length / page_size) for _, length in requests]
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(seed)).tolist()
     page_indptr = [sum(counts[:r]) for r in range(len(counts) + 1)]
-    caches = [torch.full((len(order), kv_heads, page_size, dim), NAN, dtype=dtype) for _ in range(2)]
+    cache = pages(len(order), kv_heads, page_size, dim, dtype)
     for request, (_, length) in enumerate(requests):
-        for token in range(length):
-            page = order[page_indptr[request] + token // page_size]
-            for which, cache in enumerate(caches):
-                cache[page, :, token % page_size] = randn(kv_heads, dim, seed=7 * token + 1000 * request + which)
+        own = torch.tensor(order[page_indptr[request] : page_indptr[request + 1]], dtype=torch.int32)
+        tokens = torch.arange(length, dtype=torch.int32)
+        slots = own[tokens // page_size] * page_size + tokens % page_size
+        rows = [
+            torch.stack([randn(kv_heads, dim, seed=7 * token + 1000 * request + which) for token in range(length)])
+            for which in range(2 if length else 0)
+        ]
+        if rows:
+            append_to(cache, rows, slots)
     starts = [sum(new for new, _ in requests[:r]) for r in range(len(requests) + 1)]
     meta = Meta(
         ints(starts),
@@ -92,7 +108,12 @@ def attention(
         dim**-0.5,
     )
     q = randn(starts[-1], len(kv_head_of), dim, seed=5) * 2
-    return [q, *caches, meta, poison(starts[-1], len(kv_head_of), dim)]
+    return [q, *cache, meta, poison(starts[-1], len(kv_head_of), dim)]
+
+
+def append_to(cache: list[Any], rows: list[Tensor], slots: Tensor) -> None:
+    """Writes keys and values with the oracle's numbers."""
+    kernel_oracle.append_kv(rows[0].double(), rows[1].double(), *cache, slots)
 
 
 def rotary(n: int, heads: int, kv_heads: int, dim: int, rot: int) -> list[Any]:
@@ -103,11 +124,14 @@ def rotary(n: int, heads: int, kv_heads: int, dim: int, rot: int) -> list[Any]:
 
 
 def append_kv(n: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype) -> list[Any]:
-    pages = n // page_size + 2
-    slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(0))[:n].to(torch.int32)
-    shape = (pages, kv_heads, page_size, dim)
-    caches = [randn(*shape, dtype=dtype, seed=seed) for seed in (3, 4)]
-    return [randn(n, kv_heads, dim), randn(n, kv_heads, dim, seed=1), *caches, slots]
+    count = n // page_size + 2
+    slots = torch.randperm(count * page_size, generator=torch.Generator().manual_seed(0))[:n].to(torch.int32)
+    return [
+        randn(n, kv_heads, dim),
+        randn(n, kv_heads, dim, seed=1),
+        *pages(count, kv_heads, page_size, dim, dtype),
+        slots,
+    ]
 
 
 def rms_norm(n: int, width: int) -> list[Any]:
@@ -142,7 +166,8 @@ def gather_rows(rows: list[int]) -> list[Any]:
     return [randn(70, 33), ints(rows), poison(len(rows), 33)]
 
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, I8, U4 = torch.float32, torch.bfloat16, torch.int8, torch.uint8
+"""Formats of pages; U4 holds two elements a byte."""
 GQA_9_3 = [0, 0, 0, 1, 1, 1, 2, 2, 2]
 UNEVEN = [0, 0, 0, 1, 1]
 ODD_MAP = [1, 0, 1, 2, 0]
@@ -180,6 +205,16 @@ ATTENTION: list[tuple[str, int, int, list[tuple[int, int]], list[int], torch.dty
     ("many-heads", 16, 16, [(3, 40)], [0] * 70, F32),
     ("an-idle-kv-head", 32, 16, [(3, 40)], [2, 2, 0], F32),
     ("no-requests", 64, 16, [], [0], F32),
+    ("mixed-int8", 64, 16, [(1, 90), (33, 33), (0, 12), (17, 100), (1, 17)], GQA_9_3, I8),
+    ("mixed-uint4", 64, 32, [(1, 90), (33, 33), (0, 12), (17, 100), (1, 17)], GQA_9_3, U4),
+    ("decode-int8", 80, 128, [(1, 5), (1, 64), (1, 65), (1, 130)], UNEVEN, I8),
+    ("decode-uint4", 80, 64, [(1, 5), (1, 64), (1, 65), (1, 130)], UNEVEN, U4),
+    ("head-33-int8", 33, 16, [(9, 70), (1, 20)], [0, 0], I8),
+    ("head-33-uint4", 33, 16, [(9, 70), (1, 20)], [0, 0], U4),
+    ("head-19-uint4", 19, 16, [(2, 20)], [0, 1], U4),
+    ("head-1-uint4", 1, 16, [(2, 20)], [0, 1], U4),
+    ("head-256-int8", 256, 16, [(13, 66)], [0, 0, 0, 0], I8),
+    ("head-128-uint4", 128, 32, [(5, 129)], [0, 1, 1], U4),
 ]
 
 
@@ -202,9 +237,10 @@ def _cases() -> Iterator[Case]:
     yield from _sized("head_norm", head_norm, [(1, 9, 64), (19, 3, 80), (65, 2, 48), (5, 1, 256), (0, 2, 8)])
     turns = [(1, 9, 3, 64, 64), (33, 5, 2, 80, 80), (7, 2, 1, 128, 32), (40, 3, 3, 48, 10), (0, 2, 2, 8, 8)]
     yield from _sized("rotary", rotary, turns)
-    for dtype, tolerance in [(F32, 0.0), (BF16, 2.0**-8)]:
-        pages = [(1, 3, 64, 16, dtype), (70, 2, 80, 48, dtype), (5, 1, 33, 128, dtype), (0, 1, 8, 16, dtype)]
-        yield from _sized("append_kv", append_kv, pages, tolerance)
+    for dtype, tolerance in [(F32, 0.0), (BF16, 2.0**-8), (I8, 1e-6), (U4, 1e-6)]:
+        sizes = [(1, 3, 64, 16, dtype), (70, 2, 80, 48, dtype), (5, 1, 33, 128, dtype), (0, 1, 8, 16, dtype)]
+        yield from _sized("append_kv", append_kv, sizes, tolerance)
+    for dtype in (F32, BF16):
         yield Case("embedding", f"of-a-rank-{dtype}", embedding, ([0, 40, 41, 99, 100, 7, 57], 59, 41, dtype), 0)
     yield Case("embedding", "of-nothing", embedding, ([], 3, 0, F32), 0)
     yield Case("embedding", "of-a-rank-without-rows", embedding, ([1, 2], 0, 0, F32), 0)

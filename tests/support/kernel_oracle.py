@@ -50,15 +50,71 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
             x[token, :, half : 2 * half] = high * cos + low * sin
 
 
-def append_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    page_size = k_cache.shape[2]
-    for token, slot in enumerate(slots.tolist()):
-        k_cache[slot // page_size, :, slot % page_size] = k[token]
-        v_cache[slot // page_size, :, slot % page_size] = v[token]
+LOWEST_AND_HIGHEST = {torch.int8: (-128, 127), torch.uint8: (0, 15)}
+"""Of the whole numbers in quantised pages, by dtype; uint8 holds two a byte, the first in the low half."""
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMeta, out: Tensor) -> None:
+def quantised(row: Tensor, dtype: torch.dtype) -> tuple[list[int], float, float]:
+    """(numbers, zero, scale) of the elements of one token and head."""
+    low, high = LOWEST_AND_HIGHEST[dtype]
+    values = row.tolist()
+    scale = max((max(values) - min(values)) / (high - low), 1e-5)
+    zero = float(round(low - min(values) / scale))
+    return [min(max(round(x / scale + zero), low), high) for x in values], zero, scale
+
+
+def packed(numbers: list[int], dtype: torch.dtype) -> Tensor:
+    if dtype is torch.int8:
+        return torch.tensor(numbers, dtype=dtype)
+    even = numbers + [0] * (len(numbers) % 2)
+    return torch.tensor([low + 16 * high for low, high in zip(even[::2], even[1::2], strict=True)], dtype=dtype)
+
+
+def elements(cache: Tensor, scales: Tensor | None, size: int) -> Tensor:
+    """float64 [..., page_size, size] of pages in any format."""
+    if scales is None:
+        return cache.double()
+    if cache.dtype is torch.uint8:
+        numbers = cache.new_empty((*cache.shape[:-1], 2 * cache.shape[-1]))
+        numbers[..., ::2], numbers[..., 1::2] = cache % 16, cache // 16
+        cache = numbers[..., :size]
+    zero, scale = scales.double()[..., 0, :, None], scales.double()[..., 1, :, None]
+    return (cache.double() - zero) * scale
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    slots: Tensor,
+) -> None:
     page_size = k_cache.shape[2]
+    for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+        for token, slot in enumerate(slots.tolist()):
+            page, offset = divmod(slot, page_size)
+            if scales is None:
+                cache[page, :, offset] = x[token]
+                continue
+            for head, row in enumerate(x[token]):
+                numbers, zero, scale = quantised(row, cache.dtype)
+                cache[page, head, offset] = packed(numbers, cache.dtype)
+                scales[page, head, :, offset] = torch.tensor([zero, scale], dtype=torch.float64)
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    meta: AttentionMeta,
+    out: Tensor,
+) -> None:
+    page_size = k_cache.shape[2]
+    held_keys, held_values = elements(k_cache, k_scales, q.shape[-1]), elements(v_cache, v_scales, q.shape[-1])
     for request, kv_len in enumerate(meta.kv_lens.tolist()):
         first, last = meta.qo_indptr[request : request + 2].tolist()
         pages = meta.page_indices[meta.page_indptr[request] :].tolist()
@@ -66,8 +122,8 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMeta, 
             seen = kv_len - (last - token) + 1
             for head, kv_head in enumerate(meta.kv_head_of.tolist()):
                 used = pages[: math.ceil(seen / page_size)]
-                keys = torch.cat([k_cache[page, kv_head] for page in used])[:seen]
-                values = torch.cat([v_cache[page, kv_head] for page in used])[:seen]
+                keys = torch.cat([held_keys[page, kv_head] for page in used])[:seen]
+                values = torch.cat([held_values[page, kv_head] for page in used])[:seen]
                 out[token, head] = (keys @ q[token, head] * meta.scale).softmax(-1) @ values
 
 

@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 
 from allspan.protos.errors import ConfigError, InternalError
-from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.cache.spec import SCALE_BYTES, CacheSpec
 from allspan.worker.scheduler.plan import Copy
+
+_ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "uint4": torch.uint8}
+"""What the kernels take for a page's format."""
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]` are [num_pages, num_kv_heads, page_size, head_dim], zeros at first.
+    """`keys[layer]` and `values[layer]` are [num_pages, num_kv_heads, page_size, elements], zeros at first: float32 or
+    bfloat16 [.., head_dim], int8 [.., head_dim], or uint8 [.., ⌈head_dim / 2⌉] for uint4. `key_scales[layer]` and
+    `value_scales[layer]` are float32 [num_pages, num_kv_heads, 2, page_size], or None for plain floats; see
+    `allspan.kernels.ops.OpSet.append_kv`.
 
-    On the CPU they lie in one anonymous mapping: pages of memory are taken when first written, on the node of the
+    On the CPU all of it lies in one anonymous mapping: pages of memory are taken when first written, on the node of the
     thread that writes. Raises ConfigError when the memory cannot be had.
     """
 
@@ -25,25 +31,26 @@ class KVCache:
         self.spec = spec
         self.num_pages = num_pages
         self.num_bytes = spec.bytes_per_page * num_pages
-        try:
-            raw = (
-                _mapped(self.num_bytes)
-                if device == "cpu"
-                else torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
-            )
-        except (OSError, ValueError, torch.OutOfMemoryError) as error:
-            raise ConfigError(
-                f"kv_cache_bytes: {self.num_bytes} bytes for {num_pages} pages of KV cannot be had on {device}: {error}"
-            ) from error
-        pages = raw.view(getattr(torch, spec.dtype)).view(2 * spec.num_layers, num_pages, *spec.page_shape)
-        layers = pages.unbind(0)
-        self.keys: list[Tensor] = list(layers[::2])
-        self.values: list[Tensor] = list(layers[1::2])
-        self._parts: tuple[Tensor, ...] = (pages,)
+        raw = _memory(self.num_bytes, num_pages, device)
+        layers, heads, size = 2 * spec.num_layers, spec.num_kv_heads, spec.page_size
+        self.key_scales: list[Tensor | None] = [None] * spec.num_layers
+        self.value_scales: list[Tensor | None] = [None] * spec.num_layers
+        self._parts: list[Tensor] = []
+        """All layers' pages, and all layers' scales: [layers, num_pages, ...], keys and values in turn."""
+        if spec.is_quantised:
+            count = SCALE_BYTES * layers * num_pages * heads * size
+            scales = raw[:count].view(torch.float32).view(layers, num_pages, heads, 2, size)
+            self._parts.append(scales)
+            self.key_scales, self.value_scales = list(scales[::2].unbind(0)), list(scales[1::2].unbind(0))
+            raw = raw[count:]
+        pages = raw.view(_ELEMENTS[spec.dtype]).view(layers, num_pages, heads, size, -1)
+        self._parts.append(pages)
+        self.keys: list[Tensor] = list(pages[::2].unbind(0))
+        self.values: list[Tensor] = list(pages[1::2].unbind(0))
 
     def copy_pages(self, source: KVCache, copies: Iterable[Copy]) -> None:
-        """Copies whole pages of `source` (keys and values of all layers) into this cache, one after the other: what
-        saves do on a host cache from the device's, and loads the other way round. The caches' devices may differ.
+        """Copies whole pages of `source` (all layers' keys, values and scales) into this cache, one after the other:
+        what saves do on a host cache from the device's, and loads the other way round. The devices may differ.
 
         Raises InternalError for a cache of another spec, or for a page that either cache does not have.
         """
@@ -56,6 +63,17 @@ class KVCache:
                 )
             for ours, theirs in zip(self._parts, source._parts, strict=True):
                 ours[:, copy.target].copy_(theirs[:, copy.source])
+
+
+def _memory(num_bytes: int, num_pages: int, device: str) -> Tensor:
+    try:
+        if device == "cpu":
+            return _mapped(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except (OSError, ValueError, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"kv_cache_bytes: {num_bytes} bytes for {num_pages} pages of KV cannot be had on {device}: {error}"
+        ) from error
 
 
 def _mapped(num_bytes: int) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "uint4": 4}
+"""By the format of the pages."""
+QUANTISED = frozenset({"int8", "uint4"})
+SCALE_BYTES = 8
+"""A zero and a scale in float32, for each token and head of quantised keys, and of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +22,19 @@ class CacheSpec:
     """Of this rank."""
     head_dim: int
     dtype: str
-    """"float32" or "bfloat16"."""
+    """"float32", "bfloat16", "int8" or "uint4"."""
 
     @property
-    def page_shape(self) -> tuple[int, int, int]:
-        return self.num_kv_heads, self.page_size, self.head_dim
+    def is_quantised(self) -> bool:
+        return self.dtype in QUANTISED
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token's keys (or values) in one head, without their scale: whole bytes."""
+        return (self.head_dim * ITEM_BITS[self.dtype] + 7) // 8
 
     @property
     def bytes_per_page(self) -> int:
-        """Of one page number: keys and values of all layers."""
-        return 2 * self.num_layers * math.prod(self.page_shape) * ITEM_BYTES[self.dtype]
+        """Of one page number: keys and values of all layers, and their scales."""
+        row = self.row_bytes + (SCALE_BYTES if self.is_quantised else 0)
+        return 2 * self.num_layers * self.num_kv_heads * self.page_size * row

@@ -9,8 +9,9 @@ from allspan.worker.models.program import Program, ProgramBuilder, Rows, Slot
 def build_decoder(holding: Holding) -> Program:
     """The forward pass of one step.
 
-    Inputs: ids, positions, slots, attention (an AttentionMeta), logits_rows; `cos_sin`; caches k_cache.N and v_cache.N
-    of every layer N; weights under their canonical names. Output: this rank's columns of the logits.
+    Inputs: ids, positions, slots, attention (an AttentionMeta), logits_rows; `cos_sin`; caches k_cache.N, v_cache.N,
+    k_scales.N and v_scales.N of every layer N; weights under their canonical names. Output: this rank's columns of the
+    logits.
     """
     return _Decoder(holding).build()
 
@@ -83,9 +84,9 @@ class _Decoder:
             program.op("head_norm", q, program.named(prefix + "q_norm.weight"), spec.rms_norm_eps)
             program.op("head_norm", k, program.named(prefix + "k_norm.weight"), spec.rms_norm_eps)
         program.op("rotary", q, k, program.named("positions"), program.named("cos_sin"))
-        k_cache, v_cache = program.named(f"k_cache.{layer}"), program.named(f"v_cache.{layer}")
-        program.op("append_kv", k, v, k_cache, v_cache, program.named("slots"))
-        program.op("attention", q, k_cache, v_cache, program.named("attention"), self._attended_heads)
+        cache = [program.named(f"{part}.{layer}") for part in ("k_cache", "v_cache", "k_scales", "v_scales")]
+        program.op("append_kv", k, v, *cache, program.named("slots"))
+        program.op("attention", q, *cache, program.named("attention"), self._attended_heads)
 
     def _linear(self, linear: Linear, x: Slot, out: Slot) -> None:
         suffixes = [name.removeprefix(linear.name + ".") for name in self._holding.tensors(linear)]

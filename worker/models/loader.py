@@ -10,7 +10,7 @@ import torch
 from allspan.kernels.ops import OpSet
 from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.protos.errors import CheckpointError, ConfigError
-from allspan.worker.cache.spec import ITEM_BYTES, CacheSpec
+from allspan.worker.cache.spec import ITEM_BITS, CacheSpec
 from allspan.worker.models.layout import IGNORED_TENSORS, Holding, Progress, expected_shapes
 from allspan.worker.models.model import Model, ModelLimits
 from allspan.worker.models.registry import ModelSource, find_model
@@ -25,6 +25,7 @@ from allspan.worker.weights.safetensors_folder import SafetensorsFolder
 
 logger = logging.getLogger(__name__)
 
+WEIGHT_DTYPES = ("float32", "bfloat16")
 _QUANTISED_NAMES = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
 
 
@@ -48,8 +49,8 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
     shard = make_shard(source.spec, rank, size)
     dtype = weight_dtype(config.dtype, source.spec)
     kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
-    if kv_dtype not in ITEM_BYTES:
-        raise ConfigError(f"kv_cache_dtype {cache.kv_cache_dtype!r} is not known (auto, {', '.join(ITEM_BYTES)})")
+    if kv_dtype not in ITEM_BITS:
+        raise ConfigError(f"kv_cache_dtype {cache.kv_cache_dtype!r} is not known (auto, {', '.join(ITEM_BITS)})")
     return Prepared(
         source=source,
         holding=Holding(shard, source.family.weights, linear_method(config.quantization, dtype), getattr(torch, dtype)),
@@ -122,8 +123,8 @@ def weight_dtype(wanted: str, spec: ModelSpec) -> str:
     """float32 or bfloat16; "auto" is the checkpoint's, float16 held as float32 (exact)."""
     if wanted == "auto":
         return "bfloat16" if spec.dtype == "bfloat16" else "float32"
-    if wanted not in ITEM_BYTES:
-        raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(ITEM_BYTES)})")
+    if wanted not in WEIGHT_DTYPES:
+        raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(WEIGHT_DTYPES)})")
     return wanted
 
 

@@ -81,8 +81,15 @@ class Model:
         if kv.spec != self.cache_spec:
             raise InternalError(f"a cache of {kv.spec} for a model of {self.cache_spec}")
         self._cache = kv
-        self._interpreter.bind({f"k_cache.{i}": keys for i, keys in enumerate(kv.keys)})
-        self._interpreter.bind({f"v_cache.{i}": values for i, values in enumerate(kv.values)})
+        for layer in range(self.spec.num_layers):
+            self._interpreter.bind(
+                {
+                    f"k_cache.{layer}": kv.keys[layer],
+                    f"v_cache.{layer}": kv.values[layer],
+                    f"k_scales.{layer}": kv.key_scales[layer],
+                    f"v_scales.{layer}": kv.value_scales[layer],
+                }
+            )
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """This rank's logits, float32 [m, vocab_widths[rank]]: a view of a buffer that the next step overwrites.
