@@ -68,7 +68,8 @@ def fake_core(
 ) -> tuple[EngineCore, FakeModel]:
     world = collectives or LocalCollectives()
     model = FakeModel(num_pages, PAGE_SIZE, max_model_len, widths, world.rank)
-    core = EngineCore(config(**scheduler), model, num_pages, world, channel, eos, collected or Collected())
+    core = EngineCore(config(**scheduler), model, num_pages, world, channel, eos)
+    core.on_outputs = collected or Collected()
     return core, model
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from allspan.protos.errors import AllspanError
-from allspan.worker.engine.core import CoreStatistics
+from allspan.worker.engine.statistics import CoreStatistics
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 

@@ -13,11 +13,25 @@ from numpy.typing import NDArray
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.model import PageTiers
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.sampling.sampler import Sampled, Sampler
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 
 Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRows:
+    """What a step's m rows of logits are for, in their order."""
+
+    rows: Longs
+    """[m]: whose they are; a row may have several."""
+    positions: Longs
+    """[m]: of the token that follows, in its request."""
+    targets: Longs | None
+    """[m]: that token, where it is a prompt's and known; -1 where it is to be sampled. None: everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,8 @@ class BatchSizes:
     max_model_len: int
     page_size: int
     num_pages: int
+    max_logits_rows: int
+    """Of a step."""
 
 
 class StepBuffers:
@@ -45,7 +61,7 @@ class StepBuffers:
             "page_indptr": sizes.max_rows + 1,
             "page_indices": pages,
             "kv_lens": sizes.max_rows,
-            "logits_rows": sizes.max_rows,
+            "logits_rows": sizes.max_logits_rows,
         }
         self._device = device
         self._tensors = {name: torch.zeros(length, dtype=torch.int32) for name, length in lengths.items()}
@@ -61,11 +77,17 @@ class StepBuffers:
 
 
 class Batch:
-    """Rows → tokens, computed counts, pages. `apply(plan)` → inputs; the model runs; `commit(sampled)` → result."""
+    """Fixed arrays, one row a request. `apply` takes a plan in and makes the model's inputs; `commit` takes in what was
+    sampled. The payloads come from the inbox; a row that leaves without being dropped keeps its tokens for its return.
+    """
 
-    def __init__(self, sizes: BatchSizes, sampler: Sampler, device: torch.device) -> None:
+    def __init__(
+        self, sizes: BatchSizes, sampler: Sampler, device: torch.device, tiers: PageTiers | None = None
+    ) -> None:
+        """`tiers` None: the pages of the device are all there are."""
         self._page_size = sizes.page_size
         self._sampler = sampler
+        self._tiers = tiers
         self._buffers = StepBuffers(sizes, device)
         rows, pages = sizes.max_rows, pages_of(sizes.max_model_len, sizes.page_size)
         # The system backs these with memory only where they are written.
@@ -74,12 +96,14 @@ class Batch:
         self._num_tokens = np.zeros(rows, dtype=np.int64)
         self._num_computed = np.zeros(rows, dtype=np.int64)
         self._num_pages = np.zeros(rows, dtype=np.int64)
+        self._prompt_ends = np.zeros(rows, dtype=np.int64)
+        """The prompt's last index for rows that want its log-probabilities, else 0."""
         self._request_ids: list[bytes | None] = [None] * rows
         self._parked: dict[bytes, Ints] = {}
         self._step = 0
         self._run_rows = np.zeros(0, dtype=np.int64)
         self._run_counts = np.zeros(0, dtype=np.int64)
-        self._samples = np.zeros(0, dtype=np.bool_)
+        self._logits = LogitsRows(self._run_rows, self._run_rows, None)
         self.tokens_hash = 0
 
     @property
@@ -87,10 +111,9 @@ class Batch:
         return sum(request_id is not None for request_id in self._request_ids)
 
     @property
-    def sampling_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows that sample in this step, in the order of their logits, and the index that each new token will have."""
-        rows = self._run_rows[self._samples]
-        return rows, self._num_tokens[rows]
+    def logits(self) -> LogitsRows:
+        """What the rows of logits of this step are for."""
+        return self._logits
 
     def apply(self, plan: StepPlan, inbox: Inbox) -> StepInputs | None:
         """Takes a plan in; None when it runs no tokens. Raises InternalError when it does not fit this rank's state."""
@@ -111,23 +134,34 @@ class Batch:
             first = int(self._num_pages[grant.row])
             self._pages[grant.row, first : first + len(grant.pages)] = grant.pages
             self._num_pages[grant.row] += len(grant.pages)
+        if plan.saves or plan.loads:
+            self._copy(plan)
         self._run_rows = np.fromiter((run.row for run in plan.runs), dtype=np.int64, count=len(plan.runs))
         self._run_counts = np.fromiter((run.num_tokens for run in plan.runs), dtype=np.int64, count=len(plan.runs))
         return self._inputs() if plan.runs else None
 
     def commit(self, sampled: Sampled | None) -> StepResult:
-        """Appends the step's tokens to their rows; None when no row sampled."""
+        """Appends the step's tokens to their rows; None when there were no logits."""
         self._num_computed[self._run_rows] += self._run_counts
         if sampled is None:
             return StepResult(self._step, {}, tokens_hash=self.tokens_hash)
-        rows = self._run_rows[self._samples]
-        self._tokens[rows, self._num_tokens[rows]] = sampled.tokens
+        rows, tokens, targets = self._logits.rows, sampled.tokens, self._logits.targets
+        failed: dict[int, tuple[int, ...]] = {}
+        if targets is not None:
+            failed = {int(rows[i]): (int(tokens[i]),) for i in np.flatnonzero((targets >= 0) & (tokens < 0))}
+            rows, tokens = rows[targets < 0], tokens[targets < 0]
+        self._tokens[rows, self._num_tokens[rows]] = tokens
         self._num_tokens[rows] += 1
-        self.tokens_hash = zlib.crc32(np.stack([rows, sampled.tokens]).astype("<i4").tobytes(), self.tokens_hash)
-        tokens: dict[int, tuple[int, ...]] = {
-            row: (token,) for row, token in zip(rows.tolist(), sampled.tokens.tolist(), strict=True)
+        self.tokens_hash = zlib.crc32(np.stack([rows, tokens]).astype("<i4").tobytes(), self.tokens_hash)
+        made: dict[int, tuple[int, ...]] = {
+            row: (token,) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
         }
-        return StepResult(self._step, tokens, sampled.logprobs, self.tokens_hash)
+        return StepResult(self._step, made | failed, sampled.logprobs, self.tokens_hash, sampled.prompt_logprobs)
+
+    def _copy(self, plan: StepPlan) -> None:
+        if self._tiers is None:
+            raise InternalError(f"step {plan.step} moves pages to or from a host tier, this rank has none")
+        self._tiers.copy(plan.saves, plan.loads)
 
     def _leave(self, row: int, plan: StepPlan) -> None:
         request_id = self._request_ids[row]
@@ -145,7 +179,8 @@ class Batch:
         prompt_len = len(request.prompt_token_ids)
         tokens = self._parked.pop(join.request_id, None)
         if tokens is None:
-            tokens = np.asarray(request.prompt_token_ids, dtype=np.int32)
+            resumed = request.output_token_ids[: request.num_resumed]
+            tokens = np.asarray((*request.prompt_token_ids, *resumed), dtype=np.int32)
         if len(tokens) != prompt_len + join.num_output:
             raise InternalError(
                 f"request {join.request_id.hex()} joins with {join.num_output} output tokens, this rank has "
@@ -157,6 +192,7 @@ class Batch:
         self._num_tokens[row] = len(tokens)
         self._num_computed[row] = join.num_computed
         self._num_pages[row] = 0
+        self._prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
         self._sampler.add(row, request.params, prompt_len, self._tokens[row])
 
     def _inputs(self) -> StepInputs:
@@ -166,7 +202,6 @@ class Batch:
         page_counts = -(-kv_lens // self._page_size)
         if (page_counts > self._num_pages[rows]).any() or (kv_lens > self._num_tokens[rows]).any():
             raise InternalError(f"step {self._step}: a row runs past its tokens or its pages")
-        self._samples = kv_lens == self._num_tokens[rows]
         qo_indptr, page_indptr = _indptr(counts), _indptr(page_counts)
         token_rows = np.repeat(rows, counts)
         positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], counts)
@@ -182,12 +217,31 @@ class Batch:
                 "page_indptr": page_indptr,
                 "page_indices": self._pages[page_rows, nth_page],
                 "kv_lens": kv_lens,
-                "logits_rows": qo_indptr[1:][self._samples] - 1,
+                "logits_rows": self._choose_logits(token_rows, positions, qo_indptr),
             }
         )
 
+    def _choose_logits(self, token_rows: Longs, positions: Longs, qo_indptr: Longs) -> Longs:
+        """Which of the step's tokens need logits: the last of each row, to sample the next, and those before a prompt
+        token whose log-probabilities are wanted."""
+        rows = self._run_rows
+        if not self._prompt_ends[rows].any():
+            lasts = qo_indptr[1:] - 1
+            samples = positions[lasts] + 1 == self._num_tokens[rows]
+            self._logits = LogitsRows(rows[samples], self._num_tokens[rows[samples]], None)
+            chosen: Longs = lasts[samples]
+            return chosen
+        following = positions + 1
+        is_known = positions < self._prompt_ends[token_rows]
+        chosen = np.flatnonzero(is_known | (following == self._num_tokens[token_rows]))
+        rows, following = token_rows[chosen], following[chosen]
+        # The buffer's place behind the last token is there (the context leaves room for one), and not looked at.
+        targets = np.where(is_known[chosen], self._tokens[rows, following], -1).astype(np.int64)
+        self._logits = LogitsRows(rows, following, targets)
+        return chosen
 
-def _indptr(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+
+def _indptr(counts: Longs) -> Longs:
     """[n + 1]: where each one's entries begin."""
     indptr = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=indptr[1:])

@@ -10,7 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,11 +19,13 @@ from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, InvalidRequest, Unavailable
 from allspan.worker.engine.batch import Batch, BatchSizes
 from allspan.worker.engine.inbox import Inbox
-from allspan.worker.engine.model import StepModel
+from allspan.worker.engine.model import PageTiers, StepModel
+from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.codec import decode, encode
 from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.memory import PrefixSettings
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
@@ -34,44 +37,6 @@ OnOutputs = Callable[[list[Outcome]], None]
 OnOperation = Callable[[Operation], None]
 
 _WEIGHTS = (Operation.UNLOAD_WEIGHTS, Operation.LOAD_WEIGHTS)
-
-
-@dataclass(frozen=True, slots=True)
-class CoreStatistics:
-    """Counters since the start. A follower knows rows, steps, times and its weights only."""
-
-    running: int = 0
-    waiting: int = 0
-    pages_total: int = 0
-    pages_used: int = 0
-    page_size: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    finished_requests: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    host_s: float = 0.0
-    """Seconds of steps outside the model's forward pass."""
-    model_s: float = 0.0
-    pages_cached: int = 0
-    """Neither free nor used: kept for prefix hits."""
-    host_pages_total: int = 0
-    host_pages_used: int = 0
-    prefix_query_tokens: int = 0
-    """Prompt tokens that were looked up."""
-    prefix_hit_tokens: int = 0
-    prefix_host_hit_tokens: int = 0
-    """Of the hits, those from the host tier."""
-    cancelled_requests: int = 0
-    failed_requests: int = 0
-    refused_requests: int = 0
-    """By a full queue."""
-    prompt_tokens_per_s: float = 0.0
-    """Over the last 10 s or so."""
-    generated_tokens_per_s: float = 0.0
-    weights_version: int = 1
-    """Counts the times that the weights were loaded."""
-    weights_loaded: bool = True
 
 
 @dataclass(slots=True)
@@ -99,9 +64,10 @@ class EngineCore:
         collectives: Collectives,
         channel: PlanChannel | None = None,
         eos_token_ids: tuple[int, ...] = (),
-        on_outputs: OnOutputs = lambda outcomes: None,
+        tiers: PageTiers | None = None,
     ) -> None:
-        """`num_pages` must be the same on every rank. `channel` may be None in a world of one rank."""
+        """`num_pages` must be the same on every rank. `channel` may be None in a world of one rank. `tiers` None: no
+        host tier."""
         if channel is None and collectives.size > 1:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
         page_size, most = config.cache.page_size, config.scheduler
@@ -116,7 +82,7 @@ class EngineCore:
             max_queued_requests=most.max_queued_requests,
         )
         self.progress = 0
-        self.on_outputs = on_outputs
+        self.on_outputs: OnOutputs = lambda outcomes: None
         self.on_operation: OnOperation = lambda operation: None
         """Called on every rank for each operation but SHUTDOWN, at the same step. It must end alike on all ranks: an
         AllspanError is told to the caller of `operate` and the loop goes on; anything else ends the world."""
@@ -127,15 +93,23 @@ class EngineCore:
         self._rank = collectives.rank
         self._model = model
         self._channel = channel
-        self._scheduler = Scheduler(self.limits, eos_token_ids, self._epoch)
+        prefix = PrefixSettings(
+            config.cache.enable_prefix_caching, config.model.name, tiers.num_host_pages if tiers else 0
+        )
+        self._scheduler = Scheduler(self.limits, eos_token_ids, self._epoch, prefix)
         # The leader's queue is the limit that callers meet; the inbox also holds what runs and what was just withdrawn.
         self._inbox = Inbox(2 * (most.max_queued_requests + most.max_num_seqs))
         sizes = BatchSizes(
-            most.max_num_seqs, most.max_num_batched_tokens, self.limits.max_model_len, page_size, num_pages
+            most.max_num_seqs,
+            most.max_num_batched_tokens,
+            self.limits.max_model_len,
+            page_size,
+            num_pages,
+            self.limits.max_logits_rows,
         )
         sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids)
         self._sampler = sampler
-        self._batch = Batch(sizes, sampler, torch.device(config.model.device))
+        self._batch = Batch(sizes, sampler, torch.device(config.model.device), tiers)
         self._changed = threading.Condition()
         self._outbox: list[Outcome] = []
         self._accepts = True
@@ -220,6 +194,8 @@ class EngineCore:
         """Leader: forgets every cached page; those in use are forgotten when they are given back."""
         if not self.is_leader:
             raise InvalidRequest(f"this is rank {self._rank}, operations go to rank 0", "operation")
+        with self._changed:
+            self._scheduler.memory.cache.reset()
 
     def beat(self) -> None:
         """Counts progress; a long operation calls it now and then from the loop's thread."""
@@ -256,25 +232,18 @@ class EngineCore:
 
     def statistics(self) -> CoreStatistics:
         """Takes no lock that a step holds for long."""
-        times = {
+        own: dict[str, Any] = {
+            "page_size": self.limits.page_size,
+            "steps": self._step,
             "host_s": self._host_s,
             "model_s": self._model_s,
-            "page_size": self.limits.page_size,
             "weights_version": self.weights_version,
             "weights_loaded": self.weights_loaded,
         }
         if not self.is_leader:
-            return CoreStatistics(running=self._batch.num_rows, steps=self._step, **times)  # type: ignore[arg-type]
+            return CoreStatistics(**(own | {"running": self._batch.num_rows}))
         with self._changed:
-            scheduler = self._scheduler
-            return CoreStatistics(
-                running=scheduler.num_running,
-                waiting=scheduler.num_waiting,
-                pages_total=scheduler.pool.total,
-                pages_used=scheduler.pool.num_used,
-                **asdict(scheduler.counters),
-                **times,  # type: ignore[arg-type]
-            )
+            return CoreStatistics(**(scheduler_statistics(self._scheduler) | own))
 
     def run(self) -> None:
         """Steps until `shutdown` (a follower: until the leader's). Raises what broke the loop."""
@@ -300,7 +269,7 @@ class EngineCore:
     def _lead(self) -> bool:
         started = time.perf_counter()
         with self._changed:
-            ended, self._outbox = self._outbox, []
+            ended, self._outbox = self._outbox + self._expire(), []
             pending = self._operations[0] if self._operations and not self._stopping else None
             operation = Operation.SHUTDOWN if self._stopping else pending.operation if pending else Operation.NONE
             plan = self._scheduler.schedule(operation)
@@ -324,6 +293,12 @@ class EngineCore:
             self.on_outputs(outcomes)
         self._host_s += time.perf_counter() - started - (self._model_s - model_s)
         return True
+
+    def _expire(self) -> list[Outcome]:
+        expired = self._scheduler.expire()
+        for request, _ in expired:
+            self._inbox.retire(request.request_id)
+        return expired
 
     def _follow(self) -> bool:
         assert self._channel is not None
@@ -357,8 +332,10 @@ class EngineCore:
         before = time.perf_counter()
         logits = self._model.forward(inputs)
         self._model_s += time.perf_counter() - before
-        rows, positions = self._batch.sampling_rows
-        return self._batch.commit(self._sampler.sample(logits, rows, positions) if len(rows) else None)
+        wanted = self._batch.logits
+        if not len(wanted.rows):
+            return self._batch.commit(None)
+        return self._batch.commit(self._sampler.sample(logits, wanted.rows, wanted.positions, wanted.targets))
 
     def _operate(self, operation: Operation) -> None:
         if operation is Operation.SHUTDOWN:
@@ -366,7 +343,11 @@ class EngineCore:
             return
         self._operation_error = None
         if operation in _WEIGHTS:
+            # However it ends, what was computed is void: the pages' memory may be gone, the weights be others.
             self.weights_loaded = False
+            self.weights_version += operation is Operation.LOAD_WEIGHTS
+            with self._changed:
+                self._scheduler.memory.void(self.weights_version)
         try:
             self.on_operation(operation)
         except AllspanError as error:
@@ -374,7 +355,6 @@ class EngineCore:
             return
         if operation is Operation.LOAD_WEIGHTS:
             self.weights_loaded = True
-            self.weights_version += 1
 
     def _enqueue(self, request: Request) -> None:
         try:

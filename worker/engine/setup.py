@@ -10,18 +10,20 @@ from dataclasses import dataclass
 import torch
 
 from allspan.kernels.ops import OpSet
-from allspan.protos.config import WorkerConfig
+from allspan.protos.config import CacheConfig, WorkerConfig
 from allspan.protos.config_json import check
 from allspan.protos.errors import ConfigError
 from allspan.protos.text.generation import generation_defaults
 from allspan.worker.cache.budget import CacheDemand, num_kv_pages
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.memory import available_bytes
+from allspan.worker.cache.tiers import Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
 from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.scheduler.limits import most_logits_rows
 from allspan.worker.scheduler.plan import Operation
 
 OnProgress = Callable[[int, int], None]
@@ -57,7 +59,8 @@ def load_engine(
     started = time.monotonic()
     check(config)
     model, cache, most = config.model, config.cache, config.scheduler
-    loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, most.max_num_seqs, on_progress, cache)
+    logits = most_logits_rows(most.max_num_seqs)
+    loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache)
     await_others()
     demand = CacheDemand(
         bytes_per_page=loaded.cache_spec.bytes_per_page,
@@ -69,10 +72,13 @@ def load_engine(
     num_pages = agreed_pages(config, demand, collectives)
     kv = KVCache(loaded.cache_spec, num_pages, model.device)
     loaded.bind_cache(kv)
+    host = _host_cache(cache, loaded, collectives)
     defaults = () if model.load_format == "dummy" else generation_defaults(model.path).eos_token_ids
     eos = tuple(sorted({*loaded.spec.eos_token_ids, *defaults}))
-    core = EngineCore(config, loaded, num_pages, collectives, channel, eos)
-    weights = Weights(loaded, model, cache, collectives, (*kv.keys, *kv.values), await_others)
+    tiers = Tiers(kv, host) if host else None
+    core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers)
+    pages = [tensor for each in (kv, host) if each for tensor in (*each.keys, *each.values)]
+    weights = Weights(loaded, model, cache, collectives, tuple(pages), await_others)
     core.on_operation = _on_operation(core, loaded, weights)
     return LoadedEngine(core, loaded, weights, eos, kv.num_bytes, time.monotonic() - started)
 
@@ -95,6 +101,28 @@ def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[
     return operate
 
 
+def _host_cache(cache: CacheConfig, model: Model, collectives: Collectives) -> KVCache | None:
+    """The host tier, in as many pages as every rank has bytes for. Raises ConfigError for less than one page."""
+    budget = cache.host_kv_cache_bytes
+    if not budget or not cache.enable_prefix_caching:
+        return None
+    page_bytes = model.cache_spec.bytes_per_page
+    pages = min(everyones(budget // page_bytes, collectives))
+    if pages == 0:
+        raise ConfigError(
+            f"host_kv_cache_bytes is {budget}, must be at least a page's ({page_bytes} bytes on this rank), or 0"
+        )
+    return KVCache(model.cache_spec, pages)
+
+
+def everyones(value: int, collectives: Collectives) -> list[int]:
+    """Every rank's value, in rank order; int32."""
+    mine = torch.tensor([[min(value, 2**31 - 1)]], dtype=torch.int32)
+    everyone = torch.empty((collectives.size, 1), dtype=torch.int32)
+    collectives.all_gather_rows(mine, everyone)
+    return [int(count) for count in everyone[:, 0].tolist()]
+
+
 def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collectives) -> int:
     """The smallest of the ranks' page counts, since one page number means the same page on each of them.
 
@@ -105,12 +133,9 @@ def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collect
         pages = num_kv_pages(config.cache, demand)
     except ConfigError as error:
         failure, pages = error, 0
-    mine = torch.tensor([[pages]], dtype=torch.int32)
-    everyone = torch.empty((collectives.size, 1), dtype=torch.int32)
-    collectives.all_gather_rows(mine, everyone)
+    counts = everyones(pages, collectives)
     if failure is not None:
         raise failure
-    counts: list[int] = everyone[:, 0].tolist()
     if 0 in counts:
         raise ConfigError(f"the KV cache does not fit on rank {counts.index(0)}; its own message has the numbers")
     return min(counts)

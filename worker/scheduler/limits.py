@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from allspan.protos.errors import ConfigError, InvalidRequest
@@ -52,6 +53,7 @@ class Limits:
         self._check_prompt(ids)
         request.params.check_vocabulary(self.vocab_size)
         request.max_tokens = min(request.params.max_tokens, self.max_model_len - len(ids))
+        self._check_resumed(request)
         # The last token is sampled, never computed: it takes no place in the cache.
         pages = pages_of(len(ids) + request.max_tokens - 1, self.page_size)
         if pages > self.num_pages:
@@ -62,6 +64,22 @@ class Limits:
                 "max_tokens",
             )
 
+    def _check_resumed(self, request: Request) -> None:
+        """The output tokens that a request comes with."""
+        ids = request.output_token_ids
+        if len(ids) >= request.max_tokens:
+            raise InvalidRequest(
+                f"output_token_ids has {len(ids)} tokens, must have fewer than the request may get "
+                f"({request.max_tokens})",
+                "output_token_ids",
+            )
+        self._check_ids("output_token_ids", ids)
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < self.vocab_size)
+            raise InvalidRequest(f"{field}[{i}] is {ids[i]}, must be from 0 to {self.vocab_size - 1}", field)
+
     def _check_prompt(self, ids: tuple[int, ...]) -> None:
         if not ids:
             raise InvalidRequest("prompt_token_ids is empty, must have at least 1 token", "prompt_token_ids")
@@ -71,8 +89,4 @@ class Limits:
                 f"(max_model_len) is {self.max_model_len} tokens, prompt and output together",
                 "prompt_token_ids",
             )
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < self.vocab_size)
-            raise InvalidRequest(
-                f"prompt_token_ids[{i}] is {ids[i]}, must be from 0 to {self.vocab_size - 1}", "prompt_token_ids"
-            )
+        self._check_ids("prompt_token_ids", ids)

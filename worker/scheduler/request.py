@@ -58,8 +58,22 @@ class Request:
     order: int = 0
     """Counts arrivals."""
     arrived_at: float = 0.0
+    arrived_wall: float = 0.0
+    """Seconds since 1970; the others are on the scheduler's clock."""
     started_at: float = 0.0
     first_token_at: float = 0.0
+    keys: list[bytes] = field(default_factory=list)
+    """Of its full pages, as far as they were needed; see `allspan.worker.cache.prefix_cache`."""
+    num_inserted: int = 0
+    """So many of `pages` have been offered to the prefix cache."""
+    generation: int = -1
+    """Of the prefix cache when the request joined; -1: it does not take part."""
+    cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    preemptions: int = 0
+    num_prompt_logprobs: int = 0
+    """So many prompt tokens' log-probabilities have been delivered."""
+    _digest: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.request_id) != 16:
@@ -76,6 +90,19 @@ class Request:
         """Tokens whose KV is still to be computed; 1 is a decode."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """A resumption's caller has them: it has output already."""
+        return self.params.prompt_logprobs is not None and not self.num_resumed
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Token ids from `start` to `stop`, prompt and output."""
+        first = len(self.prompt_token_ids)
+        if stop <= first:
+            return self.prompt_token_ids[start:stop]
+        output = self.output_token_ids[max(start - first, 0) : stop - first]
+        return (*self.prompt_token_ids[start:], *output)
+
     def move(self, status: RequestStatus) -> None:
         """Changes the status. Raises InternalError for a step that TRANSITIONS does not have."""
         if status not in TRANSITIONS[self.status]:
@@ -84,7 +111,9 @@ class Request:
 
     def digest(self) -> int:
         """64 bits over the payload: two ranks that hold the same one agree (BLAKE2b, RFC 7693)."""
-        ids = (*self.prompt_token_ids, *self.output_token_ids[: self.num_resumed])
-        text = repr((len(self.prompt_token_ids), self.params, self.options)).encode()
-        data = self.request_id + struct.pack(f"<{len(ids)}q", *ids) + text
-        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        if self._digest is None:
+            ids = (*self.prompt_token_ids, *self.output_token_ids[: self.num_resumed])
+            text = repr((len(self.prompt_token_ids), self.params, self.options)).encode()
+            data = self.request_id + struct.pack(f"<{len(ids)}q", *ids) + text
+            self._digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        return self._digest

@@ -1,59 +1,40 @@
 """Scheduler: decides, on the leader alone, what runs in each step. Pure Python: it counts tokens and pages, no more.
 
-A step has one budget of tokens. Running requests that need one token come first (decodes), then prefill chunks, oldest
-request first, then newcomers in the order of their arrival. A newcomer is given the pages of all its tokens at once,
-so only decodes ever run out of pages; then the youngest running request makes room: it leaves, and joins again later
-with its output kept and its KV recomputed. The oldest is never put out, and every request fits the whole pool alone, so
-there is always progress. (Continuous batching: Yu et al., Orca, OSDI 2022; paged KV and recomputation: Kwon et al.,
-SOSP 2023; chunks beside decodes: Agrawal et al., Sarathi-Serve, OSDI 2024.)
+A step has one budget of tokens. Running requests that need one token come first (decodes), then prefill chunks and
+newcomers, by priority (lower first) and by arrival: however long a prompt is, a step with a chunk of it is no longer
+than the budget, and every decode is in it. A newcomer is given the pages of all its tokens at once, so only decodes
+ever run out of pages; then the running request of the worst priority, of those the youngest, makes room: it leaves, and
+joins again later with its output kept. Its full pages stay in the prefix cache as long as there is place, so that it
+finds them there, on the device or in the host tier; else they are computed again. A waiting request that goes before a
+running one by priority may put it out too. Whoever stands first is never put out, and every request fits the whole
+pool alone, so there is always progress. (Continuous batching: Yu et al., Orca, OSDI 2022; paged KV and recomputation:
+Kwon et al., SOSP 2023; chunks beside decodes: Agrawal et al., Sarathi-Serve, OSDI 2024.)
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-from allspan.protos.errors import AllspanError, AlreadyExists, InternalError, QueueFull
-from allspan.protos.results import Output, RequestTimings
-from allspan.worker.cache.budget import pages_of
+from allspan.protos.errors import AllspanError, AlreadyExists, DeadlineExceeded, InternalError, QueueFull
+from allspan.protos.results import Output
 from allspan.worker.cache.page_pool import PagePool
+from allspan.worker.cache.prefix_cache import Match
 from allspan.worker.sampling.failure import failure
+from allspan.worker.scheduler.counters import Rate, SchedulerCounters
+from allspan.worker.scheduler.draft import Draft
+from allspan.worker.scheduler.endings import finish, timings
 from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.memory import Memory, PrefixSettings
 from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
+from allspan.worker.scheduler.waiting import Deadlines, WaitingQueue
 
 Outcome = tuple[Request, Output | AllspanError]
-"""New tokens of a request, or the error that ended it."""
+"""News of a request, or the error that ended it."""
 
 _ENDED = (RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Since the start."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    finished_requests: int = 0
-    preemptions: int = 0
-    steps: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step while it is put together."""
-
-    budget: int
-    joins: list[Join] = field(default_factory=list)
-    grants: list[Grant] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    has_preempted: bool = False
-
-    def run(self, request: Request, num_tokens: int) -> None:
-        self.runs.append(Run(request.row, num_tokens))
-        self.budget -= num_tokens
 
 
 class Scheduler:
@@ -64,11 +45,14 @@ class Scheduler:
         limits: Limits,
         eos_token_ids: Iterable[int] = (),
         epoch: int = 1,
+        prefix: PrefixSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`prefix` None: no prefix cache."""
         self.limits = limits
-        self.pool = PagePool(limits.num_pages)
+        self.memory = Memory(limits.page_size, limits.num_pages, prefix or PrefixSettings())
         self.counters = SchedulerCounters()
+        self._prompt_rate, self._generation_rate = Rate(), Rate()
         self._eos = frozenset(eos_token_ids)
         self._epoch = epoch
         self._clock = clock
@@ -76,13 +60,21 @@ class Scheduler:
         self._tokens_hash = 0
         self._arrivals = 0
         self._requests: dict[bytes, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue()
+        self._deadlines = Deadlines()
         self._running: list[Request] = []
+        """By priority, then by arrival: the last one makes room."""
         self._rows: list[Request | None] = [None] * limits.max_num_seqs
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._decodes = [Run(row, 1) for row in range(limits.max_num_seqs)]
         self._leaves: list[int] = []
         self._drops: list[bytes] = []
         self._in_flight: StepPlan | None = None
+
+    @property
+    def pool(self) -> PagePool:
+        """The device's pages."""
+        return self.memory.cache.device
 
     @property
     def num_waiting(self) -> int:
@@ -101,21 +93,29 @@ class Scheduler:
         """Those that have not ended, oldest first."""
         return tuple(self._requests.values())
 
+    def tokens_per_s(self) -> tuple[float, float]:
+        """Prompt tokens that were taken in and tokens that were generated, of late."""
+        now = self._clock()
+        return self._prompt_rate.per_second(now), self._generation_rate.per_second(now)
+
     def submit(self, request: Request) -> None:
         """Takes a request in. Raises InvalidRequest, AlreadyExists or QueueFull; then nothing has changed."""
         if request.request_id in self._requests:
             raise AlreadyExists(f"request_id {request.request_id.hex()} is in use; choose another")
         self.limits.admit(request)
         if len(self._waiting) >= self.limits.max_queued_requests:
+            self.counters.refused_requests += 1
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting, max_queued_requests is "
-                f"{self.limits.max_queued_requests}; try again later"
+                f"{self.limits.max_queued_requests}; try again in a second or later"
             )
-        request.arrived_at = self._clock()
+        request.arrived_at, request.arrived_wall = self._clock(), time.time()
         request.order = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
+        if request.options.timeout_s is not None:
+            self._deadlines.add(request, request.arrived_at + request.options.timeout_s)
 
     def cancel(self, request_id: bytes) -> Outcome | None:
         """Ends a request in any state: its pages are free at once, its row with the next plan. None: not known."""
@@ -123,7 +123,22 @@ class Scheduler:
         if request is None:
             return None
         self._end(request, RequestStatus.CANCELLED)
-        return request, Output(finish_reason="cancelled", timings=self._timings(request))
+        return request, Output(finish_reason="cancelled", timings=timings(request, self._clock()))
+
+    def expire(self) -> list[Outcome]:
+        """Ends the requests whose time is over, with DeadlineExceeded."""
+        if not self._deadlines:
+            return []
+        outcomes: list[Outcome] = []
+        for request in self._deadlines.pop_expired(self._clock(), self._requests):
+            where = "running" if request.row >= 0 else "waiting"
+            self._end(request, RequestStatus.FAILED)
+            message = (
+                f"timeout_s is {request.options.timeout_s:g}: the request was still {where} then, with "
+                f"{len(request.output_token_ids)} of {request.max_tokens} tokens; allow more time, or ask for less"
+            )
+            outcomes.append((request, DeadlineExceeded(message)))
+        return outcomes
 
     def abandon(self, error: AllspanError) -> list[Outcome]:
         """Ends every request with `error`: there will be no further step."""
@@ -137,15 +152,16 @@ class Scheduler:
         operation runs no tokens."""
         if self._in_flight is not None:
             raise InternalError(f"step {self._in_flight.step} is still in flight")
-        draft = _Draft(self.limits.max_num_batched_tokens)
+        self.memory.cache.settle()
+        draft = Draft(self.limits)
         if operation is Operation.NONE:
+            self._yield_to_better()
             self._schedule_decodes(draft)
             self._schedule_prefills(draft)
-            if not draft.has_preempted:
-                self._admit_waiting(draft)
             if not (draft.runs or self._leaves or self._drops):
                 return None
         self._step += 1
+        saves, loads = self.memory.cache.take_copies()
         plan = StepPlan(
             epoch=self._epoch,
             step=self._step,
@@ -154,6 +170,8 @@ class Scheduler:
             drops=tuple(self._drops),
             joins=tuple(draft.joins),
             grants=tuple(draft.grants),
+            saves=saves,
+            loads=loads,
             runs=tuple(draft.runs),
             operation=operation,
         )
@@ -170,76 +188,129 @@ class Scheduler:
         self._in_flight = None
         self._tokens_hash = result.tokens_hash
         self.counters.steps += 1
+        now = self._clock()
+        before = self.counters.generated_tokens
         outcomes: list[Outcome] = []
         for run in plan.runs:
             request = self._rows[run.row]
             if request is None:
                 continue
             request.num_computed += run.num_tokens
-            tokens = result.tokens.get(run.row)
-            if tokens is not None:
-                outcomes.append((request, self._extend(request, tokens, result)))
+            self.memory.has_computed(request)
+            tokens = result.tokens.get(run.row, ())
+            if tokens or run.row in result.prompt_logprobs:
+                news = self._extend(request, run, tokens, result, now)
+                if news is not None:
+                    outcomes.append((request, news))
+        self._generation_rate.count(now, self.counters.generated_tokens - before)
         return outcomes
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
-        for request in list(self._running):
-            if request.num_pending == 1 and request.row >= 0 and self._make_room(request, draft):
-                draft.run(request, 1)
-
-    def _schedule_prefills(self, draft: _Draft) -> None:
-        for request in self._running:
-            if request.num_pending > 1 and draft.budget > 0:
-                draft.run(request, min(request.num_pending, draft.budget))
-
-    def _admit_waiting(self, draft: _Draft) -> None:
-        while self._waiting and draft.budget > 0:
-            request = self._waiting[0]
-            needed = pages_of(request.num_tokens, self.limits.page_size)
-            # A page is left for each running row, else the newcomer would soon have to make room again. Rows that leave
-            # in this plan are free in it.
-            if not self._free_rows or needed + len(self._running) > self.pool.num_free:
+    def _yield_to_better(self) -> None:
+        """Makes place for the first waiting request that goes before a running one by priority and finds none."""
+        for i in range(len(self._waiting)):
+            request = self._waiting[i]
+            if not self._running or self._running[-1].options.priority <= request.options.priority:
                 return
-            self._waiting.popleft()
-            self._join(request, draft)
-            self._grant(request, needed, draft)
-            draft.run(request, min(request.num_pending, draft.budget))
+            match = self.memory.match(request)
+            if match is None:
+                continue
+            worse = [r for r in self._running if r.options.priority > request.options.priority]
+            # Were all of them put out in vain, nothing would be gained.
+            spare = len(self._running) - sum(len(r.pages) + 1 for r in worse)
+            if self.memory.fits(request, match, spare):
+                while worse and not self._has_place(request, match):
+                    self._preempt(worse.pop())
+            return
 
-    def _join(self, request: Request, draft: _Draft) -> None:
+    def _schedule_decodes(self, draft: Draft) -> None:
+        for request in tuple(self._running):
+            if request.num_pending == 1 and request.row >= 0 and self._make_room(request, draft):
+                draft.decode(self._decodes[request.row])
+
+    def _schedule_prefills(self, draft: Draft) -> None:
+        """Chunks of running requests, and newcomers between them, each in its place."""
+        for request in [request for request in self._running if request.num_pending > 1]:
+            self._admit(draft, request.options.priority)
+            if draft.is_full:
+                return
+            draft.prefill(request)
+        self._admit(draft, None)
+
+    def _admit(self, draft: Draft, before: int | None) -> None:
+        """Lets waiting requests in, those that go before priority `before` alone, while there is place. Whoever finds
+        none holds up those behind it, but who waits for pages that are being computed does not."""
+        index = 0
+        while index < len(self._waiting) and self._free_rows and not (draft.is_full or draft.has_preempted):
+            request = self._waiting[index]
+            if before is not None and request.options.priority >= before:
+                return
+            match = self.memory.match(request)
+            if match is None:
+                index += 1
+                continue
+            if not self._has_place(request, match):
+                return
+            self._waiting.remove(request)
+            self._join(request, match, draft)
+            draft.prefill(request)
+
+    def _has_place(self, request: Request, match: Match) -> bool:
+        """A row is free, and so are the pages, with one left for each running request, else the newcomer would soon
+        have to make room again. Rows that leave in this plan are free in it."""
+        return bool(self._free_rows) and self.memory.fits(request, match, len(self._running))
+
+    def _join(self, request: Request, match: Match, draft: Draft) -> None:
+        now = self._clock()
         if request.status is RequestStatus.WAITING:
-            request.started_at = self._clock()
-            self.counters.prompt_tokens += len(request.prompt_token_ids)
+            self._count_join(request, match, now)
         request.move(RequestStatus.RUNNING)
         request.row = self._free_rows.pop()
         self._rows[request.row] = request
-        self._running.append(request)
+        insort(self._running, request, key=_place)
+        self.memory.join(request, match)
+        draft.grants.append(Grant(request.row, tuple(request.pages)))
         draft.joins.append(
-            Join(request.row, request.request_id, request.digest(), num_output=len(request.output_token_ids))
+            Join(
+                row=request.row,
+                request_id=request.request_id,
+                digest=request.digest(),
+                num_computed=request.num_computed,
+                num_output=len(request.output_token_ids),
+            )
         )
 
-    def _make_room(self, request: Request, draft: _Draft) -> bool:
+    def _count_join(self, request: Request, match: Match, now: float) -> None:
+        """The first time that a request runs. What it finds when it comes back is not counted."""
+        prompt, size = len(request.prompt_token_ids), self.limits.page_size
+        request.started_at = now
+        request.cached_tokens = min(match.num_pages * size, prompt)
+        request.host_cached_tokens = min(match.num_host_pages * size, prompt)
+        self.counters.prompt_tokens += prompt
+        self._prompt_rate.count(now, prompt)
+        if self.memory.looks_up(request):
+            self.counters.prefix_query_tokens += prompt
+            self.counters.prefix_hit_tokens += request.cached_tokens
+            self.counters.prefix_host_hit_tokens += request.host_cached_tokens
+
+    def _make_room(self, request: Request, draft: Draft) -> bool:
         """Sees to a page for the next token. False when the request had to leave for want of one."""
-        if request.num_computed < len(request.pages) * self.limits.page_size:
+        if self.memory.has_room(request):
             return True
-        while self.pool.num_free == 0:
+        while (pages := self.memory.extend(request)) is None:
             victim = self._running[-1]
             self._preempt(victim)
             draft.has_preempted = True
             if victim is request:
                 return False
-        self._grant(request, 1, draft)
+        draft.grants.append(Grant(request.row, pages))
         return True
 
-    def _grant(self, request: Request, count: int, draft: _Draft) -> None:
-        pages = self.pool.allocate(count)
-        request.pages.extend(pages)
-        draft.grants.append(Grant(request.row, pages))
-
     def _preempt(self, request: Request) -> None:
-        """All that run are older than all that wait, so the youngest of them goes to the queue's head."""
+        """It waits again, in the place that it had."""
         request.move(RequestStatus.PREEMPTED)
         self._vacate(request)
-        request.num_computed = 0
-        self._waiting.appendleft(request)
+        request.preemptions += 1
+        self._waiting.add(request)
         self.counters.preemptions += 1
 
     def _vacate(self, request: Request) -> None:
@@ -248,8 +319,7 @@ class Scheduler:
         self._free_rows.append(request.row)
         self._leaves.append(request.row)
         request.row = -1
-        self.pool.release(request.pages)
-        request.pages.clear()
+        self.memory.release(request)
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         if request.row >= 0:
@@ -260,54 +330,54 @@ class Scheduler:
         del self._requests[request.request_id]
         self._drops.append(request.request_id)
         self.counters.finished_requests += 1
+        self.counters.cancelled_requests += status is RequestStatus.CANCELLED
+        self.counters.failed_requests += status is RequestStatus.FAILED
 
-    def _extend(self, request: Request, tokens: tuple[int, ...], result: StepResult) -> Output | AllspanError:
-        if tokens[-1] < 0:
+    def _extend(
+        self, request: Request, run: Run, tokens: tuple[int, ...], result: StepResult, now: float
+    ) -> Output | AllspanError | None:
+        if tokens and tokens[-1] < 0:
             self._end(request, RequestStatus.FAILED)
             return failure(tokens[-1], request.num_tokens)
-        row = request.row
-        if not request.output_token_ids:
-            request.first_token_at = self._clock()
+        # A request that was put out in the midst of its prompt goes through the beginning again: it is told once.
+        before = request.num_computed - run.num_tokens
+        prompt_logprobs = result.prompt_logprobs.get(run.row, ())[max(0, request.num_prompt_logprobs - before) :]
+        request.num_prompt_logprobs += len(prompt_logprobs)
+        if not tokens:
+            return Output(prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+        is_first = not request.first_token_at
+        if is_first:
+            request.first_token_at = now
         request.output_token_ids.extend(tokens)
         self.counters.generated_tokens += len(tokens)
-        logprobs = result.logprobs.get(row, ())
-        last = tokens[-1]
-        is_stop = (last in self._eos and not request.params.ignore_eos) or last in request.params.stop_token_ids
-        if not is_stop and len(request.output_token_ids) < request.max_tokens:
-            return Output(tokens, logprobs)
-        self._end(request, RequestStatus.FINISHED)
-        reason = "stop" if is_stop else "length"
-        return Output(tokens, logprobs, reason, last if is_stop else None, self._timings(request))
-
-    def _timings(self, request: Request) -> RequestTimings:
-        now = self._clock()
-        return RequestTimings(
-            queue_s=(request.started_at or now) - request.arrived_at,
-            ttft_s=request.first_token_at - request.arrived_at if request.output_token_ids else 0.0,
-            total_s=now - request.arrived_at,
-            prompt_tokens=len(request.prompt_token_ids),
-            output_tokens=len(request.output_token_ids),
-        )
+        reason, stop_token_id = finish(request, self._eos)
+        if reason:
+            self._end(request, RequestStatus.FINISHED)
+        told = timings(request, now) if reason or is_first else None
+        return Output(tokens, result.logprobs.get(run.row, ()), reason, stop_token_id, told, prompt_logprobs)
 
     def check(self) -> None:
         """Raises InternalError unless pages, rows, queue and states agree. For tests and idle moments."""
-        self.pool.check()
-        held = [page for request in self._running for page in request.pages]
+        self.memory.check(self._running)
         in_rows = [request for request in self._rows if request is not None]
-        orders = [request.order for request in (*self._running, *self._waiting)]
+        waiting = self._waiting.requests()
         rules = {
-            "each used page belongs to one running request": len(set(held)) == len(held) == self.pool.num_used,
             "running requests have the rows": {id(r) for r in in_rows} == {id(r) for r in self._running},
             "rows are free or taken": sorted(self._free_rows) == [i for i, r in enumerate(self._rows) if r is None],
-            "who runs is older than who waits": orders == sorted(orders),
-            "nobody is lost": len(orders) == len(self._requests),
+            "all stand in their places": self._running == sorted(self._running, key=_place)
+            and waiting == sorted(waiting, key=_place),
+            "nobody is lost": len(waiting) + len(self._running) == len(self._requests),
             "no ended request is kept": all(r.status not in _ENDED for r in self._requests.values()),
             "what is computed has pages": all(
                 r.num_computed <= len(r.pages) * self.limits.page_size and r.num_computed < r.num_tokens
                 for r in self._running
             ),
-            "who waits holds nothing": not any(r.pages or r.row >= 0 or r.num_computed for r in self._waiting),
+            "who waits holds nothing": not any(r.pages or r.row >= 0 or r.num_computed for r in waiting),
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         if broken:
             raise InternalError(f"the scheduler is inconsistent: {'; '.join(broken)}")
+
+
+def _place(request: Request) -> tuple[int, int]:
+    return request.options.priority, request.order

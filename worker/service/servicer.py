@@ -18,7 +18,7 @@ from allspan.protos import worker_pb2 as pb
 from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 from allspan.protos.worker_pb2_grpc import WorkerServicer
-from allspan.worker.engine.core import CoreStatistics
+from allspan.worker.engine.statistics import CoreStatistics
 from allspan.worker.host import peak_rss_bytes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request

@@ -12,7 +12,7 @@ from allspan.worker.sampling.sampler import Sampled, Sampler
 from allspan.worker.scheduler.plan import Grant, Join, Run, StepPlan
 from support.cores import request
 
-SIZES = BatchSizes(max_rows=4, max_tokens=16, max_model_len=32, page_size=4, num_pages=20)
+SIZES = BatchSizes(max_rows=4, max_tokens=16, max_model_len=32, page_size=4, num_pages=20, max_logits_rows=64)
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
         "kv_lens": [5, 2],
         "logits_rows": [6],
     }
-    rows, positions = batch.sampling_rows
-    assert (rows.tolist(), positions.tolist()) == ([0], [2])
+    logits = batch.logits
+    assert (logits.rows.tolist(), logits.positions.tolist(), logits.targets) == ([0], [2], None)
     result = batch.commit(Sampled(np.array([50], dtype=np.int32), {}))
     assert result.tokens == {0: (50,)}
     following = StepPlan(1, 2, result.tokens_hash, runs=(Run(0, 1), Run(2, 1)))

@@ -1,0 +1,53 @@
+"""What the scheduler counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+WINDOW_S = 10.0
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Since the start."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    """However they ended."""
+    cancelled_requests: int = 0
+    failed_requests: int = 0
+    refused_requests: int = 0
+    """By a full queue."""
+    preemptions: int = 0
+    steps: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens that were looked up."""
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    """Of the hits, those from the host tier."""
+
+
+class Rate:
+    """Things a second over the last WINDOW_S seconds, or since the first if that is less."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[list[float]] = deque()
+        """[when the second began, how many in it]."""
+
+    def count(self, now: float, number: int) -> None:
+        if not self._seconds or now - self._seconds[-1][0] >= 1.0:
+            self._seconds.append([now, 0])
+            self._forget(now)
+        self._seconds[-1][1] += number
+
+    def per_second(self, now: float) -> float:
+        self._forget(now)
+        if not self._seconds:
+            return 0.0
+        return sum(number for _, number in self._seconds) / max(now - self._seconds[0][0], 1.0)
+
+    def _forget(self, now: float) -> None:
+        while self._seconds and self._seconds[0][0] < now - WINDOW_S:
+            self._seconds.popleft()
