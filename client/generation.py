@@ -11,10 +11,10 @@ from allspan.client.session import Session
 from allspan.protos.engine import Completion
 from allspan.protos.errors import AllspanError, QueueFull, Unavailable
 from allspan.protos.options import RequestOptions
-from allspan.protos.results import RequestTimings, ResultQueue, TokenLogprob
+from allspan.protos.results import ResultQueue
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import Tokenizer
-from allspan.protos.text.stream import TextStream
+from allspan.protos.text.completion import CompletionBuilder
 
 MAX_IN_FLIGHT = 512
 QUEUE_WAIT_S = 60.0
@@ -76,33 +76,8 @@ class Generation:
     async def _collect(
         self, request_id: uuid.UUID, queue: ResultQueue, prompt: Sequence[int], params: SamplingParams
     ) -> Completion:
-        text: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        prompt_logprobs: list[TokenLogprob] = []
-        timings = RequestTimings()
-        reason = ""
-        stream = TextStream(self._tokenizer, params)
-        while not reason and (output := await queue.aget()) is not None:
+        builder = CompletionBuilder(request_id.hex, prompt, params, self._tokenizer)
+        while not builder.is_finished and (output := await queue.aget()) is not None:
             self._last_progress = time.monotonic()
-            timings = output.timings or timings
-            delta = stream.push(output)
-            text.append(delta.text)
-            token_ids.extend(delta.token_ids)
-            logprobs.extend(delta.logprobs)
-            prompt_logprobs.extend(output.prompt_logprobs)
-            reason = delta.finish_reason
-        return Completion(
-            request_id=request_id.hex,
-            prompt_token_ids=tuple(prompt),
-            token_ids=tuple(token_ids),
-            text="".join(text),
-            finish_reason=reason,
-            logprobs=tuple(logprobs),
-            cached_tokens=timings.cached_tokens,
-            queue_s=timings.queue_s,
-            ttft_s=timings.ttft_s,
-            total_s=timings.total_s,
-            prompt_logprobs=tuple(prompt_logprobs),
-            timings=timings,
-        )
+            builder.add(output)
+        return builder.build()

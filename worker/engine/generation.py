@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from allspan.protos.engine import Completion
 from allspan.protos.errors import QueueFull
-from allspan.protos.results import Output, RequestHandle, RequestTimings, ResultQueue
+from allspan.protos.results import Output, RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
-from allspan.protos.text.stream import TextStream
+from allspan.protos.text.completion import CompletionBuilder
 from allspan.protos.text.tokenizer import Tokenizer
 
 QUEUE_WAIT_S = 60.0
@@ -87,22 +87,7 @@ class Generation:
     def _completion(
         self, handle: RequestHandle, prompt: Sequence[int], params: SamplingParams, outputs: Sequence[Output]
     ) -> Completion:
-        whole = Output()
+        builder = CompletionBuilder(handle.request_id, prompt, params, self._tokenizer)
         for output in outputs:
-            whole = whole.merged(output)
-        timings = whole.timings or RequestTimings()
-        stream = TextStream(self._tokenizer, params)
-        return Completion(
-            request_id=handle.request_id,
-            prompt_token_ids=tuple(prompt),
-            token_ids=whole.token_ids,
-            text=stream.push(whole).text,
-            finish_reason=whole.finish_reason,
-            logprobs=whole.logprobs,
-            cached_tokens=timings.cached_tokens,
-            queue_s=timings.queue_s,
-            ttft_s=timings.ttft_s,
-            total_s=timings.total_s,
-            prompt_logprobs=whole.prompt_logprobs,
-            timings=timings,
-        )
+            builder.add(output)
+        return builder.build()
