@@ -88,7 +88,7 @@ class EngineStatistics:
     """Over the last 10 s or so."""
     generated_tokens_per_s: float = 0.0
     weights_version: int = 1
-    """Counts the times that the weights were loaded."""
+    """Rises with each reload, also one that was refused: what was cached under another version is void."""
     weights_loaded: bool = True
     replicas: int = 1
     replicas_ready: int = 1

@@ -129,7 +129,8 @@ class EngineCore:
         QueueFull, AlreadyExists, or Unavailable when the model is stopped or the loop has ended."""
         with self._changed:
             self._check_open()
-            self.limits.admit(request)
+            if not self.is_leader:
+                self.limits.admit(request)
             self._inbox.put(request)
             if self.is_leader:
                 self._enqueue(request)
@@ -150,10 +151,12 @@ class EngineCore:
             self._changed.notify_all()
 
     def start_model(self) -> None:
-        """Lets new requests in again. Raises Unavailable while the weights are unloaded."""
+        """Lets new requests in again. Raises Unavailable while the weights are unloaded, or about to be."""
         with self._changed:
             if not self.weights_loaded:
                 raise Unavailable("the weights are unloaded; reload them first (reload_weights)")
+            if any(pending.operation in _WEIGHTS for pending in self._operations):
+                raise Unavailable("the weights are being unloaded or reloaded; start the model after that")
             self._accepts = True
 
     def stop_model(self, timeout: float) -> None:
@@ -358,7 +361,7 @@ class EngineCore:
 
     def _enqueue(self, request: Request) -> None:
         try:
-            self._scheduler.submit(request)
+            self._scheduler.submit(request)  # checks it against the limits, too
         except AllspanError:
             self._inbox.drop(request.request_id)
             raise
