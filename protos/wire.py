@@ -17,6 +17,14 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
+MAX_PENDING_CALLS = 1 << 16
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # With more calls than this that no handler has taken up, gRPC breaks new ones off, as CANCELLED. Its own limit is
+    # 1,000, and who is too much shall hear it from the queue, with the advice to come back.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+)
 
 
 def sampling_to_wire(params: SamplingParams) -> pb.SamplingParamsMessage:

@@ -33,7 +33,7 @@ from allspan.client.gateway.submit import ServedModel, Submitter
 from allspan.protos import inference_pb2
 from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.text import Tokenizer
-from allspan.protos.wire import CHANNEL_OPTIONS
+from allspan.protos.wire import SERVER_OPTIONS
 
 __all__ = ["GatewayConfig", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
 
@@ -142,7 +142,7 @@ async def _http_server(
 @contextlib.asynccontextmanager
 async def _grpc_server(submitter: Submitter, health: EngineHealth, sockets: Sockets) -> AsyncIterator[None]:
     options = (
-        *CHANNEL_OPTIONS,
+        *SERVER_OPTIONS,
         ("grpc.so_reuseport", 1),
         # Generation can be silent for long: pings every 10 s are welcome.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),

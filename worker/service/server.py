@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from allspan.protos.cluster import socket_path
 from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import ConfigError, InternalError
-from allspan.protos.wire import CHANNEL_OPTIONS
+from allspan.protos.wire import SERVER_OPTIONS
 from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
 from allspan.worker.service.leases import Leases, Outcome
 from allspan.worker.service.servicer import Core, Inspect, RankFacts, RankServicer
@@ -29,7 +29,7 @@ STOP_GRACE_S = 1.0
 MAX_CONCURRENT_CALLS = 4096
 
 _OPTIONS = (
-    *CHANNEL_OPTIONS,
+    *SERVER_OPTIONS,
     ("grpc.so_reuseport", 0),
     # A client whose machine vanished is noticed, and its lease ends.
     ("grpc.keepalive_time_ms", 60_000),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -170,3 +172,20 @@ async def test_reflection_lists_and_describes_the_services() -> None:
     names = {service.name for service in listed.list_services_response.service}
     assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     assert described.file_descriptor_response.file_descriptor_proto
+
+
+async def test_whoever_is_too_much_hears_it_from_the_queue_however_many_they_are() -> None:
+    """gRPC's own limit on calls that wait for a handler would break some of these off as CANCELLED."""
+
+    async def outcome(channel: grpc.aio.Channel) -> grpc.StatusCode:
+        call = stub(channel).Generate(pb.GenerateRequest(text="x"), timeout=60)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            assert [response async for response in call]
+        return await call.code()
+
+    async with (
+        gateway(fake_engine(), max_concurrent_requests=1) as server,
+        grpc.aio.insecure_channel(server.grpc_address) as channel,
+    ):
+        codes = set(await asyncio.gather(*(outcome(channel) for _ in range(2500))))
+    assert codes == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
