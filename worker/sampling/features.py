@@ -1,156 +1,115 @@
-"""What a request may ask of the sampler, one class each, applied to one row of logits at a time.
+"""What a request may ask of its logits before a token is drawn from them: one entry of CHANGES each, in this order:
 
-`add(row, params, prompt_len)` and `remove(row)` keep a feature's state for the rows of the batch. Then either
-`apply(row, position, logits)` changes the row's logits in place, or `threshold(row, logits)` says below which logit
-tokens are left out (None: nothing asked, nothing computed). Order: min_tokens, temperature, top-k, top-p, min-p; each
-filter sees what the one before it has left.
+    repetition penalty → presence and frequency penalties → logit_bias → no_repeat_ngram_size → bad_words_ids →
+    allowed_token_ids → min_tokens
 
-Filters are thresholds, so tokens of equal logits stay or go together, and no outcome depends on how a sort breaks ties.
-Each row is worked on alone, so none depends on the other rows either.
+Then the kernel draws: temperature → top-k → top-p → min-p → typical-p → the token. Each filter sees what the one before
+it has left. Greedy rows take the largest logit that the changes have left. Log-probabilities are those of the model's
+own logits, before all of this. When every token is masked the request fails (`failure`): none that was excluded is ever
+sampled.
+
+An entry makes a row's change when the row joins, or None where the request does not ask; its state goes with the row.
+A change reads the row's tokens up to the position that is sampled, so it does not matter which steps it has seen:
+a rank sees its share of them only, and a preempted request begins anew.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.sampling import SamplingParams
+from allspan.worker.sampling.masks import AllowedTokens, MaskedSequences, MinTokens, NoRepeatNgram
+from allspan.worker.sampling.penalties import PresenceAndFrequency, RepetitionPenalty, TokenCounts
 
 Logits = NDArray[np.float32]
+Change = Callable[[int, Logits], None]
+"""Called with the position to be sampled and its logits [vocabulary], which it changes in place."""
 
 
-class Change(Protocol):
-    """Changes logits [vocabulary] of a row that is about to get the token at `position` of its request."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A request as its changes see it."""
 
-    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None: ...
+    params: SamplingParams
+    prompt_len: int
+    tokens: NDArray[np.int32]
+    """Prompt and output; what lies before the position to be sampled is valid."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
 
-    def remove(self, row: int) -> None: ...
-
-    def apply(self, row: int, position: int, logits: Logits) -> None: ...
-
-
-class Filter(Protocol):
-    """Leaves out tokens of a row whose logits lie below a threshold."""
-
-    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None: ...
-
-    def remove(self, row: int) -> None: ...
-
-    def threshold(self, row: int, logits: Logits) -> float | None: ...
+    def counts(self, start: int) -> TokenCounts:
+        return TokenCounts(self.tokens, start, self.vocab_size)
 
 
-class MinTokens:
-    """Masks the ids that would end the request until it has `min_tokens` output tokens."""
-
-    def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
-        self._eos = {token_id for token_id in eos_token_ids if token_id < vocab_size}
-        self._masks: dict[int, tuple[int, NDArray[np.int64]]] = {}
-
-    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos)
-        if params.min_tokens > 0 and ids:
-            self._masks[row] = (prompt_len + params.min_tokens, np.array(sorted(ids)))
-
-    def remove(self, row: int) -> None:
-        self._masks.pop(row, None)
-
-    @property
-    def rows(self) -> set[int]:
-        """Those that may need `apply`."""
-        return set(self._masks)
-
-    def apply(self, row: int, position: int, logits: Logits) -> None:
-        if row in self._masks:
-            first, ids = self._masks[row]
-            if position < first:
-                logits[ids] = -math.inf
+def _repetition(row: Row) -> Change | None:
+    params = row.params
+    if params.repetition_penalty == 1.0:
+        return None
+    start = row.prompt_len if params.suppress_repetition_in_generation else 0
+    return RepetitionPenalty(row.counts(start), params.repetition_penalty)
 
 
-class Temperature:
-    """Divides the logits. Greedy rows never come here."""
-
-    def __init__(self) -> None:
-        self._divisors: dict[int, np.float32] = {}
-
-    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        if params.temperature != 1.0 and not params.is_greedy:
-            self._divisors[row] = np.float32(params.temperature)
-
-    def remove(self, row: int) -> None:
-        self._divisors.pop(row, None)
-
-    def apply(self, row: int, position: int, logits: Logits) -> None:
-        if row in self._divisors:
-            logits /= self._divisors[row]
+def _presence_and_frequency(row: Row) -> Change | None:
+    params = row.params
+    if params.presence_penalty == params.frequency_penalty == 0.0:
+        return None
+    return PresenceAndFrequency(row.counts(row.prompt_len), params.presence_penalty, params.frequency_penalty)
 
 
-class TopK:
-    """Keeps the k largest logits, and those equal to the k-th."""
+def _bias(row: Row) -> Change | None:
+    if not row.params.biases:
+        return None
+    ids = np.array([token_id for token_id, _ in row.params.biases])
+    values = np.array([bias for _, bias in row.params.biases], dtype=np.float32)
 
-    def __init__(self) -> None:
-        self._ks: dict[int, int] = {}
+    def add(position: int, logits: Logits) -> None:
+        logits[ids] += values
 
-    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        if params.top_k > 0:
-            self._ks[row] = params.top_k
-
-    def remove(self, row: int) -> None:
-        self._ks.pop(row, None)
-
-    def threshold(self, row: int, logits: Logits) -> float | None:
-        k = self._ks.get(row)
-        return None if k is None or k >= len(logits) else kth_largest(logits, k)
+    return add
 
 
-class TopP:
-    """Keeps the most likely tokens whose probabilities reach p: each one before which less than p has been gathered."""
-
-    def __init__(self) -> None:
-        self._ps: dict[int, float] = {}
-
-    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        if params.top_p < 1.0:
-            self._ps[row] = params.top_p
-
-    def remove(self, row: int) -> None:
-        self._ps.pop(row, None)
-
-    def threshold(self, row: int, logits: Logits) -> float | None:
-        p = self._ps.get(row)
-        if p is None:
-            return None
-        best = -np.sort(-logits)
-        gathered = np.cumsum(weights(best))
-        return float(best[np.searchsorted(gathered, p * gathered[-1])])
+def _no_repeat_ngram(row: Row) -> Change | None:
+    size = row.params.no_repeat_ngram_size
+    return NoRepeatNgram(row.tokens, size) if size else None
 
 
-class MinP:
-    """Keeps tokens at least `min_p` times as likely as the most likely one."""
-
-    def __init__(self) -> None:
-        self._distances: dict[int, float] = {}
-
-    def add(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        if params.min_p > 0.0:
-            self._distances[row] = math.log(params.min_p)
-
-    def remove(self, row: int) -> None:
-        self._distances.pop(row, None)
-
-    def threshold(self, row: int, logits: Logits) -> float | None:
-        distance = self._distances.get(row)
-        return None if distance is None else float(logits.max()) + distance
+def _bad_words(row: Row) -> Change | None:
+    sequences = row.params.bad_words_ids
+    return MaskedSequences(sequences, row.tokens) if sequences else None
 
 
-def kth_largest(logits: Logits, k: int) -> float:
-    """1 <= k <= len(logits)."""
-    return float(np.partition(logits, len(logits) - k)[len(logits) - k])
+def _allowed_tokens(row: Row) -> Change | None:
+    ids = row.params.allowed_token_ids
+    return AllowedTokens(ids) if ids else None
 
 
-def weights(logits: Logits) -> NDArray[np.float64]:
-    """exp(logit - the largest): probabilities but for one factor, to be added up in float64."""
-    exponentials: NDArray[np.float64] = np.exp(logits - logits.max()).astype(np.float64)
-    return exponentials
+def _min_tokens(row: Row) -> Change | None:
+    params = row.params
+    ends = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        ends.update(token_id for token_id in row.eos_token_ids if token_id < row.vocab_size)
+    sequences = (*((end,) for end in sorted(ends)), *params.stop_words_ids)
+    if not params.min_tokens or not sequences:
+        return None
+    masked = MaskedSequences(sequences, row.tokens, row.prompt_len)
+    return MinTokens(masked, row.prompt_len + params.min_tokens)
+
+
+CHANGES: tuple[Callable[[Row], Change | None], ...] = (
+    _repetition,
+    _presence_and_frequency,
+    _bias,
+    _no_repeat_ngram,
+    _bad_words,
+    _allowed_tokens,
+    _min_tokens,
+)
+
+
+def changes_of(row: Row) -> tuple[Change, ...]:
+    """What the request asks for, in order; empty for most."""
+    return tuple(change for make in CHANGES if (change := make(row)) is not None)

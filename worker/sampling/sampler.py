@@ -1,7 +1,8 @@
 """Sampler: logits to tokens. The rows of a step are shared over the ranks; every rank ends with all tokens.
 
-Log-probabilities are those of the model's own logits, before temperature and filters. A row's token depends on its
-logits, its parameters, its seed and its position alone: never on its batch or on the number of ranks.
+Log-probabilities are those of the model's own logits, before penalties, masks, temperature and filters. A row's token
+depends on its logits, its parameters, its seed, its position and the tokens before it: never on its batch, on the
+number of ranks, or on whether it was preempted.
 """
 
 from __future__ import annotations
@@ -17,24 +18,12 @@ from torch import Tensor
 from allspan.protos.results import TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.sampling.features import (
-    Change,
-    Filter,
-    Logits,
-    MinP,
-    MinTokens,
-    Temperature,
-    TopK,
-    TopP,
-    kth_largest,
-    weights,
-)
-from allspan.worker.sampling.philox import uniforms
+from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
+from allspan.worker.sampling.features import Change, Logits, Row, changes_of
+from allspan.worker.sampling.kernel import SamplingKernel, sampling_kernel
+from allspan.worker.sampling.settings import SETTINGS, settings_of
 
 Rows = NDArray[np.int64]
-
-_BLOCK = 256
-"""Weights are added up by blocks, then searched within one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,43 +38,55 @@ class Sampled:
     """Of the known tokens of each row, in the order of their logits."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is wanted of some rows of logits. All int64 [m]."""
+
+    rows: Rows
+    positions: Rows
+    targets: Rows
+    counts: Rows
+    """Log-probabilities of so many of the most likely tokens, and of the chosen one; -1: none at all."""
+
+    def share(self, rank: int, size: int) -> _Wanted:
+        parts = (self.rows, self.positions, self.targets, self.counts)
+        return _Wanted(*(np.ascontiguousarray(part[rank::size]) for part in parts))
+
+
 class Sampler:
     """Keeps what each row asked for; the same on every rank."""
 
     def __init__(
-        self, max_rows: int, widths: tuple[int, ...], collectives: Collectives, eos_token_ids: tuple[int, ...] = ()
+        self,
+        max_rows: int,
+        widths: tuple[int, ...],
+        collectives: Collectives,
+        eos_token_ids: tuple[int, ...] = (),
+        kernel: SamplingKernel | None = None,
     ) -> None:
-        """`widths`: columns of each rank's logits; together the vocabulary."""
+        """`widths`: columns of each rank's logits; together the vocabulary. `kernel` None: the fastest there is."""
         self._widths = widths
         self._vocab_size = sum(widths)
         self._collectives = collectives
-        self._min_tokens = MinTokens(eos_token_ids, self._vocab_size)
-        self._temperature = Temperature()
-        self._filters: tuple[Filter, ...] = (TopK(), TopP(), MinP())
-        self._is_random = np.zeros(max_rows, dtype=np.bool_)
-        self._seeds = np.zeros(max_rows, dtype=np.uint64)
+        self._eos = eos_token_ids
+        self._kernel = kernel or sampling_kernel()
+        self._settings = np.zeros(max_rows, dtype=SETTINGS)
+        self._changes: dict[int, tuple[Change, ...]] = {}
+        """Of those rows that have any."""
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._num_prompt_logprobs = np.zeros(max_rows, dtype=np.int64)
-
-    @property
-    def _features(self) -> tuple[Change | Filter, ...]:
-        return self._min_tokens, self._temperature, *self._filters
 
     def add(self, row: int, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> None:
         """`tokens` [max_model_len] is the row's, prompt and output, kept up to date by its owner: when the token at
         `position` is to be sampled, the ones before it are there."""
-        for feature in self._features:
-            feature.add(row, params, prompt_len)
-        self._is_random[row] = not params.is_greedy
-        self._seeds[row] = params.seed or 0
+        self._settings[row] = settings_of(params)
+        if changes := changes_of(Row(params, prompt_len, tokens, self._vocab_size, self._eos)):
+            self._changes[row] = changes
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._num_prompt_logprobs[row] = min(params.prompt_logprobs or 0, self._vocab_size)
 
     def remove(self, row: int) -> None:
-        for feature in self._features:
-            feature.remove(row)
-        self._is_random[row] = False
-        self._num_logprobs[row] = -1
+        self._changes.pop(row, None)
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """A token, or its log-probabilities, for each row of logits.
@@ -95,113 +96,72 @@ class Sampler:
         `targets` [m] is -1 (None: everywhere) the token is sampled; else it is known, a prompt's, and only its
         log-probability and the most likely tokens there are wanted.
         """
-        world = self._collectives
-        targets = np.full(len(rows), -1, dtype=np.int64) if targets is None else targets
-        counts = np.where(targets < 0, self._num_logprobs[rows], self._num_prompt_logprobs[rows])
+        counts = self._num_logprobs[rows]
+        if targets is None:
+            targets = np.full(len(rows), -1, dtype=np.int64)
+        else:
+            counts = np.where(targets < 0, counts, self._num_prompt_logprobs[rows])
+        wanted = _Wanted(rows, positions, targets, counts)
         most = int(counts.max(initial=-1))
         # The token; then, if any row asked, its log-probability, the most likely ids and theirs (floats as their bits).
         columns = 1 if most < 0 else 2 + 2 * most
+        world = self._collectives
         logits = logits.cpu()
-        mine = slice(world.rank, None, world.size)
-        asked = rows[mine], positions[mine], targets[mine], counts[mine]
         if world.size == 1:
-            return self._unpack(self._sample_rows(logits.numpy(), *asked, columns), rows, targets, counts)
-        whole = logits.new_empty((len(rows[mine]), self._vocab_size))
+            return _unpack(self._sample_rows(logits, wanted, columns), wanted)
+        mine = wanted.share(world.rank, world.size)
+        whole = logits.new_empty((len(mine.rows), self._vocab_size))
         world.exchange_rows(logits, self._widths, whole)
-        part = self._sample_rows(whole.numpy(), *asked, columns)
+        part = self._sample_rows(whole, mine, columns)
         result = torch.empty((len(rows), columns), dtype=torch.int32)
         world.all_gather_rows(torch.from_numpy(part), result)
-        return self._unpack(result.numpy(), rows, targets, counts)
+        return _unpack(result.numpy(), wanted)
 
-    def _sample_rows(
-        self, logits: Logits, rows: Rows, positions: Rows, targets: Rows, counts: Rows, columns: int
-    ) -> NDArray[np.int32]:
+    def _sample_rows(self, whole: Tensor, wanted: _Wanted, columns: int) -> NDArray[np.int32]:
         """int32 [m, columns] for whole rows of logits [m, vocabulary]."""
-        result = np.zeros((len(rows), columns), dtype=np.int32)
-        at = np.arange(len(rows))
-        asked = np.flatnonzero(counts >= 0).tolist()
-        logprobs = [(i, LogSoftmax(logits[i])) for i in asked if np.isfinite(logits[i].max())]
-        if self._min_tokens.rows:
-            for i, row in enumerate(rows.tolist()):
-                self._min_tokens.apply(row, int(positions[i]), logits[i])
-        tokens = np.argmax(logits, axis=1)
-        is_finite = np.isfinite(logits[at, tokens])
-        tokens = np.where(targets < 0, tokens, targets)
-        random = np.flatnonzero(self._is_random[rows] & is_finite & (targets < 0))
-        if random.size:
-            shares = uniforms(self._seeds[rows[random]], positions[random])
-            for i, share in zip(random.tolist(), shares.tolist(), strict=True):
-                tokens[i] = self._draw(logits[i], int(rows[i]), int(positions[i]), share)
-        result[:, 0] = np.where(is_finite, tokens, -1)
-        for i, distribution in logprobs:
-            result[i, 1:] = distribution.packed(int(tokens[i]), int(counts[i]), columns - 1)
+        logits: Logits = np.ascontiguousarray(whole.numpy())
+        result = np.zeros((len(wanted.rows), columns), dtype=np.int32)
+        raw = self._change(logits, wanted) if self._changes else {}
+        self._kernel.sample_rows(logits, wanted.rows, wanted.positions, wanted.targets, self._settings, result)
+        for i in np.flatnonzero(result[:, 0] == ALL_MASKED).tolist():
+            if i not in raw:  # it came so from the model
+                result[i, 0] = NOT_FINITE
+        if columns > 1:
+            for i, row in raw.items():
+                if row is not None:
+                    logits[i] = row
+            self._kernel.log_softmax_rows(logits, wanted.counts, result)
         return result
 
-    def _draw(self, logits: Logits, row: int, position: int, share: float) -> int:
-        """The token at which the running sum of the probabilities passes `share` of their total."""
-        self._temperature.apply(row, position, logits)
-        ids: NDArray[np.int64] | None = None
-        for each in self._filters:
-            threshold = each.threshold(row, logits)
-            if threshold is not None:
-                kept = np.flatnonzero(logits >= np.float32(threshold))
-                logits = logits[kept]
-                ids = kept if ids is None else ids[kept]
-        drawn = draw(weights(logits), share)
-        return drawn if ids is None else int(ids[drawn])
-
-    def _unpack(self, result: NDArray[np.int32], rows: Rows, targets: Rows, counts: Rows) -> Sampled:
-        tokens = result[:, 0]
-        if result.shape[1] == 1:
-            return Sampled(tokens, {})
-        most = (result.shape[1] - 2) // 2
-        floats = result.view(np.float32)
-        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        prompt: dict[int, list[TokenLogprob]] = {}
-        for i in np.flatnonzero(counts >= 0).tolist():
-            row, count = int(rows[i]), int(counts[i])
-            ids = result[i, 2 : 2 + count].tolist()
-            top = floats[i, 2 + most : 2 + most + count].tolist()
-            entry = TokenLogprob(float(floats[i, 1]), tuple(zip(ids, top, strict=True)))
-            if targets[i] < 0:
-                logprobs[row] = (entry,)
-            else:
-                prompt.setdefault(row, []).append(entry)
-        return Sampled(tokens, logprobs, {row: tuple(entries) for row, entries in prompt.items()})
+    def _change(self, logits: Logits, wanted: _Wanted) -> dict[int, Logits | None]:
+        """Applies the rows' changes. Which have been changed, with their raw logits if these are needed later."""
+        raw: dict[int, Logits | None] = {}
+        for i, row in enumerate(wanted.rows.tolist()):
+            changes = self._changes.get(row)
+            if changes is None or wanted.targets[i] >= 0 or not math.isfinite(logits[i].max()):
+                continue
+            raw[i] = logits[i].copy() if wanted.counts[i] >= 0 else None
+            position = int(wanted.positions[i])
+            for change in changes:
+                change(position, logits[i])
+        return raw
 
 
-class LogSoftmax:
-    """Log-probabilities of one row of logits, summed in float64."""
-
-    def __init__(self, logits: Logits) -> None:
-        """Keeps a copy: the row is changed later."""
-        self._logits = logits.copy()
-        self._normaliser = math.log(weights(logits).sum()) + float(logits.max())
-
-    def packed(self, token: int, count: int, columns: int) -> NDArray[np.int32]:
-        """int32 [columns]: the token's value; the ids of the `count` largest, best first, of equals the lowest first;
-        their values. Floats as their bits; (columns - 1) / 2 places for each of the last two."""
-        places = (columns - 1) // 2
-        result = np.zeros(columns, dtype=np.int32)
-        values = result.view(np.float32)
-        values[0] = self._logits[token] - self._normaliser
-        if count:
-            ids = np.flatnonzero(self._logits >= np.float32(kth_largest(self._logits, count)))
-            ids = ids[np.argsort(-self._logits[ids], kind="stable")][:count]
-            result[1 : 1 + count] = ids
-            values[1 + places : 1 + places + count] = self._logits[ids] - self._normaliser
-        return result
-
-
-def draw(probabilities: NDArray[np.float64], share: float) -> int:
-    """The first index at which the running sum exceeds `share`, in [0, 1), of the total: never one of weight 0."""
-    blocks = np.cumsum(np.add.reduceat(probabilities, np.arange(0, len(probabilities), _BLOCK)))
-    wanted = share * blocks[-1]
-    # `share` is at most 1 - 2**-53, so `wanted`, even rounded, is less than the total: the search ends in a block.
-    block = int(np.searchsorted(blocks, wanted, side="right"))
-    first = block * _BLOCK
-    sums = np.cumsum(probabilities[first : first + _BLOCK])
-    rest = wanted - (blocks[block - 1] if block else 0.0)
-    # A block's running sum may end a rounding error below its share of `blocks`.
-    rest = min(rest, np.nextafter(sums[-1], 0.0))
-    return first + int(np.searchsorted(sums, rest, side="right"))
+def _unpack(result: NDArray[np.int32], wanted: _Wanted) -> Sampled:
+    tokens = result[:, 0]
+    if result.shape[1] == 1:
+        return Sampled(tokens, {})
+    most = (result.shape[1] - 2) // 2
+    floats = result.view(np.float32)
+    logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+    prompt: dict[int, list[TokenLogprob]] = {}
+    for i in np.flatnonzero(wanted.counts >= 0).tolist():
+        row, count = int(wanted.rows[i]), int(wanted.counts[i])
+        ids = result[i, 2 : 2 + count].tolist()
+        top = floats[i, 2 + most : 2 + most + count].tolist()
+        entry = TokenLogprob(float(floats[i, 1]), tuple(zip(ids, top, strict=True)))
+        if wanted.targets[i] < 0:
+            logprobs[row] = (entry,)
+        else:
+            prompt.setdefault(row, []).append(entry)
+    return Sampled(tokens, logprobs, {row: tuple(entries) for row, entries in prompt.items()})

@@ -1,4 +1,4 @@
-"""What is sampled follows the distribution that was asked for, whatever the batch and the number of ranks."""
+"""A row gets what it asked for, whatever the batch, the number of ranks, and the steps in which it runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allspan.protos.errors import InternalError, InvalidRequest
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE, failure
 from allspan.worker.sampling.sampler import Sampler
-from allspan.worker.sampling.sampler import draw as draw_index
 from support.threads import ThreadWorld
 
 V = 50
@@ -33,63 +34,6 @@ def logits_for(seed, m=1, vocab=V):
     return torch.randn(m, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def draw(logits, params, count):
-    """`count` tokens for the same logits, at positions 0 … count - 1."""
-    one = sampler(max_rows=1, vocab=logits.shape[1])
-    one.add(0, params, 0, NO_TOKENS)
-    rows = np.zeros(count, dtype=np.int64)
-    return one.sample(logits.expand(count, -1).clone(), rows, np.arange(count)).tokens
-
-
-def expected(logits, params):
-    """The distribution by definition, in float64, token by token."""
-    x = logits.double().numpy()[0] / params.temperature
-    p = np.exp(x - x.max())
-    p /= p.sum()
-    if params.top_k:
-        p[p < np.sort(p)[-params.top_k]] = 0
-        p /= p.sum()
-    if params.top_p < 1:
-        descending = np.sort(p)[::-1]
-        more_likely = len(p) - np.searchsorted(np.sort(p), p, side="right")
-        before = np.append(0, np.cumsum(descending))[more_likely]
-        p[before >= params.top_p] = 0
-        p /= p.sum()
-    p[p < params.min_p * p.max()] = 0
-    return p / p.sum()
-
-
-CASES = [
-    {},
-    {"temperature": 0.6},
-    {"temperature": 1.7},
-    {"top_k": 5},
-    {"top_p": 0.7},
-    {"min_p": 0.1},
-    {"temperature": 1.3, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_draws_pass_a_chi_square_test_against_the_softmax(case):
-    params = SamplingParams(seed=11, **case)
-    logits = logits_for(5)
-    count = 6000
-    probabilities = expected(logits, params)
-    counts = np.bincount(draw(logits, params, count), minlength=V)
-    assert counts[probabilities == 0].sum() == 0
-    # Tokens expected fewer than five times are counted together.
-    is_rare = probabilities * count < 5
-    observed = np.append(counts[~is_rare], counts[is_rare].sum())
-    wanted = np.append(probabilities[~is_rare], probabilities[is_rare].sum()) * count
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    chi_square = ((observed - wanted) ** 2 / wanted).sum()
-    freedom = max(len(wanted) - 1, 1)
-    # Wilson and Hilferty's approximation of the 99.99 % point.
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert chi_square < limit
-
-
 @st.composite
 def row_params(draw):
     return SamplingParams(
@@ -99,14 +43,22 @@ def row_params(draw):
         min_p=draw(st.sampled_from([0.0, 0.05, 0.5])),
         seed=draw(st.integers(0, 2**64 - 1)),
         logprobs=draw(st.sampled_from([None, 0, 2, 5])),
+        prompt_logprobs=draw(st.sampled_from([None, 0, 4])),
         min_tokens=draw(st.sampled_from([0, 8])),
+        typical_p=draw(st.sampled_from([1.0, 0.7])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.2])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+        no_repeat_ngram_size=draw(st.sampled_from([0, 1])),
+        logit_bias=draw(st.sampled_from([(), ((4, 3.0),)])),
+        allowed_token_ids=draw(st.sampled_from([(), (1, 2, 3, 4)])),
     )
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(row_params(), min_size=1, max_size=9), st.integers(0, 1000))
-def test_a_row_samples_the_same_alone_in_a_batch_and_on_several_ranks(params, seed):
+@given(st.lists(row_params(), min_size=1, max_size=9), st.integers(0, 1000), st.integers(2, 4))
+def test_a_row_samples_the_same_alone_in_a_batch_and_on_several_ranks(params, seed, size):
     m = len(params)
+    targets = np.where(np.arange(m) % 4 == 2, 5, -1)
     rows, positions = np.arange(m) * 2, np.arange(m) * 3 + 5
     logits = logits_for(seed, m)
 
@@ -115,70 +67,45 @@ def test_a_row_samples_the_same_alone_in_a_batch_and_on_several_ranks(params, se
             one.add(row, entry, 4, NO_TOKENS)
         return one
 
-    together = fill(sampler()).sample(logits.clone(), rows, positions)
+    together = fill(sampler()).sample(logits.clone(), rows, positions, targets)
     for i in range(m):
-        alone = fill(sampler()).sample(logits[i : i + 1].clone(), rows[i : i + 1], positions[i : i + 1])
+        alone = fill(sampler()).sample(
+            logits[i : i + 1].clone(), rows[i : i + 1], positions[i : i + 1], targets[i : i + 1]
+        )
         assert alone.tokens[0] == together.tokens[i]
         assert alone.logprobs.get(int(rows[i])) == together.logprobs.get(int(rows[i]))
+        assert alone.prompt_logprobs.get(int(rows[i])) == together.prompt_logprobs.get(int(rows[i]))
 
-    world = ThreadWorld(3)
-    widths = (20, 17, 13)
+    world = ThreadWorld(size)
+    widths = {2: (29, 21), 3: (20, 17, 13), 4: (20, 17, 8, 5)}[size]
 
     def on_rank(rank):
         one = fill(Sampler(64, widths, world.collectives[rank], EOS))
         first = sum(widths[:rank])
-        return one.sample(logits[:, first : first + widths[rank]].contiguous(), rows, positions)
+        return one.sample(logits[:, first : first + widths[rank]].contiguous(), rows, positions, targets)
 
     for result in world.run(on_rank):
         assert result.tokens.tolist() == together.tokens.tolist()
         assert result.logprobs == together.logprobs
-
-
-def test_greedy_takes_the_largest_and_the_lowest_id_of_equals():
-    logits = torch.zeros(2, V)
-    logits[0, 17] = logits[0, 30] = 4.0
-    logits[1, 49] = 1.0
-    one = sampler()
-    for row in range(2):
-        one.add(row, SamplingParams(temperature=0), 1, NO_TOKENS)
-    assert one.sample(logits, rows_of(0, 1), rows_of(1, 1)).tokens.tolist() == [17, 49]
-
-
-def test_tokens_equal_to_the_last_of_the_top_k_stay():
-    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 0.0]])
-    tokens = draw(logits, SamplingParams(top_k=2, seed=1), 300)
-    assert set(tokens.tolist()) == {0, 2, 3}
-
-
-def test_top_k_of_one_is_greedy_and_larger_than_the_vocabulary_is_no_limit():
-    logits = logits_for(3)
-    assert set(draw(logits, SamplingParams(top_k=1, seed=1), 50)) == {int(logits.argmax())}
-    assert (
-        draw(logits, SamplingParams(top_k=10**6, seed=1), 50).tolist()
-        == draw(logits, SamplingParams(seed=1), 50).tolist()
-    )
-
-
-def test_a_tiny_top_p_keeps_the_most_likely_token():
-    logits = logits_for(4)
-    assert set(draw(logits, SamplingParams(top_p=1e-6, seed=1), 50)) == {int(logits.argmax())}
-
-
-@pytest.mark.parametrize("params", [{"top_p": 0.95}, {"top_k": 300}, {"top_p": 0.2, "temperature": 5.0}])
-def test_filters_of_a_large_vocabulary_keep_what_the_definition_keeps(params):
-    params = SamplingParams(seed=9, **params)
-    logits = logits_for(8, vocab=5000)
-    allowed = expected(logits, params) > 0
-    assert allowed[draw(logits, params, 400)].all()
+        assert result.prompt_logprobs == together.prompt_logprobs
 
 
 def test_logprobs_are_of_the_raw_logits_whatever_the_filters():
     logits = logits_for(6)
     log_softmax = torch.log_softmax(logits.double(), dim=1)[0]
     one = sampler()
-    params = SamplingParams(temperature=0.3, top_k=2, min_p=0.2, seed=4, logprobs=5, min_tokens=3)
-    one.add(0, params, 0, NO_TOKENS)
-    sampled = one.sample(logits.clone(), rows_of(0), rows_of(0))
+    params = SamplingParams(
+        temperature=0.3,
+        top_k=2,
+        min_p=0.2,
+        seed=4,
+        logprobs=5,
+        min_tokens=3,
+        repetition_penalty=1.9,
+        logit_bias={9: 9.0},
+    )
+    one.add(0, params, 0, np.arange(64, dtype=np.int32))
+    sampled = one.sample(logits.clone(), rows_of(0), rows_of(30))
     (entry,) = sampled.logprobs[0]
     assert entry.logprob == pytest.approx(float(log_softmax[sampled.tokens[0]]), abs=1e-5)
     best = torch.topk(log_softmax, 5)
@@ -272,20 +199,108 @@ def test_a_removed_row_leaves_nothing_for_the_next():
 
 
 def test_another_seed_gives_other_tokens():
-    logits = logits_for(2)
-    runs = {tuple(draw(logits, SamplingParams(seed=seed), 20).tolist()) for seed in range(10)}
+    logits, rows = logits_for(2).expand(20, -1), np.zeros(20, dtype=np.int64)
+    runs = set()
+    for seed in range(10):
+        one = sampler()
+        one.add(0, SamplingParams(seed=seed), 0, NO_TOKENS)
+        runs.add(tuple(one.sample(logits.clone(), rows, np.arange(20)).tokens.tolist()))
     assert len(runs) == 10
 
 
-@given(
-    st.lists(st.one_of(st.just(0.0), st.floats(1e-300, 1.0)), min_size=1, max_size=1000).filter(any),
-    st.floats(0, 1 - 2**-53),
+PARAMS = SamplingParams(
+    seed=3,
+    temperature=2.0,
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    frequency_penalty=0.2,
+    no_repeat_ngram_size=2,
+    bad_words_ids=((5, 6), (9,)),
+    logit_bias={11: 2.0},
+    min_tokens=9,
 )
-def test_only_what_is_possible_is_drawn(probabilities, share):
-    assert probabilities[draw_index(np.array(probabilities), share)] > 0
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1 - 2**-53])
-def test_the_share_finds_its_place(share):
-    probabilities = np.full(2000, 1.0)
-    assert draw_index(probabilities, share) == int(share * 2000)
+def generate(one, tokens, prompt_len, count):
+    """`count` tokens, each from logits that its position alone decides; `tokens` is the row's buffer."""
+    one.add(0, PARAMS, prompt_len, tokens)
+    for at in range(prompt_len, prompt_len + count):
+        tokens[at] = one.sample(logits_for(at), rows_of(0), rows_of(at)).tokens[0]
+    return tokens[prompt_len : prompt_len + count].tolist()
+
+
+def test_a_row_that_leaves_and_comes_back_goes_on_as_if_it_had_not():
+    prompt = [1, 2, 3, 1, 2]
+    buffer = np.array(prompt + [0] * 40, dtype=np.int32)
+    whole = generate(sampler(), buffer, 5, 30)
+    other = sampler()
+    for leaves_at in (1, 13, 29):
+        again = buffer.copy()
+        again[5 + leaves_at :] = 0
+        other.add(0, PARAMS, 5, again)
+        for at in range(5 + leaves_at, 35):
+            again[at] = other.sample(logits_for(at), rows_of(0), rows_of(at)).tokens[0]
+        other.remove(0)
+        assert again[5:35].tolist() == whole
+
+
+def test_a_row_whose_steps_are_shared_by_ranks_samples_what_one_rank_would():
+    prompt = [1, 2, 3, 1, 2]
+
+    def buffer():
+        return np.array(prompt + [0] * 40, dtype=np.int32)
+
+    alone = generate(sampler(), buffer(), 5, 25)
+    for size in (2, 4):
+        world = ThreadWorld(size)
+
+        def on_rank(rank, world=world, size=size):
+            # Rank 0 has all columns: what is tested is who samples when. The row stands at another place each step.
+            one = Sampler(64, (V,) + (0,) * (size - 1), world.collectives[rank], EOS)
+            one.add(1, SamplingParams(temperature=0), 1, NO_TOKENS)
+            tokens = buffer()
+            one.add(0, PARAMS, 5, tokens)
+            for at in range(5, 30):
+                rows = np.array([1] * (at % size) + [0], dtype=np.int64)
+                logits = torch.cat([logits_for(at), logits_for(at)]).repeat(size, 1)[: len(rows)]
+                mine = logits if rank == 0 else logits[:, :0].contiguous()
+                tokens[at] = one.sample(mine, rows, np.full(len(rows), at)).tokens[-1]
+            return tokens[5:30].tolist()
+
+        assert world.run(on_rank) == [alone] * size
+
+
+def test_a_row_whose_tokens_are_all_masked_fails_alone_and_says_why():
+    one = sampler()
+    for row, params in enumerate(
+        [
+            SamplingParams(temperature=0, allowed_token_ids=(4,), bad_words_ids=((4,),), logprobs=3),
+            SamplingParams(temperature=0, allowed_token_ids=EOS, min_tokens=1),
+            SamplingParams(temperature=0),
+        ]
+    ):
+        one.add(row, params, 2, NO_TOKENS)
+    tokens = one.sample(logits_for(1, 3), rows_of(0, 1, 2), rows_of(2, 2, 2)).tokens
+    assert tokens[:2].tolist() == [ALL_MASKED, ALL_MASKED]
+    assert tokens[2] >= 0
+    error = failure(int(tokens[0]), 2)
+    assert isinstance(error, InvalidRequest)
+    assert "position 2" in error.message
+
+
+def test_logits_of_the_model_that_are_all_minus_infinity_are_the_models_fault():
+    one = sampler()
+    one.add(0, SamplingParams(temperature=0), 2, NO_TOKENS)
+    one.add(1, SamplingParams(temperature=0, logit_bias={1: 5.0}), 2, NO_TOKENS)
+    logits = torch.full((3, V), -math.inf)
+    tokens = one.sample(logits, rows_of(0, 1, 0), rows_of(2, 2, 2), np.array([-1, -1, 7])).tokens
+    assert tokens.tolist() == [NOT_FINITE] * 3
+    assert isinstance(failure(NOT_FINITE, 2), InternalError)
+
+
+def test_what_is_not_finite_is_seen_behind_a_mask():
+    one = sampler()
+    one.add(0, SamplingParams(temperature=0, allowed_token_ids=(4,)), 2, NO_TOKENS)
+    logits = logits_for(1)
+    logits[0, 9] = math.nan
+    assert one.sample(logits, rows_of(0), rows_of(2)).tokens.tolist() == [NOT_FINITE]

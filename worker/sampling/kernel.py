@@ -1,0 +1,56 @@
+"""The sampling kernel: compiled code where there is any, numpy otherwise; both give the same bits."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allspan.worker.sampling import reference
+from allspan.worker.sampling.reference import Ints, Logits
+from allspan.worker.sampling.settings import Settings
+
+
+class SamplingKernel(Protocol):
+    """See `reference` for what the two do. All arrays are contiguous."""
+
+    def sample_rows(
+        self, logits: Logits, rows: Ints, positions: Ints, targets: Ints, settings: Settings, out: NDArray[np.int32]
+    ) -> None: ...
+
+    def log_softmax_rows(self, logits: Logits, counts: Ints, out: NDArray[np.int32]) -> None: ...
+
+
+class NativeKernel:
+    """kernels/cpu/sampling.cpp. `runtime`: an op set's threads, for the rows to be shared among; None: the caller's."""
+
+    def __init__(self, native: Any, runtime: Any = None) -> None:
+        self._native = native
+        self._runtime = runtime
+
+    def sample_rows(
+        self, logits: Logits, rows: Ints, positions: Ints, targets: Ints, settings: Settings, out: NDArray[np.int32]
+    ) -> None:
+        table = settings.view(np.uint8).reshape(len(settings), -1)
+        self._native.sample_rows(self._runtime, logits, rows, positions, targets, table, out)
+
+    def log_softmax_rows(self, logits: Logits, counts: Ints, out: NDArray[np.int32]) -> None:
+        self._native.log_softmax_rows(self._runtime, logits, counts, out)
+
+
+class ReferenceKernel:
+    """Numpy."""
+
+    sample_rows = staticmethod(reference.sample_rows)
+    log_softmax_rows = staticmethod(reference.log_softmax_rows)
+
+
+def sampling_kernel(runtime: Any = None) -> SamplingKernel:
+    """The compiled one if it is there."""
+    try:
+        native = importlib.import_module("allspan.kernels.cpu._native")
+    except ImportError:
+        return ReferenceKernel()
+    return NativeKernel(native, runtime) if hasattr(native, "sample_rows") else ReferenceKernel()
