@@ -33,28 +33,6 @@ def request_from_wire(message: pb.StartRequestMessage, model: str, epoch: int) -
     )
 
 
-def check_resumption(request: Request, vocab_size: int, max_model_len: int) -> None:
-    """Output tokens that came with the payload leave room for at least one more. Raises InvalidRequest."""
-    ids = request.output_token_ids
-    if not ids:
-        return
-    if len(ids) >= request.params.max_tokens:
-        raise InvalidRequest(
-            f"output_token_ids has {len(ids)} tokens, must be fewer than max_tokens ({request.params.max_tokens})",
-            "output_token_ids",
-        )
-    if request.num_tokens >= max_model_len:
-        raise InvalidRequest(
-            f"prompt_token_ids ({len(request.prompt_token_ids)}) and output_token_ids ({len(ids)}) have "
-            f"{request.num_tokens} tokens, must be at most {max_model_len - 1} together (max_model_len is "
-            f"{max_model_len})",
-            "output_token_ids",
-        )
-    i = next((i for i, token_id in enumerate(ids) if token_id >= vocab_size), None)
-    if i is not None:
-        raise InvalidRequest(f"output_token_ids[{i}] is {ids[i]}, must be at most {vocab_size - 1}", "output_token_ids")
-
-
 def check_request_id(request_id: bytes) -> None:
     if len(request_id) != 16:
         raise InvalidRequest(f"request_id has {len(request_id)} bytes, must have 16", "request_id")

@@ -23,7 +23,7 @@ from allspan.worker.host import peak_rss_bytes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.leases import Lease, Leases
-from allspan.worker.service.messages import check_resumption, request_from_wire, request_ids_from_wire
+from allspan.worker.service.messages import request_from_wire, request_ids_from_wire
 
 HEARTBEAT_MS = (50, 60_000)
 MAX_TIMEOUT_S = 86_400.0
@@ -135,7 +135,6 @@ class RankServicer(WorkerServicer):
     @translated
     async def StartRequest(self, message: pb.StartRequestMessage, context: grpc.aio.ServicerContext) -> pb.Ack:
         request = request_from_wire(message, self._model.name, self._epoch)
-        check_resumption(request, self._facts.vocab_size, self._facts.max_model_len)
         lease = self._leases.find(request.client_id)
         self._core.submit(request)
         lease.add(request.request_id)

@@ -37,6 +37,24 @@ def test_a_bad_request_is_refused_by_name(prompt, params, words):
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("prompt", "output", "words"),
+    [
+        ([1, 2], [3] * 4, "output_token_ids has 4 tokens, must have fewer than the request may get (4)"),
+        ([1] * 30, [3] * 2, "output_token_ids has 2 tokens, must have fewer than the request may get (2)"),
+        ([1, 2], [3, 100], "output_token_ids[1] is 100, must be from 0 to 99"),
+    ],
+    ids=["all of max_tokens", "all of the context", "no such token"],
+)
+def test_a_resumption_that_cannot_go_on_is_refused(prompt, output, words):
+    one = request(1, prompt, max_tokens=4)
+    one.output_token_ids, one.num_resumed = output, len(output)
+    with pytest.raises(InvalidRequest) as caught:
+        LIMITS.admit(one)
+    assert words in caught.value.message
+    assert caught.value.field == "output_token_ids"
+
+
 def test_max_tokens_is_cut_to_the_rest_of_the_context():
     one = request(1, [1] * 30, max_tokens=1000)
     LIMITS.admit(one)

@@ -336,25 +336,6 @@ async def test_what_is_inspected_comes_as_json_and_the_unknown_is_refused(client
     assert (code, message, trailing["allspan-field"]) == ("INVALID_ARGUMENT", "what is 'soul'", "what")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"output_token_ids": [1] * 4}, "fewer than max_tokens (4)"),
-        ({"output_token_ids": [1, 1000]}, "output_token_ids[1] is 1000, must be at most 999"),
-        ({"output_token_ids": [1, 2], "prompt_token_ids": [1] * 510}, "512 tokens, must be at most 511"),
-    ],
-    ids=["no token left", "no such token", "no room"],
-)
-async def test_a_resumption_that_cannot_go_on_is_refused(
-    leader: Rank, client: Client, changes: dict[str, Any], words: str
-) -> None:
-    await client.subscribe()
-    code, message, trailing = await refused(client.stub.StartRequest(start_message(**changes)))
-    assert (code, trailing["allspan-field"]) == ("INVALID_ARGUMENT", "output_token_ids")
-    assert words in message
-    assert leader.core.submitted == []
-
-
 async def test_a_resumption_reaches_the_core_with_its_output(leader: Rank, client: Client) -> None:
     await client.subscribe()
     await client.stub.StartRequest(start_message(output_token_ids=[7, 999], priority=-3, timeout_s=5, cache_salt="x"))
