@@ -39,12 +39,13 @@ class OomWatch:
     def suspicion(self, pid: int) -> str:
         """ "likely out of memory (cgroup 31.9/32 GiB)", or "" when nothing points to that."""
         _, groups = self._groups.get(pid, ("", {}))
-        counted = [group for group, before in groups.items() if _kills(group) > before]
-        full = [group for group in groups if _usage(group) >= FULL * _limit(group) and not _counts(group)]
-        found = sorted(counted or full, key=_limit)
-        if not found:
+        counted = any(_kills(group) > before for group, before in groups.items())
+        full = any(_usage(group) >= FULL * _limit(group) and not _counts(group) for group in groups)
+        if not (counted or full):
             return ""
-        used, limit = _usage(found[0], peak=bool(counted)), _limit(found[0])
+        # Version 1 counts in the victim's own group, whatever the group whose limit it was.
+        fullest = max(groups, key=lambda group: _usage(group, peak=counted) / _limit(group))
+        used, limit = _usage(fullest, peak=counted), _limit(fullest)
         if limit >= _NO_LIMIT:
             return f"likely out of memory (cgroup {_amounts(used, used)[1]}, without a limit of its own)"
         return f"likely out of memory (cgroup {'/'.join(_amounts(used, limit))})"

@@ -126,6 +126,7 @@ class Supervisor:
                 self._note_ready(world)
                 event = world.wait(stops)
             if event == "stop":
+                self._tell(self._state(epoch, "stopped"))  # nobody is to attach any more
                 drain_s = max(0.0, self._drain_until - time.monotonic())
                 return None
             death = self._late() if event == "timeout" else world.death()

@@ -46,6 +46,10 @@ class _Watched:
     warned: bool = False
     """Of a long step."""
 
+    @property
+    def step(self) -> int:
+        return self.beat.step if self.beat is not None else 0
+
 
 class Watchdog:
     """`look` at least every LOOK_S, from one thread."""
@@ -71,8 +75,8 @@ class Watchdog:
         self._ranks: dict[int, _Watched] = {}
 
     def look(self, ranks: Iterable[RankInfo]) -> Lost | None:
-        """The rank to blame once one has been silent or stuck for too long: a silent one before those that wait for
-        it."""
+        """The rank to blame once one has been silent or stuck for too long: a silent one before those that wait for it,
+        one that is a step behind before those that are ahead."""
         now = self._clock()
         elapsed = 0.0 if self._looked_at is None else min(now - self._looked_at, MAX_GAP_S)
         self._looked_at = now
@@ -86,8 +90,10 @@ class Watchdog:
         rank = max(self._ranks, key=lambda rank: self._ranks[rank].silent_s)
         if (watched := self._ranks[rank]).silent_s >= least:
             return Lost(rank, f"was silent for {_seconds(watched.silent_s)} (state {process_state(watched.pid)})")
-        rank = next(rank for rank, watched in self._ranks.items() if self._is_lost(watched))
-        return Lost(rank, self._stand(self._ranks[rank]))
+        stuck = {rank: watched for rank, watched in self._ranks.items() if watched.stood_s >= least}
+        rank, *others = sorted(stuck, key=lambda rank: (stuck[rank].step, rank))
+        too = "".join(f", rank {other} at step {stuck[other].step}" for other in others)
+        return Lost(rank, self._stand(stuck[rank]) + too)
 
     def _update(self, watched: _Watched, beat: Beat | None, elapsed: float) -> None:
         watched.silent_s += elapsed
@@ -121,10 +127,9 @@ class Watchdog:
         return self._load_limit_s if watched.beat is not None and watched.beat.phase == LOADING else self._limit_s
 
     def _stand(self, watched: _Watched) -> str:
-        assert watched.beat is not None  # it has beaten, or it would not be known to stand
-        if watched.beat.phase == LOADING:
+        if watched.beat is not None and watched.beat.phase == LOADING:
             return f"was reading weights for {_seconds(watched.stood_s)} without progress"
-        return f"was stuck for {_seconds(watched.stood_s)} at step {watched.beat.step}"
+        return f"was stuck for {_seconds(watched.stood_s)} at step {watched.step}"
 
 
 def process_state(pid: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -169,16 +170,13 @@ class Stop:
     def _drain(self, core: EngineCore) -> None:
         """Lets nothing in, waits for what runs, ends the loop."""
         deadline = time.monotonic() + self._drain_s
-        left = self._drain_s
-        while left > 0:
-            try:
+        while (left := deadline - time.monotonic()) > 0:
+            counted = core.statistics()
+            if open_requests := counted.running + counted.waiting:
+                logger.info("draining: %d requests still run, %.0f s left", open_requests, left)
+            with contextlib.suppress(DeadlineExceeded):  # then this is said once more
                 core.stop_model(min(left, DRAIN_WORD_S))
                 break
-            except DeadlineExceeded:
-                left = deadline - time.monotonic()
-                counted = core.statistics()
-                open_requests = counted.running + counted.waiting
-                logger.info("draining: %d requests still run, %.0f s are left for them", open_requests, max(left, 0.0))
         core.shutdown()
 
 
