@@ -1,0 +1,132 @@
+"""Every benchmark, short, on a cluster of one rank with a tiny random model: what it reports adds up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allspan import ClientEngine
+from allspan.client.bench.benchmark import Benchmark
+from allspan.client.bench.ops import OPS, OpsConfig
+from allspan.client.bench.overload import OVERLOAD, OverloadConfig
+from allspan.client.bench.perplexity import PERPLEXITY, PerplexityConfig
+from allspan.client.bench.prefix import PREFIX, PrefixConfig
+from allspan.client.bench.soak import SOAK, SoakConfig
+from allspan.client.bench.step import STEP, StepConfig
+from allspan.protos.errors import ConfigError
+from support.byte_tokenizer import write_byte_tokenizer
+from support.tiny_models import reference_logits, save_tiny
+
+TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 3
+OPTIONS = {"max_queued_requests": 6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models") / "tiny"
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    """transformers' model; its tokens are bytes."""
+    model = save_tiny(folder, "qwen3", vocab_size=256, eos_token_id=255)
+    config = (folder / "config.json").read_text()
+    write_byte_tokenizer(folder)
+    (folder / "config.json").write_text(config)
+    return model
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, reference: Any) -> Iterator[ClientEngine]:
+    with ClientEngine(folder, ranks=1, threads=1, max_num_seqs=4, quiet=True, **OPTIONS) as made:  # type: ignore[arg-type]
+        yield made
+
+
+def measured(benchmark: Benchmark, engine: ClientEngine, config: Any) -> dict[str, Any]:
+    """The report; its table must be made without a complaint."""
+    report = benchmark.measure(engine, config, dict(OPTIONS))
+    assert benchmark.table(report)
+    return report
+
+
+@pytest.mark.parametrize("windows", [0, 2])
+def test_perplexity_is_that_of_transformers(engine: ClientEngine, reference: Any, tmp_path: Path, windows: int) -> None:
+    (tmp_path / "t.txt").write_text(TEXT)
+    config = PerplexityConfig(text=str(tmp_path / "t.txt"), window=40, windows=windows)
+    report = measured(PERPLEXITY, engine, config)
+    ids = list(TEXT.encode())
+    losses = []
+    for start in range(0, 40 * (windows or len(ids) // 40), 40):
+        window = ids[start : start + 40]
+        logprobs = torch.log_softmax(reference_logits(reference, window), -1)
+        losses += [-float(logprobs[i, token]) for i, token in enumerate(window[1:])]
+    assert report["tokens"] == len(losses)
+    assert report["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+
+
+def test_a_text_too_short_for_its_windows_is_refused(engine: ClientEngine, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("short")
+    for windows in (0, 3):
+        with pytest.raises(ConfigError, match=r"has 5 tokens, must fill \d windows of 40"):
+            measured(PERPLEXITY, engine, PerplexityConfig(text=str(tmp_path / "t.txt"), window=40, windows=windows))
+
+
+def test_prefix_finds_exactly_the_full_pages_that_were_shared(engine: ClientEngine) -> None:
+    page = engine.statistics().page_size
+    config = PrefixConfig(prompt_len=4 * page, hits=(30, 60, 97), repeats=2, batch_size=2, output_len=2, rounds=2)
+    report = measured(PREFIX, engine, config)
+    assert [point["hit_percent"] for point in report["curve"]] == [0, 30, 60, 97]
+    assert [point["cached_tokens"] for point in report["curve"]] == [0, page, 2 * page, 3 * page]
+    assert report["curve"][0]["ratio"] == 1.0
+    assert all(report["throughput"][name]["min"] > 0 for name in ("on_tokens_per_s", "off_tokens_per_s"))
+
+
+def test_ops_are_timed_in_prefill_and_in_decode(engine: ClientEngine) -> None:
+    report = measured(OPS, engine, OpsConfig(input_len=16, output_len=32, batch_size=2))
+    for phase in ("prefill", "decode"):
+        assert {"linear"} <= {op["op"] for op in report[phase]}
+        assert sum(op["share"] for op in report[phase]) == pytest.approx(1.0)
+        assert all(0 <= op["min_ms"] <= op["max_ms"] <= op["total_ms"] for op in report[phase])
+    calls = {phase: max(op["count"] for op in report[phase]) for phase in report}
+    assert calls["decode"] > calls["prefill"]
+
+
+def test_step_counts_decode_steps_only(engine: ClientEngine) -> None:
+    report = measured(STEP, engine, StepConfig(batch_sizes=(1, 3), output_len=200, repeats=2))
+    assert [batch["batch_size"] for batch in report["batches"]] == [1, 3]
+    for batch in report["batches"]:
+        assert 0 < batch["steps"] <= 2 * 200
+        assert 0 < batch["host_s"]["min"] <= batch["host_s"]["median"]
+        assert batch["model_s"]["min"] > 0
+
+
+def test_overload_refuses_the_rest_and_comes_back_to_where_it_was(engine: ClientEngine) -> None:
+    report = measured(OVERLOAD, engine, OverloadConfig(seconds=0.3, repeats=2, output_len=4, concurrency=3))
+    assert report["queue_limit"] == 6
+    assert report["pages_kept"] == 0
+    for burst in report["bursts"]:
+        assert burst["sent"] == 60
+        assert burst["taken"] + burst["refused"] == 60
+        assert burst["taken"] >= 6
+        assert burst["refused"] == burst["told_to_come_back"] > 0
+        assert burst["pages_free"] + burst["pages_cached"] == burst["pages_total"]
+        assert burst["before_tokens_per_s"] > 0
+        assert burst["after_tokens_per_s"] > 0
+
+
+def test_soak_counts_what_went_well_and_what_went_wrong(engine: ClientEngine) -> None:
+    config = SoakConfig(minutes=0.05, concurrency=3, input_len=40, output_len=8, cancel_percent=20, bad_percent=10)
+    report = measured(SOAK, engine, config)
+    requests = report["requests"]
+    assert requests["unexpected"] == {}
+    assert min(requests["finished"], requests["cancelled"], requests["refused"]) > 0
+    assert report["canary"]["asked"] > 1
+    assert report["canary"]["changed"] == 0
+    assert report["left"] == {"running": 0, "waiting": 0, "pages_used": 0}
+    assert report["memory"]["most_bytes"] > 1 << 20
+    assert report["last_minute"]["requests"] > 0
