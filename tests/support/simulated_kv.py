@@ -1,0 +1,176 @@
+"""A rank without tensors: it carries plans out on pages that remember which tokens were written where.
+
+The KV of a token is the fold of all tokens of its request up to it, so that a page says exactly what it holds. Whatever
+a plan reads must be what the request's tokens would have written, and what it writes must be nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from allspan.protos.errors import AllspanError
+from allspan.protos.results import Output, TokenLogprob
+from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
+from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.scheduler import Outcome, Scheduler
+
+
+def fold(before: int, token: int) -> int:
+    return (before * 6364136223846793005 + token + 1442695040888963407) % 2**64
+
+
+def folds(tokens: Sequence[int], start: int = 1) -> list[int]:
+    values = []
+    for token in tokens:
+        start = fold(start, token)
+        values.append(start)
+    return values
+
+
+def next_token(tokens: Sequence[int], vocab_size: int = 97) -> int:
+    """What the pretended model says after these tokens."""
+    return folds(tokens)[-1] % vocab_size
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class _Row:
+    def __init__(self, request: Request, tokens: list[int], num_computed: int) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.num_computed = num_computed
+        self.pages: list[int] = []
+
+
+class SimulatedRank:
+    """`step()` runs one round of the scheduler's loop. `tokens`, `prompt_logprobs` and `ends` are what callers were
+    told, by request id; saying anything after an end fails."""
+
+    def __init__(self, scheduler: Scheduler, num_host_pages: int = 0) -> None:
+        self.scheduler = scheduler
+        self.size = scheduler.limits.page_size
+        self.device = [[0] * self.size for _ in range(scheduler.limits.num_pages)]
+        self.host = [[0] * self.size for _ in range(num_host_pages)]
+        self.rows: dict[int, _Row] = {}
+        self.known: dict[bytes, Request] = {}
+        self.parked: dict[bytes, list[int]] = {}
+        self.dropped: set[bytes] = set()
+        self.tokens: dict[bytes, list[int]] = {}
+        self.prompt_logprobs: dict[bytes, list[float]] = {}
+        self.ends: dict[bytes, str | AllspanError] = {}
+        self.num_computed = 0
+        self.plans: list[StepPlan] = []
+        self.between: Callable[[], None] = lambda: None
+        """Called while a step is in flight."""
+
+    def submit(self, request: Request) -> Request:
+        self.scheduler.submit(request)
+        self.known[request.request_id] = request
+        self.tokens[request.request_id] = list(request.output_token_ids)
+        self.prompt_logprobs[request.request_id] = []
+        return request
+
+    def cancel(self, request: Request) -> None:
+        outcome = self.scheduler.cancel(request.request_id)
+        if outcome is not None:
+            self.take([outcome])
+
+    def step(self) -> StepPlan | None:
+        self.take(self.scheduler.expire())
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        self._apply(plan)
+        result = self._run(plan)
+        self.between()
+        self.take(self.scheduler.apply(result))
+        self.scheduler.check()
+        return plan
+
+    def run(self, most: int = 20_000) -> int:
+        for count in range(most):
+            if self.step() is None:
+                return count
+        raise AssertionError("no end")
+
+    def take(self, outcomes: Sequence[Outcome]) -> None:
+        for request, outcome in outcomes:
+            assert request.request_id not in self.ends, "a request ends once and says nothing after"
+            if isinstance(outcome, AllspanError):
+                self.ends[request.request_id] = outcome
+                continue
+            assert outcome != Output(), "nothing is told"
+            self.tokens[request.request_id] += outcome.token_ids
+            self.prompt_logprobs[request.request_id] += [entry.logprob for entry in outcome.prompt_logprobs]
+            if outcome.finish_reason:
+                self.ends[request.request_id] = outcome.finish_reason
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.leaves:
+            left = self.rows.pop(row)
+            self.parked[left.request.request_id] = left.tokens
+        for request_id in plan.drops:
+            assert request_id not in self.dropped
+            self.dropped.add(request_id)
+            self.parked.pop(request_id, None)
+        for join in plan.joins:
+            self._join(join)
+        for grant in plan.grants:
+            self.rows[grant.row].pages.extend(grant.pages)
+        for copy in plan.saves:
+            self.host[copy.target] = list(self.device[copy.source])
+        for copy in plan.loads:
+            self.device[copy.target] = list(self.host[copy.source])
+
+    def _join(self, join: Join) -> None:
+        assert join.row not in self.rows
+        request = self.known[join.request_id]
+        payload = [*request.prompt_token_ids, *request.output_token_ids[: request.num_resumed]]
+        tokens = self.parked.pop(join.request_id, payload)
+        assert join.num_output == len(tokens) - len(request.prompt_token_ids)
+        assert join.num_computed < len(tokens), "the last token is always computed"
+        assert join.num_computed % self.size == 0
+        self.rows[join.row] = _Row(request, list(tokens), join.num_computed)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        limits = self.scheduler.limits
+        assert plan.num_tokens <= limits.max_num_batched_tokens
+        assert len({run.row for run in plan.runs}) == len(plan.runs)
+        sampled: dict[int, tuple[int, ...]] = {}
+        prompt: dict[int, tuple[TokenLogprob, ...]] = {}
+        for run in plan.runs:
+            self._write(self.rows[run.row], run.num_tokens)
+        for run in plan.runs:
+            row = self.rows[run.row]
+            start, row.num_computed = row.num_computed, row.num_computed + run.num_tokens
+            assert self._read(row) == folds(row.tokens[: row.num_computed]), "a page holds another request's KV"
+            if row.request.wants_prompt_logprobs:
+                ends = min(row.num_computed, len(row.request.prompt_token_ids) - 1)
+                entries = tuple(TokenLogprob(float(position + 1)) for position in range(start, ends))
+                prompt |= {run.row: entries} if entries else {}
+            if row.num_computed == len(row.tokens):
+                token = next_token(row.tokens)
+                row.tokens.append(token)
+                sampled[run.row] = (token,)
+        assert len(sampled) + sum(map(len, prompt.values())) <= limits.max_logits_rows
+        self.num_computed += plan.num_tokens
+        return StepResult(plan.step, sampled, tokens_hash=plan.step, prompt_logprobs=prompt)
+
+    def _write(self, row: _Row, count: int) -> None:
+        assert 1 <= count <= len(row.tokens) - row.num_computed
+        values = folds(row.tokens[: row.num_computed + count])
+        for position in range(row.num_computed, row.num_computed + count):
+            page = row.pages[position // self.size]
+            holders = sum(page in other.pages for other in self.rows.values())
+            assert holders == self.scheduler.pool.references(page) == 1, "a page that is shared is written"
+            self.device[page][position % self.size] = values[position]
+
+    def _read(self, row: _Row) -> list[int]:
+        at = range(row.num_computed)
+        return [self.device[row.pages[position // self.size]][position % self.size] for position in at]
