@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind
 from allspan.launch import mpi
+from allspan.launch.checkpoint_files import check_files
 from allspan.launch.cluster import Cluster
 from allspan.launch.console import say
 from allspan.launch.models import FoundModel, resolve_model
@@ -131,6 +132,8 @@ def serve(settings: ServeSettings) -> int:
         say(f"{why_not}: ranks are not bound to memory; threads are pinned to processors instead")
     mpirun = mpi.find_mpirun()
     model = resolve_model(settings.model)
+    if settings.weights.load_format != "dummy":
+        check_files(model.path)
     sockets = bind(settings.gateway) if settings.gateway else None
     interrupt = Interrupt(settings.shutdown_timeout)
     try:

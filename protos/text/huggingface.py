@@ -98,8 +98,23 @@ def _backend(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[int, 
         backend = _from_vocab_and_merges(path, config)
     backend.no_truncation()
     backend.no_padding()
+    _check_size(path, backend)
     _add_tokens(path, backend, config)
     return backend, dict(backend.get_added_tokens_decoder())
+
+
+def _check_size(path: Path, backend: Backend) -> None:
+    """A vocabulary larger than the model's is another model's. Added tokens do not count: some models have one or two
+    that only their own media encoders make."""
+    config = _read_json(path / "config.json")
+    text = config.get("text_config")
+    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    found = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+    if isinstance(size, int) and found > size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {found} tokens, config.json says vocab_size {size}: "
+            "it is the tokenizer of another model"
+        )
 
 
 def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:

@@ -1,6 +1,6 @@
 """A process's surroundings made bad: other mounts, a control group's memory limit, hosts of a network of their own.
 
-All of it needs root and changes nothing for other processes; a test that cannot have it is skipped with "root: needs …".
+All of it needs root and changes nothing for others; a test that cannot have it is skipped with "root: needs …".
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,15 +89,6 @@ class Network:
     def plug(self) -> None:
         _ip("-n", self.names[1], "link", "set", "v1", "up")
 
-    def impair(self, words: Sequence[str]) -> bool:
-        """netem's settings for what leaves either host; False where the kernel has no netem."""
-        add = ["qdisc", "replace", "dev"]
-        for i, name in enumerate(self.names):
-            command = ["ip", "netns", "exec", name, "tc", *add, f"v{i}", "root", "netem", *words]
-            if subprocess.run(command, capture_output=True).returncode != 0:
-                return False
-        return True
-
 
 @contextmanager
 def network() -> Iterator[Network]:
@@ -110,9 +101,8 @@ def network() -> Iterator[Network]:
             if shutil.which("ip") is None or not _ip("netns", "add", name, check=False):
                 pytest.skip("root: needs network namespaces (and ip of iproute2)")
             made.append(name)
-        if not _ip(
-            "link", "add", "v0", "netns", names[0], "type", "veth", "peer", "v1", "netns", names[1], check=False
-        ):
+        ends = ["v0", "netns", names[0], "type", "veth", "peer", "v1", "netns", names[1]]
+        if not _ip("link", "add", *ends, check=False):
             pytest.skip("root: needs a kernel with veth")
         for i, name in enumerate(names):
             _ip("-n", name, "addr", "add", f"{net.addresses[i]}/24", "dev", f"v{i}")

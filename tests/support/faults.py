@@ -1,7 +1,7 @@
-"""Faults from inside a rank, which no signal can cause: code that a test puts into a rank's process, never the product.
+"""Faults from inside a rank, which no signal can cause: a test's code in a rank's process, never the product's.
 
-The code goes into a `sitecustomize.py` on PYTHONPATH, which every Python of the cluster runs at its start; only the rank
-that is meant takes notice.
+The code goes into a `sitecustomize.py` on PYTHONPATH, which every Python of the cluster runs at its start; only the
+rank that is meant takes notice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fault:
 
 
 def make_fault(folder: Path, rank: int, code: str) -> Fault:
-    """`code` runs as rank `rank` starts, and patches what it likes to ask `due()`, which says True once after `fire`."""
+    """`code` runs as rank `rank` starts, and patches what it likes to ask `due()`: True once, after `fire`."""
     folder.mkdir()
     trigger = folder / "now"
     head = _HEAD.format(trigger=str(trigger), rank=rank)
