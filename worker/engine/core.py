@@ -24,7 +24,7 @@ from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistic
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.codec import decode, encode
-from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.limits import limits_of
 from allspan.worker.scheduler.memory import PrefixSettings
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
@@ -72,15 +72,7 @@ class EngineCore:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
         page_size, most = config.cache.page_size, config.scheduler
         self.is_leader = collectives.rank == 0
-        self.limits = Limits(
-            vocab_size=sum(model.vocab_widths),
-            max_model_len=model.max_model_len,
-            page_size=page_size,
-            num_pages=num_pages,
-            max_num_seqs=most.max_num_seqs,
-            max_num_batched_tokens=most.max_num_batched_tokens,
-            max_queued_requests=most.max_queued_requests,
-        )
+        self.limits = limits_of(config, sum(model.vocab_widths), model.max_model_len, num_pages)
         self.progress = 0
         self.on_outputs: OnOutputs = lambda outcomes: None
         self.on_operation: OnOperation = lambda operation: None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import ConfigError, InvalidRequest
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.scheduler.request import Request
@@ -90,3 +91,17 @@ class Limits:
                 "prompt_token_ids",
             )
         self._check_ids("prompt_token_ids", ids)
+
+
+def limits_of(config: WorkerConfig, vocab_size: int, max_model_len: int, num_pages: int) -> Limits:
+    """Those of a rank: what its model has, and what its configuration says."""
+    most = config.scheduler
+    return Limits(
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        page_size=config.cache.page_size,
+        num_pages=num_pages,
+        max_num_seqs=most.max_num_seqs,
+        max_num_batched_tokens=most.max_num_batched_tokens,
+        max_queued_requests=most.max_queued_requests,
+    )

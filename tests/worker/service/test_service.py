@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
 import math
 import stat
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,124 +13,27 @@ import grpc.aio
 import pytest
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.config import ModelConfig, ServiceConfig, WorkerConfig
-from allspan.protos.errors import (
-    CheckpointError,
-    ConfigError,
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    QueueFull,
-    Unavailable,
-)
-from allspan.protos.options import RequestOptions
+from allspan.protos.errors import ConfigError, InternalError, QueueFull, Unavailable
 from allspan.protos.results import Output, RequestTimings, TokenLogprob
 from allspan.protos.sampling import SamplingParams
-from allspan.protos.wire import CHANNEL_OPTIONS, output_from_wire, sampling_to_wire
+from allspan.protos.wire import output_from_wire
 from allspan.protos.worker_pb2_grpc import WorkerStub
-from allspan.worker.engine.core import CoreStatistics
-from allspan.worker.scheduler.request import Request
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
 from support.fake_core import FakeCore
+from support.served_rank import (
+    EPOCH,
+    ID,
+    OTHER_ID,
+    Client,
+    Rank,
+    connected,
+    inspect,
+    refused,
+    start_message,
+    worker_config,
+)
 from support.waiting import wait_until
-
-ID = bytes(range(16))
-OTHER_ID = bytes(range(16, 32))
-EPOCH = 5
-
-
-def worker_config(run_dir: Path, host: str = "") -> WorkerConfig:
-    return WorkerConfig(ModelConfig("/models/tiny", "tiny"), ServiceConfig(str(run_dir), EPOCH, host))
-
-
-def inspect(what: str) -> dict[str, Any]:
-    if what != "version":
-        raise InvalidRequest(f"what is {what!r}", "what")
-    return {"version": '1 (kernels "cpu")'}
-
-
-class Rank:
-    """A served fake core, and the means to talk to it."""
-
-    def __init__(self, run_dir: Path, is_leader: bool = True) -> None:
-        self.core = FakeCore(is_leader)
-        self.failures: list[BaseException] = []
-        facts = RankFacts(0 if is_leader else 1, 2, "here", 512, 1000, (2, 3), "reference", 1.5, 100, 200)
-        self.server = RankServer(self.core, facts, worker_config(run_dir), self.failures.append, inspect)
-        self.address = self.server.start()
-
-    def deliver(self, request: Request, *results: Any) -> None:
-        self.server.deliver([(request, result) for result in results])
-
-
-@pytest.fixture
-def leader(tmp_path: Path) -> Iterator[Rank]:
-    rank = Rank(tmp_path)
-    yield rank
-    rank.server.stop()
-    assert not rank.failures
-
-
-@pytest.fixture
-def follower(tmp_path: Path) -> Iterator[Rank]:
-    rank = Rank(tmp_path, is_leader=False)
-    yield rank
-    rank.server.stop()
-    assert not rank.failures
-
-
-class Client:
-    """Stub and Results stream of one client."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.channel = grpc.aio.insecure_channel(rank.address, options=CHANNEL_OPTIONS)
-        self.stub = WorkerStub(self.channel)
-        self.stream: Any = None
-
-    async def subscribe(self, heartbeat_ms: int = 60_000) -> pb.StepOutputs:
-        self.stream = self.stub.Results(pb.ResultsSubscription(client_id="me", heartbeat_ms=heartbeat_ms))
-        first = await self.read()
-        assert not first.outputs
-        return first
-
-    async def read(self) -> pb.StepOutputs:
-        message = await asyncio.wait_for(self.stream.read(), 10)
-        assert message is not grpc.aio.EOF
-        return message
-
-
-async def connected(rank: Rank) -> AsyncIterator[Client]:
-    client = Client(rank)
-    yield client
-    await client.channel.close()
-
-
-@pytest.fixture
-async def client(leader: Rank) -> AsyncIterator[Client]:
-    async for client in connected(leader):
-        yield client
-
-
-def start_message(**changes: Any) -> pb.StartRequestMessage:
-    values: dict[str, Any] = {
-        "request_id": ID,
-        "client_id": "me",
-        "model": "tiny",
-        "prompt_token_ids": [1, 2, 3],
-        "sampling": sampling_to_wire(SamplingParams(max_tokens=4, seed=9)),
-        "epoch": EPOCH,
-    }
-    return pb.StartRequestMessage(**(values | changes))
-
-
-async def refused(call: Any) -> tuple[str, str, dict[str, str]]:
-    """(status, message, trailing metadata) of a call that must fail."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(call, 10)
-    error = caught.value
-    trailing = {key: value for key, value in (error.trailing_metadata() or ()) if isinstance(value, str)}
-    return error.code().name, error.details() or "", trailing
 
 
 async def test_a_request_reaches_the_core_and_its_tokens_come_back_in_one_stream(leader: Rank, client: Client) -> None:
@@ -266,120 +165,6 @@ async def test_stop_request_cancels_and_checks_its_ids(leader: Rank, client: Cli
     assert leader.core.cancelled == [ID, OTHER_ID]
     code, _, trailing = await refused(client.stub.StopRequest(pb.RequestIds(request_ids=[b"x"])))
     assert (code, trailing["allspan-field"]) == ("INVALID_ARGUMENT", "request_id")
-
-
-async def test_status_tells_the_rank_its_engine_and_its_memory(client: Client) -> None:
-    status = await client.stub.Status(pb.StatusRequest())
-    assert (status.rank, status.world_size, status.epoch, status.state) == (0, 2, EPOCH, "running")
-    assert (status.model, status.max_model_len, status.vocab_size) == ("tiny", 512, 1000)
-    assert list(status.eos_token_ids) == [2, 3]
-    assert (status.statistics.running, status.statistics.pages_used, status.statistics.kv_bytes) == (1, 4, 200)
-    assert status.statistics.peak_rss_bytes > 2**20
-
-
-async def test_status_is_answered_while_the_model_drains(leader: Rank, client: Client) -> None:
-    draining = client.stub.Control(pb.ControlRequest(operation="stop_model", timeout_s=30))
-    await client.stub.Status(pb.StatusRequest())
-    assert leader.core.calls == []
-    leader.core.release_stop.set()
-    await asyncio.wait_for(draining, 10)
-    assert leader.core.calls == ["stop_model"]
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (pb.ControlRequest(operation="dance"), "'dance'"),
-        (pb.ControlRequest(operation="stop_model", timeout_s=math.nan), "timeout_s is nan"),
-    ],
-)
-async def test_an_operation_that_is_not_known_is_refused(
-    client: Client, request_: pb.ControlRequest, words: str
-) -> None:
-    code, message, _ = await refused(client.stub.Control(request_))
-    assert code == "INVALID_ARGUMENT"
-    assert words in message
-
-
-async def test_operations_reach_the_core_of_the_leader(leader: Rank, client: Client) -> None:
-    await client.stub.Control(pb.ControlRequest(operation="start_model"))
-    await client.stub.Control(pb.ControlRequest(operation="shutdown"))
-    assert leader.core.calls == ["start_model", "shutdown"]
-    leader.core.refusal = DeadlineExceeded("2 requests still run")
-    code, message, _ = await refused(client.stub.Control(pb.ControlRequest(operation="stop_model", timeout_s=1)))
-    assert (code, message) == ("DEADLINE_EXCEEDED", "2 requests still run")
-
-
-async def test_each_operation_reaches_the_core_with_its_time(leader: Rank, client: Client) -> None:
-    for operation in ("reset_prefix_cache", "unload_weights", "reload_weights", "start_profile", "stop_profile"):
-        await client.stub.Control(pb.ControlRequest(operation=operation, timeout_s=7))
-    await client.stub.Control(pb.ControlRequest(operation="start_profile"))
-    assert leader.core.calls == [
-        "reset_prefix_cache",
-        "UNLOAD_WEIGHTS 7",
-        "LOAD_WEIGHTS 7",
-        "START_PROFILE 7",
-        "STOP_PROFILE 7",
-        "START_PROFILE 20",
-    ]
-    leader.core.refusal = CheckpointError("rank 1: /m/model.safetensors: truncated")
-    request = pb.ControlRequest(operation="reload_weights", timeout_s=7)
-    code, message, trailing = await refused(client.stub.Control(request))
-    assert (code, trailing["allspan-code"]) == ("FAILED_PRECONDITION", "checkpoint")
-    assert message == "rank 1: /m/model.safetensors: truncated"
-
-
-async def test_what_is_inspected_comes_as_json_and_the_unknown_is_refused(client: Client) -> None:
-    reply = await client.stub.Inspect(pb.InspectRequest(what="version"))
-    assert json.loads(reply.json) == {"version": '1 (kernels "cpu")'}
-    code, message, trailing = await refused(client.stub.Inspect(pb.InspectRequest(what="soul")))
-    assert (code, message, trailing["allspan-field"]) == ("INVALID_ARGUMENT", "what is 'soul'", "what")
-
-
-async def test_a_resumption_reaches_the_core_with_its_output(leader: Rank, client: Client) -> None:
-    await client.subscribe()
-    await client.stub.StartRequest(start_message(output_token_ids=[7, 999], priority=-3, timeout_s=5, cache_salt="x"))
-    (request,) = leader.core.submitted
-    assert (request.prompt_token_ids, request.output_token_ids, request.num_resumed) == ((1, 2, 3), [7, 999], 2)
-    assert request.options == RequestOptions(priority=-3, timeout_s=5.0, cache_salt="x")
-
-
-async def test_prompt_logprobs_and_all_timings_come_through(leader: Rank, client: Client) -> None:
-    await client.subscribe()
-    await client.stub.StartRequest(start_message())
-    (request,) = leader.core.submitted
-    timings = RequestTimings(0.1, 0.2, 0.3, 3, 2, 1, 1.75e9, 1, 4)
-    leader.deliver(request, Output((), prompt_logprobs=(TokenLogprob(-1.0, ((7, -1.0),)),)))
-    leader.deliver(request, Output((7,), (), "length", None, timings, (TokenLogprob(-2.0),)))
-    outputs = [output_from_wire(message) for message in (await client.read()).outputs]
-    whole = functools.reduce(Output.merged, outputs, Output())
-    if not whole.finish_reason:  # the two came in two messages
-        whole = whole.merged(output_from_wire((await client.read()).outputs[0]))
-    assert whole.prompt_logprobs == (TokenLogprob(-1.0, ((7, -1.0),)), TokenLogprob(-2.0))
-    assert whole.timings == timings
-
-
-async def test_status_tells_every_counter_of_the_core(leader: Rank, client: Client) -> None:
-    values = {field.name: i + 1 for i, field in enumerate(fields(CoreStatistics))} | {"weights_loaded": False}
-    leader.core.counted = CoreStatistics(**values)  # type: ignore[arg-type]
-    told = (await client.stub.Status(pb.StatusRequest())).statistics
-    assert {name: getattr(told, name) for name in values} == values
-    assert (told.weight_bytes, told.kv_bytes) == (0, 0), "given back"
-
-
-async def test_a_follower_takes_payloads_and_no_operations(follower: Rank) -> None:
-    async for client in connected(follower):
-        await client.subscribe()
-        await client.stub.StartRequest(start_message())
-        await client.stub.StartRequest(start_message(request_id=OTHER_ID))
-        await client.stub.StopRequest(pb.RequestIds(request_ids=[OTHER_ID]))
-        assert follower.core.cancelled == [OTHER_ID]
-        code, message, _ = await refused(client.stub.Control(pb.ControlRequest(operation="shutdown")))
-        assert code == "INVALID_ARGUMENT"
-        assert "rank 0" in message
-        client.stream.cancel()
-        await asyncio.to_thread(wait_until, lambda: ID in follower.core.cancelled, 10, "the payload's end")
-        assert follower.core.cancelled == [OTHER_ID, ID]
 
 
 async def test_stopping_delivers_what_is_left_then_ends_the_streams(tmp_path: Path) -> None:

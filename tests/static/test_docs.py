@@ -1,0 +1,30 @@
+"""What the documentation names exists: flags of `allspan serve`, and files of this repository."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from allspan.launch.settings import serve_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+def test_flags_in_code_spans_are_those_of_serve(doc: Path) -> None:
+    known = {option for action in serve_parser()._actions for option in action.option_strings}
+    named = set(re.findall(r"`(--[a-z][a-z-]*)", doc.read_text()))
+    assert named - known == set()
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+def test_links_and_paths_lead_somewhere(doc: Path) -> None:
+    text = doc.read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    paths = re.findall(r"`((?:protos|kernels|worker|client|launch|public|tests)/[\w./-]*)`", text)
+    missing = [link for link in links if not (doc.parent / link).exists()]
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
