@@ -187,7 +187,8 @@ class ResultQueue:
                 self._waiters.append(waiter)
             try:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(waiter[1].wait(), left)
+                    async with asyncio.timeout(left):  # wait_for of Python 3.11 may swallow a cancellation
+                        await waiter[1].wait()
             finally:
                 with self._condition, contextlib.suppress(ValueError):  # a wake has removed it already
                     self._waiters.remove(waiter)
