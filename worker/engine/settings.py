@@ -26,6 +26,8 @@ class EngineSettings(TypedDict, total=False):
     page_size: int
     kv_cache_dtype: str
     kv_cache_bytes: int
+    enable_prefix_caching: bool
+    host_kv_cache_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queued_requests: int
