@@ -13,7 +13,7 @@ from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome
-from support.fake_model import FakeModel
+from support.fake_model import FakeModel, FakeTiers
 
 PAGE_SIZE = 4
 
@@ -64,11 +64,13 @@ def fake_core(
     channel: PlanChannel | None = None,
     widths: tuple[int, ...] = (97,),
     max_model_len: int = 64,
+    num_host_pages: int = 0,
     **scheduler: int,
 ) -> tuple[EngineCore, FakeModel]:
     world = collectives or LocalCollectives()
     model = FakeModel(num_pages, PAGE_SIZE, max_model_len, widths, world.rank)
-    core = EngineCore(config(**scheduler), model, num_pages, world, channel, eos)
+    tiers = FakeTiers(model, num_host_pages) if num_host_pages else None
+    core = EngineCore(config(**scheduler), model, num_pages, world, channel, eos, tiers)
     core.on_outputs = collected or Collected()
     return core, model
 

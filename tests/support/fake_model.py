@@ -3,11 +3,14 @@ so that a wrong page, slot, position or length changes the output."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from allspan.worker.models.inputs import StepInputs
+from allspan.worker.scheduler.plan import Copy
 
 
 class FakeModel:
@@ -28,6 +31,11 @@ class FakeModel:
         self.most_tokens = 0
         self._rank = rank
         self._cache = np.full((num_pages * page_size, 2), -1, dtype=np.int64)
+
+    @property
+    def pages(self) -> np.ndarray:
+        """[num_pages, page_size, 2]: the token and the position in each place."""
+        return self._cache.reshape(-1, self._page_size, 2)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         self.num_forwards += 1
@@ -53,6 +61,23 @@ class FakeModel:
                 f"the cache of request {request} holds positions {entries[:, 1]}, expected 0..{length}"
             )
         return logits_after(entries[:, 0].tolist(), sum(self.vocab_widths))
+
+
+class FakeTiers:
+    """Meets `allspan.worker.engine.model.PageTiers` for a FakeModel's pages."""
+
+    def __init__(self, model: FakeModel, num_host_pages: int) -> None:
+        self.num_host_pages = num_host_pages
+        self.num_copies = 0
+        self._device = model.pages
+        self._host = np.full((num_host_pages, *self._device.shape[1:]), -1, dtype=np.int64)
+
+    def copy(self, saves: Sequence[Copy], loads: Sequence[Copy]) -> None:
+        self.num_copies += len(saves) + len(loads)
+        for copy in saves:
+            self._host[copy.target] = self._device[copy.source]
+        for copy in loads:
+            self._device[copy.target] = self._host[copy.source]
 
 
 def logits_after(tokens: list[int], vocab_size: int) -> np.ndarray:

@@ -1,114 +1,120 @@
-"""Operations: done by every rank at the same step, told to whoever asked."""
+"""Operations: what all ranks do at the same step, and what it leaves behind."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import pytest
 
-from allspan.protos.errors import AllspanError, CheckpointError, DeadlineExceeded, InvalidRequest, Unavailable
+from allspan.protos.errors import CheckpointError, DeadlineExceeded, InvalidRequest, Unavailable
+from allspan.protos.options import RequestOptions
 from allspan.worker.scheduler.plan import Operation
 from support.cores import Collected, fake_core, request, step_until_idle
 from support.threads import ThreadWorld
 from support.waiting import wait_until
 
 
-class Asking(threading.Thread):
-    """A call of `operate`; `error` is what it raised."""
-
-    def __init__(self, core, operation, timeout=10.0):
-        super().__init__(daemon=True)
-        self.error = None
-        self._call = (core.operate, operation, timeout)
-        self.start()
-
-    def run(self):
-        operate, *arguments = self._call
-        try:
-            operate(*arguments)
-        except AllspanError as error:
-            self.error = error
-
-    def result(self):
-        self.join(10)
-        assert not self.is_alive()
-        return self.error
+@contextmanager
+def running(*cores):
+    threads = [threading.Thread(target=core.run, daemon=True) for core in cores]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        cores[0].shutdown()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
 
 
-def test_every_rank_does_it_at_the_same_step_between_the_tokens_of_others():
-    world, collected = ThreadWorld(2), Collected()
-    cores = [
-        fake_core(64, collected, collectives=world.collectives[r], channel=world.channels[r], widths=(50, 47))[0]
-        for r in range(2)
+def two_ranks():
+    world = ThreadWorld(2)
+    return [
+        fake_core(64, collectives=world.collectives[rank], channel=world.channels[rank], widths=(50, 47))[0]
+        for rank in range(2)
     ]
+
+
+def test_every_rank_is_told_once_and_the_caller_waits_for_its_own():
+    cores = two_ranks()
     told = [[], []]
-    for rank, core in enumerate(cores):
-        core.on_operation = lambda operation, rank=rank, core=core: told[rank].append((operation, core.steps))
-    one = request(1, [1, 2, 3], max_tokens=40)
-    for core in reversed(cores):
-        core.submit(one if core is cores[0] else request(1, [1, 2, 3], max_tokens=40))
-    ranks = threading.Thread(target=lambda: world.run(lambda rank: cores[rank].run()), daemon=True)
-    ranks.start()
-    cores[0].operate(Operation.START_PROFILE, 10.0)
-    cores[0].operate(Operation.STOP_PROFILE, 10.0)
-    wait_until(lambda: cores[0].statistics().finished_requests == 1, what="the request's end")
-    cores[0].shutdown()
-    ranks.join(10)
+    for core, seen in zip(cores, told, strict=True):
+        core.on_operation = seen.append
+    with running(*cores):
+        cores[0].operate(Operation.START_PROFILE, 10)
+        assert told[0] == [Operation.START_PROFILE]
+        cores[0].operate(Operation.STOP_PROFILE, 10)
+        wait_until(lambda: told[1] == [Operation.START_PROFILE, Operation.STOP_PROFILE], what="the follower's turn")
     assert told[0] == told[1]
-    assert [operation for operation, _ in told[0]] == [Operation.START_PROFILE, Operation.STOP_PROFILE]
+
+
+def test_operations_come_between_the_steps_of_what_runs():
+    collected = Collected()
+    core, _ = fake_core(64, collected)
+    one = request(1, [1, 2], max_tokens=40)
+    with running(core):
+        core.submit(one)
+        core.operate(Operation.START_PROFILE, 10)
+        wait_until(lambda: collected.reason(one), what="the end of the request")
     assert len(collected.tokens(one)) == 40
 
 
-def test_a_failure_is_told_to_the_caller_and_the_loop_goes_on():
-    core, _ = fake_core()
+def test_what_an_operation_raised_is_told_to_its_caller_and_the_loop_goes_on():
+    cores = two_ranks()
 
-    def fail(operation):
-        raise CheckpointError("rank 1: model.safetensors: truncated")
+    def fails(operation):
+        raise CheckpointError("the file is gone")
 
-    core.on_operation = fail
-    core.stop_model(1.0)
-    asking = Asking(core, Operation.LOAD_WEIGHTS)
-    wait_until(lambda: core.is_busy, what="the operation")
-    assert core.step()
-    error = asking.result()
-    assert isinstance(error, CheckpointError)
-    assert not core.statistics().weights_loaded
-    core.on_operation = lambda operation: None
-    asking = Asking(core, Operation.LOAD_WEIGHTS)
-    wait_until(lambda: core.is_busy, what="the operation")
-    assert core.step()
-    assert asking.result() is None
-    core.start_model()
-    core.submit(request(1, [1, 2, 3], max_tokens=3))
-    step_until_idle(core)
+    for core in cores:
+        core.on_operation = fails
+        core.stop_model(1)
+    with running(*cores):
+        with pytest.raises(CheckpointError, match="the file is gone"):
+            cores[0].operate(Operation.LOAD_WEIGHTS, 10)
+        assert not cores[0].weights_loaded
+        with pytest.raises(Unavailable, match="unloaded"):
+            cores[0].start_model()
+        for core in cores:
+            core.on_operation = lambda operation: None
+        cores[0].operate(Operation.LOAD_WEIGHTS, 10)
+        assert cores[0].weights_loaded
+        cores[0].start_model()
 
 
-def test_weights_are_not_touched_while_requests_are_let_in_or_run():
-    core, _ = fake_core()
+def test_weights_need_a_stopped_and_drained_model():
+    core, _ = fake_core(64)
     with pytest.raises(Unavailable, match="stop_model"):
-        core.operate(Operation.UNLOAD_WEIGHTS, 1.0)
-    core.submit(request(1, [1, 2, 3], max_tokens=3))
+        core.operate(Operation.UNLOAD_WEIGHTS, 1)
+    core.submit(request(1, [1]))
     with pytest.raises(DeadlineExceeded):
         core.stop_model(0.01)
     with pytest.raises(Unavailable, match="stop_model"):
-        core.operate(Operation.UNLOAD_WEIGHTS, 1.0)
+        core.operate(Operation.LOAD_WEIGHTS, 1)
 
 
-def test_nobody_is_let_in_once_the_weights_are_about_to_go():
-    core, _ = fake_core()
-    core.stop_model(1.0)
-    asking = Asking(core, Operation.UNLOAD_WEIGHTS)
-    wait_until(lambda: core.is_busy, what="the operation")
-    with pytest.raises(Unavailable, match="being unloaded"):
+def test_other_weights_void_what_the_cache_held():
+    collected = Collected()
+    core, _ = fake_core(64, collected)
+    with running(core):
+        for number in (1, 2):
+            core.submit(request(number, [7] * 20, max_tokens=2))
+            wait_until(lambda number=number: collected.reason(request(number, [1])), what="the end")
+        assert core.statistics().prefix_hit_tokens == 16
+        core.stop_model(10)
+        core.operate(Operation.UNLOAD_WEIGHTS, 10)
+        assert (core.statistics().pages_cached, core.statistics().weights_loaded) == (0, False)
+        core.operate(Operation.LOAD_WEIGHTS, 10)
         core.start_model()
-    assert core.step()
-    assert asking.result() is None
-    with pytest.raises(Unavailable, match="reload_weights"):
-        core.start_model()
+        core.submit(request(3, [7] * 20, max_tokens=2))
+        core.stop_model(10)
+        counters = core.statistics()
+    assert (counters.prefix_hit_tokens, counters.weights_version, counters.weights_loaded) == (16, 2, True)
 
 
-def test_an_operation_that_no_step_took_up_in_time_is_withdrawn():
-    core, _ = fake_core()
+def test_an_operation_that_does_not_come_to_its_turn_is_taken_back():
+    core, _ = fake_core(64)
     told = []
     core.on_operation = told.append
     with pytest.raises(DeadlineExceeded, match="start_profile"):
@@ -117,35 +123,50 @@ def test_an_operation_that_no_step_took_up_in_time_is_withdrawn():
     assert told == []
 
 
-def test_what_was_cached_under_other_weights_is_void():
-    outputs = Collected()
-    core, _ = fake_core(collected=outputs)
-    core.on_operation = lambda operation: None
-    prompt = list(range(40))
-
-    def cached(number):
-        one = request(number, prompt, max_tokens=1)
-        core.submit(one)
-        step_until_idle(core)
-        return outputs.outputs[one.request_id].timings.cached_tokens
-
-    assert cached(1) == 0
-    assert cached(2) > 0
-    core.stop_model(1.0)
-    asking = Asking(core, Operation.LOAD_WEIGHTS)
-    wait_until(lambda: core.is_busy, what="the operation")
-    step_until_idle(core)
-    assert asking.result() is None
-    assert core.statistics().weights_version == 2
-    assert core.statistics().pages_cached == 0
-    core.start_model()
-    assert cached(3) == 0
+def test_an_engine_that_ends_tells_who_waits():
+    core, _ = fake_core(64)
+    core.on_operation = lambda operation: core.shutdown()
+    with running(core):
+        core.operate(Operation.START_PROFILE, 10)
+        with pytest.raises(Unavailable, match="shutting down"):
+            core.operate(Operation.STOP_PROFILE, 10)
 
 
-def test_a_follower_is_not_the_one_to_ask():
-    world = ThreadWorld(2)
-    follower, _ = fake_core(64, collectives=world.collectives[1], channel=world.channels[1], widths=(50, 47))
+def test_a_follower_takes_no_operations():
+    follower = two_ranks()[1]
     with pytest.raises(InvalidRequest, match="rank 0"):
-        follower.operate(Operation.START_PROFILE, 1.0)
+        follower.operate(Operation.START_PROFILE, 1)
     with pytest.raises(InvalidRequest, match="rank 0"):
         follower.reset_prefix_cache()
+
+
+def test_a_reset_empties_the_cache():
+    core, _ = fake_core(64)
+    core.submit(request(1, [7] * 20, max_tokens=2))
+    step_until_idle(core)
+    assert core.statistics().pages_cached == 5
+    core.reset_prefix_cache()
+    counters = core.statistics()
+    assert (counters.pages_cached, counters.pages_used) == (0, 0)
+
+
+def test_a_time_limit_ends_a_request_with_its_error_and_frees_its_id_later():
+    collected = Collected()
+    core, model = fake_core(64, collected)
+    one = request(1, [1], max_tokens=60)
+    one.options = RequestOptions(timeout_s=0.05)
+    forward = model.forward
+    slow = threading.Event()
+
+    def paused(inputs):
+        slow.wait(0.02)
+        return forward(inputs)
+
+    model.forward = paused
+    with running(core):
+        core.submit(one)
+        wait_until(lambda: one.request_id in collected.errors, what="the deadline")
+        assert isinstance(collected.errors[one.request_id], DeadlineExceeded)
+        wait_until(lambda: core.statistics().running == 0, what="the row's end")
+        counters = core.statistics()
+    assert (counters.pages_used, counters.failed_requests, counters.finished_requests) == (0, 1, 1)
