@@ -159,12 +159,11 @@ class Cluster:
 
     def _give_up(self, error: AllspanError) -> None:
         left = sum(not supervisor.is_over for supervisor in self._supervisors)
-        if left == 0 or self._asked:
-            return
-        say(f"a replica is given up, {left} of {len(self._supervisors)} go on: {error.message}")
         if self.info is None:
             for supervisor in self._supervisors:
                 supervisor.stop()
+        elif left and not self._asked:
+            say(f"a replica is given up, {left} of {len(self._supervisors)} go on: {error.message}")
 
     def _finish(self) -> None:
         first = self._given_up[0].error if self._given_up else None

@@ -34,12 +34,13 @@ def run(argv: Sequence[str]) -> int:
     plan = plan_memory(settings, placement, model)
     plan |= {"model_name": model.name, "model_path": str(model.path), "threads": [p.threads for p in placement.ranks]}
     plan |= {"nodes": [p.node for p in placement.ranks], "placement": placement.describe()}
+    plan |= {"replicas": placement.replicas}
     print(json.dumps(plan) if namespace.json else table(plan))
     return 1 if plan["refusal"] else 0
 
 
 def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel) -> dict[str, Any]:
-    """Asks the worker's planner, which needs torch and so is a process of its own.
+    """One replica's, beside the others. Asks the worker's planner, which needs torch and so is a process of its own.
 
     Raises CheckpointError, DeadlineExceeded.
     """
@@ -55,7 +56,8 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
     with tempfile.TemporaryDirectory(prefix="allspan-plan-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(asdict(config)), encoding="utf-8")
-        words = [sys.executable, "-m", "allspan.worker.plan_memory", str(path), "--ranks", str(len(placement.ranks))]
+        ranks = len(placement.ranks) // placement.replicas
+        words = [sys.executable, "-m", "allspan.worker.plan_memory", str(path), "--ranks", str(ranks)]
         words += ["--ranks-on-node", str(on_node)]
         try:
             run = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -69,17 +71,22 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
 
 
 def table(plan: dict[str, Any]) -> str:
+    several = plan["replicas"] > 1
+    column = f"  {'replica':>7}" if several else ""
     lines = [
         f"{plan['model_name']} ({plan['model_path']})",
         f"  {plan['placement']}; weights as {plan['dtype']}",
         "",
-        f"  {'rank':>4}  {'node':>4}  {'threads':>7}  {'weights':>12}  {'KV cache':>12}  {'sum':>12}",
+        f"{column}  {'rank':>4}  {'node':>4}  {'threads':>7}  {'weights':>12}  {'KV cache':>12}  {'sum':>12}",
     ]
-    for rank, node, threads in zip(plan["ranks"], plan["nodes"], plan["threads"], strict=True):
+    for index, (node, threads) in enumerate(zip(plan["nodes"], plan["threads"], strict=True)):
+        replica, place = divmod(index, len(plan["ranks"]))
+        rank = plan["ranks"][place]
         weights, cache = rank["weight_bytes"], rank["kv_bytes"]
+        column = f"  {replica:>7}" if several else ""
         where = "-" if node is None else node
         lines.append(
-            f"  {rank['rank']:>4}  {where:>4}  {threads:>7}"
+            f"{column}  {rank['rank']:>4}  {where:>4}  {threads:>7}"
             f"  {size(weights):>12}  {size(cache):>12}  {size(weights + cache):>12}"
         )
     lines += [

@@ -33,17 +33,12 @@ class Machine:
         folder = self.memory / group
         folder.mkdir(parents=True, exist_ok=True)
         counts = "low 0\n" if kills is None else f"low 0\noom_kill {kills}\n"
-        names = ("memory.events", "memory.current", "memory.peak", "memory.max")
+        names = ("events", "current", "peak", "max")
         if self.version == 1:
-            names = (
-                "memory.oom_control",
-                "memory.usage_in_bytes",
-                "memory.max_usage_in_bytes",
-                "memory.limit_in_bytes",
-            )
+            names = ("oom_control", "usage_in_bytes", "max_usage_in_bytes", "limit_in_bytes")
         no_limit = "max" if self.version == 2 else str(2**63 - 4096)
         for name, value in zip(names, (counts, used, peak or used, limit or no_limit), strict=True):
-            (folder / name).write_text(str(value))
+            (folder / f"memory.{name}").write_text(str(value))
 
 
 @pytest.fixture(params=[1, 2])

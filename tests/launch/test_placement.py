@@ -113,3 +113,38 @@ def test_a_wrong_list_of_processors_is_refused(config: PlacementConfig, word: st
     with pytest.raises(ConfigError) as caught:
         place(FOUR_NODES, config)
     assert word in caught.value.message
+
+
+def test_replicas_divide_the_nodes_and_count_their_ranks_from_zero() -> None:
+    placement = place(FOUR_NODES, PlacementConfig(data_parallel_size=2))
+    assert placement.describe() == "2 replicas of 2 ranks, 8 threads each on NUMA nodes 0, 2, 5, 11"
+    worlds = placement.worlds()
+    assert [summary(world) for world in worlds] == [[(0, 8), (2, 8)], [(5, 8), (11, 8)]]
+    assert [rank.rank for world in worlds for rank in world.ranks] == [0, 1, 0, 1]
+    assert [rank.sharing for world in worlds for rank in world.ranks] == [1] * 4
+    cpus = [cpu for world in worlds for rank in world.ranks for cpu in rank.cpus]
+    assert sorted(cpus) == list(range(32))
+
+
+def test_replicas_on_one_node_share_its_cores_and_know_how_many_share_its_memory() -> None:
+    worlds = place(machine({0: 8}), PlacementConfig(data_parallel_size=4)).worlds()
+    assert [summary(world) for world in worlds] == [[(0, 2)]] * 4
+    assert [rank.sharing for world in worlds for rank in world.ranks] == [4] * 4
+
+
+def test_one_replica_is_the_placement_itself() -> None:
+    placement = place(FOUR_NODES, PlacementConfig())
+    assert placement.worlds() == (placement,)
+
+
+def test_too_many_replicas_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match="--data-parallel-size x --ranks x --threads is 3 x 1 x 1 = 3, .* 2 cores"):
+        place(machine({0: 2}), PlacementConfig(data_parallel_size=3))
+
+
+def test_processors_by_hand_are_listed_for_all_replicas() -> None:
+    config = PlacementConfig(data_parallel_size=2, bind="0-3|4-7|8-11|12-15")
+    worlds = place(FOUR_NODES, config).worlds()
+    assert [[rank.cpus[0] for rank in world.ranks] for world in worlds] == [[0, 4], [8, 12]]
+    with pytest.raises(ConfigError, match="processors for 3 ranks, --ranks is 0 and --data-parallel-size 2"):
+        place(FOUR_NODES, PlacementConfig(data_parallel_size=2, bind="0|1|2"))

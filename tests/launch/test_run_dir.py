@@ -155,6 +155,33 @@ def test_without_shared_memory_its_files_lie_in_the_run_directory(runtime: dict[
     run.remove()
 
 
+def test_replicas_lie_below_and_go_with_all(runtime: dict[str, str], shm: Path) -> None:
+    run = make_run_dir("", runtime, shm, replicas=2)
+    parts = [run.replica(index) for index in (0, 1)]
+    assert [part.path for part in parts] == [run.path / "replica-0", run.path / "replica-1"]
+    for part in parts:
+        assert [path.stat().st_mode & 0o777 for path in (part.path, part.shm)] == [0o700, 0o700]
+        (part.shm / "segment").write_bytes(b"x")
+    ranks = [sleeper(part.path) for part in parts]
+    assert sorted(reaper.processes(str(run.path))) == sorted(rank.pid for rank in ranks)
+    assert reaper.kill(str(parts[0].path)) == []
+    parts[0].clear_shm()
+    assert ranks[0].wait(5) == -signal.SIGKILL
+    assert ranks[1].poll() is None, "a replica's end was the other's, too"
+    assert (parts[1].shm / "segment").exists()
+    reaper.clean(str(run.path), str(run.shm))
+    assert ranks[1].wait(5) == -signal.SIGKILL
+    assert not run.shm.exists()
+    dies(run)
+
+
+def test_a_path_that_only_replicas_make_too_long_is_refused(runtime: dict[str, str], shm: Path) -> None:
+    path = "/tmp/" + "x" * 78
+    make_run_dir(path, runtime, shm).remove()
+    with pytest.raises(ConfigError, match=r"socket paths of \d+ bytes, at most 100"):
+        make_run_dir(path, runtime, shm, replicas=2)
+
+
 def reap(run: RunDir) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-S", "-E", reaper.__file__, str(run.path), str(run.shm)], stdin=subprocess.PIPE
