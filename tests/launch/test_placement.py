@@ -138,7 +138,7 @@ def test_one_replica_is_the_placement_itself() -> None:
 
 
 def test_too_many_replicas_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match="--data-parallel-size x --ranks x --threads is 3 x 1 x 1 = 3, .* 2 cores"):
+    with pytest.raises(ConfigError, match=r"--data-parallel-size x --ranks x --threads is 3 x 1 x 1 = 3, .* 2 cores"):
         place(machine({0: 2}), PlacementConfig(data_parallel_size=3))
 
 
