@@ -31,7 +31,8 @@ from allspan.protos.options import RequestOptions
 from allspan.protos.results import ResultQueue
 from allspan.protos.sampling import SamplingParams
 
-CALL_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 45.0
+"""More than a rank may be silent before its world is lost: who waits for such a rank goes on, here or elsewhere."""
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 0.5
 FOLLOW_UPS = 3

@@ -182,13 +182,13 @@ class World:
             self.gone.set_result(None)
 
     async def _is_dead(self, refusal: RankRefused) -> bool:
-        """Whether a rank refused because it is gone (it does not answer within a second), rather than by saying no."""
-        if not isinstance(refusal.error, (Unavailable, DeadlineExceeded)):
+        """Whether a rank refused because nobody is there, rather than by saying no. One that is slow is not gone."""
+        if not isinstance(refusal.error, Unavailable):
             return False
         try:
             await self._transports[refusal.rank].unary(STATUS, pb.StatusRequest(), 1.0)
-        except AllspanError:
-            return True
+        except AllspanError as error:
+            return isinstance(error, Unavailable)
         return False
 
     async def _read(self, rank: int) -> None:
