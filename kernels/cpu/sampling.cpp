@@ -295,20 +295,27 @@ void take_top_k(const float* x, int64_t n, int64_t k, const Scale& scale, Scratc
   }
 }
 
-// The tokens that weigh at least `least`, and anything at all.
-void take_weighty(const float* x, int64_t n, double least, const Scale& scale, Scratch& s) {
+// The tokens whose z is at least `floor` and that weigh anything.
+void take_from(float floor, const float* x, int64_t n, const Scale& scale, Scratch& s) {
   s.tokens.clear(n + 1);
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    // exp is right to a few units in the last place, hence the margin.
-    const float highest = (s.maxima[begin / kBlock] - scale.highest) / scale.temperature;
-    if (exponential(highest) < least * 0.999) continue;
+    if ((s.maxima[begin / kBlock] - scale.highest) / scale.temperature < floor) continue;
     const int64_t size = std::min(kBlock, n - begin);
     float z[kBlock];
     double weights[kBlock];
     weigh_block(x + begin, size, scale, z, weights);
     for (int64_t i = 0; i < size; ++i)
-      s.tokens.add(z[i], weights[i], static_cast<int32_t>(begin + i), weights[i] >= least && weights[i] > 0);
+      s.tokens.add(z[i], weights[i], static_cast<int32_t>(begin + i), z[i] >= floor && weights[i] > 0);
   }
+}
+
+// Tokens among which are all that top-p keeps: they make up more than that. A guess first, which is good for what
+// models say; then what is sure: lighter tokens, even all together, weigh less than is left out.
+void take_for_top_p(double share, double total, const float* x, int64_t n, const Scale& scale, Scratch& s) {
+  const double rest = (1 - share) * total;
+  take_from(static_cast<float>(std::log(rest / 1000)), x, n, scale, s);
+  if (s.tokens.total() < share * total)
+    take_from(static_cast<float>(std::log(rest / static_cast<double>(2 * n))), x, n, scale, s);
 }
 
 // Keeps the tokens before which, in the order of their keys, less than `wanted` is gathered.
@@ -358,10 +365,11 @@ int32_t draw(const float* x, int64_t n, const Settings& settings, double share, 
     total = sum(s.sums);
     if (settings.top_p >= 1 && settings.typical_p >= 1 && settings.min_z == kLowest)
       return draw_any(x, n, share * total, scale, s);
-    // Tokens lighter than this sum to less than what top-p leaves out, even all together (half of it, to be safe); or
-    // are left out by min-p.
-    const double rest = (1 - settings.top_p) * total / static_cast<double>(n) / 2;
-    take_weighty(x, n, settings.top_p < 1 ? rest : 0.99 * exponential(settings.min_z), scale, s);
+    if (settings.top_p < 1) {
+      take_for_top_p(settings.top_p, total, x, n, scale, s);
+    } else {
+      take_from(settings.min_z, x, n, scale, s);
+    }
   }
   if (settings.top_p < 1) keep_most_likely(s, settings.top_p * total, [](double z) { return -z; });
   if (settings.min_z > kLowest) tokens.filter([&](int64_t i) { return tokens.z[i] >= settings.min_z; });
