@@ -43,7 +43,6 @@ class BatchSizes:
     """Of a step."""
     max_model_len: int
     page_size: int
-    num_pages: int
     max_logits_rows: int
     """Of a step."""
 
@@ -52,7 +51,7 @@ class StepBuffers:
     """int32 buffers of fixed capacity, filled through numpy and handed out as tensor views on the model's device."""
 
     def __init__(self, sizes: BatchSizes, device: torch.device) -> None:
-        pages = min(sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size), sizes.num_pages)
+        pages = sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size)  # rows may share pages
         lengths = {
             "ids": sizes.max_tokens,
             "positions": sizes.max_tokens,

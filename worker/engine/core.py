@@ -96,7 +96,6 @@ class EngineCore:
             most.max_num_batched_tokens,
             self.limits.max_model_len,
             page_size,
-            num_pages,
             self.limits.max_logits_rows,
         )
         sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids)

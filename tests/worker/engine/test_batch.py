@@ -12,7 +12,7 @@ from allspan.worker.sampling.sampler import Sampled, Sampler
 from allspan.worker.scheduler.plan import Grant, Join, Run, StepPlan
 from support.cores import request
 
-SIZES = BatchSizes(max_rows=4, max_tokens=16, max_model_len=32, page_size=4, num_pages=20, max_logits_rows=64)
+SIZES = BatchSizes(max_rows=4, max_tokens=16, max_model_len=32, page_size=4, max_logits_rows=64)
 
 
 @pytest.fixture
