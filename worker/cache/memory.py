@@ -14,8 +14,8 @@ def available_bytes(cpus: Sequence[int] = (), root: Path = Path("/")) -> int:
     nodes = [node for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*")) if _holds(node, cpus)]
     if cpus and nodes:
         whole = min(whole, sum(_node_bytes(node) for node in nodes))
-    limit = _group_bytes(root / "sys/fs/cgroup")
-    return whole if limit is None else min(whole, limit)
+    limits = [left for group in _groups(root) if (left := _group_bytes(group)) is not None]
+    return min(whole, *limits) if limits else whole
 
 
 def _meminfo(path: Path) -> dict[str, int]:
@@ -41,20 +41,30 @@ def _holds(node: Path, cpus: Sequence[int]) -> bool:
     return False
 
 
-def _group_bytes(group: Path) -> int | None:
-    """What the control group (version 2, else 1) leaves; None: no limit."""
-    for limit, usage, folder in (
-        ("memory.max", "memory.current", group),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", group / "memory"),
-    ):
-        if not (folder / limit).exists() or not (folder / usage).exists():
+def _groups(root: Path) -> list[Path]:
+    """The memory controller's groups that this process is in, the innermost first (version 2, then 1). In a container
+    their paths may not be visible; the mounted root is the container's own then."""
+    folders = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "memory" not in controllers.split(","):
             continue
-        text = (folder / limit).read_text().strip()
-        if text == "max" or int(text) >= 2**60:
-            return None
-        found = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        own = mount / path.strip("/")
+        folders += [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
+    return list(dict.fromkeys([*folders, root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"]))
+
+
+def _group_bytes(group: Path) -> int | None:
+    """What a control group (version 2 or 1) leaves; None: no limit."""
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for limit, usage in names:
+        text, used = _read(group / limit).strip(), _read(group / usage).strip()
+        if not text or not used or text == "max" or int(text) >= 2**60:
+            continue
+        found = re.search(r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
         reclaimable = int(found.group(1)) if found else 0
-        return max(int(text) - int((folder / usage).read_text()) + reclaimable, 0)
+        return max(int(text) - int(used) + reclaimable, 0)
     return None
 
 

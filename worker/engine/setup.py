@@ -14,7 +14,7 @@ from allspan.protos.config import CacheConfig, WorkerConfig
 from allspan.protos.config_json import check
 from allspan.protos.errors import ConfigError
 from allspan.protos.text.generation import generation_defaults
-from allspan.worker.cache.budget import CacheDemand, num_kv_pages
+from allspan.worker.cache.budget import CacheDemand, check_weights_fit, num_kv_pages
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.memory import available_bytes
 from allspan.worker.cache.tiers import Tiers
@@ -60,7 +60,12 @@ def load_engine(
     check(config)
     model, cache, most = config.model, config.cache, config.scheduler
     logits = most_logits_rows(most.max_num_seqs)
-    loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache)
+
+    def check_room(weight_bytes: int) -> None:
+        check_weights_fit(weight_bytes, available_bytes(config.parallel.cpus), ranks_on_node)
+        await_others()  # a rank that reads already leaves less to those that look
+
+    loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     await_others()
     demand = CacheDemand(
         bytes_per_page=loaded.cache_spec.bytes_per_page,

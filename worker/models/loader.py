@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -73,11 +74,13 @@ def load_model(
     max_requests: int,
     on_progress: Progress | None = None,
     cache: CacheConfig | None = None,
+    check_room: Callable[[int], None] = lambda weight_bytes: None,
 ) -> Model:
     """Reads this rank's slices of the checkpoint and builds its Model.
 
     Buffers are made for steps of at most `max_tokens` tokens and `max_requests` rows of logits.
     `on_progress(done_bytes, total_bytes)` is called after each weight. `cache` gives the pages' size and dtype.
+    `check_room` is told the bytes of this rank's weights before the first is read, and may raise.
     Raises ModelNotFound, CheckpointError or ConfigError.
     """
     check_device(config.device)
@@ -86,6 +89,7 @@ def load_model(
         for note in prepared.source.spec.notes:
             logger.warning("%s: %s", config.path, note)
     checkpoint = open_checkpoint(prepared.source, prepared.holding.shard, config.load_format)
+    check_room(prepared.weight_bytes)
     tensors = prepared.holding.read(checkpoint, config.device, on_progress)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len)
     return Model(prepared.holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)

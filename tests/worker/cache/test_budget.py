@@ -31,7 +31,7 @@ def test_a_given_size_is_taken_as_it_is():
 
 
 def test_every_place_in_the_cache_has_an_int32_number():
-    pages = num_kv_pages(CacheConfig(page_size=128, kv_cache_bytes=2**45), demand(page=2**12))
+    pages = num_kv_pages(CacheConfig(page_size=128, kv_cache_bytes=2**45), demand(page=2**12, available=2**46))
     assert pages * 128 - 1 == 2**31 - 1
 
 
@@ -47,6 +47,12 @@ def test_the_refusal_names_what_is_needed_and_the_longest_context_that_fits():
     num_kv_pages(CacheConfig(kv_cache_bytes=needs), demand(context=1000))
     with pytest.raises(ConfigError):
         num_kv_pages(CacheConfig(kv_cache_bytes=needs - 1), demand(context=1000))
+
+
+def test_more_than_the_node_has_is_refused_with_what_it_has():
+    with pytest.raises(ConfigError, match=re.escape(f"64.00 MiB available: set it to at most {32 * MIB}")):
+        num_kv_pages(CacheConfig(kv_cache_bytes=33 * MIB), demand(ranks=2))
+    assert num_kv_pages(CacheConfig(kv_cache_bytes=32 * MIB), demand(ranks=2)) == 512
 
 
 def test_nothing_fits_when_not_even_a_page_does():

@@ -65,3 +65,12 @@ def test_the_older_control_groups_bound_it_too(tmp_path):
 
 def test_this_machine_has_some():
     assert available_bytes() > 0
+
+
+def test_the_tightest_of_the_nested_groups_that_this_process_is_in_counts(tmp_path):
+    write(tmp_path / "proc/meminfo", "MemAvailable:   1000 kB\n")
+    write(tmp_path / "proc/self/cgroup", "9:cpu:/elsewhere\n4:memory:/outer/inner\n0::/\n")
+    for name, limit, used in (("outer", 500_000, 100_000), ("outer/inner", 2**62, 50), ("other", 1, 1)):
+        write(tmp_path / f"sys/fs/cgroup/memory/{name}/memory.limit_in_bytes", f"{limit}\n")
+        write(tmp_path / f"sys/fs/cgroup/memory/{name}/memory.usage_in_bytes", f"{used}\n")
+    assert available_bytes(root=tmp_path) == 400_000
