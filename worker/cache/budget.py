@@ -70,7 +70,7 @@ def check_weights_fit(weight_bytes: int, available: int, ranks_on_node: int) -> 
     if 0 < available < needed:
         raise ConfigError(
             f"the weights of {ranks_on_node} rank(s) on this node take {_size(needed)} of memory, {_size(available)} "
-            "are available: end other programs, raise the container's limit, or take a smaller model or --dtype bfloat16"
+            "are available: end other programs, raise the container's limit, or take a smaller model"
         )
 
 
