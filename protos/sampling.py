@@ -23,7 +23,12 @@ MAX_ALLOWED_TOKENS = 65536
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen. Validated on construction; raises InvalidRequest naming the field."""
+    """How one request's tokens are chosen. Validated on construction; raises InvalidRequest naming the field.
+
+    In this order: repetition penalty; presence and frequency penalties; logit_bias; the masks of no_repeat_ngram_size,
+    bad_words_ids, allowed_token_ids and min_tokens; temperature; top_k; top_p; min_p; typical_p; the draw. A request
+    for which all this leaves no token fails with InvalidRequest.
+    """
 
     max_tokens: int = 16
     """Most new tokens; at least 1. An engine stops at the context's end ("length"); the gateway refuses more."""
@@ -44,9 +49,11 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence ids."""
     logprobs: int | None = None
-    """None: none. n in 0..20: the chosen token's log-probability and the n most likely tokens'."""
+    """None: none. n in 0..20: the chosen token's log-probability and the n most likely tokens', all of them of the
+    model's own logits, before penalties, masks, temperature and filters."""
     min_tokens: int = 0
-    """End-of-sequence and stop ids cannot be sampled before this many tokens."""
+    """Before this many tokens, end-of-sequence and stop ids cannot be sampled, nor what would complete one of
+    stop_words_ids."""
 
     prompt_logprobs: int | None = None
     """None: none. n in 0..20: of each prompt token after the first, and of the n most likely there."""
@@ -61,7 +68,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Taken from a token's logit for each time that it stands in the output; -2 to 2."""
     no_repeat_ngram_size: int = 0
-    """No n tokens in a row come twice in prompt and output together; 0 allows it."""
+    """The output completes no n tokens in a row that stand in prompt or output already; 0 allows it."""
     typical_p: float = 1.0
     """Keep the tokens closest to the expected surprise until their probability reaches this; in (0, 1]; 1 keeps all."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()

@@ -494,6 +494,26 @@ void log_softmax_rows(Runtime* runtime, Array<const float, 2> logits, Array<cons
   });
 }
 
+void check_ids(const Array<const int64_t, 1>& ids, size_t vocabulary) {
+  for (size_t i = 0; i < ids.shape(0); ++i)
+    require(ids(i) >= 0 && static_cast<size_t>(ids(i)) < vocabulary, "penalties: an id is no token");
+}
+
+void penalise_repeated(Array<float, 1> logits, Array<const int64_t, 1> ids, double penalty) {
+  check_ids(ids, logits.shape(0));
+  for (size_t i = 0; i < ids.shape(0); ++i) {
+    float& logit = logits(ids(i));
+    const double value = logit < 0 ? logit * penalty : logit / penalty;
+    logit = static_cast<float>(std::min<double>(value, FLT_MAX));
+  }
+}
+
+void penalise_counted(Array<float, 1> logits, Array<const int64_t, 1> ids, Array<const int32_t, 1> counts,
+                      float presence, float frequency) {
+  check_ids(ids, std::min(logits.shape(0), counts.shape(0)));
+  for (size_t i = 0; i < ids.shape(0); ++i) logits(ids(i)) -= presence + frequency * static_cast<float>(counts(ids(i)));
+}
+
 }  // namespace
 }  // namespace allspan
 
@@ -503,4 +523,8 @@ void bind_sampling(nb::module_& module) {
              nb::arg("positions"), nb::arg("targets"), nb::arg("settings"), nb::arg("out").noconvert());
   module.def("log_softmax_rows", &log_softmax_rows, nb::arg("runtime").none(), nb::arg("logits").noconvert(),
              nb::arg("counts"), nb::arg("out").noconvert());
+  module.def("penalise_repeated", &penalise_repeated, nb::arg("logits").noconvert(), nb::arg("ids"),
+             nb::arg("penalty"));
+  module.def("penalise_counted", &penalise_counted, nb::arg("logits").noconvert(), nb::arg("ids"), nb::arg("counts"),
+             nb::arg("presence"), nb::arg("frequency"));
 }

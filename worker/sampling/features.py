@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.sampling import SamplingParams
+from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.masks import AllowedTokens, MaskedSequences, MinTokens, NoRepeatNgram
 from allspan.worker.sampling.penalties import PresenceAndFrequency, RepetitionPenalty, TokenCounts
 
@@ -40,6 +41,7 @@ class Row:
     """Prompt and output; what lies before the position to be sampled is valid."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    kernel: SamplingKernel
 
     def counts(self, start: int) -> TokenCounts:
         return TokenCounts(self.tokens, start, self.vocab_size)
@@ -50,14 +52,15 @@ def _repetition(row: Row) -> Change | None:
     if params.repetition_penalty == 1.0:
         return None
     start = row.prompt_len if params.suppress_repetition_in_generation else 0
-    return RepetitionPenalty(row.counts(start), params.repetition_penalty)
+    return RepetitionPenalty(row.kernel, row.counts(start), params.repetition_penalty)
 
 
 def _presence_and_frequency(row: Row) -> Change | None:
     params = row.params
     if params.presence_penalty == params.frequency_penalty == 0.0:
         return None
-    return PresenceAndFrequency(row.counts(row.prompt_len), params.presence_penalty, params.frequency_penalty)
+    counts = row.counts(row.prompt_len)
+    return PresenceAndFrequency(row.kernel, counts, params.presence_penalty, params.frequency_penalty)
 
 
 def _bias(row: Row) -> Change | None:

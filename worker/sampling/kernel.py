@@ -14,13 +14,19 @@ from allspan.worker.sampling.settings import Settings
 
 
 class SamplingKernel(Protocol):
-    """See `reference` for what the two do. All arrays are contiguous."""
+    """See `reference` for what each does. All arrays are contiguous."""
 
     def sample_rows(
         self, logits: Logits, rows: Ints, positions: Ints, targets: Ints, settings: Settings, out: NDArray[np.int32]
     ) -> None: ...
 
     def log_softmax_rows(self, logits: Logits, counts: Ints, out: NDArray[np.int32]) -> None: ...
+
+    def penalise_repeated(self, logits: Logits, ids: Ints, penalty: float) -> None: ...
+
+    def penalise_counted(
+        self, logits: Logits, ids: Ints, counts: NDArray[np.int32], presence: float, frequency: float
+    ) -> None: ...
 
 
 class NativeKernel:
@@ -29,6 +35,8 @@ class NativeKernel:
     def __init__(self, native: Any, runtime: Any = None) -> None:
         self._native = native
         self._runtime = runtime
+        self.penalise_repeated = native.penalise_repeated
+        self.penalise_counted = native.penalise_counted
 
     def sample_rows(
         self, logits: Logits, rows: Ints, positions: Ints, targets: Ints, settings: Settings, out: NDArray[np.int32]
@@ -45,6 +53,8 @@ class ReferenceKernel:
 
     sample_rows = staticmethod(reference.sample_rows)
     log_softmax_rows = staticmethod(reference.log_softmax_rows)
+    penalise_repeated = staticmethod(reference.penalise_repeated)
+    penalise_counted = staticmethod(reference.penalise_counted)
 
 
 def sampling_kernel(runtime: Any = None) -> SamplingKernel:
@@ -53,4 +63,4 @@ def sampling_kernel(runtime: Any = None) -> SamplingKernel:
         native = importlib.import_module("allspan.kernels.cpu._native")
     except ImportError:
         return ReferenceKernel()
-    return NativeKernel(native, runtime) if hasattr(native, "sample_rows") else ReferenceKernel()
+    return NativeKernel(native, runtime) if hasattr(native, "penalise_counted") else ReferenceKernel()

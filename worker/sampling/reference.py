@@ -73,6 +73,19 @@ def log_softmax_rows(logits: Logits, counts: Ints, out: NDArray[np.int32]) -> No
             values[i, 2 + places : 2 + places + count] = row[ids] - normaliser
 
 
+def penalise_repeated(logits: Logits, ids: Ints, penalty: float) -> None:
+    """Divides the logits of distinct `ids` by `penalty`, or multiplies them where negative; none becomes infinite."""
+    values = logits[ids].astype(np.float64)
+    with np.errstate(over="ignore"):  # a penalty near 0
+        values = np.where(values < 0, values * penalty, values / penalty)
+    logits[ids] = np.minimum(values, np.finfo(np.float32).max)
+
+
+def penalise_counted(logits: Logits, ids: Ints, counts: NDArray[np.int32], presence: float, frequency: float) -> None:
+    """Takes presence + frequency · counts[id] from the logits of distinct `ids`; counts int32 [vocabulary]."""
+    logits[ids] -= np.float32(presence) + np.float32(frequency) * counts[ids].astype(np.float32)
+
+
 def draw(logits: Logits, settings: Any, share: float) -> int:
     """The token at which the running sum of the weights that are left passes `share`, in [0, 1), of their total.
 

@@ -80,7 +80,8 @@ class Sampler:
         """`tokens` [max_model_len] is the row's, prompt and output, kept up to date by its owner: when the token at
         `position` is to be sampled, the ones before it are there."""
         self._settings[row] = settings_of(params)
-        if changes := changes_of(Row(params, prompt_len, tokens, self._vocab_size, self._eos)):
+        asked = Row(params, prompt_len, tokens, self._vocab_size, self._eos, self._kernel)
+        if changes := changes_of(asked):
             self._changes[row] = changes
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._num_prompt_logprobs[row] = min(params.prompt_logprobs or 0, self._vocab_size)
