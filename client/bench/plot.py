@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,11 @@ def plot_prefix(path: str, report: dict[str, Any], title: str) -> None:
     for hit, median, point in zip(hits, medians, points, strict=True):
         label = f"{median:.0f} ms ({point['ratio']:.2f}×)"
         axes.annotate(label, (hit, median), textcoords="offset points", xytext=(6, 8), fontsize=9)
-    _dress(axes, title, "prompt tokens found in the prefix cache, %", "time to first token, ms")
-    axes.set_xlim(-3, 118)
-    figure.savefig(path)
-
-
-def _dress(axes: Any, title: str, x: str, y: str, ticks: Sequence[float] = ()) -> None:
     axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set_xlabel("prompt tokens found in the prefix cache, %")
+    axes.set_ylabel("time to first token, ms")
+    axes.set_xlim(-3, 118)
+    axes.set_xticks(range(0, 101, 20))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    if ticks:
-        axes.set_xticks(ticks)
+    figure.savefig(path)

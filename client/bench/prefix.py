@@ -87,17 +87,17 @@ async def _curve(engine: ClientEngine, config: PrefixConfig, draw: random.Random
             kept = config.prompt_len * share // 100
             prompt = known[:kept] + random_prompt(draw, engine, config.prompt_len - kept)
             answers[share].append(await ask(engine, prompt, greedy(1)))
-    base = statistics.median(answer.ttft_s for answer in answers[0])
+    base = [answer.ttft_s for answer in answers[0]]
     curve = []
     for share in shares:
-        ttft = spread([answer.ttft_s for answer in answers[share]])
+        ttft = [answer.ttft_s for answer in answers[share]]
         cached = [answer.timings.cached_tokens for answer in answers[share] if answer.timings]
         curve.append(
             {
                 "hit_percent": share,
                 "cached_tokens": statistics.median(cached or [0]),
-                "ttft_s": ttft,
-                "ratio": ttft["median"] / base,
+                "ttft_s": spread(ttft),
+                "ratio": statistics.median(time / full for time, full in zip(ttft, base, strict=True)),
             }
         )
     return curve
