@@ -24,8 +24,9 @@ class OomWatch:
 
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")
-    _groups: dict[int, tuple[str, dict[Path, int]]] = field(default_factory=dict)
-    """By pid: the text of its membership, and what each of its groups (itself, then its ancestors) had counted."""
+    _memberships: dict[int, str] = field(default_factory=dict)
+    _groups: dict[int, dict[Path, int]] = field(default_factory=dict)
+    """By pid: what each group that it has been in (its own and their ancestors) had counted before."""
 
     def note(self, pid: int) -> None:
         """Remembers the groups that a process is in, and their counts when it was first seen there."""
@@ -33,12 +34,15 @@ class OomWatch:
             membership = (self.proc / str(pid) / "cgroup").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return  # it is gone
-        if pid not in self._groups or self._groups[pid][0] != membership:
-            self._groups[pid] = (membership, {group: _kills(group) for group in self._folders(membership)})
+        if self._memberships.get(pid) != membership:
+            self._memberships[pid] = membership
+            # Earlier groups stay: one that is dying is moved to the root before it is gone.
+            groups = self._groups.setdefault(pid, {})
+            groups |= {group: _kills(group) for group in self._folders(membership) if group not in groups}
 
     def suspicion(self, pid: int) -> str:
         """ "likely out of memory (cgroup 31.9/32 GiB)", or "" when nothing points to that."""
-        _, groups = self._groups.get(pid, ("", {}))
+        groups = self._groups.get(pid, {})
         counted = any(_kills(group) > before for group, before in groups.items())
         full = any(_usage(group) >= FULL * _limit(group) and not _counts(group) for group in groups)
         if not (counted or full):

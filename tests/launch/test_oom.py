@@ -85,6 +85,15 @@ def test_a_process_that_is_moved_is_followed(machine: Machine) -> None:
     assert machine.watch.suspicion(PID) == "likely out of memory (cgroup 2/2 GiB)"
 
 
+def test_a_process_that_is_leaving_its_group_as_it_dies_still_counts_there(machine: Machine) -> None:
+    machine.write("a/b", kills=0, used=GIB, limit=GIB)
+    machine.watch.note(PID)
+    machine.write("a/b", kills=1, used=GIB, limit=GIB)
+    machine.join("")
+    machine.watch.note(PID)
+    assert machine.watch.suspicion(PID) == "likely out of memory (cgroup 1/1 GiB)"
+
+
 def test_without_counts_a_full_group_is_suspected_and_with_counts_it_is_not(machine: Machine) -> None:
     machine.write("a/b", kills=None, used=2 * GIB, limit=2 * GIB)
     machine.watch.note(PID)
