@@ -23,6 +23,7 @@ from allspan.protos.errors import (
     Unavailable,
 )
 from allspan.protos.results import RequestState
+from allspan.worker.memory import resident_bytes
 from support.byte_tokenizer import write_byte_tokenizer
 from support.tiny_models import save_tiny
 from support.waiting import wait_until
@@ -84,7 +85,9 @@ def opened(
     checkpoint = Checkpoint(tmp_path_factory.mktemp("model") / "tiny")
     engine = request.param(checkpoint.folder)
     yield engine, checkpoint
+    here, held = isinstance(engine, Engine), resident_bytes()
     engine.close()
+    assert not here or held - resident_bytes() > 20e6, "a closed engine keeps its memory"
     with pytest.raises(Unavailable):
         engine.start_request(PROMPT, GREEDY)
 

@@ -29,6 +29,7 @@ from allspan.worker.engine.inspection import Inspection
 from allspan.worker.engine.requests import OpenRequests
 from allspan.worker.engine.settings import EngineSettings, worker_config
 from allspan.worker.engine.setup import load_engine
+from allspan.worker.engine.weights import Weights
 from allspan.worker.host import host_name, peak_rss_bytes
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.plan import Operation
@@ -79,7 +80,7 @@ class Engine:
         self._core.on_outputs = self._open.deliver
         thread = threading.Thread(target=_run, args=(self._core,), name="allspan-engine", daemon=True)
         thread.start()
-        self._finalizer = weakref.finalize(self, _close, self._core, thread)
+        self._finalizer = weakref.finalize(self, _close, self._core, thread, self._loaded.weights)
 
     @property
     def max_model_len(self) -> int:
@@ -259,9 +260,11 @@ def _run(core: EngineCore) -> None:
         logger.exception("the engine has failed")
 
 
-def _close(core: EngineCore, thread: threading.Thread) -> None:
+def _close(core: EngineCore, thread: threading.Thread, weights: Weights) -> None:
     """Runs once: by close(), when the engine is collected, or when the program ends."""
     core.shutdown()
     thread.join(CLOSE_TIMEOUT_S)
     if thread.is_alive():
         logger.warning("the engine's step did not end within %g s", CLOSE_TIMEOUT_S)
+        return
+    weights.discard()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from allspan.protos.config import CacheConfig, ModelConfig
-from allspan.protos.errors import AllspanError, CheckpointError
-from allspan.worker.memory import give_back
+from allspan.protos.errors import AllspanError, CheckpointError, Unavailable
+from allspan.worker.memory import can_give_back, give_back
 from allspan.worker.models.loader import open_checkpoint, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
@@ -46,14 +46,25 @@ class Weights:
         self._await_others = await_others
 
     def unload(self) -> None:
-        """Gives the memory back. Raises CheckpointError, on every rank, when a system does not take it."""
+        """Gives the memory back. Raises, on every rank, Unavailable where that cannot be, and CheckpointError when a
+        system does not take it."""
+        if not can_give_back(self._config.device):
+            raise Unavailable(
+                "weights can be unloaded from the CPU's memory on Linux alone; restart to free the memory"
+            )
         self.is_loaded = False
         failure = ""
         try:
-            give_back([*self._model.weights.values(), *self._pages])
+            self._give_back()
         except AllspanError as error:
             failure = error.message
         self._agree(failure)
+
+    def discard(self) -> None:
+        """After the last step: the memory goes back now, not once the last of those who hold a tensor is collected."""
+        if can_give_back(self._config.device):
+            self.is_loaded = False
+            self._give_back()
 
     def reload(self, on_progress: Callable[[], None]) -> None:
         """Reads the weights from the model's path again. `on_progress` is called after each weight.
@@ -78,6 +89,9 @@ class Weights:
         self._await_others()
         self._agree(failure)
         self.is_loaded = True
+
+    def _give_back(self) -> None:
+        give_back([*self._model.weights.values(), *self._pages])
 
     def _open(self) -> Checkpoint:
         """What lies at the path now. Raises CheckpointError unless it is a model like the one that was loaded."""
