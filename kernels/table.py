@@ -57,10 +57,12 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 class LoadedOps:
-    """An op set: one attribute per op, and `name`, the backend and its variant ("cpu/avx512", "reference")."""
+    """An op set: one attribute per op, and `name`, the backend and its variant ("cpu/avx512", "reference"). `runtime`
+    is what the backend's ops take first (None: nothing), for other kernels that share its threads."""
 
-    def __init__(self, name: str, ops: Mapping[str, Callable[..., None]]) -> None:
+    def __init__(self, name: str, ops: Mapping[str, Callable[..., None]], runtime: Any = None) -> None:
         self.name = name
+        self.runtime = runtime
         for op, implementation in ops.items():
             setattr(self, op, implementation)
 
@@ -105,7 +107,7 @@ def _open(name: str, threads: int, cpus: tuple[int, ...]) -> OpSet:
     if backend.module is None:
         return cast(OpSet, LoadedOps(family, _resolve(family, backend, None)))
     opened, runtime = importlib.import_module(backend.module).open_runtime(variant or None, threads, cpus)
-    return cast(OpSet, LoadedOps(f"{family}/{opened}", _resolve(family, backend, runtime)))
+    return cast(OpSet, LoadedOps(f"{family}/{opened}", _resolve(family, backend, runtime), runtime))
 
 
 def _resolve(name: str, backend: Backend, runtime: Any) -> dict[str, Callable[..., None]]:

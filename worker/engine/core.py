@@ -22,6 +22,7 @@ from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import PageTiers, StepModel
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.codec import decode, encode
 from allspan.worker.scheduler.limits import limits_of
@@ -65,9 +66,10 @@ class EngineCore:
         channel: PlanChannel | None = None,
         eos_token_ids: tuple[int, ...] = (),
         tiers: PageTiers | None = None,
+        kernel: SamplingKernel | None = None,
     ) -> None:
         """`num_pages` must be the same on every rank. `channel` may be None in a world of one rank. `tiers` None: no
-        host tier."""
+        host tier. `kernel` samples; None: the fastest there is, on one thread."""
         if channel is None and collectives.size > 1:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
         page_size, most = config.cache.page_size, config.scheduler
@@ -98,7 +100,7 @@ class EngineCore:
             page_size,
             self.limits.max_logits_rows,
         )
-        sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids)
+        sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel)
         self._sampler = sampler
         self._batch = Batch(sizes, sampler, torch.device(config.model.device), tiers)
         self._changed = threading.Condition()

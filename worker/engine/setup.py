@@ -23,6 +23,7 @@ from allspan.worker.engine.weights import Weights
 from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.sampling.kernel import sampling_kernel
 from allspan.worker.scheduler.limits import most_logits_rows
 from allspan.worker.scheduler.plan import Operation
 
@@ -81,7 +82,8 @@ def load_engine(
     defaults = () if model.load_format == "dummy" else generation_defaults(model.path).eos_token_ids
     eos = tuple(sorted({*loaded.spec.eos_token_ids, *defaults}))
     tiers = Tiers(kv, host) if host else None
-    core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers)
+    sampling = sampling_kernel(getattr(ops, "runtime", None))
+    core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers, sampling)
     pages = [tensor for each in (kv, host) if each for tensor in (*each.keys, *each.values)]
     weights = Weights(loaded, model, cache, collectives, tuple(pages), await_others)
     core.on_operation = _on_operation(core, loaded, weights)

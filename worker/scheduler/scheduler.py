@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from allspan.protos.errors import AllspanError, AlreadyExists, DeadlineExceeded, InternalError, QueueFull
 from allspan.protos.results import Output
@@ -156,8 +156,8 @@ class Scheduler:
         draft = Draft(self.limits)
         if operation is Operation.NONE:
             self._yield_to_better()
-            self._schedule_decodes(draft)
-            self._schedule_prefills(draft)
+            prefills = self._schedule_decodes(draft)
+            self._schedule_prefills(prefills, draft)
             if not (draft.runs or self._leaves or self._drops):
                 return None
         self._step += 1
@@ -222,18 +222,24 @@ class Scheduler:
                     self._preempt(worse.pop())
             return
 
-    def _schedule_decodes(self, draft: Draft) -> None:
+    def _schedule_decodes(self, draft: Draft) -> list[Request]:
+        """Returns the running requests that have more than one token to compute."""
+        prefills = []
         for request in tuple(self._running):
-            if request.num_pending == 1 and request.row >= 0 and self._make_room(request, draft):
+            if request.num_pending > 1:
+                prefills.append(request)
+            elif request.row >= 0 and self._make_room(request, draft):
                 draft.decode(self._decodes[request.row])
+        return prefills
 
-    def _schedule_prefills(self, draft: Draft) -> None:
+    def _schedule_prefills(self, prefills: Sequence[Request], draft: Draft) -> None:
         """Chunks of running requests, and newcomers between them, each in its place."""
-        for request in [request for request in self._running if request.num_pending > 1]:
+        for request in prefills:
             self._admit(draft, request.options.priority)
             if draft.is_full:
                 return
-            draft.prefill(request)
+            if request.row >= 0:  # else a decode has put it out
+                draft.prefill(request)
         self._admit(draft, None)
 
     def _admit(self, draft: Draft, before: int | None) -> None:
