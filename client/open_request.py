@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ EXPECTED_TOKENS = 256
 class OpenRequest:
     """What a request needs to go on in another world: all that its first one was told, and all that came back.
 
+    `wire_id`: what the ranks call it in this life. A world keeps the id of a request that it has cancelled for a while
+    yet, so one that comes back to the same world (only the connection was lost) comes under another.
     `world`: that works on it now; None between two lives. `replica`: whose world that is, or was.
     `is_admitting`: it is on its way to the ranks of `world`; whoever sends it finds out what becomes of that.
     `is_stopping`: its caller wants no more of it.
@@ -45,6 +48,7 @@ class OpenRequest:
     ) -> None:
         """`params` has a seed, so that every life draws the same tokens."""
         self.request_id = request_id
+        self.wire_id = request_id
         self.prompt = tuple(prompt)
         self.params = params
         self.options = options or RequestOptions()
@@ -59,6 +63,7 @@ class OpenRequest:
         self._clock = clock
         self._started = clock()
         self._was_lost = False
+        self._known_to: set[ClusterInfo] = set()
         self._earlier_s = 0.0
         self._tokens_before = 0
         self._hit_tokens = 0
@@ -102,13 +107,16 @@ class OpenRequest:
         are expected in the cache there. DeadlineExceeded when its time has run out."""
         self.check_time()
         self.replica, self.world = replica, world
-        replica.requests.add(self)
+        if self._was_lost and world.info in self._known_to:
+            self.wire_id = uuid.uuid4().bytes
+        self._known_to.add(world.info)
+        replica.requests[self.wire_id] = self
         self._earlier_s = self._clock() - self._started if self._was_lost else 0.0
         self._tokens_before = len(self.token_ids)
         self._hit_tokens = hit_blocks * BLOCK_TOKENS
         self._repeated = self._num_prompt_logprobs
         message = pb.StartRequestMessage(
-            request_id=self.request_id,
+            request_id=self.wire_id,
             model=world.info.model,
             prompt_token_ids=self.prompt,
             sampling=sampling_to_wire(self._params()),
@@ -123,7 +131,7 @@ class OpenRequest:
         """Ends its life, if it has one. Idempotent."""
         self.world = None
         if self.replica is not None:
-            self.replica.requests.discard(self)
+            self.replica.requests.pop(self.wire_id, None)
 
     def lose(self) -> None:
         """Ends its life, because its world has ended."""

@@ -39,7 +39,8 @@ class Holder(Protocol):
 
 
 class Replica:
-    """Lives on one asyncio loop. `requests`: those whose present life is here; `prefixes`: what its cache may hold.
+    """Lives on one asyncio loop. `requests`: those whose present life is here, by their wire ids; `prefixes`: what its
+    cache may hold.
 
     `info`: of the last world attached to. `may_return`: whether another world may follow the one that is gone; assumed
     until it is known.
@@ -50,7 +51,7 @@ class Replica:
     ) -> None:
         self.index = index
         self.info: ClusterInfo | None = None
-        self.requests: set[OpenRequest] = set()
+        self.requests: dict[bytes, OpenRequest] = {}
         self.prefixes = PrefixIndex()
         self.may_return = True
         self._source = source
@@ -76,7 +77,7 @@ class Replica:
     @property
     def load(self) -> int:
         """Tokens that its world has still to compute, as far as can be known here."""
-        return sum(request.work for request in self.requests)
+        return sum(request.work for request in self.requests.values())
 
     async def attach(self) -> None:
         """Waits for a world that is starting, however long. Raises ConfigError (nothing there) or Unavailable."""

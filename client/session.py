@@ -123,7 +123,7 @@ class Session:
             if request.is_admitting:
                 pass  # who sends it stops it, as soon as it has arrived
             elif request.world is not None:
-                await request.world.stop([request_id])
+                await request.world.stop([request.wire_id])
             else:
                 request.cancel()
                 self._drop(request)
@@ -172,8 +172,8 @@ class Session:
         await self._router.close()
 
     def on_output(self, replica: Replica, message: pb.RequestOutput) -> None:
-        request = self._open.get(message.request_id)
-        if request is None or request not in replica.requests:
+        request = replica.requests.get(message.request_id)
+        if request is None:
             return
         if message.error_code == Unavailable.code and self._policy.enabled:
             # Its world is ending, and has said so before its streams did.
@@ -188,7 +188,7 @@ class Session:
 
     def on_lost(self, replica: Replica) -> None:
         if not self._closed:
-            for request in list(replica.requests):
+            for request in list(replica.requests.values()):
                 self._orphan(request)
 
     def on_change(self) -> None:
@@ -319,10 +319,10 @@ class Session:
             await asyncio.sleep(self._call_timeout)
             if request.world is not world:
                 return
-            if await world.stop([request.request_id]):
+            if await world.stop([request.wire_id]):
                 await asyncio.sleep(LAST_WORDS_S)
                 if request.world is world:
-                    await world.forget([request.request_id])
+                    await world.forget([request.wire_id])
                 break
         if request.world is world:
             self._drop(request)

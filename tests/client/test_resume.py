@@ -118,6 +118,24 @@ async def test_a_stream_goes_on_after_the_tokens_that_its_caller_has(cluster: Cl
     assert queue.state is RequestState.FINISHED
 
 
+async def test_a_request_that_comes_back_to_the_world_it_left_has_another_id_there(cluster: Cluster) -> None:
+    """Only the connection was lost: the ranks have just cancelled it, and keep its id for a while yet."""
+    request_id, queue = await cluster.start()
+    cluster.ranks.step()
+    await until(lambda: queue.num_tokens == 1)
+    for rank in cluster.ranks:
+        rank.reset()
+    await until(lambda: cluster.sent)
+    message = cluster.sent[0]
+    assert (message.epoch, list(message.output_token_ids)) == (1, [4])
+    assert message.request_id != request_id
+    cluster.ranks.step()
+    await until(lambda: queue.num_tokens == 2)
+    await cluster.session.stop(request_id)
+    await until(lambda: cluster.ranks[0].requests.get("StopRequest"))
+    assert cluster.ranks[0].requests["StopRequest"][-1].request_ids == [message.request_id]
+
+
 async def test_what_a_lost_world_still_says_is_not_heard(cluster: Cluster) -> None:
     _, queue = await cluster.start()
     cluster.ranks.step()
