@@ -106,6 +106,54 @@ ALLSPAN_EACH_ISA void weigh_block(const float* x, int64_t n, const Scale& scale,
   }
 }
 
+typedef double Doubles __attribute__((vector_size(32)));
+
+// Exact, so in any order.
+ALLSPAN_EACH_ISA double sum(const double* values, int64_t n) {
+  constexpr int kWidth = 4;
+  Doubles sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= n; i += 4 * kWidth)
+    for (int part = 0; part < 4; ++part) {
+      Doubles each;
+      std::memcpy(&each, values + i + part * kWidth, sizeof each);
+      sums[part] += each;
+    }
+  sums[0] += sums[1] + sums[2] + sums[3];
+  double total = sums[0][0] + sums[0][1] + sums[0][2] + sums[0][3];
+  for (; i < n; ++i) total += values[i];
+  return total;
+}
+
+ALLSPAN_EACH_ISA void range(const double* values, int64_t n, double& low, double& high) {
+  constexpr int kWidth = 4;
+  Doubles least = Doubles{} + values[0], most = least;
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    Doubles each;
+    std::memcpy(&each, values + i, sizeof each);
+    least = each < least ? each : least;
+    most = each > most ? each : most;
+  }
+  low = std::min(std::min(least[0], least[1]), std::min(least[2], least[3]));
+  high = std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+  for (; i < n; ++i) {
+    low = std::min(low, values[i]);
+    high = std::max(high, values[i]);
+  }
+}
+
+// The sum of weights[i] · z[i], each product rounded as the weights are.
+ALLSPAN_EACH_ISA double sum_products(const double* weights, const float* z, int64_t n, double rounder) {
+  constexpr int kWidth = 8;
+  double sums[kWidth] = {};
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth)
+    for (int lane = 0; lane < kWidth; ++lane) sums[lane] += (weights[i + lane] * z[i + lane] + rounder) - rounder;
+  for (; i < n; ++i) sums[0] += (weights[i] * z[i] + rounder) - rounder;
+  return sum(sums, kWidth);
+}
+
 // The sum of the weights of each block of x [n].
 ALLSPAN_EACH_ISA void block_weights(const float* x, int64_t n, const Scale& scale, double* sums) {
   for (int64_t begin = 0; begin < n; begin += kBlock) {
@@ -171,11 +219,7 @@ struct Tokens {
     count = 0;
     for (int64_t i = 0; i < before; ++i) add(z[i], weights[i], ids[i], keep(i));
   }
-  double total() const {
-    double sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += weights[i];
-    return sum;
-  }
+  double total() const { return sum(weights.data(), count); }
 };
 
 // Memory of one thread, kept for the next row.
@@ -209,23 +253,6 @@ double rounder_for(int64_t n) {
   int bits = 0;
   for (; n > 0; n >>= 1) ++bits;
   return std::ldexp(1.5, bits - 1);
-}
-
-void range(const double* values, int64_t n, double& low, double& high) {
-  constexpr int kLanes = 4;
-  double least[kLanes], most[kLanes];
-  std::fill(least, least + kLanes, values[0]);
-  std::fill(most, most + kLanes, values[0]);
-  const auto look = [&](int lane, double value) {
-    least[lane] = std::min(least[lane], value);
-    most[lane] = std::max(most[lane], value);
-  };
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) look(lane, values[i + lane]);
-  for (; i < n; ++i) look(0, values[i]);
-  low = *std::min_element(least, least + kLanes);
-  high = *std::max_element(most, most + kLanes);
 }
 
 // The smallest key up to which the weights, in the order of their keys, sum to `wanted` or more (0 < wanted <= their
@@ -291,7 +318,7 @@ void take_top_k(const float* x, int64_t n, int64_t k, const Scale& scale, Scratc
     for (int64_t i = 0; i < size; ++i) logits[i] = entries[i].logit;
     weigh_block(logits, size, scale, z, weights);
     for (int64_t i = 0; i < size; ++i)
-      s.tokens.add(z[i], weights[i], entries[i].id, weights[i] > 0 && s.keys[begin + i] <= last);
+      s.tokens.add(z[i], weights[i], entries[i].id, (weights[i] > 0) & (s.keys[begin + i] <= last));
   }
 }
 
@@ -305,7 +332,7 @@ void take_from(float floor, const float* x, int64_t n, const Scale& scale, Scrat
     double weights[kBlock];
     weigh_block(x + begin, size, scale, z, weights);
     for (int64_t i = 0; i < size; ++i)
-      s.tokens.add(z[i], weights[i], static_cast<int32_t>(begin + i), z[i] >= floor && weights[i] > 0);
+      s.tokens.add(z[i], weights[i], static_cast<int32_t>(begin + i), (z[i] >= floor) & (weights[i] > 0));
   }
 }
 
@@ -328,15 +355,15 @@ void keep_most_likely(Scratch& s, double wanted, Key key) {
   tokens.filter([&](int64_t i) { return s.keys[i] <= last; });
 }
 
-double sum(const std::vector<double>& values) {
-  double total = 0;
-  for (const double value : values) total += value;
-  return total;
-}
-
 // The first place at which the running sum of the weights exceeds `wanted`, less than their sum.
 int64_t find(const double* weights, int64_t n, double wanted, double running = 0) {
-  for (int64_t i = 0; i < n; ++i)
+  int64_t i = 0;
+  for (; i + kBlock < n; i += kBlock) {
+    const double with_block = running + sum(weights + i, kBlock);
+    if (with_block > wanted) break;
+    running = with_block;
+  }
+  for (; i < n; ++i)
     if ((running += weights[i]) > wanted) return i;
   return n - 1;
 }
@@ -362,7 +389,7 @@ int32_t draw(const float* x, int64_t n, const Settings& settings, double share, 
   } else {
     s.sums.resize(s.maxima.size());
     block_weights(x, n, scale, s.sums.data());
-    total = sum(s.sums);
+    total = sum(s.sums.data(), s.sums.size());
     if (settings.top_p >= 1 && settings.typical_p >= 1 && settings.min_z == kLowest)
       return draw_any(x, n, share * total, scale, s);
     if (settings.top_p < 1) {
@@ -374,9 +401,7 @@ int32_t draw(const float* x, int64_t n, const Settings& settings, double share, 
   if (settings.top_p < 1) keep_most_likely(s, settings.top_p * total, [](double z) { return -z; });
   if (settings.min_z > kLowest) tokens.filter([&](int64_t i) { return tokens.z[i] >= settings.min_z; });
   if (settings.typical_p < 1) {
-    double surprise = 0;
-    for (int64_t i = 0; i < tokens.count; ++i)
-      surprise += (tokens.weights[i] * tokens.z[i] + scale.rounder) - scale.rounder;
+    const double surprise = sum_products(tokens.weights.data(), tokens.z.data(), tokens.count, scale.rounder);
     total = tokens.total();
     const double expected = surprise / total;
     keep_most_likely(s, settings.typical_p * total, [&](double z) { return std::fabs(z - expected); });
@@ -409,7 +434,7 @@ void log_softmax(const float* x, int64_t n, int64_t count, int64_t places, int32
   const Scale scale{s.maxima[block], 1.0f, rounder_for(n)};
   s.sums.resize(s.maxima.size());
   block_weights(x, n, scale, s.sums.data());
-  const double normaliser = std::log(sum(s.sums)) + scale.highest;
+  const double normaliser = std::log(sum(s.sums.data(), s.sums.size())) + scale.highest;
   const auto put = [&](int64_t place, float logit) {
     const float value = static_cast<float>(logit - normaliser);
     std::memcpy(out + place, &value, sizeof value);
