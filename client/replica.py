@@ -208,6 +208,8 @@ class Replica:
         world = World(info, self._connect, self, self._call_timeout)
         try:
             await world.open(OPEN_TIMEOUT_S)
+            if await self.is_over(world):  # it may have answered late, across a network that was broken meanwhile
+                raise Unavailable(f"epoch {info.epoch} is over")
         except BaseException:
             await world.close()
             raise

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -134,6 +135,26 @@ async def test_a_request_that_comes_back_to_the_world_it_left_has_another_id_the
     await cluster.session.stop(request_id)
     await until(lambda: cluster.ranks[0].requests.get("StopRequest"))
     assert cluster.ranks[0].requests["StopRequest"][-1].request_ids == [message.request_id]
+
+
+async def test_a_world_that_is_replaced_while_it_is_attached_to_is_not_used(cluster: Cluster) -> None:
+    cluster.kill()
+    await until(lambda: cluster.session.down_cause)
+    cluster.ranks.revive()
+    second = cluster.ranks.info()
+    asked = asyncio.Event()
+
+    async def meanwhile(request: object) -> None:
+        cluster.source.info = replace(second, epoch=3)
+        asked.set()
+
+    cluster.ranks[1].replies["Status"] = meanwhile
+    cluster.source.info = second
+    await asked.wait()
+    cluster.ranks.revive()
+    await until(lambda: not cluster.session.down_cause)
+    assert cluster.session.info is not None
+    assert cluster.session.info.epoch == 3
 
 
 async def test_what_a_lost_world_still_says_is_not_heard(cluster: Cluster) -> None:
