@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from allspan.protos.config import (
     CHOICES,
@@ -34,8 +35,8 @@ _GROUPS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 after an orderly end, 2 for wrong arguments, 1 for anything else."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Ends with exit code 0 after an orderly end, 2 for wrong arguments, 1 for anything else."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         config = read_config(arguments)
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Torch, MPI and gRPC are loaded only for arguments that will do.
     from allspan.worker.app import run_rank
 
-    return run_rank(config)
+    run_rank(config)
 
 
 def read_config(arguments: Sequence[str]) -> WorkerConfig:
@@ -67,4 +68,4 @@ def read_config(arguments: Sequence[str]) -> WorkerConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

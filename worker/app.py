@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
 
@@ -51,8 +52,8 @@ DRAIN_WORD_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-def run_rank(config: WorkerConfig) -> int:
-    """Serves until told to stop, and returns 0. A failure ends this process (code 1) and the whole world."""
+def run_rank(config: WorkerConfig) -> NoReturn:
+    """Serves until told to stop, and ends this process with code 0. A failure ends it with code 1, and the world."""
     told = host.place()
     rank = told[0] if told else 0
     run_dir, epoch = Path(config.service.run_dir), config.service.epoch
@@ -68,15 +69,21 @@ def run_rank(config: WorkerConfig) -> int:
         stop.watch_supervisor(config.service.supervisor_pid)
         world = join_world(config.parallel, config.model.device)
         serve(config, world, stop, heart)
-        heart.stop()
     except BaseException as error:
         last_words.say(error)
         if world is not None:
             world.abort(1)
-        sys.stdout.flush()
-        os._exit(1)  # at once: what an interpreter does at its end could wait for the other ranks
+        _exit(1)
+    heart.stop()
     rank_file(run_dir, rank, epoch).unlink(missing_ok=True)
-    return 0
+    _exit(0)
+
+
+def _exit(code: int) -> NoReturn:
+    """At once: what an interpreter does at its end could wait for other ranks, and takes seconds with torch loaded."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def serve(config: WorkerConfig, world: World, stop: Stop, heart: Heart) -> None:
