@@ -29,9 +29,14 @@ def root_key(*parts: str | int) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=KEY_BYTES).digest()
 
 
-def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a page of these token ids (int32) after the page of key `before`."""
-    return hashlib.blake2b(before + array("i", tokens).tobytes(), digest_size=KEY_BYTES).digest()
+def page_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """The keys of the full pages that these token ids (int32) make, after the page of key `before`."""
+    data, width = array("i", tokens).tobytes(), 4 * page_size
+    keys = []
+    for at in range(0, len(data) - width + 1, width):
+        before = hashlib.blake2b(before + data[at : at + width], digest_size=KEY_BYTES).digest()
+        keys.append(before)
+    return keys
 
 
 @dataclass(slots=True)

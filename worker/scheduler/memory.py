@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.budget import pages_of
-from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_key, root_key
+from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_keys, root_key
 from allspan.worker.scheduler.request import Request
 
 
@@ -36,14 +36,16 @@ class Memory:
         now, so that it had better wait. The last token is never matched: it must be computed to sample."""
         if not self.looks_up(request):
             return Match(())
+        if request.awaits and self._is_awaited(request.awaits, request):
+            return None
         keys = self._keys(request, (request.num_tokens - 1) // self._page_size)
         match = self.cache.match(keys)
-        if match.num_pages < len(keys):
-            owner = self.cache.owner(keys[match.num_pages])
-            # Who goes before another does not wait for it.
-            if isinstance(owner, Request) and owner.options.priority <= request.options.priority:
-                return None
-        return match
+        request.awaits = b""
+        for key in keys[match.num_pages :]:  # up to the last one that is being computed: it is looked at next time
+            if not self._is_awaited(key, request):
+                break
+            request.awaits = key
+        return None if request.awaits else match
 
     def looks_up(self, request: Request) -> bool:
         """Whoever wants log-probabilities of the prompt needs every position computed."""
@@ -111,12 +113,17 @@ class Memory:
         if not self.cache.owners() <= {id(request) for request in running}:
             raise InternalError("pages are awaited from a request that does not run")
 
+    def _is_awaited(self, key: bytes, request: Request) -> bool:
+        """Whether somebody computes the page of `key` whom `request` waits for: not one that goes after it."""
+        owner = self.cache.owner(key)
+        return isinstance(owner, Request) and owner.options.priority <= request.options.priority
+
     def _keys(self, request: Request, count: int) -> list[bytes]:
         """The keys of the request's first `count` pages, which must be full."""
         keys, size = request.keys, self._page_size
-        while len(keys) < count:
+        if len(keys) < count:
             before = keys[-1] if keys else self._root(request)
-            keys.append(page_key(before, request.tokens(len(keys) * size, (len(keys) + 1) * size)))
+            keys += page_keys(before, request.tokens(len(keys) * size, count * size), size)
         return keys if len(keys) == count else keys[:count]
 
     def _root(self, request: Request) -> bytes:

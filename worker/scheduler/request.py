@@ -64,6 +64,8 @@ class Request:
     first_token_at: float = 0.0
     keys: list[bytes] = field(default_factory=list)
     """Of its full pages, as far as they were needed; see `allspan.worker.cache.prefix_cache`."""
+    awaits: bytes = b""
+    """While it waits for a page that another request computes: the key of the last such page."""
     num_inserted: int = 0
     """So many of `pages` have been offered to the prefix cache."""
     generation: int = -1

@@ -207,7 +207,7 @@ class Scheduler:
 
     def _yield_to_better(self) -> None:
         """Makes place for the first waiting request that goes before a running one by priority and finds none."""
-        for i in range(len(self._waiting)):
+        for i in range(min(len(self._waiting), len(self._rows))):
             request = self._waiting[i]
             if not self._running or self._running[-1].options.priority <= request.options.priority:
                 return
@@ -244,9 +244,14 @@ class Scheduler:
 
     def _admit(self, draft: Draft, before: int | None) -> None:
         """Lets waiting requests in, those that go before priority `before` alone, while there is place. Whoever finds
-        none holds up those behind it, but who waits for pages that are being computed does not."""
+        none holds up those behind it, but who waits for pages that are being computed does not, unless there are as
+        many of them as there are rows."""
         index = 0
-        while index < len(self._waiting) and self._free_rows and not (draft.is_full or draft.has_preempted):
+        while (
+            index < min(len(self._waiting), len(self._rows))
+            and self._free_rows
+            and not (draft.is_full or draft.has_preempted)
+        ):
             request = self._waiting[index]
             if before is not None and request.options.priority >= before:
                 return

@@ -3,17 +3,14 @@
 import pytest
 
 from allspan.protos.errors import InternalError
-from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_key, root_key
+from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_keys, root_key
 from allspan.worker.scheduler.plan import Copy
 
 ROOT = root_key("model", 1, "", "")
 
 
 def chain(*pages):
-    keys = [ROOT]
-    for tokens in pages:
-        keys.append(page_key(keys[-1], tokens))
-    return keys[1:]
+    return page_keys(ROOT, [token for tokens in pages for token in tokens], 2)
 
 
 A, B = chain([1, 2], [3, 4], [5, 6]), chain([1, 2], [9, 9], [5, 6])
@@ -35,7 +32,13 @@ def test_a_key_stands_for_everything_before_it():
     assert A[0] == B[0]
     assert all(len(key) == 16 for key in A)
     others = [root_key("model", 2, "", ""), root_key("other", 1, "", ""), root_key("model", 1, "a", ""), ROOT]
-    assert len({page_key(root, [1, 2]) for root in (*others, root_key("model", 1, "", "a"))}) == 5
+    assert len({page_keys(root, [1, 2], 2)[0] for root in (*others, root_key("model", 1, "", "a"))}) == 5
+
+
+def test_a_page_that_is_not_full_has_no_key_and_the_chain_can_be_taken_up():
+    assert page_keys(ROOT, [1, 2, 3], 2) == A[:1]
+    assert page_keys(A[0], [3, 4, 5, 6, 7], 2) == A[1:]
+    assert page_keys(ROOT, [], 2) == []
 
 
 def test_the_longest_beginning_is_found():

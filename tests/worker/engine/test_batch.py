@@ -9,7 +9,7 @@ from allspan.worker.engine.batch import Batch, BatchSizes
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.sampler import Sampled, Sampler
-from allspan.worker.scheduler.plan import Grant, Join, Run, StepPlan
+from allspan.worker.scheduler.plan import Copy, Grant, Join, Run, StepPlan
 from support.cores import request
 
 SIZES = BatchSizes(max_rows=4, max_tokens=16, max_model_len=32, page_size=4, max_logits_rows=64)
@@ -150,3 +150,40 @@ def test_a_row_that_is_taken_is_refused(batch, inbox):
     result = run_once(batch, inbox)
     with pytest.raises(InternalError, match="row 0, which is taken"):
         batch.apply(StepPlan(1, 2, result.tokens_hash, joins=(joined(inbox, 2, [1], 0),)), inbox)
+
+
+def test_every_token_before_a_prompt_token_needs_logits_where_its_log_probabilities_are_wanted(batch, inbox):
+    one, other = request(1, [10, 11, 12, 13], prompt_logprobs=0), request(2, [20, 21])
+    for each in (one, other):
+        inbox.put(each)
+    joins = (Join(0, one.request_id, one.digest()), Join(1, other.request_id, other.digest()))
+    grants = (Grant(0, (7,)), Grant(1, (9,)))
+    inputs = batch.apply(StepPlan(1, 1, 0, joins=joins, grants=grants, runs=(Run(0, 2), Run(1, 2))), inbox)
+    assert inputs.logits_rows.tolist() == [0, 1, 3]
+    logits = batch.logits
+    assert logits.rows.tolist() == [0, 0, 1]
+    assert logits.positions.tolist() == [1, 2, 2]
+    assert logits.targets.tolist() == [11, 12, -1]
+    result = batch.commit(Sampled(np.array([11, 12, 50], dtype=np.int32), {}))
+    assert result.tokens == {1: (50,)}
+    inputs = batch.apply(StepPlan(1, 2, result.tokens_hash, runs=(Run(0, 2),)), inbox)
+    assert inputs.logits_rows.tolist() == [0, 1]
+    assert (batch.logits.positions.tolist(), batch.logits.targets.tolist()) == ([3, 4], [13, -1])
+    result = batch.commit(Sampled(np.array([-1, 60], dtype=np.int32), {}))
+    assert result.tokens == {0: (-1,)}, "the model had no numbers for a prompt token: the request fails"
+
+
+def test_a_prefix_hit_begins_behind_it_and_a_resumption_has_its_output(batch, inbox):
+    one = request(1, [1, 2, 3])
+    one.output_token_ids, one.num_resumed = [4, 5], 2
+    inbox.put(one)
+    join = Join(0, one.request_id, one.digest(), num_computed=4, num_output=2)
+    inputs = lists(batch.apply(StepPlan(1, 1, 0, joins=(join,), grants=(Grant(0, (7, 8)),), runs=(Run(0, 1),)), inbox))
+    assert (inputs["ids"], inputs["positions"], inputs["slots"]) == ([5], [4], [32])
+    assert inputs["page_indices"] == [7, 8]
+    assert batch.logits.positions.tolist() == [5]
+
+
+def test_pages_cannot_move_to_a_tier_that_is_not_there(batch, inbox):
+    with pytest.raises(InternalError, match="this rank has none"):
+        batch.apply(StepPlan(1, 1, 0, saves=(Copy(1, 2),)), inbox)

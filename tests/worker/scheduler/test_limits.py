@@ -89,3 +89,25 @@ def test_a_limit_below_one_is_refused(field):
 def test_a_budget_smaller_than_the_rows_is_refused():
     with pytest.raises(ConfigError, match="max_num_batched_tokens is 3, must be at least max_num_seqs"):
         dataclasses.replace(LIMITS, max_num_batched_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "words"),
+    [
+        ([5, 100], ["output_token_ids[1] is 100", "99"]),
+        ([1] * 7, ["output_token_ids has 7 tokens", "7"]),
+        ([1] * 8, ["output_token_ids has 8 tokens", "7"]),
+    ],
+)
+def test_output_that_a_request_comes_with_is_checked(resumed, words):
+    one = request(1, [1] * 25, max_tokens=20)
+    one.output_token_ids, one.num_resumed = resumed, len(resumed)
+    with pytest.raises(InvalidRequest) as caught:
+        LIMITS.admit(one)
+    assert caught.value.field == "output_token_ids"
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_there_are_logits_for_every_row_and_for_a_chunk():
+    assert LIMITS.max_logits_rows == 64
+    assert dataclasses.replace(LIMITS, max_num_seqs=100, max_num_batched_tokens=100).max_logits_rows == 100
