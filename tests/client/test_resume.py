@@ -142,15 +142,16 @@ async def test_a_world_that_is_replaced_while_it_is_attached_to_is_not_used(clus
     await until(lambda: cluster.session.down_cause)
     cluster.ranks.revive()
     second = cluster.ranks.info()
-    asked = asyncio.Event()
+    asked = []
 
     async def meanwhile(request: object) -> None:
         cluster.source.info = replace(second, epoch=3)
-        asked.set()
+        asked.append(request)
 
     cluster.ranks[1].replies["Status"] = meanwhile
     cluster.source.info = second
-    await asked.wait()
+    await until(lambda: len(asked) == 3)
+    assert cluster.session.down_cause
     cluster.ranks.revive()
     await until(lambda: not cluster.session.down_cause)
     assert cluster.session.info is not None
