@@ -49,6 +49,15 @@ class OpSet(Protocol):
         positions int32 [n]; cos_sin float32 [max_positions, rot]: cosines in the first half, sines in the second.
         """
 
+    def hadamard(self, x: Tensor, center: Tensor | None) -> None:
+        """x [n, heads, d] = (x - center) · W in place; center float32 [heads, d], or None for 0.
+
+        W repeats, along d, the symmetric and orthonormal Walsh-Hadamard matrix of the largest power of two that divides
+        d: the same on queries and keys leaves their products as they are, and spreads what stands out in a few elements
+        over all, so that a few bits hold keys better (S. Ashkboos et al., QuaRot, arXiv:2404.00456). A center that all
+        keys of a head have in common adds the same to all scores of a query, which the softmax takes out again.
+        """
+
     def append_kv(
         self,
         k: Tensor,

@@ -41,6 +41,7 @@ REFERENCE = {
     "linear": "allspan.kernels.reference.linear:linear",
     "head_norm": "allspan.kernels.reference.elementwise:head_norm",
     "rotary": "allspan.kernels.reference.elementwise:rotary",
+    "hadamard": "allspan.kernels.reference.elementwise:hadamard",
     "append_kv": "allspan.kernels.reference.attention:append_kv",
     "attention": "allspan.kernels.reference.attention:attention",
     "silu_mul": "allspan.kernels.reference.elementwise:silu_mul",

@@ -65,6 +65,8 @@ struct Kernels {
   void (*add)(const float* x, float* residual, int64_t count);
   void (*rotary)(float* x, int64_t heads, int64_t dim, const int32_t* positions, const float* cos_sin, int64_t rot,
                  int64_t rows);
+  // center [heads, dim] or null.
+  void (*hadamard)(float* x, int64_t heads, int64_t dim, const float* center, int64_t rows);
   void (*silu_mul)(const float* gate_up, float* out, int64_t rows, int64_t width);
 };
 

@@ -108,6 +108,17 @@ void rotary(Runtime& runtime, handle q_, handle k_, handle positions_, handle co
   });
 }
 
+void hadamard(Runtime& runtime, handle x_, handle center_) {
+  const Arguments args("hadamard");
+  const Tensor x = args.floats(x_, "x", {kAny, kAny, kAny});
+  const int64_t heads = x.shape[1], dim = x.shape[2];
+  const float* center = center_.is_none() ? nullptr : args.floats(center_, "center", {heads, dim}).floats();
+  nb::gil_scoped_release release;
+  runtime.split(x.shape[0], rows_per_part(heads * dim), [&](int64_t begin, int64_t end) {
+    runtime.kernels().hadamard(x.floats() + begin * heads * dim, heads, dim, center, end - begin);
+  });
+}
+
 struct CacheHandles {
   handle k, v, k_scales, v_scales;
 };
@@ -237,6 +248,7 @@ NB_MODULE(_native, module) {
   module.def("head_norm", &head_norm, nb::arg("runtime"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"));
   module.def("rotary", &rotary, nb::arg("runtime"), nb::arg("q"), nb::arg("k"), nb::arg("positions"),
              nb::arg("cos_sin"));
+  module.def("hadamard", &hadamard, nb::arg("runtime"), nb::arg("x"), nb::arg("center").none());
   module.def("append_kv", &append_kv, nb::arg("runtime"), nb::arg("k"), nb::arg("v"), nb::arg("k_cache"),
              nb::arg("v_cache"), nb::arg("k_scales").none(), nb::arg("v_scales").none(), nb::arg("slots"));
   module.def("attention", &attention, nb::arg("runtime"), nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"),

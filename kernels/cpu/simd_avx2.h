@@ -68,6 +68,13 @@ inline V exp2_whole(V n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 
+// Lane l of the result is lane l ^ H.
+template <int H>
+inline V swap_lanes(V v) {
+  if constexpr (H == 4) return _mm256_permute2f128_ps(v, v, 1);
+  return _mm256_permute_ps(v, H == 1 ? 0xb1 : 0x4e);
+}
+
 inline __m128 fold(V v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
 inline float sum(V v) {
   __m128 s = fold(v);

@@ -53,6 +53,13 @@ inline V exp2_whole(V n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
 
+// Lane l of the result is lane l ^ H.
+template <int H>
+inline V swap_lanes(V v) {
+  if constexpr (H >= 4) return _mm512_shuffle_f32x4(v, v, H == 4 ? 0xb1 : 0x4e);
+  return _mm512_permute_ps(v, H == 1 ? 0xb1 : 0x4e);
+}
+
 inline __m128 fold(V v) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));

@@ -88,6 +88,12 @@ inline V round_nearest(V x) {
 // 2^n for whole n in [-126, 127].
 inline V exp2_whole(V n) { return (V)((__builtin_convertvector(n, I) + 127) << 23); }
 
+// Lane l of the result is lane l ^ H.
+template <int H>
+inline V swap_lanes(V v) {
+  return V{v[0 ^ H], v[1 ^ H], v[2 ^ H], v[3 ^ H]};
+}
+
 inline float sum(V v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 inline float highest(V v) {
   const float a = v[0] < v[1] ? v[1] : v[0];

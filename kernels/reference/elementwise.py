@@ -65,3 +65,15 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     cos, sin = cos_sin[positions.long()][:, None, :].chunk(2, dim=-1)
     for x in (q, k):
         x[..., :rot] = _rotated(x[..., :rot].float(), cos, sin).to(x.dtype)
+
+
+def hadamard(x: Tensor, center: Tensor | None) -> None:
+    """See `OpSet.hadamard`."""
+    size = x.shape[-1] & -x.shape[-1]
+    turned = x.float() if center is None else x.float() - center
+    half = 1
+    while half < size:
+        first, second = turned.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        turned = torch.stack((first + second, first - second), dim=-2)
+        half *= 2
+    x.copy_(turned.reshape(x.shape) * size**-0.5)

@@ -65,6 +65,10 @@ def linear(n: int, k: int, columns: int, dtype: torch.dtype = torch.float32, bia
     return [randn(n, k), weight, randn(columns, seed=2) if bias else None, poison(n, columns)]
 
 
+def hadamard(n: int, heads: int, dim: int, has_center: bool) -> list[Any]:
+    return [randn(n, heads, dim), randn(heads, dim, seed=1) * 9 if has_center else None]
+
+
 def pages(count: int, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype) -> list[Any]:
     """[k_cache, v_cache, k_scales, v_scales] that nobody has written: NaN where a NaN can be."""
     if dtype.is_floating_point:
@@ -237,6 +241,9 @@ def _cases() -> Iterator[Case]:
     yield from _sized("head_norm", head_norm, [(1, 9, 64), (19, 3, 80), (65, 2, 48), (5, 1, 256), (0, 2, 8)])
     turns = [(1, 9, 3, 64, 64), (33, 5, 2, 80, 80), (7, 2, 1, 128, 32), (40, 3, 3, 48, 10), (0, 2, 2, 8, 8)]
     yield from _sized("rotary", rotary, turns)
+    for has_center in (False, True):
+        heads = [(dim % 5 + 1, dim % 3 + 1, dim, has_center) for dim in (1, 2, 4, 12, 16, 20, 24, 33, 64, 80, 96, 256)]
+        yield from _sized("hadamard", hadamard, heads)
     for dtype, tolerance in [(F32, 0.0), (BF16, 2.0**-8), (I8, 1e-6), (U4, 1e-6)]:
         sizes = [(1, 3, 64, 16, dtype), (70, 2, 80, 48, dtype), (5, 1, 33, 128, dtype), (0, 1, 8, 16, dtype)]
         yield from _sized("append_kv", append_kv, sizes, tolerance)

@@ -50,6 +50,17 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
             x[token, :, half : 2 * half] = high * cos + low * sin
 
 
+def hadamard(x: Tensor, center: Tensor | None) -> None:
+    """Entry (i, j) of the matrix is -1 where i and j have an odd number of bits in common."""
+    size = math.gcd(x.shape[-1], 2**20)
+    entries = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    matrix = torch.tensor(entries, dtype=torch.float64) / size**0.5
+    for token in x:
+        for head, row in enumerate(token):
+            moved = row if center is None else row - center[head]
+            row.copy_((moved.view(-1, size) @ matrix).flatten())
+
+
 LOWEST_AND_HIGHEST = {torch.int8: (-128, 127), torch.uint8: (0, 15)}
 """Of the whole numbers in quantised pages, by dtype; uint8 holds two a byte, the first in the low half."""
 

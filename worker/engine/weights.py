@@ -84,6 +84,7 @@ class Weights:
         try:
             model = self._model
             model.holding.read(checkpoint, self._config.device, lambda done, total: on_progress(), model.weights)
+            model.weights_changed()
         except (AllspanError, OSError, RuntimeError, ValueError) as error:
             failure = str(error)
         self._await_others()

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from allspan.worker.models.layout import Holding, Linear, layer_pieces
 from allspan.worker.models.program import Program, ProgramBuilder, Rows, Slot
+from allspan.worker.models.spec import ModelSpec
 
 
-def build_decoder(holding: Holding) -> Program:
+def build_decoder(holding: Holding, quantised_cache: bool = False) -> Program:
     """The forward pass of one step.
 
     Inputs: ids, positions, slots, attention (an AttentionMeta), logits_rows; `cos_sin`; caches k_cache.N, v_cache.N,
-    k_scales.N and v_scales.N of every layer N; weights under their canonical names. Output: this rank's columns of the
-    logits.
+    k_scales.N and v_scales.N of every layer N, k_center.N where `has_centers`; weights under their canonical names.
+    Output: this rank's columns of the logits.
+
+    A quantised cache gets keys that are spread over their elements, less what a bias adds to all of them, and the
+    queries are spread alike: see `OpSet.hadamard`. One large element would take the scale from all others.
     """
-    return _Decoder(holding).build()
+    return _Decoder(holding, quantised_cache).build()
+
+
+def has_centers(spec: ModelSpec) -> bool:
+    """Whether keys have a bias of their own that reaches the cache."""
+    return spec.qkv_bias and not spec.qk_norm
 
 
 class _Decoder:
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: Holding, quantised_cache: bool) -> None:
         self._holding = holding
+        self._quantised_cache = quantised_cache
         self._spec = spec = holding.shard.spec
         shard = holding.shard
         self._program = program = ProgramBuilder()
@@ -84,6 +94,9 @@ class _Decoder:
             program.op("head_norm", q, program.named(prefix + "q_norm.weight"), spec.rms_norm_eps)
             program.op("head_norm", k, program.named(prefix + "k_norm.weight"), spec.rms_norm_eps)
         program.op("rotary", q, k, program.named("positions"), program.named("cos_sin"))
+        if self._quantised_cache:
+            program.op("hadamard", q, None)
+            program.op("hadamard", k, program.named(f"k_center.{layer}") if has_centers(spec) else None)
         cache = [program.named(f"{part}.{layer}") for part in ("k_cache", "v_cache", "k_scales", "v_scales")]
         program.op("append_kv", k, v, *cache, program.named("slots"))
         program.op("attention", q, *cache, program.named("attention"), self._attended_heads)

@@ -13,11 +13,11 @@ from allspan.protos.engine import OpProfile
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.decoder import build_decoder, has_centers
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.models.layout import Holding
 from allspan.worker.models.program import Interpreter, Rows
-from allspan.worker.models.rope import cos_sin_table
+from allspan.worker.models.rope import cos_sin_table, mean_rotated
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
@@ -68,13 +68,23 @@ class Model:
         self.vocab_widths = tuple(len(rows) for rows in split(shard.spec.vocab_size, shard.size))
         """Columns of each rank's logits."""
         capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
-        self._interpreter = Interpreter(build_decoder(holding), ops, collectives, capacity, device)
+        program = build_decoder(holding, cache_spec.is_quantised)
+        self._interpreter = Interpreter(program, ops, collectives, capacity, device)
         self._interpreter.bind(tensors)
-        table = cos_sin_table(shard.spec.rotary, shard.spec.head_dim, limits.max_model_len)
-        self._interpreter.bind({"cos_sin": table.to(device)})
+        self._cos_sin = cos_sin_table(shard.spec.rotary, shard.spec.head_dim, limits.max_model_len).to(device)
+        self._interpreter.bind({"cos_sin": self._cos_sin})
+        self.weights_changed()
         self._kv_head_of = torch.tensor(shard.kv_head_of, dtype=torch.int32, device=device)
         self._scale = shard.spec.head_dim**-0.5
         self._cache: KVCache | None = None
+
+    def weights_changed(self) -> None:
+        """Computes anew what is derived from `weights`; to be called when their tensors have been filled again."""
+        if self.cache_spec.is_quantised and has_centers(self.spec):
+            heads = (self.cache_spec.num_kv_heads, self.spec.head_dim)
+            for layer in range(self.spec.num_layers):
+                bias = self.weights[f"layers.{layer}.k.bias"].view(heads)
+                self._interpreter.bind({f"k_center.{layer}": mean_rotated(bias, self._cos_sin)})
 
     def bind_cache(self, kv: KVCache) -> None:
         """Uses these pages from now on; they must be of this model's `cache_spec`."""

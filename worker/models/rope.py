@@ -22,6 +22,15 @@ def cos_sin_table(rotary: RotarySpec, head_dim: int, max_positions: int) -> Tens
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).contiguous()
 
 
+def mean_rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """float32 [.., d]: the mean over all positions of `cos_sin` of x [.., d] turned to each of them."""
+    rot = cos_sin.shape[1]
+    cos, sin = cos_sin.mean(0, dtype=torch.float64).chunk(2)
+    low, high = x[..., :rot].double().chunk(2, dim=-1)
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    return torch.cat((turned.float(), x[..., rot:].float()), dim=-1).contiguous()
+
+
 def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> tuple[Tensor, float]:
     """float32 [rot / 2] and the factor of cosines and sines."""
     size = rotary.rotary_dim or head_dim
