@@ -18,7 +18,7 @@ from allspan.protos.cluster import ClusterInfo, write_cluster
 from allspan.protos.errors import AllspanError, ConfigError, DeadlineExceeded, InternalError, Unavailable
 
 FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
+MAX_BACKOFF_S = 5.0
 LINGER_S = 1.5
 """A dead cluster's file stays readable this long, so that every client learns the cause."""
 
@@ -29,9 +29,9 @@ class SupervisorConfig:
 
     restart: bool = True
     """Start again when a rank dies, or is silent or stuck for too long."""
-    max_failures: int = 3
+    max_failures: int = 6
     """Give up, with exit code 1, at this many failures within --failure-window-s."""
-    failure_window_s: float = 60.0
+    failure_window_s: float = 120.0
     """Seconds; see --max-failures."""
     start_timeout_s: float = 600.0
     """Seconds until every rank must have loaded its part of the model."""

@@ -160,7 +160,7 @@ def test_without_restart_the_server_ends_with_the_cause(start: Start) -> None:
 
 
 def test_a_world_that_dies_again_and_again_is_given_up(start: Start) -> None:
-    served = start("--no-gateway")
+    served = start("--no-gateway", "--max-failures=3")
     traces = served.traces()
     victims = []
     for epoch in (1, 2, 3):

@@ -149,7 +149,7 @@ def test_a_death_says_whether_another_world_follows(stage: Stage) -> None:
     assert not stage.told().will_restart
     cluster.join()
     assert isinstance(cluster.error, Unavailable)
-    assert cluster.error.message == f"the cluster is down: 2 failures within 60 s, the first: {KILLED.cause}"
+    assert cluster.error.message == f"the cluster is down: 2 failures within 120 s, the first: {KILLED.cause}"
     assert stage.world(epoch=2).drain_s is None, "a dead world was ended as if it could still do something"
 
 
