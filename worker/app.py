@@ -182,7 +182,7 @@ class Stop:
             if open_requests := counted.running + counted.waiting:
                 logger.info("draining: %d requests still run, %.0f s left", open_requests, left)
             with contextlib.suppress(DeadlineExceeded):  # then this is said once more
-                core.stop_model(min(left, DRAIN_WORD_S))
+                core.stop_model(min(left, DRAIN_WORD_S), "the server is shutting down")
                 break
         core.shutdown()
 

@@ -105,7 +105,7 @@ class EngineCore:
         self._batch = Batch(sizes, sampler, torch.device(config.model.device), tiers)
         self._changed = threading.Condition()
         self._outbox: list[Outcome] = []
-        self._accepts = True
+        self._accepts, self._stopped_because = True, ""
         self._stopping = False
         self._is_over = False
         self._failure: BaseException | None = None
@@ -152,10 +152,10 @@ class EngineCore:
                 raise Unavailable("the weights are being unloaded or reloaded; start the model after that")
             self._accepts = True
 
-    def stop_model(self, timeout: float) -> None:
-        """Refuses new requests and waits for those that are open; DeadlineExceeded after `timeout` seconds."""
+    def stop_model(self, timeout: float, why: str = "the model is stopped; start it with start_model") -> None:
+        """Refuses new requests (told `why`) and waits for those that are open; DeadlineExceeded after `timeout` s."""
         with self._changed:
-            self._accepts = False
+            self._accepts, self._stopped_because = False, why
             drained = self._changed.wait_for(
                 lambda: self._is_over or not (self.is_leader and self._scheduler.requests()), timeout
             )
@@ -378,7 +378,7 @@ class EngineCore:
     def _check_open(self) -> None:
         self._check_alive()
         if not self._accepts:
-            raise Unavailable("the model is stopped; start it with start_model")
+            raise Unavailable(self._stopped_because)
 
     def _end(self, failure: BaseException | None) -> None:
         """The loop is over: nothing more is let in, and every open request is told."""
