@@ -67,7 +67,9 @@ def save_tiny(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ove
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
-    model = model.to(dtype).eval()
+    for parameter in model.parameters():  # not the rotary frequencies, which stay float32 when a model is loaded
+        parameter.data = parameter.data.to(dtype)
+    model.eval()
     model.save_pretrained(folder)
     return model
 
@@ -80,7 +82,8 @@ def reference_logits(model: Any, ids: Sequence[int]) -> Tensor:
 
 
 def prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed).randrange(vocab_size) for _ in range(length)]
+    numbers = random.Random(seed)
+    return [numbers.randrange(vocab_size) for _ in range(length)]
 
 
 def step_inputs(
@@ -131,6 +134,7 @@ def logits_on_ranks(
     prompts: Sequence[Sequence[int]],
     chunk: int = 1024,
     backend: str = "reference",
+    cache: CacheConfig | None = None,
     **config: Any,
 ) -> list[Tensor]:
     """float32 [len, V] for every prompt, put together from the ranks' columns. Ranks are threads of this process."""
@@ -139,8 +143,8 @@ def logits_on_ranks(
 
     def run(rank: int) -> list[Tensor]:
         settings = ModelConfig(path=str(path), name="tiny", **config)
-        cache = CacheConfig(page_size=16)
-        model = load_model(settings, world.collectives[rank], op_set(backend), most, most, cache=cache)
+        pages = cache or CacheConfig(page_size=16)
+        model = load_model(settings, world.collectives[rank], op_set(backend), most, most, cache=pages)
         parts = prefill(model, prompts, chunk)
         assert {part.shape[1] for part in parts} == {model.vocab_widths[rank]}
         return parts

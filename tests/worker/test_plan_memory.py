@@ -12,6 +12,7 @@ import pytest
 from allspan.kernels.table import op_set
 from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError
+from allspan.worker.cache.kv import KVCache
 from allspan.worker.models.loader import load_model
 from allspan.worker.plan_memory import main, plan_memory
 from support.threads import ThreadWorld
@@ -29,15 +30,19 @@ def config_for(folder: Path, **cache: Any) -> WorkerConfig:
     )
 
 
-def test_planned_bytes_are_those_of_the_loaded_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "int8", "uint4"])
+def test_planned_bytes_are_those_of_the_loaded_ranks(kv_cache_dtype: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    config = config_for(tmp_path)
+    config = config_for(tmp_path, kv_cache_dtype=kv_cache_dtype)
     plan = plan_memory(config, 2, ROOM, 2)
     for collectives in ThreadWorld(2).collectives:
         model = load_model(config.model, collectives, op_set("reference"), 8, 1, cache=config.cache)
         planned = plan.ranks[collectives.rank]
         assert planned.weight_bytes == model.weight_bytes
-        assert planned.kv_bytes_per_page == model.cache_spec.bytes_per_page
+        cache = KVCache(model.cache_spec, 3)
+        parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+        held = sum(tensor.nbytes for layers in parts for tensor in layers if tensor is not None)
+        assert held == cache.num_bytes == 3 * planned.kv_bytes_per_page
 
 
 def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None:
