@@ -74,6 +74,15 @@ async def ask(
     return Answer(started, tuple(arrivals), tuple(token_ids), reason, timings)
 
 
+async def fill(engine: ClientEngine) -> None:
+    """Uses every KV page once: memory that the kernel gives at first use is no growth after that."""
+    draw = random.Random("fill")
+    facts = await engine.astatistics()
+    length = facts.max_model_len - 1
+    count = -(-facts.pages_total * facts.page_size // length)
+    await engine.agenerate([random_prompt(draw, engine, length) for _ in range(count)], greedy(1))
+
+
 def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
     """Exactly `max_tokens` tokens, always the same ones."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=0, **fields)

@@ -1,8 +1,8 @@
 """`allspan bench overload`: far more requests than the queue takes, all at once, then all of them cancelled.
 
 Each repeat: goodput (tokens that reach a steady number of callers), the burst, goodput again. What comes back beside
-the ratio: how many were refused and with which advice, and pages and memory of the ranks when all is over. A burst that
-is not counted goes before, so that memory which is used for the first time is no growth.
+the ratio: how many were refused and with which advice, and pages and memory of the ranks when all is over. All pages
+are used once before, and a burst that is not counted goes before, so that what is used for the first time is no growth.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
-from allspan.client.bench.load import ask, greedy, random_prompt, spread
+from allspan.client.bench.load import ask, fill, greedy, random_prompt, spread
 from allspan.client.bench.machine import resident_bytes
 from allspan.client.bench.report import columns, facts, mib
 from allspan.client.engine import ClientEngine
@@ -67,7 +67,7 @@ def measure(engine: ClientEngine, config: OverloadConfig, options: Options) -> R
 
 async def _measure(engine: ClientEngine, config: OverloadConfig, limit: int) -> Report:
     draw = random.Random(config.seed)
-    await _goodput(engine, config, draw)
+    await fill(engine)
     await _burst(engine, config, config.factor * limit, draw)
     baseline = await _idle(engine)
     bursts = []

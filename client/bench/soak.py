@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
-from allspan.client.bench.load import Answer, ask, greedy, percentile, random_prompt
+from allspan.client.bench.load import Answer, ask, fill, greedy, percentile, random_prompt
 from allspan.client.bench.machine import resident_bytes
 from allspan.client.bench.report import facts, mib, ms
 from allspan.client.bench.trend import trend
@@ -91,6 +91,7 @@ def measure(engine: ClientEngine, config: SoakConfig, options: Options) -> Repor
 
 
 async def _measure(engine: ClientEngine, config: SoakConfig) -> Report:
+    await fill(engine)
     record = _Record()
     started = time.perf_counter()
     end = started + 60 * config.minutes
