@@ -106,7 +106,7 @@ def serve(config: WorkerConfig, world: World, stop: Stop, heart: Heart) -> None:
     infos = world.gather(json.dumps(asdict(RankInfo(world.rank, os.getpid(), facts.host, address))).encode())
     _mark_operations(loaded.core, heart)
     stop.core = loaded.core
-    heart.serve(loaded.core)
+    heart.serve(loaded.core, lambda: loaded.model.progress)
     if world.rank == 0:
         info = _cluster_info(config, facts, infos)
         write_cluster(Path(config.service.run_dir), info)

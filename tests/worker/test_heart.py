@@ -51,6 +51,16 @@ def test_it_beats_from_the_start_and_tells_the_phase(path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_long_step_counts_as_progress_while_its_ops_go_on(path: Path) -> None:
+    ops = iter(range(1, 1_000_000))
+    heart = Heart(path)
+    try:
+        heart.serve(Loop(), lambda: next(ops))
+        assert newest(path).progress < newest(path).progress
+    finally:
+        heart.stop()
+
+
 def test_a_beat_that_cannot_be_written_is_told_once_and_tried_again(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

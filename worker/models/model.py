@@ -86,6 +86,11 @@ class Model:
                 bias = self.weights[f"layers.{layer}.k.bias"].view(heads)
                 self._interpreter.bind({f"k_center.{layer}": mean_rotated(bias, self._cos_sin)})
 
+    @property
+    def progress(self) -> int:
+        """Counts up while a step runs; see `Interpreter.progress`."""
+        return self._interpreter.progress
+
     def bind_cache(self, kv: KVCache) -> None:
         """Uses these pages from now on; they must be of this model's `cache_spec`."""
         if kv.spec != self.cache_spec:

@@ -21,6 +21,8 @@ from allspan.protos.errors import InternalError
 from allspan.worker.models.profile import OpTimer
 from allspan.worker.parallel.base import Collectives
 
+_OPS_A_BEAT = 16
+
 COLLECTIVE_OPS = frozenset({"all_reduce"})
 
 
@@ -132,6 +134,8 @@ class Interpreter:
         self._device = device
         self._timer = OpTimer(device)
         self._is_profiling = False
+        self.progress = 0
+        """Counts up within a run: a long step is told from one that hangs."""
         self._table: list[Any] = [None] * len(program.slots)
         self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
         self._buffers: list[tuple[int, Rows, Tensor]] = []
@@ -167,9 +171,11 @@ class Interpreter:
         if num_tokens and self._is_profiling:
             self._run_timed(bool(num_logits))
         elif num_tokens:
-            for function, arguments, for_logits in self._calls:
-                if num_logits or not for_logits:
-                    function(*[table[a.index] if type(a) is Slot else a for a in arguments])
+            for first in range(0, len(self._calls), _OPS_A_BEAT):
+                self.progress += 1
+                for function, arguments, for_logits in self._calls[first : first + _OPS_A_BEAT]:
+                    if num_logits or not for_logits:
+                        function(*[table[a.index] if type(a) is Slot else a for a in arguments])
         output: Tensor = table[self._program.output.index]
         return output
 
