@@ -16,7 +16,7 @@ from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import PageTiers
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.sampling.sampler import Sampled, Sampler
-from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
+from allspan.worker.scheduler.plan import Join, Run, StepPlan, StepResult
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -63,6 +63,8 @@ class StepBuffers:
             "logits_rows": sizes.max_logits_rows,
         }
         self._device = device
+        self.is_shared = device.type == "cpu"
+        """What `fill` gives out are views of the buffers, not copies."""
         self._tensors = {name: torch.zeros(length, dtype=torch.int32) for name, length in lengths.items()}
         self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
 
@@ -71,8 +73,16 @@ class StepBuffers:
         for name, value in values.items():
             self._arrays[name][: len(value)] = value
             view = self._tensors[name][: len(value)]
-            views[name] = view if self._device.type == "cpu" else view.to(self._device)
+            views[name] = view if self.is_shared else view.to(self._device)
         return StepInputs(**views)
+
+    def advance(self, tokens: Ints) -> None:
+        """The same rows again, each with the next token, in the page that it is in. In place, so that the views that
+        `fill` gave out for a CPU show it."""
+        count = len(tokens)
+        self._arrays["ids"][:count] = tokens
+        for name in ("positions", "slots", "kv_lens"):
+            self._arrays[name][:count] += 1
 
 
 class Batch:
@@ -103,6 +113,11 @@ class Batch:
         self._run_rows = np.zeros(0, dtype=np.int64)
         self._run_counts = np.zeros(0, dtype=np.int64)
         self._logits = LogitsRows(self._run_rows, self._run_rows, None)
+        self._runs: tuple[Run, ...] = ()
+        self._inputs: StepInputs | None = None
+        self._sampled = np.zeros(0, dtype=np.int32)
+        self._room = 0
+        """For so many steps the same rows could go on, a token each, before one of them needs its next page."""
         self.tokens_hash = 0
 
     @property
@@ -135,9 +150,13 @@ class Batch:
             self._num_pages[grant.row] += len(grant.pages)
         if plan.saves or plan.loads:
             self._copy(plan)
+        if self._room and plan.runs == self._runs and not (plan.leaves or plan.joins or plan.grants):
+            return self._go_on()
+        self._runs, self._room = plan.runs, 0
         self._run_rows = np.fromiter((run.row for run in plan.runs), dtype=np.int64, count=len(plan.runs))
         self._run_counts = np.fromiter((run.num_tokens for run in plan.runs), dtype=np.int64, count=len(plan.runs))
-        return self._inputs() if plan.runs else None
+        self._inputs = self._make_inputs() if plan.runs else None
+        return self._inputs
 
     def commit(self, sampled: Sampled | None) -> StepResult:
         """Appends the step's tokens to their rows; None when there were no logits."""
@@ -151,7 +170,8 @@ class Batch:
             rows, tokens = rows[targets < 0], tokens[targets < 0]
         self._tokens[rows, self._num_tokens[rows]] = tokens
         self._num_tokens[rows] += 1
-        self.tokens_hash = zlib.crc32(np.stack([rows, tokens]).astype("<i4").tobytes(), self.tokens_hash)
+        self._sampled = tokens
+        self.tokens_hash = zlib.crc32(tokens.tobytes(), zlib.crc32(rows.tobytes(), self.tokens_hash))
         made: dict[int, tuple[int, ...]] = {
             row: (token,) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
         }
@@ -194,7 +214,14 @@ class Batch:
         self._prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
         self._sampler.add(row, request.params, prompt_len, self._tokens[row])
 
-    def _inputs(self) -> StepInputs:
+    def _go_on(self) -> StepInputs | None:
+        """Every row of the last step sampled a token and now runs it: most steps are so, and little changes in them."""
+        self._room -= 1
+        self._buffers.advance(self._sampled)
+        self._logits = LogitsRows(self._run_rows, self._logits.positions + 1, None)
+        return self._inputs
+
+    def _make_inputs(self) -> StepInputs:
         rows, counts = self._run_rows, self._run_counts
         starts = self._num_computed[rows]
         kv_lens = starts + counts
@@ -207,6 +234,10 @@ class Batch:
         pages, offsets = np.divmod(positions, self._page_size)
         page_rows = np.repeat(rows, page_counts)
         nth_page = np.arange(page_indptr[-1]) - np.repeat(page_indptr[:-1], page_counts)
+        logits_rows = self._choose_logits(token_rows, positions, qo_indptr)
+        is_plain = self._logits.targets is None and self._buffers.is_shared
+        if is_plain and len(rows) == len(positions) == len(logits_rows):
+            self._room = self._page_size - 1 - int(offsets.max())
         return self._buffers.fill(
             {
                 "ids": self._tokens[token_rows, positions],
@@ -216,7 +247,7 @@ class Batch:
                 "page_indptr": page_indptr,
                 "page_indices": self._pages[page_rows, nth_page],
                 "kv_lens": kv_lens,
-                "logits_rows": self._choose_logits(token_rows, positions, qo_indptr),
+                "logits_rows": logits_rows,
             }
         )
 
