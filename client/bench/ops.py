@@ -10,6 +10,7 @@ from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least,
 from allspan.client.bench.load import ask, greedy, random_prompt
 from allspan.client.bench.report import columns
 from allspan.client.engine import ClientEngine
+from allspan.protos.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ def measure(engine: ClientEngine, config: OpsConfig, options: Options) -> Report
     engine.stop_profile()
     report: Report = {"prefill": _profile(engine)}
     asyncio.run(_decode(engine, batch(), config.output_len))
-    return report | {"decode": _profile(engine)}
+    report["decode"] = _profile(engine)
+    if not report["decode"]:
+        raise ConfigError(f"--output-len is {config.output_len}: decode was over before it could be timed, give more")
+    return report
 
 
 def _profile(engine: ClientEngine) -> list[Report]:
