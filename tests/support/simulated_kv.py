@@ -6,13 +6,18 @@ a plan reads must be what the request's tokens would have written, and what it w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from allspan.protos.errors import AllspanError
+from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, TokenLogprob
+from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.memory import PrefixSettings
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
+from support.cores import request
 
 
 def fold(before: int, token: int) -> int:
@@ -100,16 +105,17 @@ class SimulatedRank:
         raise AssertionError("no end")
 
     def take(self, outcomes: Sequence[Outcome]) -> None:
-        for request, outcome in outcomes:
-            assert request.request_id not in self.ends, "a request ends once and says nothing after"
+        for one, outcome in outcomes:
+            key = one.request_id
+            assert key not in self.ends, "a request ends once and says nothing after"
             if isinstance(outcome, AllspanError):
-                self.ends[request.request_id] = outcome
+                self.ends[key] = outcome
                 continue
             assert outcome != Output(), "nothing is told"
-            self.tokens[request.request_id] += outcome.token_ids
-            self.prompt_logprobs[request.request_id] += [entry.logprob for entry in outcome.prompt_logprobs]
+            self.tokens[key] += outcome.token_ids
+            self.prompt_logprobs[key] += [entry.logprob for entry in outcome.prompt_logprobs]
             if outcome.finish_reason:
-                self.ends[request.request_id] = outcome.finish_reason
+                self.ends[key] = outcome.finish_reason
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.leaves:
@@ -174,3 +180,39 @@ class SimulatedRank:
     def _read(self, row: _Row) -> list[int]:
         at = range(row.num_computed)
         return [self.device[row.pages[position // self.size]][position % self.size] for position in at]
+
+
+LIMITS = Limits(
+    vocab_size=97,
+    max_model_len=64,
+    page_size=4,
+    num_pages=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_queued_requests=1000,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rank(host: int = 0, clock: Clock | None = None, enabled: bool = True, **limits: int) -> SimulatedRank:
+    settings = PrefixSettings(enabled, "model", host)
+    scheduler = Scheduler(dataclasses.replace(LIMITS, **limits), (), prefix=settings, clock=clock or Clock())
+    return SimulatedRank(scheduler, host)
+
+
+def asked(
+    number: int, prompt: list[int], resumed: int = 0, options: RequestOptions | None = None, **params: object
+) -> Request:
+    """`resumed` tokens of its output come with the payload."""
+    one = request(number, prompt, **params)
+    one.options = options or RequestOptions()
+    one.output_token_ids = continuation(prompt, resumed)
+    one.num_resumed = resumed
+    return one

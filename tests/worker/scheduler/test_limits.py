@@ -28,6 +28,10 @@ LIMITS = Limits(
         ([1] * 32, {}, ["32 tokens", "31", "max_model_len"]),
         ([1] * 40, {}, ["40 tokens", "31"]),
         ([1], {"stop_token_ids": (5, 100)}, ["stop_token_ids[1] is 100", "100"]),
+        ([1], {"logit_bias": {100: 1.0}}, ["logit_bias", "100"]),
+        ([1], {"allowed_token_ids": (1, 100)}, ["allowed_token_ids[1] is 100"]),
+        ([1], {"bad_words_ids": ((1,), (2, 100))}, ["bad_words_ids[1][1] is 100"]),
+        ([1], {"stop_words_ids": ((100,),)}, ["stop_words_ids[0][0] is 100"]),
     ],
 )
 def test_a_bad_request_is_refused_by_name(prompt, params, words):
