@@ -123,7 +123,7 @@ class OpenRequest:
             output_token_ids=self.token_ids,
         )
         options_to_wire(self.options, message)
-        if (remaining := self.remaining_s) is not None:
+        if self._was_lost and (remaining := self.remaining_s) is not None:
             message.timeout_s = max(remaining, 0.001)
         return message
 
