@@ -20,6 +20,8 @@ from allspan.protos.results import ResultQueue
 
 MARGIN = 8
 """Tokens that are still to come when the counters are read the second time."""
+ATTEMPTS = 5
+"""A small model may have ended before its counters are read."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def measure(engine: ClientEngine, config: StepConfig, options: Options) -> Repor
     batches = []
     for size in config.batch_sizes:
         asyncio.run(_decode(engine, config, draw, size))  # warms up
-        runs = [asyncio.run(_decode(engine, config, draw, size)) for _ in range(config.repeats)]
+        runs = [_seen(engine, config, draw, size) for _ in range(config.repeats)]
         pairs = [(after, before, after.steps - before.steps) for before, after in runs]
         batches.append(
             {
@@ -64,6 +66,17 @@ def measure(engine: ClientEngine, config: StepConfig, options: Options) -> Repor
             }
         )
     return {"batches": batches}
+
+
+def _seen(
+    engine: ClientEngine, config: StepConfig, draw: random.Random, size: int
+) -> tuple[EngineStatistics, EngineStatistics]:
+    """The counters before and after some steps. ConfigError when all are over too soon to be seen, again and again."""
+    for _ in range(ATTEMPTS):
+        before, after = asyncio.run(_decode(engine, config, draw, size))
+        if after.steps > before.steps:
+            return before, after
+    raise ConfigError(f"--output-len is {config.output_len}: too few steps to be seen, give more")
 
 
 async def _decode(
@@ -86,8 +99,6 @@ async def _decode(
     finally:
         for handle, _ in opened:
             engine.release_request(handle)
-    if after.steps == before.steps:
-        raise ConfigError(f"--output-len is {config.output_len}: too few steps to be seen, give more")
     return before, after
 
 
