@@ -45,3 +45,4 @@ def start(model: Path, runtime: Path) -> Iterator[Start]:
     yield begin
     for served in made:
         served.kill()
+        print(served.log)  # shown when the test fails

@@ -24,8 +24,7 @@ pytestmark = pytest.mark.timeout(180)
 ENDLESS = SamplingParams(max_tokens=60000, temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("flags", [(), ("--no-gateway",)])
+@pytest.mark.parametrize(("number", "flags"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--no-gateway",))])
 def test_one_signal_ends_it_in_order(start: Start, number: signal.Signals, flags: tuple[str, ...]) -> None:
     served = start(*flags)
     traces = served.traces()
@@ -95,10 +94,10 @@ def test_a_signal_while_loading_leaves_nothing(start: Start, number: signal.Sign
 
 
 def test_two_clusters_on_a_host_do_not_meet(start: Start, runtime: Path) -> None:
-    first, second = start("--no-gateway"), None
-    run_dir = first.run_dir
-    second = start("--no-gateway", f"--run-dir={runtime}/own")
-    with ClientEngine(attach=run_dir) as one, ClientEngine(attach=runtime / "own") as two:
+    first, second = start("--no-gateway", wait=False), start("--no-gateway", f"--run-dir={runtime}/own", wait=False)
+    first.wait_ready()
+    second.wait_ready()
+    with ClientEngine(attach=first.run_dir) as one, ClientEngine(attach=runtime / "own") as two:
         params = SamplingParams(max_tokens=4, temperature=0.0)
         assert one.generate([[5, 6, 7]], params)[0].token_ids == two.generate([[5, 6, 7]], params)[0].token_ids
         assert second.ask_to_end() == 0

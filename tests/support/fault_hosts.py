@@ -42,6 +42,8 @@ class MemoryGroup:
         return int((self.path / name).read_text())
 
     def set_limit(self, num_bytes: int) -> None:
+        if (swap := self.path / "memory.swap.max").exists():
+            swap.write_text("0")
         self.limit.write_text(str(num_bytes))
 
     def add(self, pid: int) -> None:
