@@ -122,12 +122,14 @@ class Supervisor:
         try:
             stops = [self._stop_read, *self._parent_fds]
             event = world.wait(stops, done=lambda: world.info() is not None, timeout_s=self._plan.start_timeout_s)
-            if event == "done":
+            loaded = event == "done"
+            if loaded:
                 self._note_ready(world)
                 event = world.wait(stops)
             if event == "stop":
                 self._tell(self._state(epoch, "stopped"))  # nobody is to attach any more
-                drain_s = max(0.0, self._drain_until - time.monotonic())
+                if loaded:
+                    drain_s = max(0.0, self._drain_until - time.monotonic())
                 return None
             death = self._late() if event == "timeout" else world.death()
             self._note_failure(death)

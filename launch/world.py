@@ -29,7 +29,8 @@ from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import AllspanError, ConfigError, InternalError
 
 TAIL_BYTES = 16384
-TERM_GRACE_S = 5.0
+END_GRACE_S = 3.0
+"""For a rank's orderly end, once nothing runs on it."""
 CAUSE_WAIT_S = 0.8
 """How long mpirun and the ranks get to say why a rank died; cluster.json tells the cause within a second."""
 
@@ -160,12 +161,12 @@ class World:
         return Death(f"mpirun (pid {self._process.pid}) ended with code {code}: {self._last_line()}")
 
     def end(self, drain_s: float | None) -> None:
-        """Ends every process of the world and removes MPI's files: at once (None), or in order, after `drain_s` seconds
-        at most for requests that run and 5 s for the rest."""
+        """Ends every process of the world and removes MPI's files: at once (None), or in order, within `drain_s` seconds
+        for requests that run and END_GRACE_S for the rest."""
         if drain_s:
             self._ask_to_end(signal.SIGTERM, drain_s)
         if drain_s is not None:
-            self._ask_to_end(signal.SIGINT, TERM_GRACE_S)
+            self._ask_to_end(signal.SIGINT, END_GRACE_S)
         if self._process.poll() is None:
             self._process.kill()
         reaper.kill(str(self._run.path))
