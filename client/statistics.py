@@ -17,12 +17,15 @@ _NOT_ADDED = ("page_size", "weights_version", "weights_loaded")
 
 def merged(statuses: Sequence[pb.WorkerStatus], replica: int = 0) -> EngineStatistics:
     """One world: the leader's counters, and an entry for each rank. `statuses` is in order of rank."""
-    leader = statuses[0]
+    leader, *followers = statuses
+    told = {name: getattr(leader.statistics, name) for name in _COUNTERS}
+    # A follower's inbox may be full before the leader's queue is. Several refuse much the same requests.
+    told["refused_requests"] += max((follower.statistics.refused_requests for follower in followers), default=0)
     return EngineStatistics(
         model=leader.model,
         max_model_len=leader.max_model_len,
         ranks=tuple(_rank(status, replica) for status in statuses),
-        **{name: getattr(leader.statistics, name) for name in _COUNTERS},
+        **told,
     )
 
 

@@ -36,6 +36,14 @@ def test_every_counter_of_the_leader_is_told() -> None:
     assert told.kv_bytes == ranks[0].statistics.kv_bytes + 5
 
 
+def test_what_a_follower_s_full_inbox_refused_counts_as_refused() -> None:
+    ranks = statuses(3, 1)
+    by_leader = ranks[0].statistics.refused_requests
+    for rank, refused in ((1, 4), (2, 7)):
+        ranks[rank].statistics.refused_requests = refused
+    assert merged(ranks).refused_requests == by_leader + 7
+
+
 def test_replicas_are_added_up() -> None:
     worlds = [merged(statuses(2, scale), scale) for scale in (1, 10)]
     whole = added(worlds, replicas=3)

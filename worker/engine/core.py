@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, InvalidRequest, Unavailable
+from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, InvalidRequest, QueueFull, Unavailable
 from allspan.worker.engine.batch import Batch, BatchSizes
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import PageTiers, StepModel
@@ -111,6 +111,7 @@ class EngineCore:
         self._failure: BaseException | None = None
         self._operation_error: AllspanError | None = None
         self._is_executing = False
+        self._refused = 0
         self._step = 0
         self._checked_step = 0
         self._host_s = 0.0
@@ -124,9 +125,13 @@ class EngineCore:
             self._check_open()
             if not self.is_leader:
                 self.limits.admit(request)
-            self._inbox.put(request)
-            if self.is_leader:
-                self._enqueue(request)
+            try:
+                self._inbox.put(request)
+                if self.is_leader:
+                    self._enqueue(request)
+            except QueueFull:
+                self._refused += 1
+                raise
 
     def cancel(self, request_ids: Iterable[bytes]) -> None:
         """Leader: ends requests in whatever state they are. Follower: gives back payloads that no plan has joined.
@@ -230,6 +235,7 @@ class EngineCore:
         """Takes no lock that a step holds for long."""
         own: dict[str, Any] = {
             "page_size": self.limits.page_size,
+            "refused_requests": self._refused,
             "steps": self._step,
             "host_s": self._host_s,
             "model_s": self._model_s,

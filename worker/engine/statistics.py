@@ -10,7 +10,7 @@ from allspan.worker.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class CoreStatistics:
-    """Counters since the start. A follower knows rows, steps, times and its weights only."""
+    """Counters since the start. A follower knows rows, refusals, steps, times and its weights only."""
 
     running: int = 0
     waiting: int = 0
@@ -37,7 +37,7 @@ class CoreStatistics:
     cancelled_requests: int = 0
     failed_requests: int = 0
     refused_requests: int = 0
-    """By a full queue."""
+    """By a full queue, or a full inbox."""
     prompt_tokens_per_s: float = 0.0
     """Over the last 10 s or so."""
     generated_tokens_per_s: float = 0.0

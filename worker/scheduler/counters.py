@@ -18,8 +18,6 @@ class SchedulerCounters:
     """However they ended."""
     cancelled_requests: int = 0
     failed_requests: int = 0
-    refused_requests: int = 0
-    """By a full queue."""
     preemptions: int = 0
     steps: int = 0
     prefix_query_tokens: int = 0

@@ -104,7 +104,6 @@ class Scheduler:
             raise AlreadyExists(f"request_id {request.request_id.hex()} is in use; choose another")
         self.limits.admit(request)
         if len(self._waiting) >= self.limits.max_queued_requests:
-            self.counters.refused_requests += 1
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting, max_queued_requests is "
                 f"{self.limits.max_queued_requests}; try again in a second or later"

@@ -193,8 +193,25 @@ def test_a_refused_request_does_not_disturb_the_others():
     ):
         with pytest.raises(error):
             core.submit(bad)
+    assert core.statistics().refused_requests == 1, "by the full queue; the others are their callers' mistakes"
     step_until_idle(core)
     assert set(collected.outputs) == {one.request_id}
+
+
+def test_what_a_follower_s_inbox_refuses_is_counted_there():
+    world = ThreadWorld(2)
+    follower, _ = fake_core(
+        collectives=world.collectives[1],
+        channel=world.channels[1],
+        widths=(50, 47),
+        max_queued_requests=1,
+        max_num_seqs=1,
+    )
+    for number in range(4):
+        follower.submit(request(number, [1]))
+    with pytest.raises(QueueFull):
+        follower.submit(request(4, [1]))
+    assert follower.statistics().refused_requests == 1
 
 
 def test_a_cancelled_id_cannot_be_used_again_at_once():
