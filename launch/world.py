@@ -161,7 +161,7 @@ class World:
         return Death(f"mpirun (pid {self._process.pid}) ended with code {code}: {self._last_line()}")
 
     def end(self, drain_s: float | None) -> None:
-        """Ends every process of the world and removes MPI's files: at once (None), or in order, within `drain_s` seconds
+        """Ends every process of the world and removes MPI's files: at once (None), or in order, with `drain_s` seconds
         for requests that run and END_GRACE_S for the rest."""
         if drain_s:
             self._ask_to_end(signal.SIGTERM, drain_s)
