@@ -16,7 +16,7 @@ import pytest
 
 from allspan import ClientEngine, SamplingParams
 from allspan.protos.results import ResultQueue
-from support.faults import make_fault
+from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served
 from support.waiting import wait_until
 
@@ -26,20 +26,6 @@ pytestmark = pytest.mark.timeout(240)
 
 RESUMED_WITHIN_S = 3.0
 TOKENS = 200
-
-SLOW_STEPS = """
-import time
-from allspan.worker.models.model import Model
-
-forward = Model.forward
-
-def slow(self, *arguments):
-    time.sleep(0.005)
-    return forward(self, *arguments)
-
-Model.forward = slow
-"""
-"""So that streams last through the kills on any machine."""
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,6 +19,7 @@ import pytest
 from allspan import ClientEngine, SamplingParams
 from allspan.protos import inference_pb2, inference_pb2_grpc
 from allspan.protos.errors import AllspanError
+from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served
 from support.waiting import wait_until
 
@@ -42,6 +48,48 @@ def test_open_requests_end_with_an_error_and_do_not_hold_it_up(start: Start) -> 
         with pytest.raises(AllspanError):
             list(queue)
     traces.assert_gone(within=1.0)
+
+
+def test_running_requests_finish_while_new_ones_are_refused(start: Start, tmp_path: Path) -> None:
+    """Over HTTP and through a facade of its own; then the server ends by itself, long before its limit."""
+    env = make_fault(tmp_path / "slow", 0, SLOW_STEPS).env
+    served = start("--shutdown-timeout=60", env=env)
+    traces = served.traces()
+    long = ENDLESS.with_(max_tokens=400)
+    with ClientEngine(attach=served.run_dir) as engine, ThreadPoolExecutor() as pool:
+        over_http = pool.submit(complete, served, max_tokens=400, ignore_eos=True)
+        _, queue = engine.start_request([1, 2, 3], long)
+        first = queue.get(timeout=30)
+        assert first is not None
+        wait_until(lambda: engine.statistics().running == 2, 10.0, "both requests running")
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: status_of(served, "/ready") == 503, 2.0, "a gateway that is not ready")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            complete(served, max_tokens=1)
+        with refused.value as answer:
+            assert answer.code == 503
+        rest = [token for output in queue for token in output.token_ids]
+        assert len(first.token_ids) + len(rest) == 400
+        assert over_http.result(60)["usage"]["completion_tokens"] == 400
+    assert served.wait_exit(10.0) == 0
+    assert "still run" in served.log
+    traces.assert_gone(within=1.0)
+
+
+def complete(served: Served, **fields: Any) -> Any:
+    body = json.dumps({"prompt": "ab", "temperature": 0} | fields).encode()
+    request = urllib.request.Request(f"{served.http}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def status_of(served: Served, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"{served.http}{path}", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 def test_a_second_signal_ends_it_at_once(start: Start) -> None:

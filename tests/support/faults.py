@@ -30,6 +30,20 @@ if "allspan.worker" in sys.orig_argv:
     if RANK == {rank}:
 """
 
+SLOW_STEPS = """
+import time
+from allspan.worker.models.model import Model
+
+forward = Model.forward
+
+def slow(self, *arguments):
+    time.sleep(0.005)
+    return forward(self, *arguments)
+
+Model.forward = slow
+"""
+"""Five milliseconds a step, so that streams last long enough on any machine."""
+
 
 @dataclass(frozen=True)
 class Fault:
