@@ -29,7 +29,15 @@ from allspan.protos.errors import (
     ModelNotFound,
 )
 from allspan.protos.options import RequestOptions
-from allspan.protos.prompts import Params, checked_ids, params_list, parse_request_id, prompt_list, with_seed
+from allspan.protos.prompts import (
+    Params,
+    checked_ids,
+    checked_options,
+    params_list,
+    parse_request_id,
+    prompt_list,
+    with_seed,
+)
 from allspan.protos.results import RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import Tokenizer, load_tokenizer
@@ -177,7 +185,7 @@ class ClientEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
-        return self._loop.run(self._start(*self._request(prompt, sampling_params, request_id), options))
+        return self._loop.run(self._start(*self._request(prompt, sampling_params, request_id, options)))
 
     async def astart_request(
         self,
@@ -187,8 +195,8 @@ class ClientEngine:
         options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         """`start_request` for asyncio; cancelling it leaves no request behind."""
-        request = await asyncio.to_thread(self._request, prompt, sampling_params, request_id)
-        return await self._loop.arun(self._start(*request, options))
+        request = await asyncio.to_thread(self._request, prompt, sampling_params, request_id, options)
+        return await self._loop.arun(self._start(*request))
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -289,7 +297,7 @@ class ClientEngine:
         seeded = params_list(params, len(listed))
         encoded = [self._encode(prompt) for prompt in listed]
         needs_text = any(isinstance(prompt, str) for prompt in listed) or any(entry.stop for entry in seeded)
-        return Generation(self._session, self._tokenizer_for(needs_text), options).run(encoded, seeded)
+        return Generation(self._session, self._tokenizer_for(needs_text), checked_options(options)).run(encoded, seeded)
 
     def _tokenizer_for(self, needs_text: bool) -> Tokenizer | None:
         """None when the model has none and nobody needs it: then completions carry token ids and an empty text."""
@@ -301,9 +309,13 @@ class ClientEngine:
             return None
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None
-    ) -> tuple[bytes, tuple[int, ...], SamplingParams]:
-        return parse_request_id(request_id), self._encode(prompt), with_seed(params)
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions | None,
+    ) -> tuple[bytes, tuple[int, ...], SamplingParams, RequestOptions]:
+        return parse_request_id(request_id), self._encode(prompt), with_seed(params), checked_options(options)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -311,7 +323,7 @@ class ClientEngine:
         return checked_ids(prompt, self.cluster)
 
     async def _start(
-        self, request_id: bytes, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions | None
+        self, request_id: bytes, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions
     ) -> tuple[RequestHandle, ResultQueue]:
         queue = await self._session.start(request_id, prompt, params, options)
         return RequestHandle(request_id.hex(), self.model), queue

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from allspan.protos.engine import Prompt
 from allspan.protos.errors import InvalidRequest
+from allspan.protos.options import RequestOptions
 from allspan.protos.sampling import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -36,6 +37,8 @@ def params_list(params: Params, count: int) -> list[SamplingParams]:
     """One for each prompt, each with a seed."""
     if params is None or isinstance(params, SamplingParams):
         return [with_seed(params) for _ in range(count)]
+    if not isinstance(params, Sequence):
+        raise InvalidRequest(f"sampling_params is {params!r}, must be SamplingParams or a list", "sampling_params")
     if len(params) != count:
         raise InvalidRequest(f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params")
     return [with_seed(entry) for entry in params]
@@ -47,6 +50,12 @@ def with_seed(params: SamplingParams | None) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"sampling_params is {params!r}, must be a SamplingParams", "sampling_params")
     return params if params.seed is not None else params.with_(seed=secrets.randbits(64))
+
+
+def checked_options(options: RequestOptions | None) -> RequestOptions:
+    if options is not None and not isinstance(options, RequestOptions):
+        raise InvalidRequest(f"options is {options!r}, must be RequestOptions", "options")
+    return options or RequestOptions()
 
 
 def checked_ids(prompt: Sequence[int], sizes: Sizes) -> tuple[int, ...]:

@@ -336,6 +336,12 @@ REFUSALS: dict[str, tuple[Callable[[EngineProtocol], Any], type[AllspanError], i
     "a token that is none": (lambda engine: engine.start_request([256], GREEDY), InvalidRequest, 2),
     "a prompt as long as the context": (lambda engine: engine.start_request([1] * 512, GREEDY), InvalidRequest, 2),
     "an id that is none": (lambda engine: engine.start_request([1], GREEDY, "xyz"), InvalidRequest, 2),
+    "options that are none": (
+        lambda engine: engine.start_request(PROMPT, GREEDY, options={"priority": 1}),  # type: ignore[arg-type]
+        InvalidRequest,
+        2,
+    ),
+    "one parameter for all": (lambda engine: engine.generate(PROMPT, 8), InvalidRequest, 2),  # type: ignore[arg-type]
     "weights of a running model": (lambda engine: engine.unload_weights(5.0), Unavailable, 12),
     "new weights for a running model": (lambda engine: engine.reload_weights(5.0), Unavailable, 12),
 }

@@ -18,7 +18,15 @@ from allspan.kernels.table import op_set
 from allspan.protos.engine import Completion, EngineStatistics, OpProfile, Prompt, RankStatistics
 from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, DeadlineExceeded, ModelNotFound
 from allspan.protos.options import RequestOptions
-from allspan.protos.prompts import Params, checked_ids, params_list, parse_request_id, prompt_list, with_seed
+from allspan.protos.prompts import (
+    Params,
+    checked_ids,
+    checked_options,
+    params_list,
+    parse_request_id,
+    prompt_list,
+    with_seed,
+)
 from allspan.protos.results import Output, RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text.loading import load_tokenizer
@@ -123,7 +131,7 @@ class Engine:
         options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         params = with_seed(sampling_params)
-        return self._start(self._encode(prompt), params, options, parse_request_id(request_id))
+        return self._start(self._encode(prompt), params, checked_options(options), parse_request_id(request_id))
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -221,20 +229,20 @@ class Engine:
         listed = prompt_list(prompts)
         params = params_list(sampling_params, len(listed))
         ids = [self._encode(prompt) for prompt in listed]
-        start = functools.partial(self._start, options=options)
+        start = functools.partial(self._start, options=checked_options(options))
         return Generation(start, self.release_request, self._tokenizer_or_none()), ids, params
 
     def _start(
         self,
         ids: Sequence[int],
         params: SamplingParams,
-        options: RequestOptions | None = None,
+        options: RequestOptions,
         request_id: bytes | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         request_id = request_id or parse_request_id(None)
         queue = self._open.add(request_id, params, self.tokenizer if params.stop else None)
         try:
-            self._core.submit(Request(request_id, "", tuple(ids), params, options or RequestOptions()))
+            self._core.submit(Request(request_id, "", tuple(ids), params, options))
         except AllspanError:
             self._open.remove(request_id)
             raise
