@@ -195,7 +195,7 @@ def _start(
         ),
         cache=settings.cache,
         scheduler=settings.scheduler,
-        parallel=_parallel(settings, placement),
+        parallel=parallel_config(settings, placement),
     )
     say(f"serving {name} from {model.path}: {placement.describe()}; {mpirun}")
     plan = WorldPlan(config, placement, mpirun, numactl, settings.supervisor.start_timeout_s)
@@ -209,7 +209,7 @@ def _start(
     return cluster
 
 
-def _parallel(settings: ServeSettings, placement: Placement) -> ParallelConfig:
+def parallel_config(settings: ServeSettings, placement: Placement) -> ParallelConfig:
     """A collective waits longer than the watchdog does: who is stopped for a while may go on."""
     timeout_s, watchdog_s = settings.parallel.timeout_s, settings.supervisor.watchdog_timeout
     if timeout_s < 2 * watchdog_s:

@@ -16,6 +16,8 @@ import pytest
 
 from allspan.launch.cli import COMMANDS, usage
 from allspan.launch.models import DEFAULT_MODEL
+from allspan.launch.placement import Placement
+from allspan.launch.serve import parallel_config
 from allspan.launch.session import serve_options
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.errors import ConfigError
@@ -120,6 +122,18 @@ def test_a_served_name_holds_without_a_gateway_too() -> None:
     assert (settings.gateway, settings.served_model_name) == (None, "org/name")
 
 
+def test_running_requests_get_their_time_without_a_gateway_too() -> None:
+    settings = serve_settings(serve_parser().parse(["/a", "--no-gateway", "--shutdown-timeout", "9", "--no-resume"]))
+    assert (settings.shutdown_timeout, settings.resume.resume) == (9.0, False)
+
+
+@pytest.mark.parametrize(("watchdog", "asked", "collectives"), [("30", "60", 60), ("31", "60", 62), ("2", "5", 5)])
+def test_a_collective_waits_for_longer_than_the_watchdog(watchdog: str, asked: str, collectives: float) -> None:
+    flags = ["/a", "--watchdog-timeout", watchdog, "--timeout-s", asked]
+    parallel = parallel_config(serve_settings(serve_parser().parse(flags)), Placement(()))
+    assert parallel.timeout_s == collectives
+
+
 def test_every_stable_flag_is_there() -> None:
     text = serve_parser().format_help()
     flags = "--ranks -tp --tensor-parallel-size --threads --dtype --max-model-len --load-format --random-weights --host"
@@ -127,7 +141,8 @@ def test_every_stable_flag_is_there() -> None:
     flags += (
         " --kv-cache-bytes --max-num-seqs --max-num-batched-tokens --page-size --kv-cache-dtype --collectives --device"
     )
-    flags += " --bind"
+    flags += " --bind --data-parallel-size -dp --watchdog-timeout --max-failures --failure-window-s --shutdown-timeout"
+    flags += " --resume --no-resume --resume-timeout"
     assert not [flag for flag in flags.split() if flag not in text.replace(",", " ").split()]
 
 
