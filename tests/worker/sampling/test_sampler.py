@@ -90,6 +90,35 @@ def test_a_row_samples_the_same_alone_in_a_batch_and_on_several_ranks(params, se
         assert result.prompt_logprobs == together.prompt_logprobs
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(0, 1000), st.integers(2, 4), st.data())
+def test_greedy_rows_get_the_token_of_one_rank_from_the_ranks_best_ones(m, seed, size, data):
+    """Equals in different slices, rows without a finite number, slices without any."""
+    widths = {2: (29, 21), 3: (20, 17, 13), 4: (20, 17, 8, 5)}[size]
+    logits = torch.round(logits_for(seed, m))
+    for row, column in data.draw(st.lists(st.tuples(st.integers(0, m - 1), st.integers(0, V - 1)), max_size=3)):
+        logits[row, column] = data.draw(st.sampled_from([math.inf, math.nan, -math.inf]))
+    for row, rank in data.draw(st.lists(st.tuples(st.integers(0, m - 1), st.integers(0, size - 1)), max_size=2)):
+        first = sum(widths[:rank])
+        logits[row, first : first + widths[rank]] = -math.inf
+    if data.draw(st.booleans()):
+        logits[0] = -math.inf
+    rows, positions = np.arange(m), np.arange(m) + 5
+    world = ThreadWorld(size)
+
+    def tokens_of(one, part):
+        for row in range(m):
+            one.add(row, SamplingParams(temperature=0.0, seed=row), 4, NO_TOKENS)
+        return one.sample(part, rows, positions).tokens.tolist()
+
+    def on_rank(rank):
+        first = sum(widths[:rank])
+        part = logits[:, first : first + widths[rank]].contiguous()
+        return tokens_of(Sampler(64, widths, world.collectives[rank], EOS), part)
+
+    assert world.run(on_rank) == [tokens_of(sampler(), logits.clone())] * size
+
+
 def test_logprobs_are_of_the_raw_logits_whatever_the_filters():
     logits = logits_for(6)
     log_softmax = torch.log_softmax(logits.double(), dim=1)[0]
