@@ -10,12 +10,25 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine
+from support.byte_model import save_byte_model
 from support.default_model import default_model
 
 
 @pytest.fixture(scope="session")
 def model() -> Path:
     return default_model()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random and tiny, for what does not depend on what the tokens are."""
+    return save_byte_model(tmp_path_factory.mktemp("tiny") / "tiny", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def start_tiny(tiny: Path) -> Callable[..., ClientEngine]:
+    """Starts a cluster of the tiny model, by default on two ranks."""
+    return functools.partial(ClientEngine, tiny, ranks=2, threads=1, oversubscribe=True, startup_timeout=120.0)
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.byte_tokenizer import write_byte_tokenizer
+from support.byte_model import save_byte_model
 from support.serving import Traces, memory_folders, run_allspan, runtime_folder
-from support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -18,12 +17,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 whose tokens are bytes."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_tiny(folder, "qwen3", vocab_size=256, eos_token_id=255)
-    config = (folder / "config.json").read_text()
-    write_byte_tokenizer(folder)
-    (folder / "config.json").write_text(config)
-    return folder
+    return save_byte_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
 
 
 def generate(model: Path, *flags: str) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from support.byte_tokenizer import write_byte_tokenizer
+from support.byte_model import save_byte_model
 from support.serving import Served, runtime_folder
-from support.tiny_models import save_tiny
 
 Start = Callable[..., Served]
 
@@ -18,12 +16,7 @@ Start = Callable[..., Served]
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bytes are tokens; room for answers that last until something breaks."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    save_tiny(folder, "llama", vocab_size=256, max_position_embeddings=65536, eos_token_id=255)
-    config = json.loads((folder / "config.json").read_text())
-    write_byte_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_byte_model(tmp_path_factory.mktemp("tiny") / "model", max_position_embeddings=65536)
 
 
 @pytest.fixture
