@@ -35,14 +35,18 @@ class NativeKernel:
     def __init__(self, native: Any, runtime: Any = None) -> None:
         self._native = native
         self._runtime = runtime
+        self._settings: Settings | None = None
+        self._table: NDArray[np.uint8] | None = None
+        """The bytes of `_settings`, which is the same array at every step."""
         self.penalise_repeated = native.penalise_repeated
         self.penalise_counted = native.penalise_counted
 
     def sample_rows(
         self, logits: Logits, rows: Ints, positions: Ints, targets: Ints, settings: Settings, out: NDArray[np.int32]
     ) -> None:
-        table = settings.view(np.uint8).reshape(len(settings), -1)
-        self._native.sample_rows(self._runtime, logits, rows, positions, targets, table, out)
+        if settings is not self._settings:
+            self._settings, self._table = settings, settings.view(np.uint8).reshape(len(settings), -1)
+        self._native.sample_rows(self._runtime, logits, rows, positions, targets, self._table, out)
 
     def log_softmax_rows(self, logits: Logits, counts: Ints, out: NDArray[np.int32]) -> None:
         self._native.log_softmax_rows(self._runtime, logits, counts, out)

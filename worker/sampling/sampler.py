@@ -75,6 +75,11 @@ class Sampler:
         """Of those rows that have any."""
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._num_prompt_logprobs = np.zeros(max_rows, dtype=np.int64)
+        self._demanding: set[int] = set()
+        """Rows that want more than the most likely token. While there are none, a step takes a short way."""
+        self._unknown = np.full(max_rows, -1, dtype=np.int64)
+        self._at = np.arange(max_rows)
+        self._first_columns = np.cumsum((0, *widths[:-1]), dtype=np.int32)
 
     def add(self, row: int, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> None:
         """`tokens` [max_model_len] is the row's, prompt and output, kept up to date by its owner: when the token at
@@ -85,9 +90,12 @@ class Sampler:
             self._changes[row] = changes
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._num_prompt_logprobs[row] = min(params.prompt_logprobs or 0, self._vocab_size)
+        if changes or not params.is_greedy or params.logprobs is not None:
+            self._demanding.add(row)
 
     def remove(self, row: int) -> None:
         self._changes.pop(row, None)
+        self._demanding.discard(row)
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """A token, or its log-probabilities, for each row of logits.
@@ -97,6 +105,8 @@ class Sampler:
         `targets` [m] is -1 (None: everywhere) the token is sampled; else it is known, a prompt's, and only its
         log-probability and the most likely tokens there are wanted.
         """
+        if targets is None and not self._demanding:
+            return Sampled(self._greedy(logits.cpu().numpy(), rows, positions), {})
         counts = self._num_logprobs[rows]
         if targets is None:
             targets = np.full(len(rows), -1, dtype=np.int64)
@@ -110,8 +120,6 @@ class Sampler:
         logits = logits.cpu()
         if world.size == 1:
             return _unpack(self._sample_rows(logits, wanted, columns), wanted)
-        if columns == 1 and self._is_plain(rows, targets):
-            return Sampled(self._greedy(logits, wanted), {})
         mine = wanted.share(world.rank, world.size)
         whole = logits.new_empty((len(mine.rows), self._vocab_size))
         world.exchange_rows(logits, self._widths, whole)
@@ -120,31 +128,28 @@ class Sampler:
         world.all_gather_rows(torch.from_numpy(part), result)
         return _unpack(result.numpy(), wanted)
 
-    def _is_plain(self, rows: Rows, targets: Rows) -> bool:
-        """Nothing but the most likely token of each row is wanted."""
-        return not (self._changes or self._settings["is_random"][rows].any() or (targets >= 0).any())
+    def _greedy(self, logits: Logits, rows: Rows, positions: Rows) -> NDArray[np.int32]:
+        """The most likely token of each row, int32 [m]: what `_sample_rows` says of rows that want no more."""
+        best = np.zeros((len(rows), 1), dtype=np.int32)
+        self._kernel.sample_rows(logits, rows, positions, self._unknown[: len(rows)], self._settings, best)
+        tokens = best[:, 0] if self._collectives.size == 1 else self._best_of_ranks(logits, best[:, 0])
+        if tokens.min(initial=0) < 0:
+            tokens[tokens < 0] = NOT_FINITE
+        return tokens
 
-    def _greedy(self, logits: Tensor, wanted: _Wanted) -> NDArray[np.int32]:
-        """What `_sample_rows` says of plain rows, from each rank's best token instead of from whole rows."""
-        size, count = self._collectives.size, len(wanted.rows)
-        columns: Logits = np.ascontiguousarray(logits.numpy())
-        best = np.zeros((count, 2), dtype=np.int32)
-        best[:, :1] = self._tokens(columns, wanted)
-        ids, values = best[:, 0], best.view(np.float32)[:, 1]
-        values[:] = np.where(ids < 0, -np.inf, columns[np.arange(count), ids])
+    def _best_of_ranks(self, logits: Logits, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """From each rank's best columns `ids` [m], or what is wrong with them, to tokens: no rank needs a whole row."""
+        count, size, at = len(ids), self._collectives.size, self._at[: len(ids)]
+        mine = np.empty((count, 2), dtype=np.int32)
+        mine[:, 0] = ids
+        mine.view(np.float32)[:, 1] = logits[at, np.maximum(ids, 0)]
         gathered = torch.empty((count * size, 2), dtype=torch.int32)
-        self._collectives.all_gather_rows(torch.from_numpy(best), gathered)
+        self._collectives.all_gather_rows(torch.from_numpy(mine), gathered)
         everyone = gathered.numpy().reshape(count, size, 2)
-        at, winner = np.arange(count), everyone.view(np.float32)[:, :, 1].argmax(axis=1)  # of equals, the lowest id
-        tokens = everyone[at, winner, 0] + np.cumsum((0, *self._widths))[winner]
-        is_bad = (everyone[:, :, 0] == NOT_FINITE).any(axis=1) | (everyone[at, winner, 0] < 0)
-        return np.where(is_bad, NOT_FINITE, tokens).astype(np.int32)
-
-    def _tokens(self, logits: Logits, wanted: _Wanted) -> NDArray[np.int32]:
-        """[m, 1]"""
-        result = np.zeros((len(wanted.rows), 1), dtype=np.int32)
-        self._kernel.sample_rows(logits, wanted.rows, wanted.positions, wanted.targets, self._settings, result)
-        return result
+        ranks = everyone.view(np.float32)[:, :, 1].argmax(axis=1)  # of equals the first, so the lowest id
+        tokens = everyone[at, ranks, 0]
+        tokens = np.where(tokens < 0, tokens, tokens + self._first_columns[ranks])
+        return np.where((everyone[:, :, 0] == NOT_FINITE).any(axis=1), np.int32(NOT_FINITE), tokens)
 
     def _sample_rows(self, whole: Tensor, wanted: _Wanted, columns: int) -> NDArray[np.int32]:
         """int32 [m, columns] for whole rows of logits [m, vocabulary]."""
