@@ -200,6 +200,7 @@ class Session:
                 await self._admit(request)
             except Unavailable:
                 if not request.losses:
+                    await self._router.some_ready()  # a world that was lost just now is told with its cause
                     raise
                 await self._next_life(request)
         except AllspanError:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from allspan.client.router import Router
 from allspan.client.session import ResumePolicy
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.errors import AllspanError, DeadlineExceeded, QueueFull, Unavailable
@@ -80,6 +81,25 @@ async def test_a_request_that_comes_back_to_the_world_it_left_has_another_id_the
     await cluster.session.stop(request_id)
     await until(lambda: cluster.ranks[0].requests.get("StopRequest"))
     assert cluster.ranks[0].requests["StopRequest"][-1].request_ids == [message.request_id]
+
+
+async def test_a_request_that_comes_as_the_world_is_lost_is_told_the_cause(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the world ready, and was not yet on its way."""
+    some_ready = Router.some_ready
+
+    async def just_before(router: Router) -> None:
+        await some_ready(router)
+        cluster.ranks[1].break_stream()
+        await until(lambda: router.down_cause)
+        asyncio.get_running_loop().call_later(0.05, cluster.kill, 1, False)
+        monkeypatch.undo()
+
+    monkeypatch.setattr(Router, "some_ready", just_before)
+    with pytest.raises(Unavailable) as caught:
+        await cluster.start()
+    assert KILLED in caught.value.message
 
 
 async def test_a_world_that_is_replaced_while_it_is_attached_to_is_not_used(cluster: MortalCluster) -> None:
