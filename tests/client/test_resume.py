@@ -84,7 +84,7 @@ async def test_a_request_that_comes_back_to_the_world_it_left_has_another_id_the
 
 
 async def test_a_request_that_comes_as_the_world_is_lost_is_told_the_cause(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: MortalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It found the world ready, and was not yet on its way."""
     some_ready = Router.some_ready
