@@ -5,6 +5,7 @@ Imported when an engine first connects, so that importing the client (and forkin
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -12,10 +13,11 @@ import grpc
 import grpc.aio
 
 from allspan.client.transport.base import Method, Reply, Request
-from allspan.protos.errors import AllspanError, InvalidRequest, from_code, from_grpc
+from allspan.protos.errors import AllspanError, InvalidRequest, Unavailable, from_code, from_grpc
 from allspan.protos.wire import CHANNEL_OPTIONS
 
 SERVICE = "allspan.worker.v1.Worker"
+CLOSED = "the connection is closed"
 
 _OPTIONS = (
     *CHANNEL_OPTIONS,
@@ -34,8 +36,12 @@ class GrpcTransport:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._is_closed = False
 
     async def unary(self, method: Method[Request, Reply], request: Request, timeout: float) -> Reply:
+        """Unavailable also once this is closed, for calls that are under way then as well."""
+        if self._is_closed:
+            raise Unavailable(CLOSED)
         call = self._channel.unary_unary(
             f"/{SERVICE}/{method.name}",
             request_serializer=method.request.SerializeToString,  # type: ignore[attr-defined]
@@ -45,6 +51,12 @@ class GrpcTransport:
             return cast(Reply, await call(request, timeout=timeout))
         except grpc.aio.AioRpcError as error:
             raise _translated(error) from None
+        except asyncio.CancelledError:
+            # A channel that is closed cancels its calls, which looks as if their callers had been cancelled.
+            task = asyncio.current_task()
+            if not self._is_closed or (task is not None and task.cancelling()):
+                raise
+            raise Unavailable(CLOSED) from None
 
     async def stream(self, method: Method[Request, Reply], request: Request) -> AsyncIterator[Reply]:
         multicall = self._channel.unary_stream(
@@ -62,6 +74,7 @@ class GrpcTransport:
             call.cancel()
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._channel.close()
 
 

@@ -1,0 +1,53 @@
+"""A connection to a rank that accepts and never answers, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from allspan.client.transport.base import STATUS
+from allspan.client.transport.grpc_transport import GrpcTransport
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.errors import Unavailable
+
+
+@pytest.fixture
+async def mute() -> AsyncIterator[GrpcTransport]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(Path(folder) / "s"))
+        listener.listen()
+        transport = GrpcTransport(f"unix:{folder}/s")
+        yield transport
+        await transport.close()
+
+
+def ask(transport: GrpcTransport) -> asyncio.Task[pb.WorkerStatus]:
+    return asyncio.create_task(transport.unary(STATUS, pb.StatusRequest(), 10.0))
+
+
+async def test_closing_fails_calls_under_way_and_does_not_cancel_their_callers(mute: GrpcTransport) -> None:
+    call = ask(mute)
+    await asyncio.sleep(0)
+    await mute.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await asyncio.wait_for(call, 5.0)
+
+
+async def test_calls_after_the_end_are_refused(mute: GrpcTransport) -> None:
+    await mute.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await ask(mute)
+
+
+async def test_a_caller_that_is_cancelled_is_cancelled(mute: GrpcTransport) -> None:
+    call = ask(mute)
+    await asyncio.sleep(0)
+    call.cancel()
+    await mute.close()
+    with pytest.raises(asyncio.CancelledError):
+        await call
