@@ -13,7 +13,7 @@ from allspan.client.transport.base import Connect
 from allspan.client.world import World
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.cluster import ClusterInfo
-from allspan.protos.errors import AllspanError, Unavailable
+from allspan.protos.errors import AllspanError, DeadlineExceeded, Unavailable
 
 OPEN_TIMEOUT_S = 10.0
 CAUSE_TIMEOUT_S = 1.5
@@ -81,11 +81,19 @@ class Replica:
 
     async def attach(self) -> None:
         """Waits for a world that is starting, however long. Raises ConfigError (nothing there) or Unavailable."""
-        info = await settled(self._source)
-        if info.state != "ready":
-            raise Unavailable(f"the cluster of {info.model} is {info.state}: {info.cause or 'no cause is known'}")
-        async with self._attaching:
-            await self._adopt(info)
+        while True:
+            info = await settled(self._source)
+            if info.state != "ready":
+                raise Unavailable(f"the cluster of {info.model} is {info.state}: {info.cause or 'no cause is known'}")
+            try:
+                async with self._attaching:
+                    await self._adopt(info)
+                return
+            except (DeadlineExceeded, Unavailable):
+                # It may have died just now, which nobody has written down yet.
+                later = await self._news_of(info)
+                if later is None or not _is_over(info, later):
+                    raise
 
     async def glance(self) -> None:
         """Takes a world that is ready at this moment, without waiting for one."""
@@ -137,7 +145,7 @@ class Replica:
 
     async def is_over(self, world: World) -> bool:
         info = await self._read_quietly(GLANCE_S / 4)
-        return info is not None and (info.epoch != world.info.epoch or info.state != "ready")
+        return info is not None and _is_over(world.info, info)
 
     async def _bury(self, world: World) -> None:
         """A world is gone: learn the cause and whether another follows, and look for that."""
@@ -152,14 +160,7 @@ class Replica:
 
     async def _cause(self, world: World) -> str:
         """The supervisor knows more than a broken stream tells, and takes up to a second to find it out."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + CAUSE_TIMEOUT_S
-        info: ClusterInfo | None = None
-        while loop.time() < deadline:
-            info = await self._read_quietly(deadline - loop.time())
-            if info is not None and (info.state in ("down", "stopped") or info.epoch != world.info.epoch):
-                break
-            await asyncio.sleep(CAUSE_POLL_S)
+        info = await self._news_of(world.info)
         self.may_return = _may_return(info)
         if info is not None and info.state == "stopped" and not info.cause:
             return f"the cluster of {info.model} was stopped"
@@ -167,6 +168,18 @@ class Replica:
             return world.obituary()
         named = any(f"rank {rank}" in info.cause for rank in world.lost)
         return info.cause if named else f"{info.cause} ({world.obituary()})"
+
+    async def _news_of(self, info: ClusterInfo) -> ClusterInfo | None:
+        """What is read once a world is known to be over; what is read last when that takes too long."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CAUSE_TIMEOUT_S
+        later: ClusterInfo | None = None
+        while loop.time() < deadline:
+            later = await self._read_quietly(deadline - loop.time())
+            if later is not None and _is_over(info, later):
+                break
+            await asyncio.sleep(CAUSE_POLL_S)
+        return later
 
     async def _read_quietly(self, timeout: float) -> ClusterInfo | None:
         """None when nothing can be read now: while a world is down that is no news."""
@@ -223,6 +236,11 @@ async def settled(source: ClusterSource) -> ClusterInfo:
     while (info := await source.read()).state == "starting" or (info.state == "down" and info.will_restart):
         await asyncio.sleep(CAUSE_POLL_S)
     return info
+
+
+def _is_over(info: ClusterInfo, later: ClusterInfo) -> bool:
+    """Whether a world that was ready is no more, by what is said later."""
+    return later.epoch != info.epoch or later.state != "ready"
 
 
 def _may_return(info: ClusterInfo | None) -> bool:

@@ -305,6 +305,21 @@ async def test_attaching_to_a_cluster_that_will_not_serve_says_why(
         await made.session.attach(0.1)
 
 
+async def test_attaching_to_a_world_that_has_just_died_waits_for_the_next() -> None:
+    made = Cluster(2)
+    made.ranks[1].break_stream()
+    attach = asyncio.create_task(made.session.attach(5))
+    await asyncio.sleep(0.05)
+    made.source.info = made.ranks.info("down", "killed", will_restart=True)
+    await asyncio.sleep(0.05)
+    assert not attach.done()
+    made.ranks.revive()
+    made.source.info = made.ranks.info()
+    await attach
+    await made.start()
+    await made.session.close()
+
+
 async def test_attaching_to_ranks_of_another_epoch_is_refused() -> None:
     made = Cluster(2)
     made.ranks.epoch = 4
