@@ -85,7 +85,11 @@ def _translated(error: grpc.aio.AioRpcError) -> AllspanError:
     code, field = (_text(told.get(key, "")) for key in ("allspan-code", "allspan-field"))
     if code == InvalidRequest.code:
         return InvalidRequest(details, field or None)
-    return from_code(code, details) if code else from_grpc(error.code().name, details)
+    if code:
+        return from_code(code, details)
+    # A server that ends cancels its calls. This side's own cancelling raises CancelledError, and does not come here.
+    is_end = error.code() is grpc.StatusCode.CANCELLED
+    return Unavailable(details) if is_end else from_grpc(error.code().name, details)
 
 
 def _text(value: str | bytes) -> str:

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from allspan.client.transport.base import STATUS
-from allspan.client.transport.grpc_transport import GrpcTransport
+from allspan.client.transport.grpc_transport import SERVICE, GrpcTransport
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.errors import Unavailable
 
@@ -51,3 +52,22 @@ async def test_a_caller_that_is_cancelled_is_cancelled(mute: GrpcTransport) -> N
     await mute.close()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+async def test_a_call_that_a_server_cancels_at_its_end_found_nobody_there() -> None:
+    async def answer(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        await context.abort(grpc.StatusCode.CANCELLED, "the server ends")
+        return b""  # never: abort raises
+
+    handlers = {STATUS.name: grpc.unary_unary_rpc_method_handler(answer)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        address = f"unix:{folder}/s"
+        server.add_insecure_port(address)
+        await server.start()
+        transport = GrpcTransport(address)
+        with pytest.raises(Unavailable, match="the server ends"):
+            await ask(transport)
+        await transport.close()
+        await server.stop(0)
