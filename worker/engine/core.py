@@ -37,7 +37,7 @@ IDLE_SECONDS = 0.5
 OnOutputs = Callable[[list[Outcome]], None]
 OnOperation = Callable[[Operation], None]
 
-_WEIGHTS = (Operation.UNLOAD_WEIGHTS, Operation.LOAD_WEIGHTS)
+_WEIGHTS = (Operation.UNLOAD_WEIGHTS, Operation.RELOAD_WEIGHTS)
 
 
 @dataclass(slots=True)
@@ -347,7 +347,7 @@ class EngineCore:
         if operation in _WEIGHTS:
             # However it ends, what was computed is void: the pages' memory may be gone, the weights be others.
             self.weights_loaded = False
-            self.weights_version += operation is Operation.LOAD_WEIGHTS
+            self.weights_version += operation is Operation.RELOAD_WEIGHTS
             with self._changed:
                 self._scheduler.memory.void(self.weights_version)
         try:
@@ -355,7 +355,7 @@ class EngineCore:
         except AllspanError as error:
             self._operation_error = error
             return
-        if operation is Operation.LOAD_WEIGHTS:
+        if operation is Operation.RELOAD_WEIGHTS:
             self.weights_loaded = True
 
     def _enqueue(self, request: Request) -> None:

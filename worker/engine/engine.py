@@ -176,7 +176,7 @@ class Engine:
         self._core.operate(Operation.UNLOAD_WEIGHTS, timeout)
 
     def reload_weights(self, timeout: float = 600.0) -> None:
-        self._core.operate(Operation.LOAD_WEIGHTS, timeout)
+        self._core.operate(Operation.RELOAD_WEIGHTS, timeout)
 
     def start_profile(self) -> None:
         self._core.operate(Operation.START_PROFILE, PROFILE_TIMEOUT_S)

@@ -94,7 +94,7 @@ def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[
     """What a rank does at an operation of a plan."""
     actions: dict[Operation, Callable[[], None]] = {
         Operation.UNLOAD_WEIGHTS: weights.unload,
-        Operation.LOAD_WEIGHTS: lambda: weights.reload(core.beat),
+        Operation.RELOAD_WEIGHTS: lambda: weights.reload(core.beat),
         Operation.START_PROFILE: model.start_profile,
         Operation.STOP_PROFILE: model.stop_profile,
     }

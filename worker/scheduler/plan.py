@@ -14,7 +14,7 @@ class Operation(enum.IntEnum):
     NONE = 0
     SHUTDOWN = 1
     UNLOAD_WEIGHTS = 2
-    LOAD_WEIGHTS = 3
+    RELOAD_WEIGHTS = 3
     START_PROFILE = 4
     STOP_PROFILE = 5
 

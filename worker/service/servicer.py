@@ -125,7 +125,7 @@ class RankServicer(WorkerServicer):
             "shutdown": lambda timeout: core.shutdown(),
             "reset_prefix_cache": lambda timeout: core.reset_prefix_cache(),
             "unload_weights": functools.partial(core.operate, Operation.UNLOAD_WEIGHTS),
-            "reload_weights": functools.partial(core.operate, Operation.LOAD_WEIGHTS),
+            "reload_weights": functools.partial(core.operate, Operation.RELOAD_WEIGHTS),
             "start_profile": lambda timeout: core.operate(Operation.START_PROFILE, timeout or PROFILE_TIMEOUT_S),
             "stop_profile": lambda timeout: core.operate(Operation.STOP_PROFILE, timeout or PROFILE_TIMEOUT_S),
         }

@@ -72,13 +72,13 @@ def test_what_an_operation_raised_is_told_to_its_caller_and_the_loop_goes_on():
         core.stop_model(1)
     with running(*cores):
         with pytest.raises(CheckpointError, match="the file is gone"):
-            cores[0].operate(Operation.LOAD_WEIGHTS, 10)
+            cores[0].operate(Operation.RELOAD_WEIGHTS, 10)
         assert not cores[0].weights_loaded
         with pytest.raises(Unavailable, match="unloaded"):
             cores[0].start_model()
         for core in cores:
             core.on_operation = lambda operation: None
-        cores[0].operate(Operation.LOAD_WEIGHTS, 10)
+        cores[0].operate(Operation.RELOAD_WEIGHTS, 10)
         assert cores[0].weights_loaded
         cores[0].start_model()
 
@@ -90,8 +90,8 @@ def test_weights_need_a_stopped_and_drained_model():
     core.submit(request(1, [1]))
     with pytest.raises(DeadlineExceeded):
         core.stop_model(0.01)
-    with pytest.raises(Unavailable, match="stop_model"):
-        core.operate(Operation.LOAD_WEIGHTS, 1)
+    with pytest.raises(Unavailable, match="reload_weights needs a stopped model; call stop_model"):
+        core.operate(Operation.RELOAD_WEIGHTS, 1)
 
 
 def test_other_weights_void_what_the_cache_held():
@@ -105,7 +105,7 @@ def test_other_weights_void_what_the_cache_held():
         core.stop_model(10)
         core.operate(Operation.UNLOAD_WEIGHTS, 10)
         assert (core.statistics().pages_cached, core.statistics().weights_loaded) == (0, False)
-        core.operate(Operation.LOAD_WEIGHTS, 10)
+        core.operate(Operation.RELOAD_WEIGHTS, 10)
         core.start_model()
         core.submit(request(3, [7] * 20, max_tokens=2))
         core.stop_model(10)

@@ -69,7 +69,7 @@ async def test_each_operation_reaches_the_core_with_its_time(leader: Rank, clien
     assert leader.core.calls == [
         "reset_prefix_cache",
         "UNLOAD_WEIGHTS 7",
-        "LOAD_WEIGHTS 7",
+        "RELOAD_WEIGHTS 7",
         "START_PROFILE 7",
         "STOP_PROFILE 7",
         "START_PROFILE 20",
