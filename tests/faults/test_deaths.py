@@ -20,6 +20,7 @@ import pytest
 from allspan import ClientEngine, SamplingParams
 from allspan.protos import inference_pb2, inference_pb2_grpc
 from allspan.protos.errors import Unavailable
+from support.fault_facade import Facade
 from support.serving import Served, Traces, is_alive, memory_folders
 from support.waiting import wait_until
 
@@ -97,6 +98,23 @@ def test_a_killed_program_takes_the_cluster_it_started_with_it(model: Path, runt
         traces = Traces(runtime, [info["supervisor_pid"], *(r["pid"] for r in info["ranks"])], memory_folders(runtime))
         program.kill()
     traces.assert_gone()
+
+
+def test_a_killed_facade_s_requests_are_cancelled_and_their_pages_freed(start: Start) -> None:
+    served = start("--no-gateway")
+    facade = Facade(served.run_dir)
+    facade.start(60000)
+    with ClientEngine(attach=served.run_dir) as engine:
+        wait_until(lambda: facade.tokens, 30.0, "tokens")
+        assert engine.statistics().pages_used > 0
+        facade.close()  # kills it
+
+        def is_idle() -> bool:
+            found = engine.statistics()
+            return (found.running, found.waiting, found.pages_used) == (0, 0, 0)
+
+        wait_until(is_idle, 2.0, "an engine that has let its request go")
+        assert len(engine.generate([[1, 2]], ENDLESS.with_(max_tokens=4))[0].token_ids) == 4
 
 
 def completion(served: Served, **fields: Any) -> Any:

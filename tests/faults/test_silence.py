@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from allspan import ClientEngine, SamplingParams
+from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served
 from support.waiting import wait_until
 
@@ -17,11 +19,12 @@ Start = Callable[..., Served]
 
 pytestmark = pytest.mark.timeout(180)
 
-LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
 
-def test_a_stopped_rank_is_waited_for_and_then_given_up_and_no_token_is_lost(start: Start) -> None:
-    served = start("--no-gateway", "--watchdog-timeout=5")
+def test_a_stopped_rank_is_waited_for_and_then_given_up_and_no_token_is_lost(start: Start, tmp_path: Path) -> None:
+    env = make_fault(tmp_path / "slow", 0, SLOW_STEPS).env
+    served = start("--no-gateway", "--watchdog-timeout=5", env=env)
     with ClientEngine(attach=served.run_dir) as engine:
         expected = engine.generate([[1, 2, 3]], LONG)[0].token_ids
 
