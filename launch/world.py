@@ -31,8 +31,8 @@ from allspan.protos.errors import AllspanError, ConfigError, InternalError
 TAIL_BYTES = 16384
 END_GRACE_S = 3.0
 """For a rank's orderly end, once nothing runs on it."""
-CAUSE_WAIT_S = 0.8
-"""How long mpirun and the ranks get to say why a rank died; cluster.json tells the cause within a second."""
+CAUSE_WAIT_S = 1.5
+"""How long mpirun and the ranks get to say why a rank died, which a busy machine makes slow."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class World:
             self._oom.note(info.pid)
 
     def death(self) -> Death:
-        """Why the world died: from mpirun's message, the rank's last words and who ended first. Takes up to 0.8 s; of a
+        """Why the world died: from mpirun's message, the rank's last words and who ended first. Takes up to 1.5 s; of a
         world that hangs, all stacks are in the log first, which takes up to 4 s."""
         if self._lost is not None:
             stacks.dump([self._ranks[rank] for rank in sorted(self._ranks)], lambda: self._received, self._plan.name)
@@ -183,8 +183,9 @@ class World:
 
     def _ask_to_end(self, number: int, limit_s: float) -> None:
         """A rank answers SIGTERM by draining, SIGINT by failing what is open."""
-        for info in self.ranks:
-            _signal(info.pid, number)
+        for _, fd in self._ranks.values():
+            with suppress(ProcessLookupError):  # it has ended; its number may be another process's by now
+                signal.pidfd_send_signal(fd, number)
         with suppress(subprocess.TimeoutExpired):  # then it is asked otherwise
             self._process.wait(limit_s)
 
@@ -281,11 +282,6 @@ def is_readable(fds: Iterable[int], timeout_s: float) -> bool:
 
 def _ended(pidfd: int) -> bool:
     return is_readable([pidfd], 0.0)
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it ended by itself
-        os.kill(pid, number)
 
 
 def _signal_name(number: int) -> str:

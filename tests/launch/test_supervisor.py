@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from allspan.launch import supervisor as supervisor_module
+from allspan.launch import world as world_module
 from allspan.launch.cluster import Cluster
 from allspan.launch.mpi import OPEN_MPI, Mpirun
 from allspan.launch.placement import Placement, RankPlace
 from allspan.launch.run_dir import make_run_dir
 from allspan.launch.supervisor import SupervisorConfig
 from allspan.launch.world import World, WorldPlan, is_readable
+from allspan.protos.cluster import RankInfo, write_rank
 from allspan.protos.config import ModelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import AllspanError, InternalError
 from support.waiting import wait_until
@@ -111,6 +114,33 @@ def test_a_log_that_cannot_be_written_stops_no_rank(runtime: Path, monkeypatch: 
             run.remove()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # it is flushed once more when it closes
     assert done.exists()
+
+
+def test_a_rank_that_has_ended_is_not_signalled_by_its_number(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another process's by then."""
+    program = runtime / "mpirun"
+    program.write_text("#!/bin/sh\nexec sleep 30\n")
+    program.chmod(0o755)
+    run = make_run_dir("", {"XDG_RUNTIME_DIR": str(runtime)}, runtime / "shm")
+    world = World(plan(run.path, str(program)), run, 1)
+    rank = subprocess.Popen(["sleep", "30"])
+    write_rank(run.path, RankInfo(0, rank.pid, "here"), 1)
+    world.wait([], done=lambda: bool(world.ranks), timeout_s=5.0)
+    rank.kill()
+    rank.wait(5.0)
+    signalled: list[int] = []
+    kill = os.kill
+
+    def noted(pid: int, number: int) -> None:
+        signalled.append(pid)
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", noted)
+    monkeypatch.setattr(world_module, "END_GRACE_S", 0.1)
+    world.end(0.1)
+    run.remove()
+    assert world.ranks == ()
+    assert rank.pid not in signalled
 
 
 def test_descriptors_beyond_selects_limit_can_be_waited_for() -> None:
