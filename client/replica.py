@@ -16,7 +16,7 @@ from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, DeadlineExceeded, Unavailable
 
 OPEN_TIMEOUT_S = 10.0
-CAUSE_TIMEOUT_S = 1.5
+CAUSE_TIMEOUT_S = 2.2
 CAUSE_POLL_S = 0.02
 REVIVE_POLL_S = 0.25
 GLANCE_S = 1.0
@@ -159,7 +159,7 @@ class Replica:
         self.look_out()
 
     async def _cause(self, world: World) -> str:
-        """The supervisor knows more than a broken stream tells, and takes up to a second to find it out."""
+        """The supervisor knows more than a broken stream tells, and takes a second or two to find it out."""
         info = await self._news_of(world.info)
         self.may_return = _may_return(info)
         if info is not None and info.state == "stopped" and not info.cause:
