@@ -20,6 +20,7 @@ from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.wire import SERVER_OPTIONS
 from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
 from allspan.worker.service.leases import Leases, Outcome
+from allspan.worker.service.mailbox import Mailbox
 from allspan.worker.service.servicer import Core, Inspect, RankFacts, RankServicer
 
 MAX_SOCKET_PATH = 100
@@ -77,6 +78,7 @@ class RankServer:
         self._target = listen_target(config, facts.rank)
         # A follower's inbox holds no more than this; see Lease.add.
         self._leases = Leases(2 * (config.scheduler.max_queued_requests + config.scheduler.max_num_seqs))
+        self._outcomes = Mailbox(self._leases.deliver)
         self._servicer = RankServicer(core, self._leases, facts, config, inspect)
         self._on_failure = on_failure
         self._cpus = tuple(cpus)
@@ -98,8 +100,7 @@ class RankServer:
 
     def deliver(self, outcomes: list[Outcome]) -> None:
         """Hands a step's outputs to the streams of their clients; returns at once."""
-        assert self._loop is not None, "deliver before start"
-        self._loop.call_soon_threadsafe(self._leases.deliver, outcomes)
+        self._outcomes.post(outcomes)
 
     def stop(self) -> None:
         """Lets the streams carry what they hold, then ends them. Takes a few seconds at most."""
@@ -132,10 +133,13 @@ class RankServer:
         else:
             self._address = f"{self._target.rpartition(':')[0]}:{port}"
         self._loop = asyncio.get_running_loop()
+        self._outcomes.open()
         self._started.set()
         await self._stopping.wait()
+        self._outcomes.flush()
         self._leases.close_all()
         await server.stop(STOP_GRACE_S)
+        self._outcomes.close()
 
 
 def listen_target(config: WorkerConfig, rank: int) -> str:
