@@ -168,8 +168,9 @@ class Batch:
         if targets is not None:
             failed = {int(rows[i]): (int(tokens[i]),) for i in np.flatnonzero((targets >= 0) & (tokens < 0))}
             rows, tokens = rows[targets < 0], tokens[targets < 0]
-        self._tokens[rows, self._num_tokens[rows]] = tokens
-        self._num_tokens[rows] += 1
+        ends = self._num_tokens[rows]
+        self._tokens[rows, ends] = tokens
+        self._num_tokens[rows] = ends + 1
         self._sampled = tokens
         self.tokens_hash = zlib.crc32(tokens.tobytes(), zlib.crc32(rows.tobytes(), self.tokens_hash))
         made: dict[int, tuple[int, ...]] = {

@@ -106,7 +106,7 @@ class Sampler:
         log-probability and the most likely tokens there are wanted.
         """
         if targets is None and not self._demanding:
-            return Sampled(self._greedy(logits.cpu().numpy(), rows, positions), {})
+            return Sampled(self._greedy((logits if logits.is_cpu else logits.cpu()).numpy(), rows, positions), {})
         counts = self._num_logprobs[rows]
         if targets is None:
             targets = np.full(len(rows), -1, dtype=np.int64)
@@ -130,10 +130,10 @@ class Sampler:
 
     def _greedy(self, logits: Logits, rows: Rows, positions: Rows) -> NDArray[np.int32]:
         """The most likely token of each row, int32 [m]: what `_sample_rows` says of rows that want no more."""
-        best = np.zeros((len(rows), 1), dtype=np.int32)
+        best = np.empty((len(rows), 1), dtype=np.int32)
         self._kernel.sample_rows(logits, rows, positions, self._unknown[: len(rows)], self._settings, best)
         tokens = best[:, 0] if self._collectives.size == 1 else self._best_of_ranks(logits, best[:, 0])
-        if tokens.min(initial=0) < 0:
+        if min(tokens.tolist(), default=0) < 0:
             tokens[tokens < 0] = NOT_FINITE
         return tokens
 
