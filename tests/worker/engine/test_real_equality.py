@@ -95,9 +95,10 @@ def test_a_pool_so_small_that_everything_is_put_out_gives_the_tokens_of_an_endle
         assert (counters.prefix_host_hit_tokens > 0) == (host_pages > 0)
 
 
-def test_a_resumed_request_goes_on_with_the_very_same_bits(tiny):
-    expected = one_by_one(tiny, "float32")
-    core, collected = engine(tiny, 30)
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "uint4"])
+def test_a_resumed_request_goes_on_with_the_very_same_bits(tiny, kv):
+    expected = one_by_one(tiny, kv)
+    core, collected = engine(tiny, 30, kv=kv)
     for one in conversations():
         tokens = expected[one.request_id][0]
         one.num_resumed = len(tokens) // 2
