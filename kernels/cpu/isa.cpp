@@ -2,13 +2,16 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace allspan {
-
-#if defined(__x86_64__)
 namespace {
 
+#if defined(__x86_64__)
 bool all(uint64_t bits, uint64_t wanted) { return (bits & wanted) == wanted; }
 
 // Register state that the operating system saves on a context switch (XCR0); the CPU's own word is not enough.
@@ -18,23 +21,46 @@ uint64_t saved_state() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-}  // namespace
+// Linux hands out the tiles' 8 KiB of register state to processes that ask.
+bool tiles_granted() {
+#ifdef __linux__
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+std::vector<Variant> find_variants() {
+  std::vector<Variant> found;
+  constexpr uint64_t kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;
+  unsigned eax, ebx, ecx, edx, ecx1 = 0, ebx7 = 0, ecx7 = 0, edx7 = 0, eax71 = 0;
+  if (__get_cpuid(1, &eax, &ebx, &ecx1, &edx) && all(ecx1, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C) &&
+      __get_cpuid_count(7, 0, &eax, &ebx7, &ecx7, &edx7)) {
+    if (eax >= 1) __get_cpuid_count(7, 1, &eax71, &ebx, &ecx, &edx);
+    const uint64_t state = saved_state();
+    const bool avx2 = all(state, kYmm) && all(ebx7, bit_AVX2);
+    const bool avx512 = avx2 && all(state, kZmm) && all(ebx7, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ);
+    const bool vnni = avx512 && all(ecx7, bit_AVX512VNNI | bit_AVX512VBMI);
+    const bool bf16 = vnni && all(eax71, 1u << 5);
+    const bool amx = bf16 && all(state, kTiles) && all(edx7, 1u << 22 | 1u << 24 | 1u << 25) && tiles_granted();
+    if (amx) found.push_back({"amx", kIsaAmx, &kAvx512});
+    if (bf16) found.push_back({"avx512_bf16", kIsaAvx512Bf16, &kAvx512});
+    if (vnni) found.push_back({"avx512_vnni", kIsaAvx512Vnni, &kAvx512});
+    if (avx512) found.push_back({"avx512", kIsaAvx512, &kAvx512});
+    if (avx2) found.push_back({"avx2", kIsaAvx2, &kAvx2});
+  }
+  found.push_back({"generic", kIsaGeneric, &kGeneric});
+  return found;
+}
+#else
+std::vector<Variant> find_variants() { return {{"generic", kIsaGeneric, &kGeneric}}; }
 #endif
 
-std::vector<const Kernels*> runnable_kernels() {
-  std::vector<const Kernels*> found;
-#if defined(__x86_64__)
-  constexpr uint64_t kYmm = 0x6, kZmm = 0xe6;
-  unsigned eax, ebx, ecx, edx, ebx7 = 0, ecx7, edx7;
-  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) && all(ecx, bit_OSXSAVE | bit_AVX | bit_FMA) &&
-      __get_cpuid_count(7, 0, &eax, &ebx7, &ecx7, &edx7)) {
-    const uint64_t state = saved_state();
-    const uint64_t avx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
-    if (all(state, kZmm) && all(ebx7, avx512 | bit_AVX2)) found.push_back(&kAvx512);
-    if (all(state, kYmm) && all(ebx7, bit_AVX2)) found.push_back(&kAvx2);
-  }
-#endif
-  found.push_back(&kGeneric);
+}  // namespace
+
+const std::vector<Variant>& variants() {
+  static const std::vector<Variant> found = find_variants();
   return found;
 }
 

@@ -218,9 +218,9 @@ void gather_rows(Runtime& runtime, handle x_, handle rows_, handle out_) {
                               rows.shape[0]);
 }
 
-std::vector<std::string> variants() {
+std::vector<std::string> variant_names() {
   std::vector<std::string> names;
-  for (const Kernels* kernels : runnable_kernels()) names.emplace_back(kernels->name);
+  for (const Variant& variant : variants()) names.emplace_back(variant.name);
   return names;
 }
 
@@ -232,7 +232,7 @@ NB_MODULE(_native, module) {
   // Op sets and threads live until the interpreter ends, which nanobind would report as leaks on every exit.
   nb::set_leak_warnings(false);
   module.doc() = "Compiled CPU kernels; opened through allspan.kernels.table.";
-  module.def("variants", &variants, "Instruction sets that can run here, best first.");
+  module.def("variants", &variant_names, "Instruction sets that can run here, best first.");
   nb::class_<Runtime>(module, "Runtime")
       .def(nb::init<const std::string&, int, std::vector<int>>(), nb::arg("isa"), nb::arg("threads"), nb::arg("cpus"));
 

@@ -4,10 +4,10 @@
 #include <sched.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <string>
 #include <system_error>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -15,8 +15,10 @@
 namespace allspan {
 namespace {
 
-// Long enough to bridge the gap between two ops of a step, short enough not to be seen as load.
+// Between two runs: long enough to bridge what Python does between two ops, short enough not to be seen as load.
 constexpr auto kSpin = std::chrono::microseconds(50);
+// At a barrier: tries before a thread offers its CPU to whoever else wants it.
+constexpr int kBarrierLooks = 4000;
 constexpr int kPausesPerLook = 32;
 
 void pause_briefly() {
@@ -37,7 +39,47 @@ void pin(pthread_t thread, int cpu) {
 
 }  // namespace
 
+std::atomic<int64_t>& Worker::turn() { return pool_.turns_[turns_++ % Pool::kTurns].next; }
+
+void Worker::fail(std::exception_ptr error) {
+  std::lock_guard<std::mutex> lock(pool_.failure_);
+  if (!pool_.error_) pool_.error_ = std::move(error);
+  pool_.failed_ = true;
+}
+
+void Worker::barrier() {
+  turns_ = 0;
+  if (pool_.threads_ == 1) {
+    pool_.failed_at_barrier_ = pool_.failed_;
+    return;
+  }
+  const unsigned sense = ++sense_;
+  if (pool_.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == pool_.threads_) {
+    for (Pool::Turn& turn : pool_.turns_) turn.next.store(0, std::memory_order_relaxed);
+    pool_.arrived_.store(0, std::memory_order_relaxed);
+    pool_.failed_at_barrier_ = pool_.failed_;
+    pool_.sense_.store(sense, std::memory_order_release);
+    return;
+  }
+  for (int looks = 0; pool_.sense_.load(std::memory_order_acquire) != sense; ++looks) {
+    pause_briefly();
+    if (looks > kBarrierLooks) sched_yield();  // the thread we wait for may need this CPU
+  }
+}
+
+void* Worker::shared(size_t bytes) {
+  if (bytes > shared_bytes_) {
+    // Every thread asks for the same sizes in the same order, so all of them come here or none does.
+    shared_bytes_ = bytes;
+    barrier();
+    if (id == 0) guard([&] { pool_.shared_memory_ = pool_.shared_.get(bytes); });
+    barrier();
+  }
+  return pool_.shared_memory_;
+}
+
 Pool::Pool(int threads, std::vector<int> cpus) : threads_(threads), cpus_(std::move(cpus)), owner_(getpid()) {
+  for (int worker = 0; worker < threads_; ++worker) team_.push_back(std::unique_ptr<Worker>(new Worker(*this, worker)));
   try {
     for (int worker = 1; worker < threads_; ++worker) {
       workers_.emplace_back([this, worker] { work(worker); });
@@ -73,37 +115,28 @@ void Pool::pin_caller() {
   pinned_ = std::this_thread::get_id();
 }
 
-void Pool::dispatch(int tasks, Call call, void* context) {
+void Pool::dispatch(Call call, void* context) {
   std::lock_guard<std::mutex> turn(callers_);
   pin_caller();
-  if (threads_ == 1 || tasks <= 1) {
-    for (int task = 0; task < tasks; ++task) call(context, task, 0);
-    return;
-  }
   call_ = call;
   context_ = context;
-  tasks_ = tasks;
-  next_ = 0;
-  open_ = true;
-  ++round_;
-  if (sleepers_ > 0) {
-    std::lock_guard<std::mutex> lock(sleep_);
-    wake_.notify_all();
+  failed_ = failed_at_barrier_ = false;
+  error_ = nullptr;
+  if (threads_ > 1) {
+    ++round_;
+    if (sleepers_ > 0) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
   }
-  take_tasks(0);
-  open_ = false;
-  for (int looks = 0; active_ != 0; ++looks) {
-    pause_briefly();
-    if (looks > 1000) sched_yield();  // the worker we wait for may need this CPU
-  }
+  join_run(0);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void Pool::take_tasks(int worker) {
-  for (;;) {
-    const int task = next_.fetch_add(1, std::memory_order_relaxed);
-    if (task >= tasks_) return;
-    call_(context_, task, worker);
-  }
+void Pool::join_run(int worker) {
+  Worker& self = *team_[worker];
+  self.guard([&] { call_(context_, self); });
+  self.barrier();
 }
 
 bool Pool::wait_for_round(unsigned seen) {
@@ -124,10 +157,8 @@ bool Pool::wait_for_round(unsigned seen) {
 void Pool::work(int worker) {
   unsigned seen = 0;
   while (wait_for_round(seen)) {
-    seen = round_;
-    ++active_;
-    if (open_) take_tasks(worker);
-    --active_;
+    ++seen;
+    join_run(worker);
   }
 }
 

@@ -1,15 +1,111 @@
-// A small pool of threads for the parts of one op. The calling thread works too, so a pool of one has no threads.
+// The threads of an op set. A run is one function that all of them go through together: it shares work out with each()
+// and meets at barriers, and nothing is woken or put to sleep between two ops of a step.
 #pragma once
 
 #include <sys/types.h>
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace allspan {
+
+class Pool;
+
+// Memory aligned to 64 bytes that only grows; what it held is lost when it does.
+class Scratch {
+ public:
+  void* get(size_t bytes) {
+    if (bytes > size_) {
+      memory_.reset();
+      size_ = (bytes + 4095) / 4096 * 4096;
+      memory_.reset(std::aligned_alloc(64, size_));
+      if (!memory_) throw std::bad_alloc();
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  size_t size_ = 0;
+};
+
+// One thread's view of a run. Every thread calls each(), barrier() and shared() in the same order, with the same sizes.
+class Worker {
+ public:
+  const int id;
+  int threads() const;
+
+  // Calls body(task) for every task in [0, tasks), each on one thread, and returns on every thread when all have ended.
+  template <class Body>
+  void each(int64_t tasks, Body body) {
+    share(tasks, body);
+    barrier();
+  }
+  // As each(), but a thread goes on when it finds no task left: others may still work.
+  template <class Body>
+  void share(int64_t tasks, Body body) {
+    if (tasks == 1 || threads() == 1) {
+      if (id == 0)
+        guard([&] {
+          for (int64_t task = 0; task < tasks; ++task) body(task);
+        });
+      return;
+    }
+    std::atomic<int64_t>& next = turn();
+    guard([&] {
+      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task);
+    });
+  }
+  // body(begin, end) over [0, count) in at most one part a thread, each of at least `grain`; ends with a barrier.
+  template <class Body>
+  void split(int64_t count, int64_t grain, Body body) {
+    const int64_t most = threads(), wanted = grain > 0 ? count / grain : count;
+    const int64_t parts = wanted < 1 ? 1 : wanted < most ? wanted : most;
+    if (id < parts) guard([&] { body(count * id / parts, count * (id + 1) / parts); });
+    barrier();
+  }
+  // Waits for all threads. What they wrote before is seen after.
+  void barrier();
+  // Whether any thread had failed at the last barrier: the same on all of them.
+  bool failed() const;
+
+  // This thread's own memory: one block, valid until the next call.
+  void* scratch(size_t bytes) { return scratch_.get(bytes); }
+  // The same memory on every thread, valid until the next call; a barrier when it has to grow.
+  void* shared(size_t bytes);
+
+  // Runs body; what it throws is kept for the caller of the run, and the run goes on to its next barrier.
+  template <class Body>
+  void guard(Body body) {
+    try {
+      body();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  }
+
+ private:
+  friend class Pool;
+  Worker(Pool& pool, int id) : id(id), pool_(pool) {}
+  std::atomic<int64_t>& turn();
+  void fail(std::exception_ptr error);
+
+  Pool& pool_;
+  Scratch scratch_;
+  size_t shared_bytes_ = 0;
+  unsigned turns_ = 0;
+  unsigned sense_ = 0;
+};
 
 class Pool {
  public:
@@ -22,43 +118,74 @@ class Pool {
 
   int threads() const { return threads_; }
 
-  // Calls body(task, worker) for every task in [0, tasks), worker in [0, threads()), and returns when all have ended.
-  // body must not throw. Concurrent callers take turns.
+  // body(Worker&) on every thread; returns when all have left it, and throws what the first of them threw. Concurrent
+  // callers take turns.
+  template <class Body>
+  void team(Body body) {
+    dispatch([](void* context, Worker& worker) { (*static_cast<Body*>(context))(worker); }, &body);
+  }
+  // body(task, worker's number) for every task in [0, tasks).
   template <class Body>
   void run(int tasks, Body body) {
-    dispatch(tasks, [](void* context, int task, int worker) { (*static_cast<Body*>(context))(task, worker); }, &body);
+    if (tasks <= 1 || threads_ == 1) {
+      alone([&] {
+        for (int task = 0; task < tasks; ++task) body(task, 0);
+      });
+      return;
+    }
+    team([&](Worker& worker) { worker.share(tasks, [&](int64_t task) { body(static_cast<int>(task), worker.id); }); });
   }
 
  private:
-  using Call = void (*)(void* context, int task, int worker);
+  friend class Worker;
+  using Call = void (*)(void* context, Worker& worker);
 
-  void dispatch(int tasks, Call call, void* context);
-  void take_tasks(int worker);
+  void dispatch(Call call, void* context);
+  template <class Body>
+  void alone(Body body) {
+    std::lock_guard<std::mutex> turn(callers_);
+    pin_caller();
+    body();
+  }
+  void join_run(int worker);
   void work(int worker);
   bool wait_for_round(unsigned seen);
   void pin_caller();
 
+  static constexpr int kTurns = 4;  // a thread is never more than one barrier ahead of another, nor so many turns
+
   const int threads_;
   const std::vector<int> cpus_;
   const int owner_;  // process: a forked child has no threads of ours to join
+  std::vector<std::unique_ptr<Worker>> team_;
   std::vector<std::thread> workers_;
 
   std::mutex callers_;
   std::thread::id pinned_;
   Call call_ = nullptr;
   void* context_ = nullptr;
-  int tasks_ = 0;
+  Scratch shared_;
+  void* shared_memory_ = nullptr;
 
-  // A worker joins a round by raising `active_` and then finding `open_` true; a caller ends a round by lowering
-  // `open_` and then waiting until `active_` is 0. So a worker that wakes late costs the caller nothing.
-  alignas(64) std::atomic<int> next_{0};
-  alignas(64) std::atomic<int> active_{0};
-  std::atomic<bool> open_{false};
+  struct alignas(64) Turn {
+    std::atomic<int64_t> next{0};
+  };
+  Turn turns_[kTurns];
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<unsigned> sense_{0};
+  std::atomic<bool> failed_{false};
+  bool failed_at_barrier_ = false;  // written by the last to arrive, so that all threads read the same
+  std::mutex failure_;
+  std::exception_ptr error_;
+
   alignas(64) std::atomic<unsigned> round_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<int> sleepers_{0};
   std::mutex sleep_;
   std::condition_variable wake_;
 };
+
+inline int Worker::threads() const { return pool_.threads_; }
+inline bool Worker::failed() const { return pool_.failed_at_barrier_; }
 
 }  // namespace allspan

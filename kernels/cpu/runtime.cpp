@@ -8,9 +8,9 @@
 namespace allspan {
 namespace {
 
-const Kernels* find(const std::string& isa) {
-  for (const Kernels* kernels : runnable_kernels())
-    if (isa == kernels->name) return kernels;
+const Variant& find(const std::string& isa) {
+  for (const Variant& variant : variants())
+    if (isa == variant.name) return variant;
   throw std::invalid_argument("isa: " + isa + " cannot run on this CPU");
 }
 
@@ -25,7 +25,7 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 }  // namespace
 
 Runtime::Runtime(const std::string& isa, int threads, std::vector<int> cpus)
-    : kernels_(find(isa)), pool_(threads, std::move(cpus)), scratch_(threads) {}
+    : isa_(find(isa).isa), kernels_(find(isa).kernels), pool_(threads, std::move(cpus)), scratch_(threads) {}
 
 void Runtime::linear(const LinearArgs& args, int64_t rows) {
   if (rows == 0 || args.columns == 0) return;

@@ -16,6 +16,7 @@ class Runtime {
   Runtime(const std::string& isa, int threads, std::vector<int> cpus);
 
   const Kernels& kernels() const { return *kernels_; }
+  int isa() const { return isa_; }
   Pool& pool() { return pool_; }
 
   void linear(const LinearArgs& args, int64_t rows);
@@ -39,6 +40,7 @@ class Runtime {
   }
 
  private:
+  const int isa_;
   const Kernels* kernels_;
   Pool pool_;
   std::mutex attention_;                     // one call at a time uses the scratch

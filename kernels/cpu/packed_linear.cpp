@@ -1,0 +1,127 @@
+#include "packed_linear.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace allspan {
+namespace {
+
+constexpr int64_t kMostRows = 32;              // of a tile: LinearKernels::rows is at most this
+constexpr int64_t kAlone = 2;                  // so few rows every thread packs for itself, sooner than it could wait
+constexpr int64_t kRowBlockBytes = 512 << 10;  // packed rows that stay in the second-level cache
+
+// Where a panel's sums go: columns [first, first + count) of the product.
+struct Columns {
+  int64_t first, count;
+};
+
+Columns columns_of(const PackedSpec& spec, int64_t panel) {
+  if (spec.interleaved) {
+    const int64_t first = panel / 2 * kFeatures, part = spec.parts[0];
+    return {panel % 2 * part + first, std::min(kFeatures, part - first)};
+  }
+  int64_t begin = 0;
+  for (int64_t part : spec.parts) {
+    const int64_t panels = (part + kFeatures - 1) / kFeatures;
+    if (panel < panels) return {begin + panel * kFeatures, std::min(kFeatures, part - panel * kFeatures)};
+    panel -= panels;
+    begin += part;
+  }
+  return {begin, 0};
+}
+
+// The sums of a tile of `rows` rows and `panels` panels, from `panel` on, to the rows of out from `row` on.
+void finish(const PackedLinearArgs& a, float* sums, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+  Columns columns[kTilePanels];
+  for (int64_t p = 0; p < panels; ++p) {
+    columns[p] = columns_of(*a.spec, panel + p);
+    if (!a.bias) continue;
+    const float* bias = a.bias + columns[p].first;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns[p].count; ++c) sums[r * kTileStride + p * kFeatures + c] += bias[c];
+  }
+  if (a.epilogue == Epilogue::kGatedSilu) {
+    alignas(64) float active[kMostRows * kTileStride / 2];
+    a.elementwise->silu_mul(sums, active, rows * kTilePanels / 2, kFeatures);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t p = 0; p < panels; p += 2)
+        std::memcpy(a.out + (row + r) * a.out_stride + columns[p].first,
+                    active + r * kTileStride / 2 + p / 2 * kFeatures, columns[p].count * sizeof(float));
+    return;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t p = 0; p < panels; ++p) {
+      float* out = a.out + (row + r) * a.out_stride + columns[p].first;
+      const float* from = sums + r * kTileStride + p * kFeatures;
+      if (a.epilogue == Epilogue::kStore) {
+        std::memcpy(out, from, columns[p].count * sizeof(float));
+      } else if (columns[p].count == kFeatures) {
+        a.elementwise->add(from, out, kFeatures);
+      } else {
+        for (int64_t c = 0; c < columns[p].count; ++c) out[c] += from[c];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
+  const PackedSpec& spec = *a.spec;
+  if (rows == 0 || spec.panels == 0) return;
+  const LinearKernels& kernels = *a.kernels;
+  const int64_t row_bytes = kernels.row_bytes(spec);
+  char* packed;
+  if (rows <= kAlone) {
+    packed = static_cast<char*>(worker.scratch(rows * row_bytes));
+    for (int64_t row = 0; row < rows; ++row) kernels.pack_row(spec, a.x + row * a.x_stride, packed + row * row_bytes);
+  } else {
+    packed = static_cast<char*>(worker.shared(rows * row_bytes));
+    worker.split(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        kernels.pack_row(spec, a.x + row * a.x_stride, packed + row * row_bytes);
+    });
+  }
+  const int64_t tile = std::min(kernels.rows, kMostRows), threads = worker.threads();
+  const int64_t quads = (spec.panels + kTilePanels - 1) / kTilePanels;
+  int64_t block = std::clamp<int64_t>(kRowBlockBytes / row_bytes, 2 * tile, std::max(rows, 2 * tile));
+  block = (block + tile - 1) / tile * tile;
+  const int64_t blocks = (rows + block - 1) / block;
+  // Four parts a thread even out what other processes take from some of them.
+  const int64_t share = std::max<int64_t>(1, quads * blocks / (threads * 4));
+  const int64_t wide = std::min(share, quads), ranges = (quads + wide - 1) / wide;
+  if (kernels.begin) kernels.begin();
+  worker.each(ranges * blocks, [&](int64_t task) {
+    const int64_t first_row = task / ranges * block, last_row = std::min(rows, first_row + block);
+    const int64_t first = task % ranges * wide, last = std::min(quads, first + wide);
+    alignas(64) float sums[kMostRows * kTileStride];
+    for (int64_t quad = first; quad < last; ++quad) {
+      const int64_t panel = quad * kTilePanels, panels = std::min(kTilePanels, spec.panels - panel);
+      const uint8_t* weight = a.weight + panel * spec.panel_bytes;
+      for (int64_t row = first_row; row < last_row; row += tile) {
+        const int64_t count = std::min(tile, last_row - row);
+        kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, row == 0);
+        finish(a, sums, row, count, panel, panels);
+      }
+    }
+  });
+  if (kernels.end) kernels.end();
+}
+
+void packed_embedding(Worker& worker, const PackedSpec& spec, const LinearKernels& kernels, const uint8_t* weight,
+                      const int32_t* ids, int64_t count, int64_t first_row, float* out) {
+  worker.split(count, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t feature = ids[i] - first_row;
+      float* to = out + i * spec.inputs;
+      if (feature < 0 || feature >= spec.features) {
+        std::memset(to, 0, spec.inputs * sizeof(float));
+      } else {
+        const uint8_t* panel = weight + feature / kFeatures * spec.panel_bytes;
+        kernels.unpack_feature(spec, panel, feature % kFeatures, to);
+      }
+    }
+  });
+}
+
+}  // namespace allspan

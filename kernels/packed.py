@@ -1,0 +1,131 @@
+"""Packed weights of linear layers: panels of 16 output features, which every CPU kernel streams from front to back.
+
+A packed weight is one contiguous uint8 tensor [panels, panel_bytes]. Panel p of a part holds its output features
+16·p … 16·p + 15; what a part has too few is filled with zero scales (or zeros). Each part starts a panel of its own. Of
+two parts that are `interleaved` (gate and up), panel 2·i is the first part's panel i and panel 2·i + 1 the second's.
+
+A panel is a head (empty but for scales per channel) and then blocks along the input, each of `Format.block` inputs.
+Inputs are counted from `lead` on: the first `lead` of the first block, and those after the last input, are there but
+mean zero, so that a rank whose slice starts within a quantisation group keeps the whole group's scale.
+
+All numbers are little-endian. "pairs" of 32 inputs: bfloat16 [16 pairs][16 features][2]. Codes of 32 inputs are
+unsigned, in quads [8 quads][16 features][4]:
+ 8 bits  512 bytes, as they are.
+ 4 bits  256 bytes: the low half of byte i is code i of quads 0 … 3, the high half code i of quads 4 … 7.
+ 5 bits  the 4 low bits as above, then 64 bytes: bit i of the 64 of quad q (little-endian uint64 q) is bit 4 of code i.
+ 6 bits  the 4 low bits as above, then 128 bytes: bits 2·j and 2·j + 1 of byte i of half h are bits 4 and 5 of code i of
+         quad 4·h + j.
+A weight is (code - zero) · scale, or code · scale - offset where a format has offsets.
+
+| format | block | head, then each block |
+|---|---|---|
+| f32 | 32 | float32 [32 inputs][16 features] |
+| bf16 | 32 | pairs |
+| channel8, channel4 | 32 | head: float32 scales [16], float32 offsets [16]; block: codes |
+| group8, group4 | the group, 32 … 512 | float16 scales [16], float16 offsets [16], codes of each 32 |
+| q8_0 (zero 128), q4_0 (zero 8) | 32 | float16 scales [16], codes |
+| q5_0 (zero 16) | 32 | float16 scales [16], codes of 5 bits |
+| q5_1 | 32 | float16 scales [16], float16 offsets [16], codes of 5 bits |
+| q4_k, q5_k | 256 | float16 d [16], float16 dmin [16], uint8 scales [8 groups of 32][16], uint8 mins [8][16], codes of each 32: scale = d · scales, offset = dmin · mins |
+| q6_k (zero 32) | 256 | float16 d [16], int8 scales [16 groups of 16][16], codes of 6 bits of each 32: scale = d · scales |
+
+GGUF's q4_1 is group4 with a group of 32 and offset = -min. `allspan.kernels.reference.packed` packs and unpacks plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FEATURES = 16
+"""Output features of a panel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How codes and scales lie in a panel; see the module's table."""
+
+    bits: int
+    """Of a code: 4, 5, 6 or 8; 16 and 32 are plain floats."""
+    zero: int | None = None
+    """The code that means 0, where it is the same everywhere; None: offsets (or plain floats)."""
+    block: int = 32
+    """Inputs of a block; 0: the weight's `group`."""
+    head_bytes: int = 0
+    """Before the first block of a panel."""
+    scale_bytes: int = 0
+    """Before the codes of a block."""
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.bits <= 8
+
+
+FORMATS: Mapping[str, Format] = {
+    "f32": Format(32),
+    "bf16": Format(16),
+    "channel8": Format(8, head_bytes=128),
+    "channel4": Format(4, head_bytes=128),
+    "group8": Format(8, block=0, scale_bytes=64),
+    "group4": Format(4, block=0, scale_bytes=64),
+    "q8_0": Format(8, zero=128, scale_bytes=32),
+    "q4_0": Format(4, zero=8, scale_bytes=32),
+    "q5_0": Format(5, zero=16, scale_bytes=32),
+    "q5_1": Format(5, scale_bytes=64),
+    "q4_k": Format(4, block=256, scale_bytes=320),
+    "q5_k": Format(5, block=256, scale_bytes=320),
+    "q6_k": Format(6, zero=32, block=256, scale_bytes=288),
+}
+
+ACTIVATIONS = ("f32", "bf16", "a8", "a8row", "a16")
+"""What a linear layer's input is turned into: with f32 and bf16 weights the same; with codes, whole numbers with a
+float32 scale: 8 bits for each 32 inputs (a8) or each row (a8row, with channel8 alone), or 16 bits for each 32 (a16)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSpec:
+    """What a packed weight holds. An attribute of ops: it never changes once a weight is made."""
+
+    format: str
+    activation: str
+    parts: tuple[int, ...]
+    """Output features of each part; together the columns of the product."""
+    inputs: int
+    """Input features: of x, without the lead."""
+    lead: int = 0
+    """Inputs of the first block that lie before this rank's first."""
+    group: int = 0
+    """Inputs that share a scale, of group8 and group4."""
+    interleaved: bool = False
+    """Two parts of the same size, panel by panel in turn."""
+
+    @property
+    def block(self) -> int:
+        return FORMATS[self.format].block or self.group
+
+    @property
+    def blocks(self) -> int:
+        """Of a panel."""
+        return -(-(self.lead + self.inputs) // self.block)
+
+    @property
+    def block_bytes(self) -> int:
+        kind = FORMATS[self.format]
+        return kind.scale_bytes + self.block * FEATURES * kind.bits // 8
+
+    @property
+    def panel_bytes(self) -> int:
+        return FORMATS[self.format].head_bytes + self.blocks * self.block_bytes
+
+    @property
+    def panels(self) -> int:
+        return sum(-(-part // FEATURES) for part in self.parts)
+
+    @property
+    def features(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the uint8 tensor."""
+        return self.panels, self.panel_bytes
