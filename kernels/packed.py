@@ -26,10 +26,11 @@ A weight is (code - zero) · scale, or code · scale - offset where a format has
 | q8_0 (zero 128), q4_0 (zero 8) | 32 | float16 scales [16], codes |
 | q5_0 (zero 16) | 32 | float16 scales [16], codes of 5 bits |
 | q5_1 | 32 | float16 scales [16], float16 offsets [16], codes of 5 bits |
-| q4_k, q5_k | 256 | float16 d [16], float16 dmin [16], uint8 scales [8 groups of 32][16], uint8 mins [8][16], codes of each 32: scale = d · scales, offset = dmin · mins |
-| q6_k (zero 32) | 256 | float16 d [16], int8 scales [16 groups of 16][16], codes of 6 bits of each 32: scale = d · scales |
+| q4_k, q5_k | 256 | float16 d [16], float16 dmin [16], uint8 scales s [8 groups of 32][16], uint8 mins m [8][16], \
+codes of each 32; scale = d · s, offset = dmin · m |
+| q6_k (zero 32) | 256 | float16 d [16], int8 scales s [16 groups of 16][16], codes of 6 bits; scale = d · s |
 
-GGUF's q4_1 is group4 with a group of 32 and offset = -min. `allspan.kernels.reference.packed` packs and unpacks plainly.
+GGUF's q4_1 is group4 with a group of 32 and offset = -min. `allspan.kernels.reference.packed` packs and unpacks.
 """
 
 from __future__ import annotations
