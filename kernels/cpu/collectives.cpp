@@ -29,6 +29,8 @@
 #include <unistd.h>
 #endif
 
+#include "ops.h"
+
 namespace nb = nanobind;
 
 namespace {
@@ -361,6 +363,13 @@ class PlanRing {
 };
 
 }  // namespace
+
+allspan::AllReduce all_reduce_of(nb::handle window) {
+  Window& ranks = nb::cast<Window&>(window);
+  return [&ranks](allspan::Worker& worker, float* x, int64_t count) {
+    worker.each(1, [&](int64_t) { ranks.all_reduce(reinterpret_cast<uintptr_t>(x), static_cast<size_t>(count)); });
+  };
+}
 
 void bind_collectives(nb::module_& module) {
   using Release = nb::call_guard<nb::gil_scoped_release>;

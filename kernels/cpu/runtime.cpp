@@ -25,13 +25,13 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 }  // namespace
 
 Runtime::Runtime(const std::string& isa, int threads, std::vector<int> cpus)
-    : isa_(find(isa).isa), kernels_(find(isa).kernels), pool_(threads, std::move(cpus)), scratch_(threads) {}
+    : isa_(find(isa).isa), kernels_(find(isa).kernels), pool_(threads, std::move(cpus)) {}
 
-void Runtime::linear(const LinearArgs& args, int64_t rows) {
+void Runtime::linear(Worker& worker, const LinearArgs& args, int64_t rows) {
   if (rows == 0 || args.columns == 0) return;
   const int threads = pool_.threads();
   if (rows * args.columns * args.k <= kSmallWork) {
-    pool_.run(1, [&](int, int) { kernels_->linear(args, 0, rows, 0, args.columns); });
+    worker.each(1, [&](int64_t) { kernels_->linear(args, 0, rows, 0, args.columns); });
     return;
   }
   const int64_t weight_bytes = args.k * (args.type == Type::kFloat32 ? 4 : 2);
@@ -43,43 +43,45 @@ void Runtime::linear(const LinearArgs& args, int64_t rows) {
   const bool few = column_blocks < threads * 2 && rows > kRowBlock;
   const int64_t row_block = few ? kRowBlock : rows;
   const int64_t row_blocks = (rows + row_block - 1) / row_block;
-  pool_.run(static_cast<int>(column_blocks * row_blocks), [&](int task, int) {
+  worker.each(column_blocks * row_blocks, [&](int64_t task) {
     const int64_t row = task % row_blocks * row_block, column = task / row_blocks * columns;
     kernels_->linear(args, row, std::min(rows, row + row_block), column, std::min(args.columns, column + columns));
   });
 }
 
-void Runtime::attention(const AttentionArgs& args, const Batch& batch) {
+void Runtime::attention(Worker& worker, const AttentionArgs& args, const Batch& batch) {
+  worker.each(1, [&](int64_t) { plan_attention(args, batch); });
+  const size_t scratch = sizeof(float) * static_cast<size_t>(attention_scratch_floats(args.cache.dim));
+  worker.each(static_cast<int64_t>(tiles_.size()), [&](int64_t task) {
+    kernels_->attention(args, tiles_[task], static_cast<float*>(worker.scratch(scratch)));
+  });
+}
+
+void Runtime::plan_attention(const AttentionArgs& args, const Batch& batch) {
   // Query heads by the KV head that they read, and each one's share of a tile.
-  std::vector<std::vector<int32_t>> readers(args.cache.kv_heads);
+  readers_.assign(args.cache.kv_heads, {});
   for (int64_t head = 0; head < args.heads; ++head)
-    readers[batch.kv_head_of[head]].push_back(static_cast<int32_t>(head));
+    readers_[batch.kv_head_of[head]].push_back(static_cast<int32_t>(head));
   const bool alone = batch.requests * args.cache.kv_heads < pool_.threads();
 
-  std::vector<AttentionTile> tiles;
+  tiles_.clear();
   for (int64_t request = 0; request < batch.requests; ++request) {
     const int64_t first = batch.qo_indptr[request], queries = batch.qo_indptr[request + 1] - first;
     const int64_t seen_before = batch.kv_lens[request] - queries;
     const int32_t* pages = batch.page_indices + batch.page_indptr[request];
     for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; ++kv_head) {
-      const std::vector<int32_t>& heads = readers[kv_head];
+      const std::vector<int32_t>& heads = readers_[kv_head];
       const int64_t readers_count = static_cast<int64_t>(heads.size());
       const int64_t most = alone && queries < 8 ? 1 : kTileRows;
       for (int64_t h = 0; h < readers_count; h += most) {
         const int64_t count = std::min(most, readers_count - h);
         const int64_t step = std::max<int64_t>(1, kTileRows / count);
         for (int64_t q = 0; q < queries; q += step)
-          tiles.push_back(
+          tiles_.push_back(
               {pages, heads.data() + h, count, kv_head, first + q, std::min(step, queries - q), seen_before + q + 1});
       }
     }
   }
-  std::lock_guard<std::mutex> turn(attention_);
-  const size_t scratch = static_cast<size_t>(attention_scratch_floats(args.cache.dim));
-  for (std::vector<float>& buffer : scratch_)
-    if (buffer.size() < scratch) buffer.resize(scratch);
-  pool_.run(static_cast<int>(tiles.size()),
-            [&](int task, int worker) { kernels_->attention(args, tiles[task], scratch_[worker].data()); });
 }
 
 }  // namespace allspan

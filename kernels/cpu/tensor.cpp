@@ -142,9 +142,15 @@ Tensor Arguments::pages(nb::handle object, const char* name, int64_t kv_heads, i
   return t;
 }
 
-void Arguments::within(const Tensor& indices, const char* name, int64_t limit) const {
-  for (int64_t i = 0; i < indices.shape[0]; ++i) {
-    const int32_t value = indices.ints()[i];
+Tensor Arguments::bytes(nb::handle object, const char* name, std::initializer_list<int64_t> shape) const {
+  const Tensor t = take(object, name, shape);
+  if (t.dtype != Dtype::kUint8) refuse_dtype(op_, object, name, "torch.uint8");
+  return t;
+}
+
+void Arguments::within(const int32_t* indices, int64_t count, const char* name, int64_t limit) const {
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t value = indices[i];
     if (value < 0 || value >= limit)
       throw nb::value_error((std::string(op_) + ": " + name + "[" + std::to_string(i) + "] is " +
                              std::to_string(value) + ", not in [0, " + std::to_string(limit) + ")")

@@ -45,10 +45,17 @@ class Arguments {
   Tensor weights(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   // Pages of [any, kv_heads, any, elements of dim]: float32, bfloat16, int8, or uint8 with two elements a byte.
   Tensor pages(nanobind::handle object, const char* name, int64_t kv_heads, int64_t dim) const;
+  // Packed weights.
+  Tensor bytes(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   // Refuses an index outside [0, limit).
-  void within(const Tensor& indices, const char* name, int64_t limit) const;
+  void within(const int32_t* indices, int64_t count, const char* name, int64_t limit) const;
+  void within(const Tensor& indices, const char* name, int64_t limit) const {
+    within(indices.ints(), indices.shape[0], name, limit);
+  }
   // Raises ValueError "op: message" unless it holds.
   void require(bool holds, const char* message) const;
+
+  const char* op() const { return op_; }
 
  private:
   Tensor take(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
