@@ -1,5 +1,5 @@
 """Collectives and the plan channel between ranks of one host, in memory that they share; the work is native code
-(`kernels/cpu/collectives.cpp`), which describes the algorithms."""
+(`kernels/cpu/window.h`, `plan_ring.h`), which describes the algorithms."""
 
 from __future__ import annotations
 
@@ -42,26 +42,28 @@ class SharedMemory:
     """Every rank calls it, once, at the end."""
 
 
-def bytes_needed(native: Any, size: int) -> tuple[int, int]:
-    """Bytes of shared memory for `size` ranks, and how many of the first must be zero."""
+def bytes_needed(native: Any, size: int, lanes: int) -> tuple[int, int]:
+    """Bytes of shared memory for `size` ranks of `lanes` threads, and how many of the first must be zero."""
     ring = int(native.PlanRing.bytes(size, PLAN_SLOT_BYTES))
-    return ring + int(native.Window.bytes(size, SLOT_BYTES)), ring + int(native.Window.bytes(size, 0))
+    return ring + int(native.Window.bytes(size, lanes, SLOT_BYTES)), ring + int(native.Window.bytes(size, lanes, 0))
 
 
 class WindowCollectives:
     """See `allspan.worker.parallel.base.Collectives`. Sums are in rank order and the same bits on every rank."""
 
-    def __init__(self, native: Any, memory: SharedMemory, spins: int, timeout: float, name: str = "tp") -> None:
-        self.name = name
+    def __init__(self, native: Any, memory: SharedMemory, lanes: int, spins: int, timeout: float) -> None:
+        """`lanes`: threads that share an all-reduce inside a native run; the same number on every rank."""
+        self.name = "tp"
         self.rank = memory.rank
         self.size = memory.size
         self._memory: SharedMemory | None = memory
         start = memory.address + native.PlanRing.bytes(memory.size, PLAN_SLOT_BYTES)
-        self._window = native.Window(start, memory.rank, memory.size, SLOT_BYTES, spins, timeout)
+        self.window = native.Window(start, memory.rank, memory.size, lanes, SLOT_BYTES, spins, timeout)
+        """For native programs, which call it without Python."""
 
     def all_reduce(self, x: Tensor) -> None:
         with _deadline():
-            self._window.all_reduce(_pointer(x, (torch.float32,)), x.numel())
+            self.window.all_reduce(_pointer(x, (torch.float32,)), x.numel())
 
     def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
         m = x.shape[0]
@@ -69,7 +71,7 @@ class WindowCollectives:
             raise InternalError(f"exchange_rows of {tuple(x.shape)} by {widths} into {tuple(out.shape)}")
         kinds = (torch.float32,)
         with _deadline():
-            self._window.exchange_rows(_pointer(x, kinds), m, list(widths), _pointer(out, kinds))
+            self.window.exchange_rows(_pointer(x, kinds), m, list(widths), _pointer(out, kinds))
 
     def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
         m, width = out.shape
@@ -77,11 +79,11 @@ class WindowCollectives:
             raise InternalError(f"all_gather_rows of {tuple(x.shape)} {x.dtype} into {tuple(out.shape)} {out.dtype}")
         kinds = (torch.float32, torch.int32)
         with _deadline():
-            self._window.all_gather_rows(_pointer(x, kinds), m, width, _pointer(out, kinds))
+            self.window.all_gather_rows(_pointer(x, kinds), m, width, _pointer(out, kinds))
 
     def barrier(self) -> None:
         with _deadline():
-            self._window.barrier()
+            self.window.barrier()
 
     def close(self) -> None:
         """Every rank calls it; the plan channel on the same memory ends with it."""

@@ -104,6 +104,7 @@ class MpiWorld:
         self._config = config
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
+        self._threads = self.all_values(config.threads)
         memory, native, why_not = self._shared_memory()
         if memory is None and config.collectives == "window":
             raise ConfigError(f'collectives is "window", but {why_not}; use "auto" or "mpi"')
@@ -155,7 +156,7 @@ class MpiWorld:
             return None, None, "the ranks are on several hosts"
         if not all(self.all_values(int(native is not None))):
             return None, None, "the compiled kernels are not installed"
-        needed, zeroed = bytes_needed(native, self.size)
+        needed, zeroed = bytes_needed(native, self.size, min(self._threads))
         window = self._mpi.Win.Allocate_shared(needed + 64 if self.rank == 0 else 0, 1, comm=host)
         buffer, _ = window.Shared_query(0)
         offset = -buffer.address % 64
@@ -171,10 +172,9 @@ class MpiWorld:
 
     def _window_pair(self, memory: SharedMemory, native: Any) -> tuple[Collectives, PlanChannel]:
         timeout = self._config.timeout_s
-        threads = sum(self.all_values(self._config.threads))
-        crowded = self._config.oversubscribed or threads > (os.cpu_count() or 1)
+        crowded = self._config.oversubscribed or sum(self._threads) > (os.cpu_count() or 1)
         return (
-            WindowCollectives(native, memory, 0 if crowded else SPINS, timeout),
+            WindowCollectives(native, memory, min(self._threads), 0 if crowded else SPINS, timeout),
             WindowPlanChannel(native, memory, 0.0 if crowded else PLAN_SPIN_S, timeout),
         )
 

@@ -30,9 +30,10 @@ pytestmark = pytest.mark.skipif(native is None, reason="the compiled kernels are
 class Memory:
     """One zeroed buffer that all ranks of a test use."""
 
-    def __init__(self, size: int) -> None:
-        needed, _ = bytes_needed(native, size)
+    def __init__(self, size: int, lanes: int = 1) -> None:
+        needed, _ = bytes_needed(native, size, lanes)
         self.size = size
+        self.lanes = lanes
         self.buffer = ctypes.create_string_buffer(needed + 64)
         self.address = -(-ctypes.addressof(self.buffer) // 64) * 64
         self.freed: list[int] = []
@@ -41,7 +42,7 @@ class Memory:
         return SharedMemory(self.address, rank, self.size, lambda: self.freed.append(rank))
 
     def groups(self, timeout: float = 20.0) -> list[WindowCollectives]:
-        return [WindowCollectives(native, self.of(rank), 0, timeout) for rank in range(self.size)]
+        return [WindowCollectives(native, self.of(rank), self.lanes, 0, timeout) for rank in range(self.size)]
 
     def channels(self, timeout: float = 20.0) -> list[WindowPlanChannel]:
         return [WindowPlanChannel(native, self.of(rank), 0.0, timeout) for rank in range(self.size)]
@@ -89,6 +90,97 @@ def test_rows_go_to_their_rank_and_back_whatever_the_widths(m: int, widths: list
     for rank, (mine, back) in enumerate(on_every_rank(size, run)):
         assert torch.equal(mine, whole[rank::size])
         assert torch.equal(back, whole)
+
+
+def runtimes(size: int, threads: int) -> list[Any]:
+    return [native.Runtime("generic", threads, []) for _ in range(size)]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    size=st.integers(2, 3),
+    threads=st.integers(1, 3),
+    count=st.one_of(st.integers(1, 20_000), st.integers(1, 400_000)),
+    rounds=st.integers(1, 6),
+    seed=st.integers(0, 2**31),
+)
+def test_threads_of_a_run_share_a_sum_and_its_bits_are_one_threads(
+    size: int, threads: int, count: int, rounds: int, seed: int
+) -> None:
+    groups = Memory(size, threads).groups()
+    pools = runtimes(size, threads)
+    parts = torch.randn(rounds, size, count, generator=torch.Generator().manual_seed(seed)) * 1e3
+    expected = parts[:, 0].clone()
+    for rank in range(1, size):
+        expected += parts[:, rank]
+
+    def run(rank: int) -> torch.Tensor:
+        sums = parts[:, rank].clone()
+        for row in sums:
+            groups[rank].window.all_reduce(pools[rank], row.data_ptr(), count)
+        # The lanes agree afterwards: one thread's collectives go on over the first.
+        again = parts[0, rank].clone()
+        groups[rank].all_reduce(again)
+        return torch.cat([sums, again[None]])
+
+    for sums in on_every_rank(size, run):
+        assert torch.equal(sums, torch.cat([expected, expected[:1]]))
+
+
+def test_ranks_with_more_threads_than_lanes_agree() -> None:
+    memory = Memory(2, lanes=2)
+    groups = memory.groups()
+    pools = [native.Runtime("generic", threads, []) for threads in (2, 4)]
+    parts = torch.randn(2, 100_000)
+
+    def run(rank: int) -> torch.Tensor:
+        x = parts[rank].clone()
+        groups[rank].window.all_reduce(pools[rank], x.data_ptr(), x.numel())
+        return x
+
+    assert all(torch.equal(x, parts[0] + parts[1]) for x in on_every_rank(2, run))
+
+
+def test_fewer_threads_than_lanes_are_refused() -> None:
+    group = Memory(2, lanes=2).groups()[0]
+    x = torch.zeros(5)
+    with pytest.raises(ValueError, match="window of 2 lanes needs as many threads, not 1"):
+        group.window.all_reduce(runtimes(1, 1)[0], x.data_ptr(), 5)
+
+
+@pytest.mark.parametrize("count", [5, 100_000])
+def test_all_threads_leave_a_run_whose_peer_does_not_come_and_the_window_stays_shut(count: int) -> None:
+    group = Memory(3, lanes=4).groups(timeout=0.3)[0]
+    pool = runtimes(1, 4)[0]
+    x = torch.zeros(count)
+    for patience in (20.0, 0.2):  # the second call does not wait again
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"rank 0 waited .* for rank 1, 2 in all_reduce"):
+            group.window.all_reduce(pool, x.data_ptr(), count)
+        assert time.monotonic() - started < patience
+    with pytest.raises(DeadlineExceeded, match="for rank 1, 2 in all_reduce"):
+        group.barrier()
+
+
+def test_a_peer_that_leaves_within_a_long_sum_is_named() -> None:
+    """Its first lane has come, its second never does: its threads are as many, but one lane's are not all there."""
+    memory = Memory(2, lanes=2)
+    groups = memory.groups(timeout=0.5)
+    pool = runtimes(1, 2)[0]
+    x = torch.zeros(300_000)
+
+    def run(rank: int) -> str:
+        try:
+            if rank == 0:
+                groups[0].window.all_reduce(pool, x.data_ptr(), x.numel())
+            else:
+                groups[1].all_reduce(torch.zeros(10))
+        except (TimeoutError, DeadlineExceeded) as error:
+            return str(error)
+        return ""
+
+    told = on_every_rank(2, run)
+    assert "for rank 1 in all_reduce" in told[0]
 
 
 def test_a_peer_that_does_not_come_is_named() -> None:
