@@ -96,7 +96,9 @@ class OpSet(Protocol):
         """Causal attention of every request's new tokens over its pages (which already hold the new tokens' K and V).
 
         Caches and scales are those of `append_kv`. What a page holds is what every query reads, a token's own included.
-        q and out [n, Hq, d]. Query i of the L new ones of a request with kv_len tokens sees kv_len - L + i + 1 of them.
+        out [n, Hq, d], with Hq the length of meta.kv_head_of; q [n, Hq or more, d], of which the first Hq heads are
+        read, so that it may be a fused buffer of queries, keys and values. Query i of the L new ones of a request with
+        kv_len tokens sees kv_len - L + i + 1 of them.
         """
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:

@@ -30,8 +30,9 @@ struct CacheArgs {
 };
 
 struct AttentionArgs {
-  const float* q;  // [n, heads, dim]
-  float* out;      // [n, heads, dim]
+  const float* q;    // [n, heads, dim], tokens q_stride floats apart
+  int64_t q_stride;  // heads * dim, or more where q is the front of a wider buffer
+  float* out;        // [n, heads, dim]
   CacheArgs cache;
   int64_t heads;
   float scale;

@@ -50,38 +50,7 @@ void Runtime::linear(Worker& worker, const LinearArgs& args, int64_t rows) {
 }
 
 void Runtime::attention(Worker& worker, const AttentionArgs& args, const Batch& batch) {
-  worker.each(1, [&](int64_t) { plan_attention(args, batch); });
-  const size_t scratch = sizeof(float) * static_cast<size_t>(attention_scratch_floats(args.cache.dim));
-  worker.each(static_cast<int64_t>(tiles_.size()), [&](int64_t task) {
-    kernels_->attention(args, tiles_[task], static_cast<float*>(worker.scratch(scratch)));
-  });
-}
-
-void Runtime::plan_attention(const AttentionArgs& args, const Batch& batch) {
-  // Query heads by the KV head that they read, and each one's share of a tile.
-  readers_.assign(args.cache.kv_heads, {});
-  for (int64_t head = 0; head < args.heads; ++head)
-    readers_[batch.kv_head_of[head]].push_back(static_cast<int32_t>(head));
-  const bool alone = batch.requests * args.cache.kv_heads < pool_.threads();
-
-  tiles_.clear();
-  for (int64_t request = 0; request < batch.requests; ++request) {
-    const int64_t first = batch.qo_indptr[request], queries = batch.qo_indptr[request + 1] - first;
-    const int64_t seen_before = batch.kv_lens[request] - queries;
-    const int32_t* pages = batch.page_indices + batch.page_indptr[request];
-    for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; ++kv_head) {
-      const std::vector<int32_t>& heads = readers_[kv_head];
-      const int64_t readers_count = static_cast<int64_t>(heads.size());
-      const int64_t most = alone && queries < 8 ? 1 : kTileRows;
-      for (int64_t h = 0; h < readers_count; h += most) {
-        const int64_t count = std::min(most, readers_count - h);
-        const int64_t step = std::max<int64_t>(1, kTileRows / count);
-        for (int64_t q = 0; q < queries; q += step)
-          tiles_.push_back(
-              {pages, heads.data() + h, count, kv_head, first + q, std::min(step, queries - q), seen_before + q + 1});
-      }
-    }
-  }
+  allspan::attention(worker, *kernels_, args, batch);
 }
 
 }  // namespace allspan

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "attention.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -19,11 +20,7 @@ class Runtime {
   Pool& pool() { return pool_; }
 
   void linear(Worker& worker, const LinearArgs& args, int64_t rows);
-  // qo_indptr, page_indptr, kv_lens, kv_head_of as in OpSet.attention; already checked.
-  struct Batch {
-    int64_t requests;
-    const int32_t *qo_indptr, *page_indptr, *page_indices, *kv_lens, *kv_head_of;
-  };
+  using Batch = AttentionBatch;
   void attention(Worker& worker, const AttentionArgs& args, const Batch& batch);
 
   // body(begin, end) over [0, count) in parts of at least `grain`, on as many threads as that gives.
@@ -37,13 +34,9 @@ class Runtime {
   }
 
  private:
-  void plan_attention(const AttentionArgs& args, const Batch& batch);
-
   const int isa_;
   const Kernels* kernels_;
   Pool pool_;
-  std::vector<std::vector<int32_t>> readers_;
-  std::vector<AttentionTile> tiles_;
 };
 
 }  // namespace allspan

@@ -86,7 +86,7 @@ def attention(
         pages = meta.page_indices[page_starts[request] : page_starts[request + 1]].long()
         keys = _tokens(k_cache, k_scales, pages, kv_len, q.shape[-1])[:, heads]
         values = _tokens(v_cache, v_scales, pages, kv_len, q.shape[-1])[:, heads]
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * meta.scale
+        scores = torch.einsum("qhd,khd->hqk", q[first:last, : len(heads)].float(), keys) * meta.scale
         reach = torch.arange(kv_len - (last - first), kv_len, device=q.device)[:, None]
         hidden = torch.arange(kv_len, device=q.device)[None, :] > reach
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)

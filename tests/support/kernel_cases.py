@@ -85,8 +85,12 @@ def attention(
     kv_head_of: list[int],
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    more_heads: int = 0,
 ) -> list[Any]:
-    """requests: (new tokens, tokens in the cache). Pages are handed out in a shuffled order."""
+    """requests: (new tokens, tokens in the cache). Pages are handed out in a shuffled order.
+
+    q has `more_heads` that nobody reads.
+    """
     kv_heads = max(kv_head_of) + 1
     counts = [math.ceil(length / page_size) for _, length in requests]
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -111,7 +115,8 @@ def attention(
         ints(kv_head_of),
         dim**-0.5,
     )
-    q = randn(starts[-1], len(kv_head_of), dim, seed=5) * 2
+    q = torch.full((starts[-1], len(kv_head_of) + more_heads, dim), NAN)
+    q[:, : len(kv_head_of)] = randn(starts[-1], len(kv_head_of), dim, seed=5) * 2
     return [q, *cache, meta, poison(starts[-1], len(kv_head_of), dim)]
 
 
@@ -258,6 +263,9 @@ def _cases() -> Iterator[Case]:
             yield from _sized("linear", linear, [(*sizes, dtype, bias) for sizes in LINEAR])
     for name, *sizes in ATTENTION:
         yield Case("attention", name, attention, tuple(sizes))
+    for dtype in (F32, BF16, I8):
+        fused = (64, 16, [(1, 40), (5, 20)], UNEVEN, dtype, 0, 4)
+        yield Case("attention", f"front-of-fused-{dtype}", attention, fused)
 
 
 CASES: tuple[Case, ...] = tuple(_cases())
