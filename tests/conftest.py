@@ -1,5 +1,5 @@
 """Counts and names what was skipped; with ALLSPAN_REQUIRE_TOOLS=1 (continuous integration) a skip is a failure, unless
-the test needs what nobody can install: a GPU ("gpu: …"), or the rights of root where the suite runs without them
+the test needs what nobody can install: a GPU ("gpu: …"), another CPU ("cpu: …"), or the rights of root where the suite runs without them
 ("root: …": mounts, network namespaces and control groups; run as root, such a skip is a failure like any other)."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _is_excused(reason: str) -> bool:
-    return reason.startswith("gpu:") or (reason.startswith("root:") and os.geteuid() != 0)
+    return reason.startswith(("gpu:", "cpu:")) or (reason.startswith("root:") and os.geteuid() != 0)
 
 
 def _has_gpu() -> bool:

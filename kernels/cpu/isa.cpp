@@ -6,6 +6,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#include <sys/prctl.h>
 #endif
 
 namespace allspan {
@@ -50,6 +53,30 @@ std::vector<Variant> find_variants() {
     if (avx512) found.push_back({"avx512", kIsaAvx512, &kAvx512});
     if (avx2) found.push_back({"avx2", kIsaAvx2, &kAvx2});
   }
+  found.push_back({"generic", kIsaGeneric, &kGeneric});
+  return found;
+}
+#elif defined(__aarch64__) && defined(__linux__)
+// Bytes of an SVE register as the operating system has set it for this thread, 0 where there is none. Asked, not
+// measured: that would take an instruction of SVE.
+int sve_bytes() {
+  constexpr int kGetVectorLength = 51, kLengthMask = 0xffff;
+  const int answer = prctl(kGetVectorLength, 0, 0, 0, 0);
+  return answer < 0 ? 0 : answer & kLengthMask;
+}
+
+// Linux names here what the CPU has and the kernel lets programs use (Documentation/arch/arm64/elf_hwcaps.rst).
+std::vector<Variant> find_variants() {
+  constexpr uint64_t kDotProducts = 1 << 20, kSve = 1 << 22, kBytesMmla = 1 << 13, kBfloat16 = 1 << 14;
+  const uint64_t caps = getauxval(AT_HWCAP), caps2 = getauxval(AT_HWCAP2);
+  const bool dot = caps & kDotProducts;
+  std::vector<Variant> found;
+  if (dot && (caps2 & kBytesMmla) && (caps2 & kBfloat16)) found.push_back({"neon_mmla", kIsaNeonMmla, &kNeon});
+  const int bytes = caps & kSve ? sve_bytes() : 0;
+  if (bytes == 64) found.push_back({"sve512", kIsaSve, &kSve512});
+  if (bytes == 32) found.push_back({"sve256", kIsaSve, &kSve256});
+  if (dot) found.push_back({"neon_dot", kIsaNeonDot, &kNeon});
+  found.push_back({"neon", kIsaNeon, &kNeon});
   found.push_back({"generic", kIsaGeneric, &kGeneric});
   return found;
 }

@@ -7,7 +7,7 @@
 
 namespace allspan {
 
-// Of one architecture, each holds all below it.
+// On x86 each holds all below it. On aarch64 the higher is the faster: SVE holds NEON, but not its dot products.
 enum Isa : int {
   kIsaGeneric = 0,
   kIsaAvx2 = 1,        // with FMA and F16C
@@ -15,9 +15,10 @@ enum Isa : int {
   kIsaAvx512Vnni = 3,  // dot products of bytes
   kIsaAvx512Bf16 = 4,  // dot products of bfloat16
   kIsaAmx = 5,         // tiles of bfloat16 and bytes
-  kIsaNeon = 1,        // aarch64
-  kIsaNeonDot = 2,     // dot products of bytes, bfloat16
-  kIsaSve = 3,
+  kIsaNeon = 1,        // all of aarch64
+  kIsaNeonDot = 2,     // dot products of bytes
+  kIsaSve = 3,         // vectors of 256 or 512 bits: at 128, NEON is as wide
+  kIsaNeonMmla = 4,    // products of small matrices of bfloat16 and bytes
 };
 
 struct Variant {

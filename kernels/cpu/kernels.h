@@ -80,6 +80,10 @@ extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+#elif defined(__aarch64__)
+extern const Kernels kNeon;
+extern const Kernels kSve256;
+extern const Kernels kSve512;
 #endif
 
 }  // namespace allspan

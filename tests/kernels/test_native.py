@@ -1,0 +1,107 @@
+"""The kernels without Python: a driver in C++ checks every op of every instruction set against double precision, on this
+CPU, on aarch64 CPUs that qemu-user plays, and on x86 CPUs that lack what this one has."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+AARCH64 = ROOT / "cmake/aarch64-linux-gnu.cmake"
+
+pytestmark = pytest.mark.timeout(600)  # the first test of each kind compiles
+
+
+def need(*tools: str) -> None:
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+@functools.cache
+def built(folder: str, *options: str) -> str:
+    """The driver's path. Builds under build/, so that a second run compiles only what has changed."""
+    there = ROOT / "build/op_check" / folder
+    generator = ("-G", "Ninja") if shutil.which("ninja") else ()
+    source = ROOT / "tests/kernels/native"
+    configure = ["cmake", "-S", source, "-B", there, *generator, "-DCMAKE_BUILD_TYPE=Release", *options]
+    for command in (configure, ["cmake", "--build", there, "--parallel", "4"]):
+        made = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        assert made.returncode == 0, made.stdout + made.stderr
+    return str(there / "op_check")
+
+
+def native() -> list[str]:
+    need("cmake", "c++")
+    return [built("native")]
+
+
+def played(cpu: str) -> list[str]:
+    """The command of the driver on an aarch64 CPU, by qemu's name for it."""
+    need("cmake", "aarch64-linux-gnu-g++", "qemu-aarch64")
+    driver = built("aarch64", "--toolchain", str(AARCH64))
+    return ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, driver]
+
+
+def run(command: list[str]) -> str:
+    """What the driver prints, once it has found nothing wrong."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def variants_in(report: str) -> str:
+    found = re.match(r"variants: (.*)\n", report)
+    assert found, report
+    return found[1]
+
+
+def test_every_variant_that_runs_here_agrees_with_double_precision() -> None:
+    report = run(native())
+    assert variants_in(report).endswith("generic")
+    assert re.search(r"checks: \d{3,}, failures: 0\n", report)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "variants"),
+    [
+        ("cortex-a53", "neon generic"),
+        ("neoverse-n1", "neon_dot neon generic"),
+        ("a64fx", "sve512 neon generic"),
+        ("max,sve-default-vector-length=32", "neon_mmla sve256 neon_dot neon generic"),
+        ("max,sve-default-vector-length=16", "neon_mmla neon_dot neon generic"),
+        ("max,sve=off", "neon_mmla neon_dot neon generic"),
+    ],
+)
+def test_aarch64_runs_what_a_cpu_has_and_nothing_else(cpu: str, variants: str) -> None:
+    assert variants_in(run(played(cpu))) == variants
+
+
+@pytest.mark.parametrize(
+    ("cpu", "variants"),
+    [
+        ("qemu64", "generic"),
+        ("SandyBridge", "generic"),
+        ("Haswell", "avx2 generic"),
+        ("Haswell,-fma", "generic"),
+        # The CPU has AVX2, but the operating system saves no more than SSE's registers.
+        ("Haswell,-xsave", "generic"),
+    ],
+)
+def test_x86_runs_what_a_cpu_has_and_the_system_saves(cpu: str, variants: str) -> None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("cpu: this machine is no x86")
+    need("qemu-x86_64")
+    assert variants_in(run(["qemu-x86_64", "-cpu", cpu, *native()])) == variants
+
+
+def test_a_variant_that_cannot_run_is_refused() -> None:
+    refused = subprocess.run([*native(), "generic", "sve9"], capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert refused.stdout.endswith("sve9 cannot run here\n")
