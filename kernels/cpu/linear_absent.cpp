@@ -5,7 +5,6 @@
 
 namespace allspan {
 
-const LinearKernels& float_kernels(int, const PackedSpec&) { throw std::invalid_argument("no kernels for floats"); }
 const LinearKernels& integer_kernels(int, const PackedSpec&) { throw std::invalid_argument("no kernels for codes"); }
 
 }  // namespace allspan

@@ -15,7 +15,8 @@ using allspan::Nibbles;
 typedef __m256 V;
 
 constexpr int kLanes = 8;
-constexpr int kDotRows = 3;  // 12 sums, 3 rows and a column: 16 registers
+constexpr bool kManyRegisters = false;  // 32, else 16
+constexpr int kDotRows = 3;             // 12 sums, 3 rows and a column: 16 registers
 constexpr int kMixRows = 4;
 constexpr int kMixVectors = 2;
 
@@ -29,6 +30,12 @@ inline V load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, V v) { _mm256_storeu_ps(p, v); }
 inline V widen(__m128i half) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)); }
 inline V load(const uint16_t* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+// Elements 0, 2, … and 1, 3, … of 16 bfloat16.
+inline __m256i load_pairs(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline V load_even(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(load_pairs(p), 16)); }
+inline V load_odd(const uint8_t* p) {
+  return _mm256_castsi256_ps(_mm256_and_si256(load_pairs(p), _mm256_set1_epi32(-65536)));
+}
 inline V load_part(const float* p, int count) { return _mm256_maskload_ps(p, part_mask(count)); }
 inline V load_part(const uint16_t* p, int count) {
   uint16_t padded[8] = {0, 0, 0, 0, 0, 0, 0, 0};

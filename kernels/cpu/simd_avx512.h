@@ -14,7 +14,8 @@ using allspan::Nibbles;
 typedef __m512 V;
 
 constexpr int kLanes = 16;
-constexpr int kDotRows = 6;  // 24 sums, 6 rows and a column: 31 of 32 registers
+constexpr bool kManyRegisters = true;  // 32, else 16
+constexpr int kDotRows = 6;            // 24 sums, 6 rows and a column: 31 of 32 registers
 constexpr int kMixRows = 6;
 constexpr int kMixVectors = 4;
 
@@ -25,6 +26,11 @@ inline V load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
 inline V widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
 inline V load(const uint16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+// Elements 0, 2, … and 1, 3, … of 32 bfloat16.
+inline V load_even(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+inline V load_odd(const uint8_t* p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-65536)));
+}
 inline V load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(part_mask(count), p); }
 inline V load_part(const uint16_t* p, int count) { return widen(_mm256_maskz_loadu_epi16(part_mask(count), p)); }
 inline V widen_signed(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }

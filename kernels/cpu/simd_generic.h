@@ -20,8 +20,10 @@ typedef uint16_t H __attribute__((vector_size(8)));
 
 constexpr int kLanes = 4;
 #if defined(__aarch64__)
-constexpr int kDotRows = 4;  // 16 sums, 4 rows and a column: 21 of 32 registers
+constexpr bool kManyRegisters = true;  // 32, else 16
+constexpr int kDotRows = 4;            // 16 sums, 4 rows and a column: 21 of 32 registers
 #else
+constexpr bool kManyRegisters = false;
 constexpr int kDotRows = 2;  // 8 sums, 2 rows and a column: 11 of 16 registers
 #endif
 constexpr int kMixRows = 4;
@@ -39,6 +41,17 @@ inline V load(const uint16_t* p) {
   std::memcpy(&half, p, sizeof half);
   typedef uint32_t U __attribute__((vector_size(16)));
   return (V)(__builtin_convertvector(half, U) << 16);
+}
+// Elements 0, 2, … and 1, 3, … of 8 bfloat16.
+inline V load_even(const uint8_t* p) {
+  I pairs;
+  std::memcpy(&pairs, p, sizeof pairs);
+  return (V)(pairs << 16);
+}
+inline V load_odd(const uint8_t* p) {
+  I pairs;
+  std::memcpy(&pairs, p, sizeof pairs);
+  return (V)(pairs & -65536);
 }
 inline V load_part(const float* p, int count) {
   V v = set1(0);
