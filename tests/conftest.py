@@ -1,6 +1,7 @@
 """Counts and names what was skipped; with ALLSPAN_REQUIRE_TOOLS=1 (continuous integration) a skip is a failure, unless
-the test needs what nobody can install: a GPU ("gpu: …"), another CPU ("cpu: …"), or the rights of root where the suite runs without them
-("root: …": mounts, network namespaces and control groups; run as root, such a skip is a failure like any other)."""
+the test needs what nobody can install: a GPU ("gpu: …"), another CPU ("cpu: …"), or the rights of root where the suite
+runs without them ("root: …": mounts, network namespaces and control groups; run as root, such a skip is a failure like
+any other)."""
 
 from __future__ import annotations
 

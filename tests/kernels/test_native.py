@@ -1,5 +1,5 @@
-"""The kernels without Python: a driver in C++ checks every op of every instruction set against double precision, on this
-CPU, on aarch64 CPUs that qemu-user plays, and on x86 CPUs that lack what this one has."""
+"""The kernels without Python: a driver in C++ checks every op of every instruction set against double precision, on
+this CPU, on aarch64 CPUs that qemu-user plays, and on x86 CPUs that lack what this one has."""
 
 from __future__ import annotations
 

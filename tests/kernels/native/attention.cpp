@@ -162,13 +162,18 @@ void check_case(Checks& checks, const Case& c, Type type, const char* type_name)
     Floats out(q.size(), 1e30f);
     AttentionArgs args{};
     args.q = q.data();
+    args.q_stride = heads * c.dim;
     args.out = out.data();
     args.cache = pages.args;
     args.heads = heads;
     args.scale = scale;
-    run.runtime->attention(args,
-                           {static_cast<int64_t>(c.requests.size()), batch.qo_indptr.data(), batch.page_indptr.data(),
-                            batch.page_indices.data(), batch.kv_lens.data(), c.kv_head_of.data()});
+    const allspan::Runtime::Batch requests{static_cast<int64_t>(c.requests.size()),
+                                           batch.qo_indptr.data(),
+                                           batch.page_indptr.data(),
+                                           batch.page_indices.data(),
+                                           batch.kv_lens.data(),
+                                           c.kv_head_of.data()};
+    run.runtime->pool().team([&](allspan::Worker& worker) { run.runtime->attention(worker, args, requests); });
     checks.close(out, expected, 2e-5);
   });
 }

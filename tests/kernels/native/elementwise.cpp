@@ -140,15 +140,19 @@ void check_linear(Checks& checks, int64_t rows, int64_t k, int64_t columns) {
     }
   }
   for (const Type type : {Type::kFloat32, Type::kBfloat16}) {
-    checks.each(sized(type == Type::kFloat32 ? "linear float32" : "linear bfloat16", {rows, k, columns}),
-                [&](Checks::Run& run) {
-                  Floats out(rows * columns, kPoison), alone(columns, kPoison);
-                  run.runtime->linear({x.data(), weight.of(type), bias.data(), out.data(), columns, k, type}, rows);
-                  checks.close(out, expected, limits);
-                  run.runtime->linear(
-                      {x.data() + (rows - 1) * k, weight.of(type), bias.data(), alone.data(), columns, k, type}, 1);
-                  checks.same(alone, Floats(out.end() - columns, out.end()), "in the batch");
-                });
+    checks.each(
+        sized(type == Type::kFloat32 ? "linear float32" : "linear bfloat16", {rows, k, columns}),
+        [&](Checks::Run& run) {
+          Floats out(rows * columns, kPoison), alone(columns, kPoison);
+          const auto linear = [&](const float* from, Floats& to, int64_t count) {
+            const LinearArgs args{from, weight.of(type), bias.data(), to.data(), columns, k, type};
+            run.runtime->pool().team([&](allspan::Worker& worker) { run.runtime->linear(worker, args, count); });
+          };
+          linear(x.data(), out, rows);
+          linear(x.data() + (rows - 1) * k, alone, 1);
+          checks.close(out, expected, limits);
+          checks.same(alone, Floats(out.end() - columns, out.end()), "in the batch");
+        });
   }
 }
 
