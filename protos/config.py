@@ -15,11 +15,16 @@ class ModelConfig:
     name: str
     """The name that requests use."""
     dtype: str = "auto"
-    """Of the weights: "float32", "bfloat16", or "auto" (the checkpoint's; quantised GGUF types decode to float32)."""
+    """Of weights that are not quantised: "float32", "bfloat16", or "auto" (the checkpoint's; bfloat16 beside quantised
+    ones)."""
     max_model_len: int = 0
     """Most tokens of a request, prompt and output; 0 takes the model's."""
-    quantization: str = "none"
-    """How linear weights are held: "none" is as `dtype` says; the worker's table of linear methods has the rest."""
+    quantization: str = "auto"
+    """How linear weights are held: "none" (as `dtype` says), "int8", "uint4" (weights alone), "a8w8", "a8w4" (inputs
+    in 8 bits too), "gguf" (as a GGUF file has them), or "auto" ("gguf" for a quantised GGUF file, else "none")."""
+    quantization_group: int = 0
+    """Inputs that share a scale: 32, 64, 128, 256, 512, or -1 (all of them); 0: as the method has it (all of them with
+    8 bits, 32 with 4)."""
     load_format: str = "auto"
     """"auto", or "dummy" for random weights."""
     device: str = "cpu"
@@ -107,6 +112,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "load_format": ("auto", "dummy"),
     "device": ("cpu", "cuda"),
+    "quantization_group": (0, -1, 32, 64, 128, 256, 512),
     "page_size": (16, 32, 64, 128),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8", "uint4"),
     "collectives": ("auto", "window", "mpi"),

@@ -99,6 +99,8 @@ class Weights:
         config = self._config
         prepared = prepare(config, self._cache, self._collectives.rank, self._collectives.size)
         difference = _difference(self._model.spec, prepared.source.spec)
+        if not difference and prepared.holding.stored != self._model.holding.stored:
+            difference = "its tensors are of other types"
         if difference:
             raise CheckpointError(
                 f"{config.path}: another model lies here now ({difference}); restart to serve it, or put weights of "

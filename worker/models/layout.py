@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from allspan.kernels.packing import Packer
+from allspan.protos.errors import InternalError
+from allspan.worker.models.program import ProgramBuilder, Slot
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.spec import ModelSpec
-from allspan.worker.quant.base import HeldTensor, LinearMethod, LinearShape
-from allspan.worker.weights.checkpoint import Checkpoint
+from allspan.worker.quant.base import Epilogue, HeldTensor, LinearMethod, LinearShape
+from allspan.worker.weights.checkpoint import BlockCheckpoint, Checkpoint
 from allspan.worker.weights.weight_map import Dim, WeightMap
 
 Progress = Callable[[int, int], None]
@@ -30,6 +33,8 @@ class Linear:
     has_bias: bool = False
     sums_ranks: bool = False
     """Its input is split, so that ranks add their outputs: only rank 0 adds the bias."""
+    interleaved: bool = False
+    """Two parts of one size, whose outputs are used pair by pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +46,41 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The embedding, this rank's rows of the vocabulary, in the weights' dtype."""
+    """The embedding, this rank's rows of the vocabulary: a linear layer whose columns are looked up, and with tied
+    embeddings the head too."""
 
     name: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.name,)
 
 
 Piece = Linear | Vector | Table
 
+EMBEDDING = Table("embedding")
+HEAD = Linear("lm_head", ("lm_head",))
+
 
 def layout(spec: ModelSpec) -> tuple[Piece, ...]:
     """Everything that a model of this spec holds, in the order in which it is read."""
-    pieces: list[Piece] = [Table("embedding.weight")]
+    pieces: list[Piece] = [EMBEDDING]
     for i in range(spec.num_layers):
         pieces += layer_pieces(spec, f"layers.{i}.")
     pieces.append(Vector("norm.weight"))
     if not spec.tie_word_embeddings:
-        pieces.append(Linear("lm_head", ("lm_head",)))
+        pieces.append(HEAD)
     return tuple(pieces)
 
 
 def layer_pieces(spec: ModelSpec, prefix: str) -> list[Piece]:
     pieces: list[Piece] = [Vector(prefix + "input_norm.weight")]
-    pieces += [Linear(prefix + name, (prefix + name,), spec.qkv_bias) for name in ("q", "k", "v")]
+    pieces.append(Linear(prefix + "qkv", (prefix + "q", prefix + "k", prefix + "v"), spec.qkv_bias))
     if spec.qk_norm:
         pieces += [Vector(prefix + "q_norm.weight"), Vector(prefix + "k_norm.weight")]
     pieces.append(Linear(prefix + "o", (prefix + "o",), spec.output_bias, sums_ranks=True))
     pieces.append(Vector(prefix + "mlp_norm.weight"))
-    pieces.append(Linear(prefix + "gate_up", (prefix + "gate", prefix + "up"), spec.mlp_bias))
+    pieces.append(Linear(prefix + "gate_up", (prefix + "gate", prefix + "up"), spec.mlp_bias, interleaved=True))
     pieces.append(Linear(prefix + "down", (prefix + "down",), spec.mlp_bias, sums_ranks=True))
     return pieces
 
@@ -75,13 +88,13 @@ def layer_pieces(spec: ModelSpec, prefix: str) -> list[Piece]:
 def canonical_names(spec: ModelSpec) -> Iterator[str]:
     """Every tensor of the model, whichever rank reads it."""
     for piece in layout(spec):
-        if isinstance(piece, Linear):
-            for part in piece.parts:
-                yield f"{part}.weight"
-                if piece.has_bias:
-                    yield f"{part}.bias"
-        else:
+        if isinstance(piece, Vector):
             yield piece.name
+            continue
+        for part in piece.parts:
+            yield f"{part}.weight"
+            if isinstance(piece, Linear) and piece.has_bias:
+                yield f"{part}.bias"
 
 
 def expected_shapes(shard: Shard, weights: WeightMap, naming: str) -> dict[str, tuple[int, ...]]:
@@ -100,34 +113,67 @@ class Holding:
     weights: WeightMap
     method: LinearMethod
     dtype: torch.dtype
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """The type of each of a GGUF file's tensors, by the file's names; empty for other checkpoints."""
+    quantization: str = "none"
+    """The name of `method`."""
+    packer: Packer = field(default_factory=Packer)
+    """Packs the weights that are read, on its threads."""
 
-    def shape_of(self, linear: Linear) -> LinearShape:
-        dims = [self.weights.dims(f"{part}.weight") for part in linear.parts]
+    def shape_of(self, piece: Linear | Table) -> LinearShape:
+        """What this rank holds of a layer."""
+        dims = [self.weights.dims(f"{part}.weight") for part in piece.parts]
+        linear = piece if isinstance(piece, Linear) else None
+        has_bias = linear is not None and linear.has_bias and not (linear.sums_ranks and self.shard.rank > 0)
+        files = [self.weights.foreign(f"{part}.weight", "gguf") for part in piece.parts]
         return LinearShape(
-            part_rows=tuple(len(self.shard.part(rows)) for rows, _ in dims),
-            in_features=len(self.shard.part(dims[0][1])),
-            has_bias=linear.has_bias and not (linear.sums_ranks and self.shard.rank > 0),
+            parts=tuple(len(self.shard.part(rows)) for rows, _ in dims),
+            inputs=self.shard.part(dims[0][1]),
+            all_inputs=self.shard.full(dims[0][1]),
+            has_bias=has_bias,
+            interleaved=linear is not None and linear.interleaved,
+            is_vocabulary=dims[0][0] is Dim.VOCABULARY,
+            stored=tuple(self.stored.get(name, "") for name in files) if self.stored else (),
         )
 
     def tensors(self, piece: Piece) -> dict[str, HeldTensor]:
         """Canonical name → shape and dtype."""
-        if isinstance(piece, Linear):
-            held = self.method.tensors(self.shape_of(piece))
-            return {f"{piece.name}.{suffix}": tensor for suffix, tensor in held.items()}
-        dtype = self.dtype if isinstance(piece, Table) else torch.float32
-        shape = tuple(len(self.shard.part(dim)) for dim in self.weights.dims(piece.name))
-        return {piece.name: HeldTensor(shape, dtype)}
+        if isinstance(piece, Vector):
+            shape = tuple(len(self.shard.part(dim)) for dim in self.weights.dims(piece.name))
+            return {piece.name: HeldTensor(shape, torch.float32)}
+        held = self.method.tensors(self.shape_of(piece))
+        return {f"{piece.name}.{suffix}": tensor for suffix, tensor in held.items()}
 
     @property
     def num_bytes(self) -> int:
         pieces = layout(self.shard.spec)
         return sum(tensor.num_bytes for piece in pieces for tensor in self.tensors(piece).values())
 
+    def emit(
+        self,
+        program: ProgramBuilder,
+        piece: Linear | Table,
+        x: Slot,
+        out: Slot,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        """Appends the product of x and the layer's weight; of the embedding, that with the head that is tied to it."""
+        self.method.emit(program, self.shape_of(piece), self._slots(program, piece), x, out, epilogue)
+
+    def emit_embedding(self, program: ProgramBuilder, ids: Slot, out: Slot) -> None:
+        """Appends out = this rank's rows of the embedding, 0 for ids of others."""
+        first = self.shard.vocabulary.start
+        slots = self._slots(program, EMBEDDING)
+        self.method.emit_embedding(program, self.shape_of(EMBEDDING), slots, ids, first, out)
+
+    def _slots(self, program: ProgramBuilder, piece: Linear | Table) -> dict[str, Slot]:
+        return {name.removeprefix(piece.name + "."): program.named(name) for name in self.tensors(piece)}
+
     def read(
         self,
         checkpoint: Checkpoint,
         device: str,
-        on_progress: Progress | None,
+        on_progress: Progress | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Reads this rank's slices: canonical name → tensor on `device`; `into` are the tensors of an earlier reading,
@@ -137,7 +183,7 @@ class Holding:
         for piece in layout(self.shard.spec):
             declared = self.tensors(piece)
             tensors = {
-                name: torch.empty(t.shape, dtype=t.dtype) if into is None else into[name]
+                name: torch.zeros(t.shape, dtype=t.dtype) if into is None else into[name]
                 for name, t in declared.items()
             }
             self._fill(piece, checkpoint, tensors)
@@ -149,18 +195,42 @@ class Holding:
         return held
 
     def _fill(self, piece: Piece, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-        if not isinstance(piece, Linear):
-            self._read_one(checkpoint, piece.name, tensors[piece.name])
+        if isinstance(piece, Vector):
+            self._vector(checkpoint, piece.name, tensors[piece.name])
             return
-        parts = piece.parts
-
-        def read(part: int, suffix: str, out: Tensor) -> None:
-            self._read_one(checkpoint, f"{parts[part]}.{suffix}", out)
-
         by_suffix = {name.removeprefix(piece.name + "."): tensor for name, tensor in tensors.items()}
-        self.method.load(self.shape_of(piece), read, by_suffix)
+        source = _Source(self, checkpoint, piece.parts)
+        self.method.load(self.shape_of(piece), source, by_suffix, self.packer)
 
-    def _read_one(self, checkpoint: Checkpoint, name: str, out: Tensor) -> None:
-        dims: tuple[Dim, ...] = self.weights.dims(name)
-        ranges = [self.shard.part(dim) for dim in dims]
-        checkpoint.read(self.weights.foreign(name, checkpoint.naming), ranges, out)
+    def _vector(self, checkpoint: Checkpoint, name: str, out: Tensor) -> None:
+        (dim,) = self.weights.dims(name)
+        checkpoint.read(self.weights.foreign(name, checkpoint.naming), [self.shard.part(dim)], out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """See `allspan.worker.quant.base.Source`."""
+
+    holding: Holding
+    checkpoint: Checkpoint
+    parts: tuple[str, ...]
+
+    def bias(self, part: int, out: Tensor) -> None:
+        self.holding._vector(self.checkpoint, f"{self.parts[part]}.bias", out)
+
+    def floats(self, part: int, rows: range, inputs: range, out: Tensor) -> None:
+        name, rows = self._find(part, rows)
+        self.checkpoint.read(name, [rows, inputs], out)
+
+    def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
+        name, rows = self._find(part, rows)
+        if not isinstance(self.checkpoint, BlockCheckpoint):
+            raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no blocks")
+        return self.checkpoint.blocks(name, rows, inputs)
+
+    def _find(self, part: int, rows: range) -> tuple[str, range]:
+        """The checkpoint's name of a part's weight, and which of its rows these are."""
+        name = f"{self.parts[part]}.weight"
+        first = self.holding.shard.part(self.holding.weights.dims(name)[0]).start
+        foreign = self.holding.weights.foreign(name, self.checkpoint.naming)
+        return foreign, range(first + rows.start, first + rows.stop)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from allspan.kernels.ops import OpSet
+from allspan.kernels.packing import Packer
 from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.protos.errors import CheckpointError, ConfigError
 from allspan.worker.cache.spec import ITEM_BITS, CacheSpec
-from allspan.worker.models.layout import IGNORED_TENSORS, Holding, Progress, expected_shapes
+from allspan.worker.models.layout import IGNORED_TENSORS, Holding, Progress, canonical_names, expected_shapes
 from allspan.worker.models.model import Model, ModelLimits
 from allspan.worker.models.registry import ModelSource, find_model
 from allspan.worker.models.shard import Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.quant.base import LinearMethod
-from allspan.worker.quant.table import METHODS
+from allspan.worker.quant.gguf import NATIVE
+from allspan.worker.quant.table import COMPACT, METHODS
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
 from allspan.worker.weights.random_weights import RandomWeights
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
@@ -48,13 +49,21 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
     """Reads the model's config and settles what this rank holds. Raises as `load_model` does."""
     source = find_model(config.path)
     shard = make_shard(source.spec, rank, size)
-    dtype = weight_dtype(config.dtype, source.spec)
+    quantization = quantization_of(config, source)
+    dtype = weight_dtype(config.dtype, source.spec, quantization)
     kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
     if kv_dtype not in ITEM_BITS:
         raise ConfigError(f"kv_cache_dtype {cache.kv_cache_dtype!r} is not known (auto, {', '.join(ITEM_BITS)})")
     return Prepared(
         source=source,
-        holding=Holding(shard, source.family.weights, linear_method(config.quantization, dtype), getattr(torch, dtype)),
+        holding=Holding(
+            shard,
+            source.family.weights,
+            METHODS[quantization](getattr(torch, dtype), config.quantization_group),
+            getattr(torch, dtype),
+            source.gguf.kinds() if source.gguf is not None else {},
+            quantization,
+        ),
         cache_spec=CacheSpec(
             page_size=cache.page_size,
             num_layers=source.spec.num_layers,
@@ -88,11 +97,13 @@ def load_model(
     if collectives.rank == 0:
         for note in prepared.source.spec.notes:
             logger.warning("%s: %s", config.path, note)
+        note_decoded(config.path, prepared.holding)
     checkpoint = open_checkpoint(prepared.source, prepared.holding.shard, config.load_format)
     check_room(prepared.weight_bytes)
-    tensors = prepared.holding.read(checkpoint, config.device, on_progress)
+    holding = replace(prepared.holding, packer=Packer(getattr(ops, "runtime", None)))
+    tensors = holding.read(checkpoint, config.device, on_progress)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len)
-    return Model(prepared.holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)
+    return Model(holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)
 
 
 def check_device(device: str) -> None:
@@ -108,7 +119,12 @@ def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Chec
     """Opens the weights and checks that they are those of the config; nothing is read yet."""
     weights = source.family.weights
     if load_format == "dummy":
-        return RandomWeights(expected_shapes(shard, weights, RandomWeights.naming))
+        kinds = source.gguf.kinds() if source.gguf is not None else {}
+        names = {
+            weights.foreign(name, "gguf"): weights.foreign(name, "hugging_face") for name in canonical_names(shard.spec)
+        }
+        shapes = expected_shapes(shard, weights, RandomWeights.naming)
+        return RandomWeights(shapes, {names[name]: kind for name, kind in kinds.items() if name in names})
     if load_format != "auto":
         raise ConfigError(f"load_format {load_format!r} is not known (auto, dummy)")
     checkpoint: Checkpoint = source.gguf if source.gguf is not None else SafetensorsFolder(source.path)
@@ -123,20 +139,37 @@ def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Chec
     return checkpoint
 
 
-def weight_dtype(wanted: str, spec: ModelSpec) -> str:
-    """float32 or bfloat16; "auto" is the checkpoint's, float16 held as float32 (exact)."""
+def quantization_of(config: ModelConfig, source: ModelSource) -> str:
+    """The linear method; "auto" is a GGUF file's own where its matrices are quantised, else "none"."""
+    name = config.quantization
+    if name == "auto":
+        return "gguf" if source.gguf is not None and source.gguf.is_quantised() else "none"
+    if name not in METHODS:
+        raise ConfigError(f"quantization {name!r} is not known (auto, {', '.join(METHODS)})")
+    if name == "gguf" and source.gguf is None:
+        others = ", ".join(each for each in METHODS if each != "gguf")
+        raise ConfigError(f"quantization 'gguf' is for GGUF files, and {config.path} is none: use {others}")
+    return name
+
+
+def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none") -> str:
+    """float32 or bfloat16; "auto" is the checkpoint's, float16 held as float32 (exact), and bfloat16 for what is left
+    of a model whose linear weights are quantised."""
     if wanted == "auto":
-        return "bfloat16" if spec.dtype == "bfloat16" else "float32"
+        return "bfloat16" if spec.dtype == "bfloat16" or quantization in COMPACT else "float32"
     if wanted not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(WEIGHT_DTYPES)})")
     return wanted
 
 
-def linear_method(quantization: str, dtype: str) -> LinearMethod:
-    """How linear layers hold their weights."""
-    if quantization not in METHODS:
-        raise ConfigError(f"quantization {quantization!r} is not known ({', '.join(METHODS)})")
-    return METHODS[quantization](getattr(torch, dtype))
+def note_decoded(path: str, holding: Holding) -> None:
+    """Says which types of a GGUF file are not computed with as they are."""
+    matrices = {holding.weights.foreign(name, "gguf") for name in canonical_names(holding.shard.spec)}
+    kinds = {kind for name, kind in holding.stored.items() if name in matrices and not name.endswith("norm.weight")}
+    decoded = sorted(kinds - {*NATIVE, "F32", "BF16"})
+    if holding.quantization == "gguf" and decoded:
+        held = str(holding.dtype).removeprefix("torch.")
+        logger.warning("%s: tensors of type %s are decoded and held as %s", path, ", ".join(decoded), held)
 
 
 def context_length(wanted: int, spec: ModelSpec) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
+from allspan.kernels.packed import PackedSpec
 from allspan.protos.engine import OpProfile
 from allspan.protos.errors import InternalError
 from allspan.worker.models.profile import OpTimer
@@ -57,7 +58,7 @@ class Named:
     name: str
 
 
-Argument = Slot | float | int | None
+Argument = Slot | PackedSpec | float | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,14 @@ class ProgramBuilder:
             raise InternalError(f"slot {name!r}: {buffer} has no view of shape {shape}")
         return self._add(Buffer(name, buffer.rows, shape, buffer.storage))
 
-    def scratch(self, label: str, like: Slot) -> Slot:
-        """A buffer in the shape of another, for what an op needs only until the next one: same label, same memory."""
+    def scratch(self, label: str, like: Slot, width: int = 0) -> Slot:
+        """A buffer in the shape of another, or with rows of `width`, for what an op needs only until the next one: same
+        label, same memory."""
         buffer = self._slots[like.index]
         if not isinstance(buffer, Buffer):
             raise InternalError(f"slot {buffer.name!r} is no buffer")
-        return self.buffer(f"{label} like {buffer.rows.value} {buffer.shape}", buffer.rows, *buffer.shape)
+        shape = (width,) if width else buffer.shape
+        return self.buffer(f"{label} like {buffer.rows.value} {shape}", buffer.rows, *shape)
 
     def named(self, name: str) -> Slot:
         """A weight, an input or a cache tensor."""

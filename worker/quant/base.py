@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from allspan.kernels.packing import Packer
 from allspan.worker.models.program import ProgramBuilder, Slot
 
 
@@ -16,14 +18,23 @@ from allspan.worker.models.program import ProgramBuilder, Slot
 class LinearShape:
     """What this rank holds of a linear layer whose weight is several checkpoint tensors, one below the other."""
 
-    part_rows: tuple[int, ...]
+    parts: tuple[int, ...]
     """Output features of each part."""
-    in_features: int
-    has_bias: bool
+    inputs: range
+    """This rank's input features, counted in the whole layer."""
+    all_inputs: int
+    """Input features of the whole layer: what shares a scale may reach beyond this rank's."""
+    has_bias: bool = False
+    interleaved: bool = False
+    """Two parts of one size (gate and up) whose features may lie side by side."""
+    is_vocabulary: bool = False
+    """The embedding, or the head that makes logits: InstantQuant leaves them in the weights' dtype."""
+    stored: tuple[str, ...] = ()
+    """The type of each part in a GGUF file ("Q4_K"); empty for other checkpoints."""
 
     @property
-    def out_features(self) -> int:
-        return sum(self.part_rows)
+    def outputs(self) -> int:
+        return sum(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +49,55 @@ class HeldTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class PartReader(Protocol):
-    def __call__(self, part: int, suffix: str, out: Tensor) -> None:
-        """Reads this rank's slice of the part's tensor ("weight" [rows, in_features] or "bias" [rows]) into `out`."""
+class Source(Protocol):
+    """The checkpoint's tensors of one linear layer. Rows count from this rank's first of the part; `inputs` are those
+    of the whole layer, and may be other ranks'."""
+
+    def bias(self, part: int, out: Tensor) -> None:
+        """This rank's slice of the part's bias into `out` [rows]."""
+
+    def floats(self, part: int, rows: range, inputs: range, out: Tensor) -> None:
+        """Into `out` [rows, inputs], float32 or bfloat16."""
+
+    def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
+        """As a GGUF file holds them: uint8 [rows, bytes], the whole blocks of its type that hold these inputs."""
+
+
+class Epilogue(enum.Enum):
+    """What becomes of a product."""
+
+    STORE = "out = product"
+    ADD = "out += product"
+    GATED = "out = silu(first part) · second part"
 
 
 class LinearMethod(Protocol):
-    """A row of `allspan.worker.quant.table.METHODS`."""
+    """A row of `allspan.worker.quant.table.METHODS`. `weights` are the slots of the held tensors, by suffix."""
 
     def tensors(self, shape: LinearShape) -> dict[str, HeldTensor]:
-        """What the layer holds, by suffix."""
+        """What the layer holds, by suffix. A bias is "bias", float32 [outputs]."""
 
-    def load(self, shape: LinearShape, read: PartReader, held: Mapping[str, Tensor]) -> None:
-        """Fills the tensors that `tensors` declared."""
+    def load(self, shape: LinearShape, source: Source, held: Mapping[str, Tensor], packer: Packer) -> None:
+        """Fills the tensors that `tensors` declared, on the CPU."""
 
-    def emit(self, program: ProgramBuilder, weights: Mapping[str, Slot], x: Slot, out: Slot) -> None:
-        """Appends the ops of out = x · weightᵀ (+ bias)."""
+    def emit(
+        self,
+        program: ProgramBuilder,
+        shape: LinearShape,
+        weights: Mapping[str, Slot],
+        x: Slot,
+        out: Slot,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        """Appends the ops of product = x · weightᵀ (+ bias), and what the epilogue says."""
+
+    def emit_embedding(
+        self,
+        program: ProgramBuilder,
+        shape: LinearShape,
+        weights: Mapping[str, Slot],
+        ids: Slot,
+        first_row: int,
+        out: Slot,
+    ) -> None:
+        """Appends the ops of out = weight[ids - first_row], 0 for another rank's row; asked of the embedding alone."""

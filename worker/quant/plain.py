@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
 
-from allspan.worker.models.program import ProgramBuilder, Slot
-from allspan.worker.quant.base import HeldTensor, LinearShape, PartReader
+from allspan.kernels.packing import Packer
+from allspan.worker.quant.base import LinearShape, Source
+from allspan.worker.quant.packed import Chunk, Layout, PackedMethod
+
+_LAYOUTS = {torch.float32: Layout("f32", "f32"), torch.bfloat16: Layout("bf16", "bf16")}
 
 
-class Plain:
-    """See `allspan.worker.quant.base.LinearMethod`. Parts are stacked into one weight; biases are float32."""
+class Plain(PackedMethod):
+    """`--quantization none`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def tensors(self, shape: LinearShape) -> dict[str, HeldTensor]:
-        held = {"weight": HeldTensor((shape.out_features, shape.in_features), self._dtype)}
-        if shape.has_bias:
-            held["bias"] = HeldTensor((shape.out_features,), torch.float32)
-        return held
+    def layout(self, shape: LinearShape, part: int) -> Layout:
+        return _LAYOUTS[self._dtype]
 
-    def load(self, shape: LinearShape, read: PartReader, held: Mapping[str, Tensor]) -> None:
-        for suffix, tensor in held.items():
-            for part, rows in enumerate(torch.split(tensor, list(shape.part_rows))):
-                read(part, suffix, rows)
-
-    def emit(self, program: ProgramBuilder, weights: Mapping[str, Slot], x: Slot, out: Slot) -> None:
-        program.op("linear", x, weights["weight"], weights.get("bias"), out)
+    def fill(self, shape: LinearShape, chunk: Chunk, source: Source, packer: Packer) -> None:
+        values = torch.empty((len(chunk.rows), len(shape.inputs)), dtype=self._dtype)
+        source.floats(chunk.part, chunk.rows, shape.inputs, values)
+        packer.floats(values, chunk.target)

@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from allspan.protos.errors import ConfigError
 from allspan.worker.quant.base import LinearMethod
+from allspan.worker.quant.gguf import Gguf
+from allspan.worker.quant.instant import SCHEMES, InstantQuant
 from allspan.worker.quant.plain import Plain
 
-METHODS: dict[str, Callable[[torch.dtype], LinearMethod]] = {"none": Plain}
-"""`quantization` → its method, made for the dtype that weights are otherwise held in."""
+MakeMethod = Callable[[torch.dtype, int], LinearMethod]
+"""From the dtype that weights are otherwise held in, and the inputs that share a scale (0: the method's own)."""
+
+
+def _without_group(name: str, make: Callable[[torch.dtype], LinearMethod]) -> MakeMethod:
+    def method(dtype: torch.dtype, group: int) -> LinearMethod:
+        if group:
+            raise ConfigError(
+                f"quantization_group {group} does not go with quantization {name!r}: leave it out, or use "
+                f"{', '.join(scheme for scheme, what in SCHEMES.items() if len(what.groups) > 1)}"
+            )
+        return make(dtype)
+
+    return method
+
+
+def _instant(name: str, dtype: torch.dtype, group: int) -> LinearMethod:
+    scheme = SCHEMES[name]
+    if group and group not in scheme.groups:
+        allowed = ", ".join(f"{each}" for each in sorted(scheme.groups))
+        raise ConfigError(
+            f"quantization_group {group} does not go with quantization {name!r}, which takes {allowed} (-1: all inputs)"
+        )
+    return InstantQuant(scheme, group or scheme.groups[0], dtype)
+
+
+METHODS: dict[str, MakeMethod] = {
+    "none": _without_group("none", Plain),
+    **{name: partial(_instant, name) for name in SCHEMES},
+    "gguf": _without_group("gguf", Gguf),
+}
+"""`quantization` → its method."""
+
+COMPACT = frozenset({*SCHEMES, "gguf"})
+"""Methods with which dtype "auto" is bfloat16, whatever the checkpoint's: the rest should not outweigh them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,6 +30,14 @@ class Checkpoint(Protocol):
 
     def release(self) -> None:
         """Gives back what reading has left in this process's memory; the checkpoint stays usable."""
+
+
+@runtime_checkable
+class BlockCheckpoint(Checkpoint, Protocol):
+    """A checkpoint of quantised types, whose blocks can be had as they are."""
+
+    def blocks(self, name: str, rows: range, inputs: range) -> Tensor:
+        """uint8 [rows, bytes]: the whole blocks of the matrix's type that hold `inputs`."""
 
 
 def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], ignored: Collection[str]) -> None:

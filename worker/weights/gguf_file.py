@@ -1,4 +1,4 @@
-"""GGUF files: rows are decoded by the `gguf` package, only those that a rank needs."""
+"""GGUF files: the rows that a rank needs, as blocks of their type, or decoded by the `gguf` package."""
 
 from __future__ import annotations
 
@@ -108,18 +108,36 @@ class GgufFile:
             decoded = self._decode(stored, wanted if order is None else order[wanted], columns)
             target[start : start + len(wanted)].copy_(torch.from_numpy(decoded))
 
+    def kinds(self) -> dict[str, str]:
+        """The type of each tensor ("Q4_K")."""
+        return {name: stored.kind.name for name, stored in self._tensors.items()}
+
+    def is_quantised(self) -> bool:
+        """Whether a matrix is."""
+        return any(stored.kind not in _PLAIN for stored in self._tensors.values() if len(stored.shape) > 1)
+
+    def blocks(self, name: str, rows: range, inputs: range) -> Tensor:
+        stored = self._tensors[name]
+        order = self._row_order(name, stored)
+        wanted = np.arange(rows.start, rows.stop) if order is None else order[rows.start : rows.stop]
+        return torch.from_numpy(self._raw(stored, wanted, inputs))
+
     def release(self) -> None:
         for file in self._files:
             file.release()
 
     def _decode(self, stored: _Stored, rows: npt.NDArray[np.int64], columns: range) -> npt.NDArray[np.float32]:
         """float32 [rows, columns]; along a row, whole quantisation blocks are decoded and then cut."""
+        raw = self._raw(stored, rows, columns)
+        decoded = np.asarray(gguf.dequantize(raw, stored.kind), dtype=np.float32).reshape(len(rows), -1)
+        start = columns.start % stored.block
+        return np.ascontiguousarray(decoded[:, start : start + len(columns)])
+
+    def _raw(self, stored: _Stored, rows: npt.NDArray[np.int64], columns: range) -> npt.NDArray[np.uint8]:
+        """[rows, bytes]: the whole blocks that hold these columns."""
         data = stored.file.view(stored.offset, stored.num_rows * stored.row_bytes).reshape(stored.num_rows, -1)
         first, last = columns.start // stored.block, -(-columns.stop // stored.block)
-        raw = np.ascontiguousarray(data[rows, first * stored.block_bytes : last * stored.block_bytes])
-        decoded = np.asarray(gguf.dequantize(raw, stored.kind), dtype=np.float32).reshape(len(rows), -1)
-        start = columns.start - first * stored.block
-        return np.ascontiguousarray(decoded[:, start : start + len(columns)])
+        return np.ascontiguousarray(data[rows, first * stored.block_bytes : last * stored.block_bytes])
 
     def _row_order(self, name: str, stored: _Stored) -> npt.NDArray[np.int64] | None:
         """For each row of the original, where the file has it: within a head, (half, pair) became (pair, half)."""

@@ -6,12 +6,27 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 _POOL = 1 << 22
 _STRIDE = 7919
 _SCALE = 0.02
+_BLOCKS = 1 << 14
+_SCALES = {
+    "Q8_0": (0, _SCALE / 74, 0.0),
+    "Q4_0": (0, _SCALE / 4.6, 0.0),
+    "Q4_1": (0, _SCALE / 4.6, _SCALE / 4.6 * -7.5),
+    "Q5_0": (0, _SCALE / 9.2, 0.0),
+    "Q5_1": (0, _SCALE / 9.2, _SCALE / 9.2 * -15.5),
+    "Q4_K": (0, _SCALE / 4.6 / 32, _SCALE / 4.6 / 32 * 7.5),
+    "Q5_K": (0, _SCALE / 9.2 / 32, _SCALE / 9.2 / 32 * 15.5),
+    "Q6_K": (208, _SCALE / 18.5 / 74, 0.0),
+}
+"""GGUF type → where in a block its scale lies, the scale, and the minimum behind it (0: none)."""
 
 
 class RandomWeights:
@@ -23,11 +38,14 @@ class RandomWeights:
 
     naming = "hugging_face"
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str] | None = None) -> None:
+        """`kinds`: the GGUF types that tensors are to have."""
         self._shapes = dict(shapes)
+        self._kinds = dict(kinds or {})
         widest = max(shape[-1] for shape in self._shapes.values())
         generator = torch.Generator().manual_seed(0)
         pool = torch.randn(_POOL + widest, generator=generator) * _SCALE
+        self._blocks: dict[str, npt.NDArray[np.uint8]] = {}
         self._pools = {dtype: pool.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
     def names(self) -> Collection[str]:
@@ -55,5 +73,27 @@ class RandomWeights:
             target[row - rows.start : row - rows.start + count].copy_(windows)
             row += count
 
+    def blocks(self, name: str, rows: range, inputs: range) -> Tensor:
+        """See `allspan.worker.weights.checkpoint.BlockCheckpoint`: random codes, with one scale."""
+        kind = gguf.GGMLQuantizationType[self._kinds[name]]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        if kind.name not in self._blocks:
+            self._blocks[kind.name] = _random_blocks(kind.name, size)
+        pool = self._blocks[kind.name]
+        starts = zlib.crc32(name.encode()) + _STRIDE * np.arange(rows.start, rows.stop)
+        numbers = np.arange(inputs.start // elements, -(-inputs.stop // elements))
+        return torch.from_numpy(pool[(starts[:, None] + numbers) % len(pool)].reshape(len(rows), -1))
+
     def release(self) -> None:
         pass
+
+
+def _random_blocks(kind: str, size: int) -> npt.NDArray[np.uint8]:
+    """uint8 [blocks, size] of weights with the deviation `_SCALE` and a mean near 0."""
+    pool = np.random.default_rng(0).integers(0, 256, (_BLOCKS, size), dtype=np.uint8)
+    place, scale, least = _SCALES[kind]
+    halves = np.array([scale, least], dtype="<f2").view(np.uint8)
+    pool[:, place : place + 2] = halves[:2]
+    if least:
+        pool[:, place + 2 : place + 4] = halves[2:]
+    return pool

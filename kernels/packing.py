@@ -1,0 +1,86 @@
+"""Filling packed weights (`allspan.kernels.packed`): with compiled code on an op set's threads, or in plain torch."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.packed import FEATURES, PackedSpec
+from allspan.kernels.reference import packing as reference
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where rows go: feature `first` of a part, and on. `first` is a multiple of 16, and so is the number of rows but
+    for a part's last ones."""
+
+    spec: PackedSpec
+    part: int
+    first: int
+    weight: Tensor
+    """uint8 spec.shape."""
+
+
+class Packer:
+    """Each call packs some rows, on the CPU; everything that is not given is filled with zeros."""
+
+    def __init__(self, runtime: Any = None) -> None:
+        """`runtime`: of an op set with compiled kernels; None: plain torch."""
+        native = None if runtime is None else importlib.import_module("allspan.kernels.cpu._native")
+        self._runtime = runtime
+        self._native = native if hasattr(native, "pack_floats") else None
+
+    def floats(self, values: Tensor, target: Target) -> None:
+        """values [rows, inputs], float32 for f32 and bfloat16 for bf16."""
+        self._check(values, target, target.spec.inputs)
+        if self._native is not None:
+            self._native.pack_floats(self._runtime, values, *_arguments(target))
+        else:
+            reference.pack_floats(values, *_arguments(target))
+
+    def quantise(self, values: Tensor, before: int, target: Target) -> None:
+        """InstantQuant, to channel8, channel4, group8 or group4. values float32 [rows, inputs of this rank and others].
+
+        For each feature and group (all of `values`, per channel) with codes up to most: scale = (max - min) / most, and
+        1 for 0; offset = -min; code = round((w + offset) / scale) within 0 … most, halves to even. Scales and offsets
+        of groups are rounded to float16 first. `values` begins `before` inputs before this rank's; with groups, that is
+        the spec's lead.
+        """
+        if (
+            before < 0
+            or before + target.spec.inputs > values.shape[1]
+            or (target.spec.group and before != target.spec.lead)
+        ):
+            raise ValueError(f"before: {before} does not fit {values.shape[1]} inputs and {target.spec}")
+        self._check(values, target, values.shape[1])
+        if self._native is not None:
+            self._native.pack_quantised(self._runtime, values, before, *_arguments(target))
+        else:
+            reference.pack_quantised(values, before, *_arguments(target))
+
+    def blocks(self, blocks: Tensor, target: Target) -> None:
+        """GGUF's own blocks, uint8 [rows, bytes], of the type that the format is named after (Q4_1 for group4): those
+        that hold this rank's inputs, whole."""
+        self._check(blocks, target, target.spec.blocks * reference.GGUF_BLOCK_BYTES[target.spec.format])
+        if self._native is not None:
+            self._native.pack_blocks(self._runtime, blocks, *_arguments(target))
+        else:
+            reference.pack_blocks(blocks, *_arguments(target))
+
+    def _check(self, rows: Tensor, target: Target, columns: int) -> None:
+        spec = target.spec
+        last = target.first + len(rows)
+        if tuple(target.weight.shape) != spec.shape or target.weight.dtype is not torch.uint8:
+            raise ValueError(f"weight: {target.weight.dtype} {list(target.weight.shape)} is not what {spec} says")
+        if rows.shape[1:] != (columns,) or target.first % FEATURES or last > spec.parts[target.part]:
+            raise ValueError(f"rows: {list(rows.shape)} from {target.first} on do not fit part {target.part} of {spec}")
+        if last % FEATURES and last != spec.parts[target.part]:
+            raise ValueError(f"rows: {last} ends within a panel")
+
+
+def _arguments(target: Target) -> tuple[Tensor, PackedSpec, int, int]:
+    return target.weight, target.spec, target.part, target.first // FEATURES

@@ -1,0 +1,39 @@
+"""Weights as a GGUF file holds them: its blocks are laid out anew, and nothing is quantised again."""
+
+from __future__ import annotations
+
+import torch
+
+from allspan.kernels.packing import Packer
+from allspan.worker.quant.base import LinearShape, Source
+from allspan.worker.quant.packed import Chunk, Layout, PackedMethod, block_inputs
+from allspan.worker.quant.plain import Plain
+
+NATIVE = {
+    "Q8_0": Layout("q8_0", "a8"),
+    "Q4_0": Layout("q4_0", "a8"),
+    "Q4_1": Layout("group4", "a8", 32),
+    "Q5_0": Layout("q5_0", "a8"),
+    "Q5_1": Layout("q5_1", "a8"),
+    "Q4_K": Layout("q4_k", "a8"),
+    "Q5_K": Layout("q5_k", "a8"),
+    "Q6_K": Layout("q6_k", "a8"),
+}
+"""Types that are computed with as they are; others are decoded and held as plain floats."""
+
+
+class Gguf(PackedMethod):
+    """`--quantization gguf`: every matrix in its own type, the embedding and the head too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._plain = Plain(dtype)
+
+    def layout(self, shape: LinearShape, part: int) -> Layout:
+        return NATIVE.get(shape.stored[part]) or self._plain.layout(shape, part)
+
+    def fill(self, shape: LinearShape, chunk: Chunk, source: Source, packer: Packer) -> None:
+        if shape.stored[chunk.part] in NATIVE:
+            blocks = source.blocks(chunk.part, chunk.rows, block_inputs(chunk.target.spec, shape))
+            packer.blocks(blocks, chunk.target)
+        else:
+            self._plain.fill(shape, chunk, source, packer)
