@@ -166,6 +166,12 @@ class Holding:
         slots = self._slots(program, EMBEDDING)
         self.method.emit_embedding(program, self.shape_of(EMBEDDING), slots, ids, first, out)
 
+    def bias(self, tensors: Mapping[str, Tensor], piece: Linear, part: int) -> Tensor:
+        """The bias of one part, float32 [outputs], of the tensors that `read` gave."""
+        start = f"{piece.name}.bias"
+        biases = torch.cat([tensors[name] for name in self.tensors(piece) if name.startswith(start)])
+        return biases.split(list(self.shape_of(piece).parts))[part]
+
     def _slots(self, program: ProgramBuilder, piece: Linear | Table) -> dict[str, Slot]:
         return {name.removeprefix(piece.name + "."): program.named(name) for name in self.tensors(piece)}
 

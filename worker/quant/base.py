@@ -75,7 +75,8 @@ class LinearMethod(Protocol):
     """A row of `allspan.worker.quant.table.METHODS`. `weights` are the slots of the held tensors, by suffix."""
 
     def tensors(self, shape: LinearShape) -> dict[str, HeldTensor]:
-        """What the layer holds, by suffix. A bias is "bias", float32 [outputs]."""
+        """What the layer holds, by suffix. Biases, "bias" or "bias.0", "bias.1" …, are float32, one after the other
+        those of all outputs."""
 
     def load(self, shape: LinearShape, source: Source, held: Mapping[str, Tensor], packer: Packer) -> None:
         """Fills the tensors that `tensors` declared, on the CPU."""

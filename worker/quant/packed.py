@@ -18,18 +18,27 @@ from allspan.worker.quant.base import Epilogue, HeldTensor, LinearShape, Source
 _CHUNK = 1 << 20
 """Elements that are read at a time: bounds the temporaries and keeps them near the processor."""
 
-_OPS = {Epilogue.ADD: "packed_linear_add", Epilogue.GATED: "packed_gated_linear"}
+_OPS = {Epilogue.STORE: "packed_linear", Epilogue.ADD: "packed_linear_add", Epilogue.GATED: "packed_gated_linear"}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
     """A packed weight of a layer: all of it, or neighbouring parts that are held alike."""
 
-    suffix: str
+    number: str
+    """Behind "weight" and "bias" in the names of its tensors: empty, or ".0", ".1" … where there are several."""
     spec: PackedSpec
     first_part: int
     column: int
     """Of the layer's outputs, the first one."""
+
+    @property
+    def weight(self) -> str:
+        return f"weight{self.number}"
+
+    @property
+    def bias(self) -> str:
+        return f"bias{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +81,31 @@ class PackedMethod(ABC):
         first = 0
         for layout, count in runs:
             parts = shape.parts[first : first + count]
-            suffix = "weight" if len(runs) == 1 else f"weight.{len(held)}"
-            spec = packed_spec(layout, shape, parts)
-            held.append(PackedPart(suffix, spec, first, sum(shape.parts[:first])))
+            number = "" if len(runs) == 1 else f".{len(held)}"
+            held.append(PackedPart(number, packed_spec(layout, shape, parts), first, sum(shape.parts[:first])))
             first += count
         return tuple(held)
 
     def tensors(self, shape: LinearShape) -> dict[str, HeldTensor]:
-        held = {part.suffix: HeldTensor(part.spec.shape, torch.uint8) for part in self.packed(shape)}
-        if shape.has_bias:
-            held["bias"] = HeldTensor((shape.outputs,), torch.float32)
+        held: dict[str, HeldTensor] = {}
+        for part in self.packed(shape):
+            held[part.weight] = HeldTensor(part.spec.shape, torch.uint8)
+            if shape.has_bias:
+                held[part.bias] = HeldTensor((part.spec.features,), torch.float32)
         return held
 
     def load(self, shape: LinearShape, source: Source, held: Mapping[str, Tensor], packer: Packer) -> None:
         for packed in self.packed(shape):
+            parts = packed.spec.parts
+            if shape.has_bias:
+                for part, out in enumerate(torch.split(held[packed.bias], list(parts)), packed.first_part):
+                    source.bias(part, out)
             step = _CHUNK // max(1, shape.all_inputs) // FEATURES * FEATURES or FEATURES
-            for number, size in enumerate(packed.spec.parts if shape.inputs else ()):
+            for number, size in enumerate(parts if shape.inputs else ()):
                 for start in range(0, size, step):
+                    target = Target(packed.spec, number, start, held[packed.weight])
                     rows = range(start, min(size, start + step))
-                    target = Target(packed.spec, number, start, held[packed.suffix])
                     self.fill(shape, Chunk(packed.first_part + number, rows, target), source, packer)
-        if shape.has_bias:
-            for part, out in enumerate(torch.split(held["bias"], list(shape.parts))):
-                source.bias(part, out)
 
     def emit(
         self,
@@ -106,14 +117,13 @@ class PackedMethod(ABC):
         epilogue: Epilogue = Epilogue.STORE,
     ) -> None:
         packed = self.packed(shape)
-        bias = weights.get("bias")
-        if epilogue is not Epilogue.STORE and len(packed) == 1:
-            program.op(_OPS[epilogue], x, weights[packed[0].suffix], bias, packed[0].spec, out)
-            return
-        product = out if epilogue is Epilogue.STORE else program.scratch("product", out, shape.outputs)
+        alone = len(packed) == 1
+        product = out if alone or epilogue is Epilogue.STORE else program.scratch("product", out, shape.outputs)
         for part in packed:
-            program.op("packed_linear", x, weights[part.suffix], bias, part.spec, product, part.column)
-        if epilogue is not Epilogue.STORE:
+            op = _OPS[epilogue] if alone else "packed_linear"
+            bias = weights[part.bias] if shape.has_bias else None
+            program.op(op, x, weights[part.weight], bias, part.spec, part.column, product)
+        if product is not out:
             program.op("add" if epilogue is Epilogue.ADD else "silu_mul", product, out)
 
     def emit_embedding(
@@ -126,7 +136,7 @@ class PackedMethod(ABC):
         out: Slot,
     ) -> None:
         (packed,) = self.packed(shape)
-        program.op("packed_embedding", ids, weights[packed.suffix], packed.spec, first_row, out)
+        program.op("packed_embedding", ids, weights[packed.weight], packed.spec, first_row, out)
 
 
 def packed_spec(layout: Layout, shape: LinearShape, parts: Sequence[int]) -> PackedSpec:
