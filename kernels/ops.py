@@ -14,9 +14,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from allspan.kernels.packed import PackedSpec
+
 
 class OpSet(Protocol):
-    """Offered op by op. On the CPU, activations and sums are float32, weights float32 or bfloat16."""
+    """Offered op by op. On the CPU, activations between ops and all sums are float32."""
 
     @property
     def name(self) -> str:
@@ -39,6 +41,32 @@ class OpSet(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """out[n, N] = x[n, K] · weight[N, K]ᵀ (+ bias float32 [N]). One K-order for every n."""
+
+    def packed_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+    ) -> None:
+        """out[:, column : column + N] = x[n, K] · Wᵀ (+ bias float32 [N]), with N = spec.features and K = spec.inputs.
+
+        weight: uint8 of spec.shape, packed as `allspan.kernels.packed` says; out [n, column + N or more], of which the
+        other columns are left alone. x is first turned into what spec.activation says. One K-order for every n; with
+        codes the same bits on every instruction set.
+        """
+
+    def packed_linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+    ) -> None:
+        """As packed_linear, added to what those columns of out hold."""
+
+    def packed_gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+    ) -> None:
+        """out[:, column : column + I] = silu(gate) · up, of a weight with two interleaved parts of I features each."""
+
+    def packed_embedding(self, ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: int, out: Tensor) -> None:
+        """out[n, K] = feature ids - first_row of a packed weight of one part where it has that feature, else 0.
+
+        ids int32 [n]; K = spec.inputs.
+        """
 
     def head_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
         """rms_norm of each head of x [n, heads, d] in place (Qwen3's q/k norm). weight float32 [d]."""
@@ -81,6 +109,30 @@ class OpSet(Protocol):
         within low … high; halves round to even. So no x is off by more than scale / 2 (and float32's own rounding).
         A row with a NaN or an infinity, or whose range or zero is not finite, gets n = 0, zero = 0, scale = NaN: every
         read of it is NaN.
+        """
+
+    def rotary_append(  # noqa: PLR0913  (as many as the ops that it is made of)
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        center: Tensor | None,
+        spread: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k_scales: Tensor | None,
+        v_scales: Tensor | None,
+        slots: Tensor,
+        num_heads: int,
+    ) -> None:
+        """head_norm, rotary, hadamard and append_kv in one, on qkv [n, Hq + 2·Hkv, d]: a token's queries (num_heads of
+        them), keys and values, in place; the bits are those of the single ops.
+
+        q_norm and k_norm float32 [d], or None for no norm; `spread` not 0: hadamard of queries (without a center) and
+        of keys (with `center`).
         """
 
     def attention(

@@ -31,6 +31,8 @@ class Backend:
 
     ops: Mapping[str, str]
     module: str | None = None
+    program: str | None = None
+    """What runs a whole program in one call; made of the runtime, the number of slots and the ranks' window or None."""
 
 
 REFERENCE = {
@@ -43,15 +45,20 @@ REFERENCE = {
     "rotary": "allspan.kernels.reference.elementwise:rotary",
     "hadamard": "allspan.kernels.reference.elementwise:hadamard",
     "append_kv": "allspan.kernels.reference.attention:append_kv",
+    "rotary_append": "allspan.kernels.reference.rotary_append:rotary_append",
     "attention": "allspan.kernels.reference.attention:attention",
     "silu_mul": "allspan.kernels.reference.elementwise:silu_mul",
     "gather_rows": "allspan.kernels.reference.elementwise:gather_rows",
+    "packed_embedding": "allspan.kernels.reference.packed:packed_embedding",
+    "packed_linear": "allspan.kernels.reference.packed:packed_linear",
+    "packed_linear_add": "allspan.kernels.reference.packed:packed_linear_add",
+    "packed_gated_linear": "allspan.kernels.reference.packed:packed_gated_linear",
 }
 
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in REFERENCE}
 
 BACKENDS: Mapping[str, Backend] = {
-    "cpu": Backend(CPU, module="allspan.kernels.cpu.runtime"),
+    "cpu": Backend(CPU, module="allspan.kernels.cpu.runtime", program="allspan.kernels.cpu._native:Program"),
     "reference": Backend(REFERENCE),
 }
 """In order of preference."""
@@ -59,11 +66,19 @@ BACKENDS: Mapping[str, Backend] = {
 
 class LoadedOps:
     """An op set: one attribute per op, and `name`, the backend and its variant ("cpu/avx512", "reference"). `runtime`
-    is what the backend's ops take first (None: nothing), for other kernels that share its threads."""
+    is what the backend's ops take first (None: nothing), for other kernels that share its threads; `program` makes what
+    runs many ops in one call (None: the backend has no such thing)."""
 
-    def __init__(self, name: str, ops: Mapping[str, Callable[..., None]], runtime: Any = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        ops: Mapping[str, Callable[..., None]],
+        runtime: Any = None,
+        program: Callable[..., Any] | None = None,
+    ) -> None:
         self.name = name
         self.runtime = runtime
+        self.program = program
         for op, implementation in ops.items():
             setattr(self, op, implementation)
 
@@ -108,7 +123,8 @@ def _open(name: str, threads: int, cpus: tuple[int, ...]) -> OpSet:
     if backend.module is None:
         return cast(OpSet, LoadedOps(family, _resolve(family, backend, None)))
     opened, runtime = importlib.import_module(backend.module).open_runtime(variant or None, threads, cpus)
-    return cast(OpSet, LoadedOps(f"{family}/{opened}", _resolve(family, backend, runtime), runtime))
+    program = partial(_load(backend.program), runtime) if backend.program else None
+    return cast(OpSet, LoadedOps(f"{family}/{opened}", _resolve(family, backend, runtime), runtime, program))
 
 
 def _resolve(name: str, backend: Backend, runtime: Any) -> dict[str, Callable[..., None]]:
@@ -122,6 +138,6 @@ def _resolve(name: str, backend: Backend, runtime: Any) -> dict[str, Callable[..
     return ops
 
 
-def _load(target: str) -> Callable[..., None]:
+def _load(target: str) -> Callable[..., Any]:
     module, _, function = target.partition(":")
-    return cast(Callable[..., None], getattr(importlib.import_module(module), function))
+    return cast(Callable[..., Any], getattr(importlib.import_module(module), function))

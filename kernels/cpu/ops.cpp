@@ -193,6 +193,45 @@ Task append_kv(Runtime& runtime, OpArguments& args) {
           }};
 }
 
+// qkv, q_norm, k_norm, eps, positions, cos_sin, center, spread, k_cache, v_cache, k_scales, v_scales, slots, heads: token
+// by token, so that a token's heads are taken from memory once.
+Task rotary_append(Runtime& runtime, OpArguments& args) {
+  const Tensor qkv = args.floats(args.at(0), "qkv", {kAny, kAny, kAny});
+  const int64_t dim = qkv.shape[2], heads = args.number<int64_t>(13), rest = qkv.shape[1] - heads;
+  args.require(heads >= 0 && rest >= 0 && rest % 2 == 0, "qkv has no room for as many values as keys behind its heads");
+  const int64_t kv_heads = rest / 2;
+  const float* q_norm = args.is_none(1) ? nullptr : args.floats(args.at(1), "q_norm", {dim}).floats();
+  const float* k_norm = args.is_none(2) ? nullptr : args.floats(args.at(2), "k_norm", {dim}).floats();
+  const float eps = args.number<float>(3);
+  const Tensor cos_sin = args.floats(args.at(5), "cos_sin", {kAny, kAny});
+  const int64_t rot = cos_sin.shape[1];
+  args.require(rot % 2 == 0 && rot <= dim, "cos_sin's second extent must be even and at most the head size");
+  const float* center = args.is_none(6) ? nullptr : args.floats(args.at(6), "center", {kv_heads, dim}).floats();
+  const bool spread = args.number<int64_t>(7) != 0;
+  const CacheArgs cache = take_cache(args, 8, kv_heads, dim);
+  const Input* positions = args.input(4, "positions", qkv.shape[0], cos_sin.shape[0]);
+  const Input* slots = args.input(12, "slots", qkv.shape[0], cache.pages * cache.page_size);
+  const Kernels& kernels = runtime.kernels();
+  const int64_t width = qkv.shape[1] * dim;
+  const auto token = [=, &kernels](int64_t row) {
+    float *q = qkv.floats() + row * width, *k = q + heads * dim, *v = k + kv_heads * dim;
+    const int32_t* position = positions->data + row;
+    if (q_norm) kernels.rms_norm(q, nullptr, q_norm, eps, q, heads, dim);
+    if (k_norm) kernels.rms_norm(k, nullptr, k_norm, eps, k, kv_heads, dim);
+    kernels.rotary(q, heads + kv_heads, dim, position, cos_sin.floats(), rot, 1);
+    if (spread) {
+      kernels.hadamard(q, heads, dim, nullptr, 1);
+      kernels.hadamard(k, kv_heads, dim, center, 1);
+    }
+    kernels.append_kv(cache, k, v, slots->data + row, 1);
+  };
+  return {qkv.shape[0], [=](Worker& worker, int64_t rows) {
+            worker.split(rows, rows_per_part(width), [&](int64_t begin, int64_t end) {
+              for (int64_t row = begin; row < end; ++row) token(row);
+            });
+          }};
+}
+
 Task attention_op(Runtime& runtime, OpArguments& args) {
   const Tensor q = args.floats(args.at(0), "q", {kAny, kAny, kAny});
   const Tensor out = args.floats(args.at(6), "out", {q.shape[0], kAny, q.shape[2]});
@@ -256,6 +295,7 @@ const std::vector<OpRow>& op_table() {
       {"rotary", 4, rotary},
       {"hadamard", 2, hadamard},
       {"append_kv", 7, append_kv},
+      {"rotary_append", 14, rotary_append},
       {"attention", 7, attention_op},
       {"silu_mul", 2, silu_mul},
       {"gather_rows", 3, gather_rows},

@@ -139,20 +139,24 @@ def activations(x: Tensor, spec: PackedSpec) -> Tensor:
     return numbers.double() * scales.double()
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, out: Tensor) -> None:
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor) -> None:
     """See `OpSet.packed_linear`."""
-    out.copy_(_product(x, weight, bias, spec))
+    out[:, column : column + spec.features] = _product(x, weight, bias, spec)
 
 
-def packed_linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, out: Tensor) -> None:
+def packed_linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+) -> None:
     """See `OpSet.packed_linear_add`."""
-    out += _product(x, weight, bias, spec)
+    out[:, column : column + spec.features] += _product(x, weight, bias, spec)
 
 
-def packed_gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, out: Tensor) -> None:
+def packed_gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+) -> None:
     """See `OpSet.packed_gated_linear`."""
     gate, up = torch.split(_product(x, weight, bias, spec), list(spec.parts), 1)
-    out.copy_(functional.silu(gate) * up)
+    out[:, column : column + spec.parts[0]] = functional.silu(gate) * up
 
 
 def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: int, out: Tensor) -> None:

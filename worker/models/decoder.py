@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from allspan.worker.models.layout import Holding, Linear, layer_pieces
+from allspan.worker.models.layout import EMBEDDING, HEAD, Holding, Linear, layer_pieces
 from allspan.worker.models.program import Program, ProgramBuilder, Rows, Slot
 from allspan.worker.models.spec import ModelSpec
+from allspan.worker.quant.base import Epilogue
 
 
 def build_decoder(holding: Holding, quantised_cache: bool = False) -> Program:
@@ -31,84 +32,78 @@ class _Decoder:
         self._quantised_cache = quantised_cache
         self._spec = spec = holding.shard.spec
         shard = holding.shard
+        self._sums_ranks = shard.size > 1
         self._program = program = ProgramBuilder()
-        heads, kv_heads, size = len(shard.query_heads), len(shard.kv_heads), spec.head_dim
+        self._heads, kv_heads, size = len(shard.query_heads), len(shard.kv_heads), spec.head_dim
+        all_heads = self._heads + 2 * kv_heads
         self._residual = program.buffer("residual", Rows.TOKENS, spec.hidden_size)
         self._x = program.buffer("x", Rows.TOKENS, spec.hidden_size)
-        self._q = program.buffer("q", Rows.TOKENS, heads * size)
-        self._k = program.buffer("k", Rows.TOKENS, kv_heads * size)
-        self._v = program.buffer("v", Rows.TOKENS, kv_heads * size)
-        self._attended = program.buffer("attended", Rows.TOKENS, heads * size)
-        self._q_heads = program.view("q.heads", self._q, heads, size)
-        self._k_heads = program.view("k.heads", self._k, kv_heads, size)
-        self._v_heads = program.view("v.heads", self._v, kv_heads, size)
-        self._attended_heads = program.view("attended.heads", self._attended, heads, size)
-        self._gate_up = program.buffer("gate_up", Rows.TOKENS, 2 * len(shard.intermediate))
+        self._qkv = program.buffer("qkv", Rows.TOKENS, all_heads * size)
+        self._qkv_heads = program.view("qkv.heads", self._qkv, all_heads, size)
+        self._attended = program.buffer("attended", Rows.TOKENS, self._heads * size)
+        self._attended_heads = program.view("attended.heads", self._attended, self._heads, size)
         self._mlp = program.buffer("mlp", Rows.TOKENS, len(shard.intermediate))
         self._last = program.buffer("last", Rows.LOGITS, spec.hidden_size)
         self._logits = program.buffer("logits", Rows.LOGITS, len(shard.vocabulary))
 
     def build(self) -> Program:
         spec, program = self._spec, self._program
-        table = program.named("embedding.weight")
-        first_row = self._holding.shard.vocabulary.start
-        program.op("embedding", program.named("ids"), table, first_row, self._residual)
-        self._sum_ranks(self._residual)
+        self._holding.emit_embedding(program, program.named("ids"), self._residual)
+        if self._sums_ranks:
+            program.op("all_reduce", self._residual)
         for layer in range(spec.num_layers):
             self._layer(layer)
-        program.op("add", self._x, self._residual)
+        if self._sums_ranks:
+            program.op("add", self._x, self._residual)
         program.op("gather_rows", self._residual, program.named("logits_rows"), self._last)
-        self._norm("norm.weight", self._last)
-        if spec.tie_word_embeddings:
-            program.op("linear", self._last, table, None, self._logits)
-        else:
-            self._linear(Linear("lm_head", ("lm_head",)), self._last, self._logits)
+        program.op("rms_norm", self._last, program.named("norm.weight"), spec.rms_norm_eps, self._last)
+        self._holding.emit(program, EMBEDDING if spec.tie_word_embeddings else HEAD, self._last, self._logits)
         return program.build(self._logits)
 
     def _layer(self, layer: int) -> None:
-        program, spec = self._program, self._spec
         prefix = f"layers.{layer}."
-        linears = {piece.name: piece for piece in layer_pieces(spec, prefix) if isinstance(piece, Linear)}
-        norm = program.named(prefix + "input_norm.weight")
-        if layer == 0:
-            program.op("rms_norm", self._residual, norm, spec.rms_norm_eps, self._x)
-        else:
-            program.op("add_rms_norm", self._x, self._residual, norm, spec.rms_norm_eps, self._x)
-        for name, out in (("q", self._q), ("k", self._k), ("v", self._v)):
-            self._linear(linears[prefix + name], self._x, out)
+        linears = {piece.name: piece for piece in layer_pieces(self._spec, prefix) if isinstance(piece, Linear)}
+        self._norm(prefix + "input_norm.weight", is_first=layer == 0)
+        self._holding.emit(self._program, linears[prefix + "qkv"], self._x, self._qkv)
         self._attention(layer, prefix)
-        self._linear(linears[prefix + "o"], self._attended, self._x)
-        self._sum_ranks(self._x)
-        norm = program.named(prefix + "mlp_norm.weight")
-        program.op("add_rms_norm", self._x, self._residual, norm, spec.rms_norm_eps, self._x)
-        self._linear(linears[prefix + "gate_up"], self._x, self._gate_up)
-        program.op("silu_mul", self._gate_up, self._mlp)
-        self._linear(linears[prefix + "down"], self._mlp, self._x)
-        self._sum_ranks(self._x)
+        self._sublayer(linears[prefix + "o"], self._attended)
+        self._norm(prefix + "mlp_norm.weight")
+        self._holding.emit(self._program, linears[prefix + "gate_up"], self._x, self._mlp, Epilogue.GATED)
+        self._sublayer(linears[prefix + "down"], self._mlp)
+
+    def _norm(self, name: str, is_first: bool = False) -> None:
+        """x = the norm of the residual stream, to which the last sublayer's sum over the ranks may still be added."""
+        weight, eps = self._program.named(name), self._spec.rms_norm_eps
+        if self._sums_ranks and not is_first:
+            self._program.op("add_rms_norm", self._x, self._residual, weight, eps, self._x)
+        else:
+            self._program.op("rms_norm", self._residual, weight, eps, self._x)
+
+    def _sublayer(self, linear: Linear, x: Slot) -> None:
+        """Alone, a rank adds the product to the residual stream at once; several sum theirs first."""
+        if self._sums_ranks:
+            self._holding.emit(self._program, linear, x, self._x)
+            self._program.op("all_reduce", self._x)
+        else:
+            self._holding.emit(self._program, linear, x, self._residual, Epilogue.ADD)
 
     def _attention(self, layer: int, prefix: str) -> None:
-        """From q, k, v to what each query head saw; the new keys and values go to the cache first."""
+        """From queries, keys and values to what each query head saw; new keys and values go to the cache first."""
         program, spec = self._program, self._spec
-        q, k, v = self._q_heads, self._k_heads, self._v_heads
-        if spec.qk_norm:
-            program.op("head_norm", q, program.named(prefix + "q_norm.weight"), spec.rms_norm_eps)
-            program.op("head_norm", k, program.named(prefix + "k_norm.weight"), spec.rms_norm_eps)
-        program.op("rotary", q, k, program.named("positions"), program.named("cos_sin"))
-        if self._quantised_cache:
-            program.op("hadamard", q, None)
-            program.op("hadamard", k, program.named(f"k_center.{layer}") if has_centers(spec) else None)
+        norms = [program.named(prefix + f"{part}_norm.weight") if spec.qk_norm else None for part in ("q", "k")]
+        center = program.named(f"k_center.{layer}") if self._quantised_cache and has_centers(spec) else None
         cache = [program.named(f"{part}.{layer}") for part in ("k_cache", "v_cache", "k_scales", "v_scales")]
-        program.op("append_kv", k, v, *cache, program.named("slots"))
-        program.op("attention", q, *cache, program.named("attention"), self._attended_heads)
-
-    def _linear(self, linear: Linear, x: Slot, out: Slot) -> None:
-        suffixes = [name.removeprefix(linear.name + ".") for name in self._holding.tensors(linear)]
-        weights = {suffix: self._program.named(f"{linear.name}.{suffix}") for suffix in suffixes}
-        self._holding.method.emit(self._program, weights, x, out)
-
-    def _norm(self, name: str, x: Slot) -> None:
-        self._program.op("rms_norm", x, self._program.named(name), self._spec.rms_norm_eps, x)
-
-    def _sum_ranks(self, x: Slot) -> None:
-        if self._holding.shard.size > 1:
-            self._program.op("all_reduce", x)
+        program.op(
+            "rotary_append",
+            self._qkv_heads,
+            *norms,
+            spec.rms_norm_eps,
+            program.named("positions"),
+            program.named("cos_sin"),
+            center,
+            int(self._quantised_cache),
+            *cache,
+            program.named("slots"),
+            self._heads,
+        )
+        program.op("attention", self._qkv_heads, *cache, program.named("attention"), self._attended_heads)

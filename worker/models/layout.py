@@ -73,9 +73,18 @@ def layout(spec: ModelSpec) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
+def qkv_linear(spec: ModelSpec, layer: int) -> Linear:
+    """Queries, keys and values of a layer, in one."""
+    return _qkv(spec, f"layers.{layer}.")
+
+
+def _qkv(spec: ModelSpec, prefix: str) -> Linear:
+    return Linear(prefix + "qkv", (prefix + "q", prefix + "k", prefix + "v"), spec.qkv_bias)
+
+
 def layer_pieces(spec: ModelSpec, prefix: str) -> list[Piece]:
     pieces: list[Piece] = [Vector(prefix + "input_norm.weight")]
-    pieces.append(Linear(prefix + "qkv", (prefix + "q", prefix + "k", prefix + "v"), spec.qkv_bias))
+    pieces.append(_qkv(spec, prefix))
     if spec.qk_norm:
         pieces += [Vector(prefix + "q_norm.weight"), Vector(prefix + "k_norm.weight")]
     pieces.append(Linear(prefix + "o", (prefix + "o",), spec.output_bias, sums_ranks=True))
@@ -170,7 +179,7 @@ class Holding:
         """The bias of one part, float32 [outputs], of the tensors that `read` gave."""
         start = f"{piece.name}.bias"
         biases = torch.cat([tensors[name] for name in self.tensors(piece) if name.startswith(start)])
-        return biases.split(list(self.shape_of(piece).parts))[part]
+        return torch.split(biases, list(self.shape_of(piece).parts))[part]
 
     def _slots(self, program: ProgramBuilder, piece: Linear | Table) -> dict[str, Slot]:
         return {name.removeprefix(piece.name + "."): program.named(name) for name in self.tensors(piece)}

@@ -15,7 +15,8 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.models.decoder import build_decoder, has_centers
 from allspan.worker.models.inputs import StepInputs
-from allspan.worker.models.layout import Holding
+from allspan.worker.models.layout import Holding, qkv_linear
+from allspan.worker.models.native_program import NativeProgram
 from allspan.worker.models.program import Interpreter, Rows
 from allspan.worker.models.rope import cos_sin_table, mean_rotated
 from allspan.worker.models.shard import split
@@ -69,7 +70,11 @@ class Model:
         """Columns of each rank's logits."""
         capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
         program = build_decoder(holding, cache_spec.is_quantised)
-        self._interpreter = Interpreter(program, ops, collectives, capacity, device)
+        self._interpreter: Interpreter | NativeProgram
+        if device == "cpu" and getattr(ops, "program", None) is not None:
+            self._interpreter = NativeProgram(program, ops, collectives, capacity)
+        else:
+            self._interpreter = Interpreter(program, ops, collectives, capacity, device)
         self._interpreter.bind(tensors)
         self._cos_sin = cos_sin_table(shard.spec.rotary, shard.spec.head_dim, limits.max_model_len).to(device)
         self._interpreter.bind({"cos_sin": self._cos_sin})
@@ -83,7 +88,7 @@ class Model:
         if self.cache_spec.is_quantised and has_centers(self.spec):
             heads = (self.cache_spec.num_kv_heads, self.spec.head_dim)
             for layer in range(self.spec.num_layers):
-                bias = self.weights[f"layers.{layer}.k.bias"].view(heads)
+                bias = self.holding.bias(self.weights, qkv_linear(self.spec, layer), 1).view(heads)
                 self._interpreter.bind({f"k_center.{layer}": mean_rotated(bias, self._cos_sin)})
 
     @property

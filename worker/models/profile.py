@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -47,19 +47,32 @@ class OpTimer:
             times = self._times[name] = _Times()
         times.add(taken)
 
-    def results(self) -> tuple[OpProfile, ...]:
-        """The longest total first. May be asked for while another thread runs ops."""
+    def rows(self) -> list[tuple[str, int, int, int, int]]:
+        """(op, count, shortest, longest, total) in nanoseconds. May be asked for while another thread runs ops."""
         times = dict(self._times)
-        whole = sum(each.total for each in times.values()) or 1
-        profiles = [
-            OpProfile(
-                op=name,
-                count=each.count,
-                min_ms=each.shortest / 1e6,
-                max_ms=each.longest / 1e6,
-                total_ms=each.total / 1e6,
-                share=each.total / whole,
-            )
-            for name, each in times.items()
-        ]
-        return tuple(sorted(profiles, key=lambda profile: -profile.total_ms))
+        return [(name, each.count, each.shortest, each.longest, each.total) for name, each in times.items()]
+
+
+def profiles(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[OpProfile, ...]:
+    """Of rows (op, count, shortest, longest, total) in nanoseconds; an op may have several. The longest total first."""
+    merged: dict[str, tuple[int, int, int, int]] = {}
+    for name, *times in rows:
+        count, shortest, longest, total = times
+        if name in merged:
+            known = merged[name]
+            count, total = count + known[0], total + known[3]
+            shortest, longest = min(shortest, known[1]), max(longest, known[2])
+        merged[name] = count, shortest, longest, total
+    whole = sum(total for *_, total in merged.values()) or 1
+    found = [
+        OpProfile(
+            op=name,
+            count=count,
+            min_ms=shortest / 1e6,
+            max_ms=longest / 1e6,
+            total_ms=total / 1e6,
+            share=total / whole,
+        )
+        for name, (count, shortest, longest, total) in merged.items()
+    ]
+    return tuple(sorted(found, key=lambda profile: -profile.total_ms))

@@ -19,7 +19,7 @@ from allspan.kernels.ops import OpSet
 from allspan.kernels.packed import PackedSpec
 from allspan.protos.engine import OpProfile
 from allspan.protos.errors import InternalError
-from allspan.worker.models.profile import OpTimer
+from allspan.worker.models.profile import OpTimer, profiles
 from allspan.worker.parallel.base import Collectives
 
 _OPS_A_BEAT = 16
@@ -193,7 +193,7 @@ class Interpreter:
 
     def profile(self) -> tuple[OpProfile, ...]:
         """What each op took since `start_profile`, the longest in total first; empty before any."""
-        return self._timer.results()
+        return profiles(self._timer.rows())
 
     def _run_timed(self, has_logits: bool) -> None:
         timer = self._timer
