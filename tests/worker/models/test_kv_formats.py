@@ -13,6 +13,7 @@ from allspan.kernels.table import backends, op_set
 from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.worker.cache.spec import ITEM_BITS
 from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.layout import qkv_linear
 from allspan.worker.models.loader import load_model, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.models.program import Named
@@ -101,7 +102,8 @@ def test_a_large_bias_of_the_keys_leaves_the_scale_to_what_differs(tmp_path: Pat
     exact = prefill(load(tmp_path, "float32"), [IDS], 90)[0]
     model = load(tmp_path, "int8")
     centered = far_off(prefill(model, [IDS], 90)[0], exact)
-    biases = [model.weights[f"layers.{layer}.k.bias"] for layer in range(2)]
+    parts = list(model.holding.shape_of(qkv_linear(model.spec, 0)).parts)
+    biases = [torch.split(model.weights[f"layers.{layer}.qkv.bias"], parts)[1] for layer in range(2)]
     kept = [bias.clone() for bias in biases]
     for bias in biases:
         bias.zero_()
