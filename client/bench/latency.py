@@ -75,7 +75,7 @@ def measure_rounds(
     def round_of() -> Round:
         # New prompts each time: nothing may come from a cache.
         prompts = [random_prompt(draw, engine, config.input_len) for _ in range(config.batch_size)]
-        return asyncio.run(_round(engine, prompts, params))
+        return asyncio.run(one_round(engine, prompts, params))
 
     for _ in range(config.warmup):
         round_of()
@@ -103,7 +103,8 @@ def summary(
     }
 
 
-async def _round(engine: ClientEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Round:
+async def one_round(engine: ClientEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Round:
+    """All prompts at once, each to its last token."""
     started = time.perf_counter()
     answers = await asyncio.gather(*(ask(engine, prompt, params) for prompt in prompts))
     return round_from(started, [answer.arrivals for answer in answers])

@@ -44,3 +44,32 @@ def plot_prefix(path: str, report: dict[str, Any], title: str) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     figure.savefig(path)
+
+
+def plot_compare(path: str, report: dict[str, Any], title: str) -> None:
+    """Tokens per second, one panel a measure, one bar an engine: medians, the least and the most, our ratio to it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measures = report["tokens_per_s"]
+    figure = Figure(figsize=(3.4 * len(measures), 3.8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(measures), squeeze=False)[0]
+    for axes, (name, engines) in zip(panels, measures.items(), strict=True):
+        medians = [rate["median"] for rate in engines.values()]
+        below = [rate["median"] - rate["min"] for rate in engines.values()]
+        above = [rate["max"] - rate["median"] for rate in engines.values()]
+        colours = ["#1f6feb", *["#8c959f"] * (len(engines) - 1)]
+        axes.bar(list(engines), medians, yerr=[below, above], capsize=4, color=colours)
+        for place, (engine, rate) in enumerate(engines.items()):
+            ratio = report["ratios"][name].get(engine)
+            label = f"{rate['median']:,.0f}" + (f"\n(ours {ratio['median']:.2f}×)" if ratio else "")
+            axes.annotate(
+                label, (place, rate["max"]), textcoords="offset points", xytext=(0, 4), ha="center", fontsize=8
+            )
+        axes.set_title(f"{name} of {report['batch_size']}" if name == "batch decode" else name, fontsize=10)
+        axes.margins(y=0.22)
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].set_ylabel("tokens/s")
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from allspan.client.bench.benchmark import Benchmark
+from allspan.client.bench.compare import COMPARE
 from allspan.client.bench.latency import LATENCY
 from allspan.client.bench.ops import OPS
 from allspan.client.bench.overload import OVERLOAD
@@ -19,7 +20,9 @@ from allspan.launch.session import serve_options
 from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.flags import Parser, add_options, build, fail, nearest
 
-BENCHMARKS: dict[str, Benchmark] = {row.name: row for row in (LATENCY, PERPLEXITY, PREFIX, OPS, STEP, OVERLOAD, SOAK)}
+BENCHMARKS: dict[str, Benchmark] = {
+    row.name: row for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, OVERLOAD, SOAK)
+}
 
 
 def run(argv: Sequence[str]) -> int:
