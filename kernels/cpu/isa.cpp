@@ -67,14 +67,14 @@ int sve_bytes() {
 
 // Linux names here what the CPU has and the kernel lets programs use (Documentation/arch/arm64/elf_hwcaps.rst).
 std::vector<Variant> find_variants() {
-  constexpr uint64_t kDotProducts = 1 << 20, kSve = 1 << 22, kBytesMmla = 1 << 13, kBfloat16 = 1 << 14;
+  constexpr uint64_t kDotProducts = 1 << 20, kSve = 1 << 22, kMixedBytes = 1 << 13, kBfloat16 = 1 << 14;
   const uint64_t caps = getauxval(AT_HWCAP), caps2 = getauxval(AT_HWCAP2);
   const bool dot = caps & kDotProducts;
   std::vector<Variant> found;
-  if (dot && (caps2 & kBytesMmla) && (caps2 & kBfloat16)) found.push_back({"neon_mmla", kIsaNeonMmla, &kNeon});
+  if (dot && (caps2 & kMixedBytes) && (caps2 & kBfloat16)) found.push_back({"neon_bf16", kIsaNeonBf16, &kNeon});
   const int bytes = caps & kSve ? sve_bytes() : 0;
-  if (bytes == 64) found.push_back({"sve512", kIsaSve, &kSve512});
-  if (bytes == 32) found.push_back({"sve256", kIsaSve, &kSve256});
+  if (bytes == 64) found.push_back({"sve512", kIsaSve512, &kSve512});
+  if (bytes == 32) found.push_back({"sve256", kIsaSve256, &kSve256});
   if (dot) found.push_back({"neon_dot", kIsaNeonDot, &kNeon});
   found.push_back({"neon", kIsaNeon, &kNeon});
   found.push_back({"generic", kIsaGeneric, &kGeneric});

@@ -17,8 +17,9 @@ enum Isa : int {
   kIsaAmx = 5,         // tiles of bfloat16 and bytes
   kIsaNeon = 1,        // all of aarch64
   kIsaNeonDot = 2,     // dot products of bytes
-  kIsaSve = 3,         // vectors of 256 or 512 bits: at 128, NEON is as wide
-  kIsaNeonMmla = 4,    // products of small matrices of bfloat16 and bytes
+  kIsaSve256 = 3,      // vectors of just 256 or 512 bits: at 128, NEON is as wide
+  kIsaSve512 = 4,
+  kIsaNeonBf16 = 5,  // dot products of bfloat16, and of bytes with and without a sign
 };
 
 struct Variant {

@@ -10,6 +10,11 @@ extern const LinearKernels kFloat32Generic, kBfloat16Generic;
 extern const LinearKernels kFloat32Avx2, kBfloat16Avx2;
 extern const LinearKernels kFloat32Avx512, kBfloat16Avx512;
 extern const LinearKernels kBfloat16Avx512Bf16;
+#elif defined(__aarch64__)
+extern const LinearKernels kFloat32Neon, kBfloat16Neon;
+extern const LinearKernels kBfloat16NeonBf16;
+extern const LinearKernels kFloat32Sve256, kBfloat16Sve256;
+extern const LinearKernels kFloat32Sve512, kBfloat16Sve512;
 #endif
 
 }  // namespace allspan

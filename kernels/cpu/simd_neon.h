@@ -15,6 +15,7 @@ using allspan::Nibbles;
 typedef float32x4_t V;
 
 constexpr int kLanes = 4;
+constexpr bool kManyRegisters = true;  // 32, else 16
 constexpr int kDotRows = 4;  // 16 sums, 4 rows and a column: 21 of 32 registers; 16 chains keep four units busy
 constexpr int kMixRows = 4;
 constexpr int kMixVectors = 4;  // 16 sums, 4 values and a weight
@@ -23,6 +24,10 @@ inline V set1(float x) { return vdupq_n_f32(x); }
 inline V load(const float* p) { return vld1q_f32(p); }
 inline void store(float* p, V v) { vst1q_f32(p, v); }
 inline V load(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+// Elements 0, 2, … and 1, 3, … of 8 bfloat16.
+inline uint32x4_t load_pairs(const uint8_t* p) { return vreinterpretq_u32_u8(vld1q_u8(p)); }
+inline V load_even(const uint8_t* p) { return vreinterpretq_f32_u32(vshlq_n_u32(load_pairs(p), 16)); }
+inline V load_odd(const uint8_t* p) { return vreinterpretq_f32_u32(vandq_u32(load_pairs(p), vdupq_n_u32(0xffff0000))); }
 inline V load_part(const float* p, int count) {
   float padded[4] = {0, 0, 0, 0};
   std::memcpy(padded, p, count * sizeof(float));

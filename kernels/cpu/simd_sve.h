@@ -16,7 +16,8 @@ using allspan::Nibbles;
 typedef svfloat32_t V __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));
 
 constexpr int kLanes = __ARM_FEATURE_SVE_BITS / 32;
-constexpr int kDotRows = 4;  // 16 sums, 4 rows and a column: 21 of 32 registers
+constexpr bool kManyRegisters = true;  // 32, else 16
+constexpr int kDotRows = 4;            // 16 sums, 4 rows and a column: 21 of 32 registers
 constexpr int kMixRows = 4;
 constexpr int kMixVectors = 4;  // 16 sums, 4 values and a weight
 
@@ -35,6 +36,12 @@ inline V load_bytes(const Nibbles* p, int bytes) {
   const svuint32_t right = svlsl_n_u32_x(all_lanes(), svand_n_u32_x(all_lanes(), svindex_u32(0, 1), 1), 2);
   const svuint32_t shifted = svlsr_u32_x(all_lanes(), svzip1_u32(pairs, pairs), right);
   return svcvt_f32_u32_x(all_lanes(), svand_n_u32_x(all_lanes(), shifted, 15));
+}
+// Elements 0, 2, … and 1, 3, … of twice as many bfloat16.
+inline svuint32_t load_pairs(const uint8_t* p) { return svld1_u32(all_lanes(), reinterpret_cast<const uint32_t*>(p)); }
+inline V load_even(const uint8_t* p) { return svreinterpret_f32_u32(svlsl_n_u32_x(all_lanes(), load_pairs(p), 16)); }
+inline V load_odd(const uint8_t* p) {
+  return svreinterpret_f32_u32(svand_n_u32_x(all_lanes(), load_pairs(p), 0xffff0000));
 }
 template <class T>
 inline V load(const T* p) {

@@ -74,9 +74,9 @@ def test_every_variant_that_runs_here_agrees_with_double_precision() -> None:
         ("cortex-a53", "neon generic"),
         ("neoverse-n1", "neon_dot neon generic"),
         ("a64fx", "sve512 neon generic"),
-        ("max,sve-default-vector-length=32", "neon_mmla sve256 neon_dot neon generic"),
-        ("max,sve-default-vector-length=16", "neon_mmla neon_dot neon generic"),
-        ("max,sve=off", "neon_mmla neon_dot neon generic"),
+        ("max,sve-default-vector-length=32", "neon_bf16 sve256 neon_dot neon generic"),
+        ("max,sve-default-vector-length=16", "neon_bf16 neon_dot neon generic"),
+        ("max,sve=off", "neon_bf16 neon_dot neon generic"),
     ],
 )
 def test_aarch64_runs_what_a_cpu_has_and_nothing_else(cpu: str, variants: str) -> None:
