@@ -47,15 +47,12 @@ class Packer:
 
         For each feature and group (all of `values`, per channel) with codes up to most: scale = (max - min) / most, and
         1 for 0; offset = -min; code = round((w + offset) / scale) within 0 … most, halves to even. Scales and offsets
-        of groups are rounded to float16 first. `values` begins `before` inputs before this rank's; with groups, that is
-        the spec's lead.
+        of groups are rounded to float16 first; a NaN or an infinity makes both NaN. `values` begins `before` inputs
+        before this rank's; with groups, that is the spec's lead.
         """
-        if (
-            before < 0
-            or before + target.spec.inputs > values.shape[1]
-            or (target.spec.group and before != target.spec.lead)
-        ):
-            raise ValueError(f"before: {before} does not fit {values.shape[1]} inputs and {target.spec}")
+        spec, inputs = target.spec, values.shape[1]
+        if before < 0 or before + spec.inputs > inputs or (spec.group and before != spec.lead):
+            raise ValueError(f"before: {before} does not fit {inputs} inputs and {spec}")
         self._check(values, target, values.shape[1])
         if self._native is not None:
             self._native.pack_quantised(self._runtime, values, before, *_arguments(target))

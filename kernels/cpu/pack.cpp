@@ -65,8 +65,7 @@ void put_codes(int bits, const uint8_t* codes, int64_t feature, uint8_t* group) 
     return;
   }
   constexpr uint32_t kLow = 0x0f0f0f0f;
-  for (int64_t q = 0; q < 4; ++q)
-    put(group, q * kFeatures + feature, (quads[q] & kLow) | (quads[q + 4] & kLow) << 4);
+  for (int64_t q = 0; q < 4; ++q) put(group, q * kFeatures + feature, (quads[q] & kLow) | (quads[q + 4] & kLow) << 4);
   uint8_t* rest = group + 256;
   if (bits == 5) {
     // The product gathers the bits of four bytes in its highest.
@@ -144,7 +143,9 @@ Range range_of(const float* values, int64_t count, float most) {
     largest[0] = std::max(largest[0], largest[lane]);
     poison[0] += poison[lane];
   }
-  const float scale = (largest[0] - least[0]) / most + poison[0];
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  if (std::isnan(poison[0])) return {kNan, kNan};
+  const float scale = (largest[0] - least[0]) / most;
   return {scale == 0.0f ? 1.0f : scale, -least[0]};
 }
 

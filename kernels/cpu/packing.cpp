@@ -4,24 +4,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "ops.h"
 #include "pack.h"
-#include "runtime.h"
-#include "tensor.h"
 
 namespace nb = nanobind;
 using nb::handle;
 
 namespace allspan {
 namespace {
-
-PackedSpec spec_of(handle spec) {
-  const auto number = [&](const char* name) { return nb::cast<int64_t>(spec.attr(name)); };
-  std::vector<int64_t> parts;
-  for (handle part : spec.attr("parts")) parts.push_back(nb::cast<int64_t>(part));
-  return PackedSpec::make(nb::cast<std::string>(spec.attr("format")), nb::cast<std::string>(spec.attr("activation")),
-                          std::move(parts), number("inputs"), number("lead"), number("group"),
-                          nb::cast<bool>(spec.attr("interleaved")));
-}
 
 PackTarget target_of(const Arguments& args, const PackedSpec& spec, handle weight_, int64_t part, int64_t first,
                      int64_t rows) {
@@ -32,8 +22,8 @@ PackTarget target_of(const Arguments& args, const PackedSpec& spec, handle weigh
 }
 
 void floats(Runtime& runtime, handle values_, handle weight_, handle spec_, int64_t part, int64_t first) {
-  const Arguments args("pack_floats");
-  const PackedSpec spec = spec_of(spec_);
+  const OpArguments args("pack_floats", {nb::borrow(spec_)});
+  const PackedSpec spec = args.spec(0);
   const Tensor values = args.weights(values_, "values", {kAny, spec.inputs});
   args.require(spec.format == (values.dtype == Dtype::kFloat32 ? Format::kF32 : Format::kBf16),
                "values are not of the format's dtype");
@@ -44,8 +34,8 @@ void floats(Runtime& runtime, handle values_, handle weight_, handle spec_, int6
 
 void quantised(Runtime& runtime, handle values_, int64_t before, handle weight_, handle spec_, int64_t part,
                int64_t first) {
-  const Arguments args("pack_quantised");
-  const PackedSpec spec = spec_of(spec_);
+  const OpArguments args("pack_quantised", {nb::borrow(spec_)});
+  const PackedSpec spec = args.spec(0);
   const Tensor values = args.floats(values_, "values", {kAny, kAny});
   const bool groups = spec.format == Format::kGroup8 || spec.format == Format::kGroup4;
   args.require(groups || spec.format == Format::kChannel8 || spec.format == Format::kChannel4,
@@ -57,8 +47,8 @@ void quantised(Runtime& runtime, handle values_, int64_t before, handle weight_,
 }
 
 void blocks(Runtime& runtime, handle blocks_, handle weight_, handle spec_, int64_t part, int64_t first) {
-  const Arguments args("pack_blocks");
-  const PackedSpec spec = spec_of(spec_);
+  const OpArguments args("pack_blocks", {nb::borrow(spec_)});
+  const PackedSpec spec = args.spec(0);
   const int64_t bytes = gguf_block_bytes(spec.format);
   args.require(bytes > 0 && (spec.format != Format::kGroup4 || spec.group == 32), "the format is none of GGUF's");
   const Tensor given = args.bytes(blocks_, "blocks", {kAny, spec.blocks * bytes});

@@ -1,0 +1,141 @@
+"""Filling packed weights: every packer gives the same bytes, and what they mean is what was given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.packed import PackedSpec
+from allspan.kernels.packing import Packer, Target
+from allspan.kernels.reference.packed import fields_of, unpack
+from allspan.kernels.table import backends, op_set
+
+KINDS = {
+    "Q8_0": "q8_0",
+    "Q4_0": "q4_0",
+    "Q4_1": "group4",
+    "Q5_0": "q5_0",
+    "Q5_1": "q5_1",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+}
+INSTANT = (("channel8", 0), ("channel4", 0), ("group8", 64), ("group4", 32), ("group4", 128), ("group8", 512))
+
+
+def packers() -> list[Packer]:
+    opened = [op_set(name, threads=2) for name in (backends()[0], "reference")]
+    return [Packer(getattr(ops, "runtime", None)) for ops in opened]
+
+
+def random_blocks(kind: str, rows: int, inputs: int) -> Tensor:
+    """Any bytes, but for scales, which are small numbers."""
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = torch.Generator().manual_seed(5)
+    raw = torch.randint(0, 256, (rows, inputs // elements, size), dtype=torch.uint8, generator=generator)
+    places = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
+    for place in places:
+        scales = torch.randn((rows, inputs // elements, 1), generator=generator).half()
+        raw[..., place : place + 2] = scales.view(torch.uint8)
+    return raw.flatten(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_a_gguf_file_mean_what_they_meant(kind: str) -> None:
+    """A slice of the inputs, which begins and ends within blocks, of two interleaved parts given in two goes."""
+    rows, start, stop = 21, 300, 900
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = random_blocks(kind, rows, 1024)
+    expected = torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))[:, start:stop]
+    spec = PackedSpec(
+        KINDS[kind], "a8", (rows, rows), stop - start, start % elements, 32 if kind == "Q4_1" else 0, True
+    )
+    given = raw[:, start // elements * size : -(-stop // elements) * size]
+    for packer in packers():
+        weight = torch.full(spec.shape, 255, dtype=torch.uint8)
+        for part in (0, 1):
+            for first in (0, 16):
+                packer.blocks(given[first : first + 16].contiguous(), Target(spec, part, first, weight))
+        assert torch.equal(unpack(weight, spec), torch.cat((expected, expected)))
+
+
+@pytest.mark.parametrize(("name", "group"), INSTANT)
+def test_a_quantised_weight_is_off_by_half_a_step_at_most(name: str, group: int) -> None:
+    """And by what rounding scale and offset to float16 adds; a constant group is exact as far as float16 holds it."""
+    values = torch.randn((21, 700), generator=torch.Generator().manual_seed(1)) * 0.1
+    values[3], values[4], values[5, :200] = 0.5, 0.0, 1e-9
+    start, inputs = 150, 301
+    lead = start % group if group else 0
+    spec = PackedSpec(name, "a16", (21,), inputs, lead, group)
+    given = values[:, start - lead : start - lead + spec.blocks * group] if group else values
+    for packer in packers():
+        weight = torch.empty(spec.shape, dtype=torch.uint8)
+        packer.quantise(given.contiguous(), lead if group else start, Target(spec, 0, 0, weight))
+        fields = fields_of(weight, spec)
+        step = fields["scales"].float()
+        largest = values.abs().amax(1, keepdim=True)
+        repeated = step.repeat_interleave(group, 1)[:, lead : lead + inputs] if group else step
+        bound = repeated * 0.501 + (largest * 2.0**-10 if group else 1e-7)
+        error = (unpack(weight, spec) - values[:, start : start + inputs]).abs()
+        assert (error <= bound).all()
+        assert error[3:5].max() == 0
+
+
+@pytest.mark.parametrize(("name", "group"), INSTANT)
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e6])
+def test_every_packer_gives_the_same_bytes(name: str, group: int, size: float) -> None:
+    values = torch.randn((53, 700), generator=torch.Generator().manual_seed(2)) * size
+    values[5, 7], values[6, 300] = torch.nan, torch.inf
+    values[7] = torch.arange(700) % 15 + 0.5  # halves
+    values[8] = -0.25
+    spec = PackedSpec(name, "a16", (7, 53), 700 if group else 400, group=group)
+    held = []
+    for packer in packers():
+        weight = torch.zeros(spec.shape, dtype=torch.uint8)
+        packer.quantise(values, 0 if group else 200, Target(spec, 1, 0, weight))
+        held.append(weight)
+    for other in held[1:]:
+        assert torch.equal(held[0], other)
+    assert unpack(held[0], spec)[7 + 5].isnan().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_packer_gives_the_same_bytes_of_blocks(kind: str) -> None:
+    raw = torch.randint(0, 256, random_blocks(kind, 53, 512).shape, dtype=torch.uint8)
+    spec = PackedSpec(KINDS[kind], "a8", (7, 53), 512, group=32 if kind == "Q4_1" else 0)
+    held = []
+    for packer in packers():
+        weight = torch.zeros(spec.shape, dtype=torch.uint8)
+        packer.blocks(raw, Target(spec, 1, 0, weight))
+        held.append(weight)
+    assert all(torch.equal(held[0], other) for other in held)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("f32", torch.float32), ("bf16", torch.bfloat16)])
+def test_floats_are_held_as_they_are(name: str, dtype: torch.dtype) -> None:
+    for inputs in (1, 31, 100):
+        values = torch.randn(35, inputs).to(dtype)
+        spec = PackedSpec(name, name, (3, 35), inputs)
+        for packer in packers():
+            weight = torch.zeros(spec.shape, dtype=torch.uint8)
+            packer.floats(values[:32], Target(spec, 1, 0, weight))
+            packer.floats(values[32:], Target(spec, 1, 32, weight))
+            assert torch.equal(unpack(weight, spec)[3:], values.float())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    spec = PackedSpec("group8", "a16", (40,), 100, 4, 64)
+    weight = torch.zeros(spec.shape, dtype=torch.uint8)
+    for packer in packers():
+        with pytest.raises(ValueError, match="before: 3 does not fit"):
+            packer.quantise(torch.zeros(16, 120), 3, Target(spec, 0, 0, weight))
+        with pytest.raises(ValueError, match="from 32 on do not fit part 0"):
+            packer.quantise(torch.zeros(16, 120), 4, Target(spec, 0, 32, weight))
+        with pytest.raises(ValueError, match="ends within a panel"):
+            packer.quantise(torch.zeros(17, 120), 4, Target(spec, 0, 0, weight))
+        with pytest.raises(ValueError, match="is not what"):
+            packer.quantise(torch.zeros(16, 120), 4, Target(replace(spec, inputs=90), 0, 0, weight[:, :9]))
