@@ -55,7 +55,9 @@ def test_progress_ends_at_all_bytes_and_the_plan_knew_them(tmp_path: Path) -> No
 def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
     save_tiny(tmp_path / "tied", "qwen3")
     save_tiny(tmp_path / "untied", "qwen3", tie_word_embeddings=False)
-    assert load(tmp_path / "untied").weight_bytes - load(tmp_path / "tied").weight_bytes == 7 * 16 * 64 * 4  # 97 by 60, in panels
+    assert (
+        load(tmp_path / "untied").weight_bytes - load(tmp_path / "tied").weight_bytes == 7 * 16 * 64 * 4
+    )  # 97 by 60, in panels
 
 
 def test_one_rank_has_no_collective_and_two_have_two_a_layer_and_one_for_the_embedding(tmp_path: Path) -> None:
