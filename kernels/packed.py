@@ -41,6 +41,10 @@ from dataclasses import dataclass
 FEATURES = 16
 """Output features of a panel."""
 
+LAYOUT = 1
+"""Version of everything on this page: raised by whoever changes a byte of it, so that weights that were packed and
+saved before are refused."""
+
 
 @dataclass(frozen=True, slots=True)
 class Format:

@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": "talk to a model in this terminal",
     "generate": "continue one prompt",
     "pull": "fetch a model into the cache and print where it is",
+    "convert": "pack, quantise and split a model's weights once, for quick starts",
     "doctor": "check this machine and name the fix for what is missing",
     "plan": "print ranks, threads, memory and context, without loading",
     "bench": "measure speed, caches, quality and endurance: `allspan bench --help`",

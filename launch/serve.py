@@ -23,6 +23,7 @@ from allspan.launch import mpi
 from allspan.launch.checkpoint_files import check_files
 from allspan.launch.cluster import Cluster
 from allspan.launch.console import say
+from allspan.launch.convert import with_its_ranks
 from allspan.launch.models import FoundModel, resolve_model
 from allspan.launch.placement import Placement, place
 from allspan.launch.run_dir import make_run_dir
@@ -123,6 +124,7 @@ def serve(settings: ServeSettings) -> int:
     Raises AllspanError for what ends it otherwise; then nothing of the cluster is left.
     """
     _check(settings)
+    settings = with_its_ranks(settings)
     topology = read_topology()
     numactl, why_not = None, ""
     if settings.placement.bind != "none":

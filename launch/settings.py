@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.launch.models import DEFAULT_MODEL
 from allspan.launch.placement import PlacementConfig
 from allspan.launch.supervisor import SupervisorConfig
-from allspan.protos.config import CHOICES, LIMITS, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from allspan.protos.config import (
+    CHOICES,
+    HELD_FIELDS,
+    LIMITS,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from allspan.protos.flags import Parser, add_options, build
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -78,10 +86,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """In which form weights are held."""
+    _add(parser, ModelConfig, skip=tuple(field.name for field in fields(ModelConfig) if field.name not in HELD_FIELDS))
+
+
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """What every command that starts a cluster takes: ranks, threads, dtype, context and random weights first."""
     _add(parser, PlacementConfig)
-    _add(parser, ModelConfig, skip=("path", "name"))
+    add_weights(parser)
+    _add(parser, ModelConfig, skip=("path", "name", *HELD_FIELDS))
     parser.add_argument(
         "--random-weights",
         dest="load_format",

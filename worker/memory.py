@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch import Tensor
 
@@ -19,6 +21,12 @@ def resident_bytes() -> int:
         return 0
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def num_memory_nodes(root: Path = Path("/")) -> int:
+    """NUMA nodes of this machine that have memory; 1 where the system does not say. `root` stands for "/" in tests."""
+    nodes = (root / "sys/devices/system/node").glob("node[0-9]*/meminfo")
+    return sum(not re.search(r"MemTotal:\s+0 kB", path.read_text()) for path in nodes) or 1
 
 
 def can_give_back(device: str) -> bool:

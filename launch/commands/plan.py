@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allspan.launch.console import size
+from allspan.launch.convert import with_its_ranks
 from allspan.launch.models import FoundModel, resolve_model
 from allspan.launch.placement import Placement, place
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
@@ -28,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
     parser.prog, parser.description = "allspan plan", "Prints ranks, threads, memory and context, without loading."
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     namespace = parser.parse(argv)
-    settings = serve_settings(namespace)
+    settings = with_its_ranks(serve_settings(namespace))
     placement = place(read_topology(), settings.placement)
     model = resolve_model(settings.model)
     plan = plan_memory(settings, placement, model)

@@ -9,7 +9,7 @@ from typing import Any
 from allspan.protos.errors import CheckpointError, InvalidRequest
 from allspan.protos.json_file import read_json_object
 from allspan.protos.sampling import SamplingParams
-from allspan.protos.text.gguf_metadata import read_metadata
+from allspan.protos.text.gguf_metadata import gguf_of, read_metadata
 from allspan.protos.text.gguf_tokenizer import end_ids
 
 
@@ -41,8 +41,8 @@ _NAMES = {
 def generation_defaults(path: str | Path) -> GenerationDefaults:
     """Of a model folder or a GGUF file; empty when it says nothing. A bad value is a CheckpointError that names it."""
     path = Path(path)
-    if path.is_file():
-        return GenerationDefaults(eos_token_ids=end_ids(read_metadata(path)))
+    if gguf := gguf_of(path):
+        return GenerationDefaults(eos_token_ids=end_ids(read_metadata(gguf)))
     file = path / "generation_config.json"
     if not file.is_file():
         return GenerationDefaults()

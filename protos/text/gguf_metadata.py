@@ -36,15 +36,32 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Keys to Python values, arrays as lists; and the tensors."""
+    """Keys to Python values, arrays as lists; and the tensors. `metadata_end` is the byte behind the keys."""
 
     metadata: dict[str, Any]
     tensors: tuple[GgufTensor, ...]
+    metadata_end: int
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """The key-value part alone; raises as `read_header` does."""
     return read_header(path).metadata
+
+
+def metadata_part(path: Path) -> bytes:
+    """A GGUF file of the key-value part alone, without tensors. Raises as `read_header` does."""
+    end = read_header(path).metadata_end
+    with path.open("rb") as file:
+        data = file.read(end)
+    return data[:8] + bytes(8) + data[16:]  # magic and version, no tensors, the number of keys
+
+
+def gguf_of(path: Path) -> Path | None:
+    """The GGUF file that a model's path means: itself, or the only one in a folder without a config.json."""
+    if path.is_file():
+        return path
+    found = [] if (path / "config.json").exists() else list(path.glob("*.gguf"))
+    return found[0] if len(found) == 1 else None
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -70,13 +87,14 @@ class _Reader:
             raise CheckpointError(f"{self._path} is GGUF version {version}, supported are {_VERSIONS}")
         num_tensors, num_values = self._scalar(10), self._scalar(10)
         metadata = {self._string(): self._value(self._scalar(4)) for _ in range(num_values)}
+        metadata_end = self._at
         found = [(self._string(), self._dims(), self._scalar(4), self._scalar(10)) for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise CheckpointError(f"{self._path} has general.alignment {alignment!r}, must be a positive integer")
         start = -(-self._at // alignment) * alignment
         tensors = tuple(GgufTensor(name, kind, dims[::-1], start + offset) for name, dims, kind, offset in found)
-        return GgufHeader(metadata, tensors)
+        return GgufHeader(metadata, tensors, metadata_end)
 
     def _dims(self) -> tuple[int, ...]:
         return tuple(self._scalar(10) for _ in range(self._scalar(4)))

@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from allspan.protos.errors import ModelNotFound
+from allspan.protos.text.gguf_metadata import gguf_of
 from allspan.protos.text.gguf_tokenizer import load_gguf
 from allspan.protos.text.huggingface import load_folder
 from allspan.protos.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder (Hugging Face layout) or a GGUF file.
+    """The tokenizer of a model folder (Hugging Face layout) or a GGUF file (or a folder with one).
 
     Raises ModelNotFound when there is no such path, CheckpointError when what is there cannot be used.
     """
     path = Path(path)
+    if gguf := gguf_of(path):
+        return load_gguf(gguf)
     if path.is_dir():
         return load_folder(path)
-    if path.is_file():
-        return load_gguf(path)
     raise ModelNotFound(f"no model at {path}: expected a folder with a tokenizer.json, or a GGUF file")

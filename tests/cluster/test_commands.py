@@ -50,6 +50,26 @@ def test_bench_latency_with_random_weights_prints_every_figure_last(tiny: Path, 
     assert min(report["peak_rss_bytes"]) > 1 << 20
 
 
+def test_a_converted_model_gives_the_same_tokens_and_its_own_ranks(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = run_allspan("convert", str(tiny), str(out), "--ranks=2", "--threads=1")
+    assert run.returncode == 0, run.stderr
+    assert f"serve it with: allspan serve {out}" in run.stderr
+    flags = ("--threads=1", "--oversubscribe")
+    assert generate(out, *flags)["token_ids"] == generate(tiny, "--ranks=2", *flags)["token_ids"]
+    run = run_allspan("generate", str(out), "--prompt=abc", "--ranks=1")
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].endswith("pass --ranks 2, or convert the model again with --ranks 1")
+    file = out / "rank-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    run = run_allspan("generate", str(out), "--prompt=abc", *flags)
+    assert run.returncode == 3
+    assert "rank-1.safetensors: truncated" in run.stderr
+    run = run_allspan("convert", str(tiny), str(out), "--ranks=1", "--overwrite", "--quantization=nosuch")
+    assert run.returncode == 2
+    assert (out / "rank-1.safetensors").exists()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_plan_tells_what_the_ranks_would_hold(tiny: Path, ranks: int) -> None:
     run = run_allspan("plan", str(tiny), f"--ranks={ranks}", "--oversubscribe", "--json")

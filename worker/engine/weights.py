@@ -11,11 +11,10 @@ from torch import Tensor
 from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.protos.errors import AllspanError, CheckpointError, Unavailable
 from allspan.worker.memory import can_give_back, give_back
-from allspan.worker.models.loader import open_checkpoint, prepare
+from allspan.worker.models import loader
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.weights.checkpoint import Checkpoint
 
 _TOLD_BYTES = 2048
 """Of a failure, to the other ranks."""
@@ -73,17 +72,17 @@ class Weights:
         files, or finds another model there, nothing has been read: weights that were loaded still are. When reading
         breaks off, they are not.
         """
-        failure, checkpoint = "", None
+        failure, weights = "", None
         try:
-            checkpoint = self._open()
+            weights = self._open()
         except (AllspanError, OSError) as error:
             failure = str(error)
         self._agree(failure)
-        assert checkpoint is not None  # else this rank's failure has been raised
+        assert weights is not None  # else this rank's failure has been raised
         self.is_loaded = False
         try:
             model = self._model
-            model.holding.read(checkpoint, self._config.device, lambda done, total: on_progress(), model.weights)
+            weights.read(self._config.device, lambda done, total: on_progress(), model.weights)
             model.weights_changed()
         except (AllspanError, OSError, RuntimeError, ValueError) as error:
             failure = str(error)
@@ -94,10 +93,10 @@ class Weights:
     def _give_back(self) -> None:
         give_back([*self._model.weights.values(), *self._pages])
 
-    def _open(self) -> Checkpoint:
+    def _open(self) -> loader.Weights:
         """What lies at the path now. Raises CheckpointError unless it is a model like the one that was loaded."""
         config = self._config
-        prepared = prepare(config, self._cache, self._collectives.rank, self._collectives.size)
+        prepared = loader.prepare(config, self._cache, self._collectives.rank, self._collectives.size)
         difference = _difference(self._model.spec, prepared.source.spec)
         if not difference and prepared.holding.stored != self._model.holding.stored:
             difference = "its tensors are of other types"
@@ -106,7 +105,7 @@ class Weights:
                 f"{config.path}: another model lies here now ({difference}); restart to serve it, or put weights of "
                 "the same shapes back"
             )
-        return open_checkpoint(prepared.source, prepared.holding.shard, config.load_format)
+        return loader.open_weights(prepared.source, self._model.holding, config)
 
     def _agree(self, failure: str) -> None:
         """Every rank tells how it went; raises the first failure on all of them."""

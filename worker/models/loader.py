@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packing import Packer
 from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.protos.errors import CheckpointError, ConfigError
 from allspan.worker.cache.spec import ITEM_BITS, CacheSpec
+from allspan.worker.models.converted import ConvertedWeights
 from allspan.worker.models.layout import IGNORED_TENSORS, Holding, Progress, canonical_names, expected_shapes
 from allspan.worker.models.model import Model, ModelLimits
 from allspan.worker.models.registry import ModelSource, find_model
@@ -39,6 +42,8 @@ class Prepared:
     holding: Holding
     cache_spec: CacheSpec
     max_model_len: int
+    held: Mapping[str, str | int]
+    """The settings of HELD_FIELDS, "auto" made definite."""
 
     @property
     def weight_bytes(self) -> int:
@@ -48,6 +53,8 @@ class Prepared:
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
     """Reads the model's config and settles what this rank holds. Raises as `load_model` does."""
     source = find_model(config.path)
+    if source.converted is not None:
+        config = replace(config, **source.converted.held(config))
     shard = make_shard(source.spec, rank, size)
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization)
@@ -61,7 +68,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             source.family.weights,
             METHODS[quantization](getattr(torch, dtype), config.quantization_group),
             getattr(torch, dtype),
-            source.gguf.kinds() if source.gguf is not None else {},
+            source.stored,
             quantization,
         ),
         cache_spec=CacheSpec(
@@ -72,6 +79,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             dtype=kv_dtype,
         ),
         max_model_len=context_length(config.max_model_len, source.spec),
+        held={"dtype": dtype, "quantization": quantization, "quantization_group": config.quantization_group},
     )
 
 
@@ -98,12 +106,42 @@ def load_model(
         for note in prepared.source.spec.notes:
             logger.warning("%s: %s", config.path, note)
         note_decoded(config.path, prepared.holding)
-    checkpoint = open_checkpoint(prepared.source, prepared.holding.shard, config.load_format)
-    check_room(prepared.weight_bytes)
     holding = replace(prepared.holding, packer=Packer(getattr(ops, "runtime", None)))
-    tensors = holding.read(checkpoint, config.device, on_progress)
+    weights = open_weights(prepared.source, holding, config)
+    check_room(prepared.weight_bytes)
+    tensors = weights.read(config.device, on_progress)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len)
     return Model(holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)
+
+
+class Weights(Protocol):
+    """What a rank holds, opened and checked; nothing is read yet."""
+
+    def read(
+        self, device: str, on_progress: Progress | None, into: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Canonical name → tensor on `device`; `into` are the tensors of an earlier reading, on the CPU, to be filled
+        again where they lie. Raises CheckpointError."""
+
+
+def open_weights(source: ModelSource, holding: Holding, config: ModelConfig) -> Weights:
+    """Those that were converted, or the slices of a checkpoint. Raises CheckpointError or ConfigError."""
+    if source.converted is not None:
+        return ConvertedWeights(source.converted, holding, config.verify)
+    return CheckpointWeights(holding, open_checkpoint(source, holding.shard, config.load_format))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWeights:
+    """See `Weights`."""
+
+    holding: Holding
+    checkpoint: Checkpoint
+
+    def read(
+        self, device: str, on_progress: Progress | None, into: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        return self.holding.read(self.checkpoint, device, on_progress, into)
 
 
 def check_device(device: str) -> None:
@@ -119,12 +157,11 @@ def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Chec
     """Opens the weights and checks that they are those of the config; nothing is read yet."""
     weights = source.family.weights
     if load_format == "dummy":
-        kinds = source.gguf.kinds() if source.gguf is not None else {}
         names = {
             weights.foreign(name, "gguf"): weights.foreign(name, "hugging_face") for name in canonical_names(shard.spec)
         }
         shapes = expected_shapes(shard, weights, RandomWeights.naming)
-        return RandomWeights(shapes, {names[name]: kind for name, kind in kinds.items() if name in names})
+        return RandomWeights(shapes, {names[name]: kind for name, kind in source.stored.items() if name in names})
     if load_format != "auto":
         raise ConfigError(f"load_format {load_format!r} is not known (auto, dummy)")
     checkpoint: Checkpoint = source.gguf if source.gguf is not None else SafetensorsFolder(source.path)
@@ -146,7 +183,7 @@ def quantization_of(config: ModelConfig, source: ModelSource) -> str:
         return "gguf" if source.gguf is not None and source.gguf.is_quantised() else "none"
     if name not in METHODS:
         raise ConfigError(f"quantization {name!r} is not known (auto, {', '.join(METHODS)})")
-    if name == "gguf" and source.gguf is None:
+    if name == "gguf" and not source.stored:
         others = ", ".join(each for each in METHODS if each != "gguf")
         raise ConfigError(f"quantization 'gguf' is for GGUF files, and {config.path} is none: use {others}")
     return name

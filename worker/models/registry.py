@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allspan.protos.converted import MANIFEST, is_converted
 from allspan.protos.errors import CheckpointError, ModelNotFound
 from allspan.protos.json_file import read_json_object
+from allspan.worker.models.converted import ConvertedModel
 from allspan.worker.models.families.common import Family
 from allspan.worker.models.families.llama import LLAMA, MISTRAL
 from allspan.worker.models.families.qwen2 import QWEN2
@@ -23,12 +26,21 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, M
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as found on disk: `path` is the folder or the GGUF file; `gguf` is set for the latter."""
+    """A model as found on disk: `path` is the folder or the GGUF file; `gguf` is set for the latter, `converted` for a
+    folder that `allspan convert` has made."""
 
     path: Path
     family: Family
     spec: ModelSpec
     gguf: GgufFile | None
+    converted: ConvertedModel | None = None
+
+    @property
+    def stored(self) -> Mapping[str, str]:
+        """The types of a GGUF file's tensors, by its names; empty for other checkpoints."""
+        if self.converted is not None:
+            return self.converted.manifest.stored
+        return self.gguf.kinds() if self.gguf is not None else {}
 
 
 def inspect_model(path: str) -> ModelSpec:
@@ -41,6 +53,8 @@ def find_model(path: str) -> ModelSource:
     place = Path(path).expanduser()
     if not place.exists():
         raise ModelNotFound(f"{place}: no such file or folder")
+    if is_converted(place):
+        return _from_converted(place)
     config = place / "config.json" if place.is_dir() else place
     if config.suffix == ".json" and config.is_file():
         return _from_config(config)
@@ -69,6 +83,11 @@ def _from_config(source: Path) -> ModelSource:
         more = ForeignConfig(read_json_object(generation), str(generation))
         values["eos_token_id"] = [*config.token_ids("eos_token_id"), *more.token_ids("eos_token_id")]
     return ModelSource(folder, family, family.read(config), None)
+
+
+def _from_converted(folder: Path) -> ModelSource:
+    model = ConvertedModel(folder)
+    return ModelSource(folder, _family(model.spec.family, str(folder / MANIFEST)), model.spec, None, model)
 
 
 def _from_gguf(path: Path) -> ModelSource:

@@ -26,7 +26,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class Stored:
     file: MappedFile
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class SafetensorsFolder:
         """Maps every file and checks its header; raises CheckpointError naming the file and the tensor."""
         self._folder = folder
         self._files: list[MappedFile] = []
-        self._tensors: dict[str, _Stored] = {}
+        self._tensors: dict[str, Stored] = {}
         index = folder / _INDEX
         if index.is_file():
             self._open_sharded(index)
@@ -105,12 +105,12 @@ class SafetensorsFolder:
     def _open(self, path: Path) -> None:
         file = MappedFile(path)
         self._files.append(file)
-        header, start = _read_header(file)
+        header, start = read_header(file)
         available = file.size - start
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            stored = _read_entry(file, name, entry, start)
+            stored = read_entry(file, name, entry, start)
             end = stored.offset + stored.num_bytes - start
             if end > available:
                 raise CheckpointError(
@@ -129,7 +129,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: not a safetensors index: {error!r}") from error
 
 
-def _read_header(file: MappedFile) -> tuple[dict[str, Any], int]:
+def read_header(file: MappedFile) -> tuple[dict[str, Any], int]:
     """The header and where the data starts."""
     if file.map[:7] == b"version":
         raise CheckpointError(f"{file.path}: is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
@@ -149,7 +149,7 @@ def _read_header(file: MappedFile) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _read_entry(file: MappedFile, name: str, entry: Any, start: int) -> _Stored:
+def read_entry(file: MappedFile, name: str, entry: Any, start: int) -> Stored:
     try:
         begin, end = (int(offset) for offset in entry["data_offsets"])
         shape = tuple(int(size) for size in entry["shape"])
@@ -161,4 +161,4 @@ def _read_entry(file: MappedFile, name: str, entry: Any, start: int) -> _Stored:
         raise CheckpointError(
             f"{file.path}: tensor {name!r} ({dtype} {list(shape)}) does not fit its data, bytes {begin} to {end}"
         )
-    return _Stored(file, dtype, shape, start + begin, end - begin)
+    return Stored(file, dtype, shape, start + begin, end - begin)

@@ -1,0 +1,42 @@
+"""`allspan convert MODEL OUT`: packs, quantises and splits the weights once, so that later starts only map them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from allspan.launch.console import say, size
+from allspan.launch.convert import ConvertSettings, convert
+from allspan.launch.models import resolve_model
+from allspan.launch.settings import add_weights
+from allspan.protos.config import ModelConfig
+from allspan.protos.flags import Parser, add_options, build
+
+
+def convert_parser() -> Parser:
+    parser = Parser(
+        "allspan convert",
+        "Saves a model's weights as the ranks hold them (packed, quantised, split), for `allspan serve OUT`.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="A folder, a GGUF file, a short name, or ORG/NAME.")
+    parser.add_argument("out", metavar="OUT", help="The folder to make.")
+    add_options(
+        parser,
+        ConvertSettings,
+        skip=("out",),
+        aliases={"ranks": ("-tp", "--tensor-parallel-size")},
+        limits={"ranks": (1, 1024), "threads": (0, 4096)},
+    )
+    add_weights(parser)
+    parser.add_config()
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    namespace = convert_parser().parse(argv)
+    settings = build(ConvertSettings, namespace)
+    out, ranks = convert(resolve_model(namespace.model), build(ModelConfig, namespace, path="", name=""), settings)
+    say(
+        f"{out}: {size(sum(rank['num_bytes'] for rank in ranks))} for {len(ranks)} rank{'s' * (len(ranks) > 1)}; "
+        f"serve it with: allspan serve {out}"
+    )
+    return 0

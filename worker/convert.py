@@ -1,0 +1,136 @@
+"""Packs, quantises and splits weights once: `python -m allspan.worker.convert CONFIG.json --ranks N --into DIR`.
+
+A launcher runs it as a process and owns DIR, which is there and empty. Prints one JSON object on standard output: what
+was written, or {"error", "message"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import allspan
+from allspan.kernels.packed import LAYOUT
+from allspan.kernels.packing import Packer
+from allspan.kernels.table import op_set
+from allspan.protos.config import WorkerConfig
+from allspan.protos.config_json import from_json
+from allspan.protos.converted import (
+    FORMAT,
+    MANIFEST,
+    METADATA_GGUF,
+    Manifest,
+    RankWeights,
+    SourceFile,
+    is_converted,
+    sha256_of,
+    source_files,
+)
+from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, InternalError
+from allspan.protos.text.gguf_metadata import metadata_part
+from allspan.worker import host
+from allspan.worker.load_progress import LoadProgress
+from allspan.worker.models.converted import declared
+from allspan.worker.models.loader import Prepared, note_decoded, open_checkpoint, prepare
+from allspan.worker.weights.rank_file import new_rank_file
+
+_COPIED = (".json", ".jinja", ".txt", ".model")
+"""Of a folder: configs, tokenizers, chat templates."""
+_MARGIN_BYTES = 1 << 20
+
+
+def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
+    """Fills the empty folder `into`. Raises what loading would, and OSError for what the disk does not take."""
+    model = Path(config.model.path)
+    if is_converted(model):
+        raise ConfigError(f"{model} is converted already: convert what it was made from")
+    prepared = [prepare(config.model, config.cache, rank, ranks) for rank in range(ranks)]
+    note_decoded(config.model.path, prepared[0].holding)
+    source = prepared[0].source
+    _check_room(into, sum(rank.weight_bytes for rank in prepared))
+    checkpoint = open_checkpoint(source, prepared[0].holding.shard, config.model.load_format)
+    dummy = config.model.load_format == "dummy"
+    files = [] if dummy else sorted({checkpoint.where(name) for name in checkpoint.names()})
+    ops = op_set("auto", config.parallel.threads, config.parallel.cpus)
+    packer = Packer(getattr(ops, "runtime", None))
+    with ThreadPoolExecutor(1) as hashing:
+        hashed = hashing.submit(source_files, files)
+        _copy_files(source.path, into)
+        written = tuple(_convert_rank(config, each, packer, into) for each in prepared)
+        described: tuple[SourceFile, ...] = hashed.result()
+    manifest = Manifest(
+        FORMAT, LAYOUT, allspan.__version__, prepared[0].held, asdict(source.spec), source.stored, described, written
+    )
+    (into / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+def _convert_rank(config: WorkerConfig, prepared: Prepared, packer: Packer, into: Path) -> RankWeights:
+    holding = replace(prepared.holding, packer=packer)
+    shard, ranks = holding.shard, holding.shard.size
+    checkpoint = open_checkpoint(prepared.source, shard, config.model.load_format)
+    path = into / f"rank-{shard.rank}.safetensors"
+    metadata = {"writer": f"allspan {allspan.__version__}", "rank": str(shard.rank), "ranks": str(ranks)}
+    title = f"converting {config.model.name}" + (f", rank {shard.rank} of {ranks}" if ranks > 1 else "")
+    with LoadProgress(title) as progress, new_rank_file(path, declared(holding), metadata) as file:
+
+        def on_progress(done: int, total: int) -> None:
+            file.release()
+            progress(done, total)
+
+        holding.read(checkpoint, "cpu", on_progress, file.tensors)
+    return RankWeights(path.name, file.num_bytes, file.header_sha256, sha256_of(path))
+
+
+def _check_room(into: Path, weight_bytes: int) -> None:
+    needed, free = weight_bytes + _MARGIN_BYTES, shutil.disk_usage(into).free
+    if free < needed:
+        raise ConfigError(
+            f"the converted weights take {needed} bytes, {into.parent} has {free} free: free some, or convert to "
+            "another disk"
+        )
+
+
+def _copy_files(source: Path, into: Path) -> None:
+    """All that serving needs beside the weights: configs and the tokenizer."""
+    if source.is_file():
+        (into / METADATA_GGUF).write_bytes(metadata_part(source))
+        return
+    for path in sorted(source.iterdir()):
+        if path.suffix in _COPIED and path.is_file() and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, into / path.name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m allspan.worker.convert", description=__doc__)
+    parser.add_argument("config", metavar="CONFIG.json", help="the configuration that the ranks would get")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the world")
+    parser.add_argument("--into", type=Path, required=True, help="an empty folder")
+    arguments = parser.parse_args(argv)
+    said: dict[str, Any]
+    try:
+        config = from_json(Path(arguments.config).read_text(encoding="utf-8"))
+        host.run_on(config.parallel.cpus)
+        manifest = convert(config, arguments.ranks, arguments.into)
+        said = {"held": dict(manifest.held), "ranks": [asdict(rank) for rank in manifest.ranks]}
+    except AllspanError as error:
+        said = {"error": error.code, "message": error.message}
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        said = {"error": CheckpointError.code, "message": f"{where}{error.strerror or error}"}
+    except RuntimeError as error:  # torch's and the kernels' own
+        said = {"error": InternalError.code, "message": str(error)}
+    print(json.dumps(said))
+    return 1 if "error" in said else 0
+
+
+if __name__ == "__main__":
+    host.die_with_parent()
+    sys.exit(main())
