@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from allspan.kernels.packing import Packer
 from allspan.kernels.table import BACKENDS, Backend
 from allspan.worker.models.families.common import Family, Features, dense_spec
 from allspan.worker.models.foreign import ForeignConfig
 from allspan.worker.models.program import ProgramBuilder, Slot
 from allspan.worker.models.registry import FAMILIES
 from allspan.worker.models.spec import ModelSpec
-from allspan.worker.quant.base import HeldTensor, LinearShape, PartReader
+from allspan.worker.quant.base import Epilogue, HeldTensor, LinearShape, Source
 from allspan.worker.quant.table import METHODS
 from support import toy_kernels
 from support.tiny_models import logits_on_ranks, save_tiny
@@ -50,29 +51,52 @@ def test_a_family_from_outside_runs(tiny: Path, expected: Tensor, monkeypatch: p
 class HighAndLow:
     """Holds each weight as a bfloat16 part and the float32 rest, and adds two products."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, group: int) -> None:
         pass
 
     def tensors(self, shape: LinearShape) -> dict[str, HeldTensor]:
-        size = (shape.out_features, shape.in_features)
+        size = (shape.outputs, len(shape.inputs))
         held = {"high": HeldTensor(size, torch.bfloat16), "low": HeldTensor(size, torch.float32)}
-        return held | ({"bias": HeldTensor((shape.out_features,), torch.float32)} if shape.has_bias else {})
+        return held | ({"bias": HeldTensor((shape.outputs,), torch.float32)} if shape.has_bias else {})
 
-    def load(self, shape: LinearShape, read: PartReader, held: Mapping[str, Tensor]) -> None:
-        rows = list(shape.part_rows)
-        for part, (high, low) in enumerate(
-            zip(torch.split(held["high"], rows), torch.split(held["low"], rows), strict=True)
-        ):
-            read(part, "weight", low)
-            high.copy_(low)
-            low -= high.float()
+    def load(self, shape: LinearShape, source: Source, held: Mapping[str, Tensor], packer: Packer) -> None:
+        rows = list(shape.parts)
+        for part, low in enumerate(torch.split(held["low"], rows)):
+            source.floats(part, range(rows[part]), shape.inputs, low)
+        held["high"].copy_(held["low"])
+        held["low"].sub_(held["high"].float())
         for part, bias in enumerate(torch.split(held["bias"], rows) if shape.has_bias else ()):
-            read(part, "bias", bias)
+            source.bias(part, bias)
 
-    def emit(self, program: ProgramBuilder, weights: Mapping[str, Slot], x: Slot, out: Slot) -> None:
-        rest = program.scratch("high_and_low.rest", like=out)
-        program.op("linear", x, weights["high"], weights.get("bias"), out)
+    def emit(
+        self,
+        program: ProgramBuilder,
+        shape: LinearShape,
+        weights: Mapping[str, Slot],
+        x: Slot,
+        out: Slot,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        product = out if epilogue is Epilogue.STORE else program.scratch("high", out, shape.outputs)
+        rest = program.scratch("low", out, shape.outputs)
+        program.op("linear", x, weights["high"], weights.get("bias"), product)
         program.op("linear", x, weights["low"], None, rest)
+        program.op("add", rest, product)
+        if epilogue is not Epilogue.STORE:
+            program.op("add" if epilogue is Epilogue.ADD else "silu_mul", product, out)
+
+    def emit_embedding(
+        self,
+        program: ProgramBuilder,
+        shape: LinearShape,
+        weights: Mapping[str, Slot],
+        ids: Slot,
+        first_row: int,
+        out: Slot,
+    ) -> None:
+        rest = program.scratch("low", out)
+        program.op("embedding", ids, weights["high"], first_row, out)
+        program.op("embedding", ids, weights["low"], first_row, rest)
         program.op("add", rest, out)
 
 

@@ -40,8 +40,11 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def save_gguf(path: Path, model: Any, kind: Type, metadata: dict[str, Any] | None = None) -> None:
-    """Writes the model with its matrices as `kind`, and puts the decoded values back into `model`."""
+def save_gguf(
+    path: Path, model: Any, kind: Type, metadata: dict[str, Any] | None = None, kinds: dict[str, Type] | None = None
+) -> None:
+    """Writes the model with its matrices as `kind`, but for those that `kinds` names ("ffn_up"), and puts the decoded
+    values back into `model`."""
     config = model.config
     architecture = config.model_type
     writer = gguf.GGUFWriter(path, architecture)
@@ -67,7 +70,8 @@ def save_gguf(path: Path, model: Any, kind: Type, metadata: dict[str, Any] | Non
         if name == "lm_head.weight" and tied:
             continue
         values = parameter.detach().numpy()
-        stored_as = kind if values.ndim == 2 else Type.F32
+        matrix = (kinds or {}).get(gguf_name(name).split(".")[-2], kind)
+        stored_as = matrix if values.ndim == 2 else Type.F32
         decoded = gguf.dequantize(gguf.quantize(values, stored_as), stored_as).reshape(values.shape)
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(np.array(decoded)))
