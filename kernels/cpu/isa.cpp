@@ -47,8 +47,8 @@ std::vector<Variant> find_variants() {
     const bool vnni = avx512 && all(ecx7, bit_AVX512VNNI | bit_AVX512VBMI);
     const bool bf16 = vnni && all(eax71, 1u << 5);
     const bool amx = bf16 && all(state, kTiles) && all(edx7, 1u << 22 | 1u << 24 | 1u << 25) && tiles_granted();
-    if (amx) found.push_back({"amx", kIsaAmx, &kAvx512});
-    if (bf16) found.push_back({"avx512_bf16", kIsaAvx512Bf16, &kAvx512});
+    if (amx) found.push_back({"amx", kIsaAmx, &kAvx512Bf16});
+    if (bf16) found.push_back({"avx512_bf16", kIsaAvx512Bf16, &kAvx512Bf16});
     if (vnni) found.push_back({"avx512_vnni", kIsaAvx512Vnni, &kAvx512});
     if (avx512) found.push_back({"avx512", kIsaAvx512, &kAvx512});
     if (avx2) found.push_back({"avx2", kIsaAvx2, &kAvx2});

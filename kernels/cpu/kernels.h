@@ -38,7 +38,7 @@ struct AttentionArgs {
   float scale;
 };
 
-// Some queries of one request, with some of the heads that read one KV head.
+// Some queries of one request, with all heads that read one KV head; some splits of the tokens that they see.
 struct AttentionTile {
   const int32_t* pages;  // of the request
   const int32_t* heads;  // query heads
@@ -47,16 +47,22 @@ struct AttentionTile {
   int64_t first_query;  // row of q
   int64_t query_count;
   int64_t first_visible;  // tokens that the first query sees; every later one sees one more
+  int64_t first_split, last_split;
+  float* partial;  // null: these are all splits, and out is written. Else states go here, state_floats() apart: splits
+                   // from the first token on are merged into one, later ones stay apart
 };
 
-constexpr int64_t kTileRows = 48;     // most (query, head) pairs of a tile
-constexpr int64_t kBlockTokens = 64;  // of KV: the softmax is folded in once a block, counted from the first token
+constexpr int64_t kBlockTokens = 64;   // of KV: the softmax is folded in once a block, counted from the first token
+constexpr int64_t kSplitTokens = 256;  // of KV: sums begin afresh; a multiple of kBlockTokens
+constexpr int64_t kStateLanes = 16;
 
 struct Kernels {
   const char* name;
   void (*linear)(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t column_begin, int64_t column_end);
-  // scratch: attention_scratch_floats(dim).
+  // scratch: attention_scratch_floats(rows, dim), aligned to 64 bytes.
   void (*attention)(const AttentionArgs& args, const AttentionTile& tile, float* scratch);
+  // Writes out for one (query, head) row of a tile, from `states` states at tile.partial.
+  void (*merge_attention)(const AttentionArgs& args, const AttentionTile& tile, int64_t states, int64_t row);
   void (*append_kv)(const CacheArgs& cache, const float* k, const float* v, const int32_t* slots, int64_t count);
   void (*embedding)(const int32_t* ids, const void* weight, Type type, int64_t first_row, int64_t rows, int64_t width,
                     float* out, int64_t count);
@@ -71,15 +77,22 @@ struct Kernels {
   void (*silu_mul)(const float* gate_up, float* out, int64_t rows, int64_t width);
 };
 
-// Queries, sums and scores of a tile; zeros and scales of a block's K and V, and the block itself as floats.
-constexpr int64_t attention_scratch_floats(int64_t dim) {
-  return kTileRows * (2 * (dim + 16) + kBlockTokens + 4) + kBlockTokens * (4 + dim);
+// What attention keeps of a (query, head) row: sums of its values, and per lane two sums of weights; the highest score.
+constexpr int64_t state_width(int64_t dim) { return (dim + 15) / 16 * 16; }
+constexpr int64_t state_floats(int64_t rows, int64_t dim) {
+  return (rows * (state_width(dim) + 2 * kStateLanes + 1) + 15) / 16 * 16;
+}
+// Queries and two states of every row; keys, values, zeros and scales of a block; scores and weights of eight rows.
+constexpr int64_t attention_scratch_floats(int64_t rows, int64_t dim) {
+  return rows * (state_width(dim) + 1) + 16 + 2 * state_floats(rows, dim) +
+         kBlockTokens * (2 * state_width(dim) + 4 + 2 * 8);
 }
 
 extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+extern const Kernels kAvx512Bf16;
 #elif defined(__aarch64__)
 extern const Kernels kNeon;
 extern const Kernels kSve256;

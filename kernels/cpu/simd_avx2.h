@@ -99,4 +99,23 @@ inline void sum4(const V* v, float* out) {
   _mm_storeu_ps(out, _mm_hadd_ps(ab, cd));
 }
 
+// Lane i of rows[j] becomes lane j of rows[i].
+inline void transpose(V* rows) {
+  V quads[8];  // 4 · i + c: columns c and c + 4 of rows 4 · i …
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    const V a = _mm256_unpacklo_ps(rows[i], rows[i + 1]), b = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    const V c = _mm256_unpacklo_ps(rows[i + 2], rows[i + 3]), d = _mm256_unpackhi_ps(rows[i + 2], rows[i + 3]);
+    quads[i] = _mm256_shuffle_ps(a, c, 0x44);
+    quads[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    quads[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+    quads[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    rows[c] = _mm256_permute2f128_ps(quads[c], quads[4 + c], 0x20);
+    rows[4 + c] = _mm256_permute2f128_ps(quads[c], quads[4 + c], 0x31);
+  }
+}
+
 }  // namespace

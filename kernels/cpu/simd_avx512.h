@@ -82,4 +82,34 @@ inline void sum4(const V* v, float* out) {
   _mm_storeu_ps(out, _mm_hadd_ps(ab, cd));
 }
 
+// Lane i of rows[j] becomes lane j of rows[i].
+inline void transpose(V* rows) {
+  V pairs[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  V quads[16];  // 4 · i + c: column c of each quarter, of rows 4 · i …
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    for (int half = 0; half < 2; ++half) {
+      const __m512d a = _mm512_castps_pd(pairs[i + half]), b = _mm512_castps_pd(pairs[i + 2 + half]);
+      quads[i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      quads[i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const V low = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0x88);        // quarters 0, 2 of rows 0 … 7
+    const V high = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0xdd);       // quarters 1, 3
+    const V low2 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0x88);  // of rows 8 … 15
+    const V high2 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0xdd);
+    rows[c] = _mm512_shuffle_f32x4(low, low2, 0x88);
+    rows[8 + c] = _mm512_shuffle_f32x4(low, low2, 0xdd);
+    rows[4 + c] = _mm512_shuffle_f32x4(high, high2, 0x88);
+    rows[12 + c] = _mm512_shuffle_f32x4(high, high2, 0xdd);
+  }
+}
+
 }  // namespace

@@ -118,4 +118,10 @@ inline void sum4(const V* v, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
 }
 
+// Lane i of rows[j] becomes lane j of rows[i].
+inline void transpose(V* rows) {
+  const V a = rows[0], b = rows[1], c = rows[2], d = rows[3];
+  for (int i = 0; i < 4; ++i) rows[i] = V{a[i], b[i], c[i], d[i]};
+}
+
 }  // namespace

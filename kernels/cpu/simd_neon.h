@@ -90,4 +90,13 @@ inline float highest(V v) { return vmaxvq_f32(v); }
 // The sums of four vectors, each in the same order as sum().
 inline void sum4(const V* v, float* out) { store(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]))); }
 
+// Lane i of rows[j] becomes lane j of rows[i].
+inline void transpose(V* rows) {
+  float from[kLanes][kLanes], to[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i) store(from[i], rows[i]);
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < kLanes; ++j) to[i][j] = from[j][i];
+  for (int i = 0; i < kLanes; ++i) rows[i] = load(to[i]);
+}
+
 }  // namespace

@@ -82,4 +82,13 @@ inline void sum4(const V* v, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
 }
 
+// Lane i of rows[j] becomes lane j of rows[i].
+inline void transpose(V* rows) {
+  float from[kLanes][kLanes], to[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i) store(from[i], rows[i]);
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < kLanes; ++j) to[i][j] = from[j][i];
+  for (int i = 0; i < kLanes; ++i) rows[i] = load(to[i]);
+}
+
 }  // namespace

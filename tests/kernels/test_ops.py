@@ -14,10 +14,11 @@ from support.kernel_cases import CASES, Case, on_device, to_float64
 def assert_agrees(case: Case, backend: str, threads: int, device: str = "cpu") -> None:
     arguments = [on_device(argument, device) for argument in case.build()]
     expected = [to_float64(argument) for argument in case.build()]
-    getattr(op_set(backend, threads), case.op)(*arguments)
+    ops = op_set(backend, threads)
+    getattr(ops, case.op)(*arguments)
     getattr(kernel_oracle, case.op)(*expected)
     # Every argument is compared: inputs must be as they were, outputs right and whole.
-    limit = case.tolerance
+    limit = case.tolerance_on(ops.name)
     for ours, right in zip(arguments, expected, strict=True):
         if isinstance(ours, Tensor):
             torch.testing.assert_close(ours.cpu().double(), right.double(), rtol=limit, atol=limit, equal_nan=True)

@@ -40,6 +40,12 @@ class Case:
     sizes: tuple[Any, ...] = ()
     tolerance: float = 2e-5
 
+    def tolerance_on(self, backend: str) -> float:
+        """Pages of less than float32 are multiplied with queries and weights in bfloat16 where the machine does."""
+        if self.op == "attention" and backend in ("cpu/avx512_bf16", "cpu/amx") and F32 not in self.sizes:
+            return 1e-2
+        return self.tolerance
+
     def build(self) -> list[Any]:
         return self.make(*self.sizes)
 
