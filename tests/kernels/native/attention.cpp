@@ -174,7 +174,10 @@ void check_case(Checks& checks, const Case& c, Type type, const char* type_name)
                                            batch.kv_lens.data(),
                                            c.kv_head_of.data()};
     run.runtime->pool().team([&](allspan::Worker& worker) { run.runtime->attention(worker, args, requests); });
-    checks.close(out, expected, 2e-5);
+    const std::string variant = run.variant->name;
+    // Some multiply queries and weights in bfloat16 with what is less than float32.
+    const bool in_pairs = type != Type::kFloat32 && (variant == "avx512_bf16" || variant == "amx");
+    checks.close(out, expected, in_pairs ? 1e-2 : 2e-5);
   });
 }
 
