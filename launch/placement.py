@@ -20,11 +20,12 @@ class PlacementConfig:
     data_parallel_size: int = 1
     """Replicas: copies of the model, each with ranks of its own, behind one address."""
     threads: int = 0
-    """Compute threads of each rank; 0: the physical cores of its node, shared by the ranks there."""
+    """Compute threads of each rank; 0: the physical cores of its node, shared by the ranks there. More than there are
+    cores take the cores' second hardware threads, where there are such."""
     bind: str = "auto"
     """"auto": each rank to its NUMA node; "none"; or processors rank by rank, as in "0-31|32-63"."""
     oversubscribe: bool = False
-    """Allow more ranks x threads than processor cores (slow; for tests)."""
+    """Allow more ranks x threads than processors (slow; for tests)."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,10 @@ class Placement:
 def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) -> Placement:
     """Spreads ranks over the nodes in order, contiguous ranks sharing a node. Raises ConfigError with the numbers.
 
-    Without `oversubscribe`, replicas x ranks x threads fit the machine's cores and each node's. Threads are pinned, one
-    a core, where the ranks of a node take all of its cores; ranks that leave cores free are left to the system's
-    scheduler, within the node that numactl binds them to. Where it cannot (`can_bind`), threads are pinned in any case.
+    Without `oversubscribe`, replicas x ranks x threads fit the machine's processors and each node's. Threads are
+    pinned, one a physical core and only then to the cores' siblings, where the ranks of a node take all of its cores;
+    ranks that leave cores free are left to the system's scheduler, within the node that numactl binds them to. Where
+    it cannot (`can_bind`), threads are pinned in any case.
     """
     if config.bind not in ("auto", "none"):
         return _place_by_list(topology, config)
@@ -84,37 +86,37 @@ def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) ->
     ranks = replicas * (config.ranks or max(1, len(nodes) // replicas))
     groups = _spread(ranks, nodes)
     threads = config.threads or _default_threads(topology, groups, ranks)
-    cores = topology.num_cores
-    _check_cores(config, ranks, threads, cores)
+    _check_cores(config, ranks, threads, topology)
     places: list[RankPlace] = []
-    oversubscribed = ranks * threads > cores
+    oversubscribed = ranks * threads > topology.num_processors
     for node, count in groups:
-        if count * threads > len(node.cores):
+        if count * threads > len(node.processors):
             if not config.oversubscribe:
+                has = _cores(len(node.cores), len(node.processors))
                 raise ConfigError(
-                    f"NUMA node {node.index} has {len(node.cores)} cores, {count} ranks x {threads} threads want "
+                    f"NUMA node {node.index} has {has}, {count} ranks x {threads} threads want "
                     f"{count * threads}; lower --ranks or --threads, or pass --oversubscribe"
                 )
             oversubscribed = True
     auto = config.bind == "auto"
     for node, count in groups:
-        firsts = [core[0] for core in node.cores]
-        pin = auto and not oversubscribed and (count * threads == len(firsts) or not can_bind)
+        pin = auto and not oversubscribed and (count * threads >= len(node.cores) or not can_bind)
         for i in range(count):
-            cpus = tuple(firsts[i * threads : (i + 1) * threads]) if pin else ()
+            cpus = node.processors[i * threads : (i + 1) * threads] if pin else ()
             places.append(RankPlace(len(places), node.index if auto else None, threads, cpus))
     return Placement(tuple(places), oversubscribed, replicas)
 
 
-def _check_cores(config: PlacementConfig, ranks: int, threads: int, cores: int) -> None:
+def _check_cores(config: PlacementConfig, ranks: int, threads: int, topology: Topology) -> None:
     """`ranks` are all replicas'."""
+    cores, processors = topology.num_cores, topology.num_processors
     replicas, wanted = config.data_parallel_size, ranks * threads
     flags, numbers = "--ranks x --threads", f"{ranks // replicas} x {threads}"
     if replicas > 1:
         flags, numbers = f"--data-parallel-size x {flags}", f"{replicas} x {numbers}"
-    if wanted > cores and not config.oversubscribe:
+    if wanted > processors and not config.oversubscribe:
         raise ConfigError(
-            f"{flags} is {numbers} = {wanted}, this machine grants {cores} core{'s' if cores > 1 else ''}; "
+            f"{flags} is {numbers} = {wanted}, this machine grants {_cores(cores, processors)}; "
             "lower --ranks or --threads, or pass --oversubscribe"
         )
     if wanted > MAX_OVERSUBSCRIPTION * cores:
@@ -122,6 +124,11 @@ def _check_cores(config: PlacementConfig, ranks: int, threads: int, cores: int) 
             f"{flags} is {numbers} = {wanted}, more than {MAX_OVERSUBSCRIPTION} times this machine's {cores} cores; "
             "lower --ranks or --threads"
         )
+
+
+def _cores(cores: int, processors: int) -> str:
+    threads = f" ({processors} hardware threads)" if processors > cores else ""
+    return f"{cores} core{'s' if cores > 1 else ''}{threads}"
 
 
 def _spread(ranks: int, nodes: list[Node]) -> list[tuple[Node, int]]:

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, NoReturn
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind
 from allspan.launch import mpi
+from allspan.launch.binding import Bound, lay_out
 from allspan.launch.checkpoint_files import check_files
 from allspan.launch.cluster import Cluster
 from allspan.launch.console import say
 from allspan.launch.convert import with_its_ranks
 from allspan.launch.models import FoundModel, resolve_model
-from allspan.launch.placement import Placement, place
+from allspan.launch.placement import Placement
 from allspan.launch.run_dir import make_run_dir
 from allspan.launch.settings import ResumeConfig, ServeSettings
-from allspan.launch.topology import read_topology
 from allspan.launch.world import WorldPlan
 from allspan.protos.config import ParallelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError, DeadlineExceeded, Unavailable
@@ -125,13 +125,7 @@ def serve(settings: ServeSettings) -> int:
     """
     _check(settings)
     settings = with_its_ranks(settings)
-    topology = read_topology()
-    numactl, why_not = None, ""
-    if settings.placement.bind != "none":
-        numactl, why_not = mpi.find_numactl([node.index for node in topology.nodes])
-    placement = place(topology, settings.placement, can_bind=numactl is not None)
-    if why_not:
-        say(f"{why_not}: ranks are not bound to memory; threads are pinned to processors instead")
+    bound = lay_out(settings.placement)
     mpirun = mpi.find_mpirun()
     model = resolve_model(settings.model)
     if settings.weights.load_format != "dummy":
@@ -139,7 +133,7 @@ def serve(settings: ServeSettings) -> int:
     sockets = bind(settings.gateway) if settings.gateway else None
     interrupt = Interrupt(settings.shutdown_timeout)
     try:
-        cluster = _start(settings, model, placement, mpirun, numactl)
+        cluster = _start(settings, model, bound, mpirun)
         interrupt.watch(cluster)
         try:
             if settings.gateway:
@@ -182,9 +176,8 @@ def _check_text(model: FoundModel, config: GatewayConfig) -> None:
     with_template(load_tokenizer(model.path), config)
 
 
-def _start(
-    settings: ServeSettings, model: FoundModel, placement: Placement, mpirun: mpi.Mpirun, numactl: str | None
-) -> Cluster:
+def _start(settings: ServeSettings, model: FoundModel, bound: Bound, mpirun: mpi.Mpirun) -> Cluster:
+    placement = bound.placement
     name = settings.served_model_name or model.name
     run = make_run_dir(settings.supervisor.run_dir, replicas=placement.replicas)
     config = WorkerConfig(
@@ -199,8 +192,8 @@ def _start(
         scheduler=settings.scheduler,
         parallel=parallel_config(settings, placement),
     )
-    say(f"serving {name} from {model.path}: {placement.describe()}; {mpirun}")
-    plan = WorldPlan(config, placement, mpirun, numactl, settings.supervisor.start_timeout_s)
+    say(f"serving {name} from {model.path}: {placement.describe()}, memory {bound.memory}; {mpirun}")
+    plan = WorldPlan(config, placement, mpirun, bound.numactl, settings.supervisor.start_timeout_s)
     try:
         cluster = Cluster(_plans(plan), run, settings.supervisor)
     except BaseException:

@@ -105,7 +105,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     )
     _add(parser, CacheConfig)
     _add(parser, SchedulerConfig)
-    _add(parser, ParallelConfig, skip=("threads", "cpus", "oversubscribed", "ranks_on_node"))
+    _add(parser, ParallelConfig, skip=("threads", "cpus", "memory_node", "oversubscribed", "ranks_on_node"))
 
 
 def serve_parser() -> Parser:

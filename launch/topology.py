@@ -22,6 +22,12 @@ class Node:
     cores: tuple[tuple[int, ...], ...]
     memory_available: int = 0
 
+    @property
+    def processors(self) -> tuple[int, ...]:
+        """One hardware thread of every core first, then their siblings."""
+        most = max((len(core) for core in self.cores), default=0)
+        return tuple(core[i] for i in range(most) for core in self.cores if i < len(core))
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -43,6 +49,12 @@ class Topology:
         """Physical cores that may be used at once, at least 1."""
         cores = sum(len(node.cores) for node in self.nodes)
         return max(1, min(cores, int(self.cpu_limit)) if self.cpu_limit else cores)
+
+    @property
+    def num_processors(self) -> int:
+        """Hardware threads that may be used at once, at least 1."""
+        count = sum(len(node.processors) for node in self.nodes)
+        return max(1, min(count, int(self.cpu_limit)) if self.cpu_limit else count)
 
 
 def parse_list(text: str) -> tuple[int, ...]:

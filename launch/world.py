@@ -197,7 +197,11 @@ class World:
                 plan.config,
                 service=replace(plan.config.service, epoch=self.epoch),
                 parallel=replace(
-                    plan.config.parallel, threads=place.threads, cpus=place.cpus, ranks_on_node=place.sharing
+                    plan.config.parallel,
+                    threads=place.threads,
+                    cpus=place.cpus,
+                    memory_node=-1 if plan.numactl or place.node is None else place.node,
+                    ranks_on_node=place.sharing,
                 ),
             )
             paths.append(folder / f"worker-{place.rank}.e{self.epoch}.json")

@@ -82,6 +82,8 @@ class ParallelConfig:
     """More compute threads than processors: waiting yields at once instead of spinning."""
     ranks_on_node: int = 0
     """Ranks of all replicas that take from the memory that this rank takes from; 0: counted among this world's."""
+    memory_node: int = -1
+    """NUMA node whose memory this rank binds itself to; -1: it is bound already, or not to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "watchdog_timeout": (1, 86400),
     "shutdown_timeout": (0, 3600),
     "replica": (-1, 1023),
+    "memory_node": (-1, 1023),
     "ranks_on_node": (0, 1 << 20),
     "epoch": (0, 2**32 - 1),
     "supervisor_pid": (0, 2**31 - 1),

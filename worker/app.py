@@ -39,6 +39,7 @@ from allspan.worker.engine.inspection import Inspection
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.heart import Heart
 from allspan.worker.load_progress import LoadProgress
+from allspan.worker.memory import num_memory_nodes
 from allspan.worker.parallel.world import World, join_world
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.service.server import RankServer, listen_target
@@ -198,12 +199,29 @@ def _prepare_process(config: WorkerConfig, rank: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     host.run_on(config.parallel.cpus)
+    _bind_memory(config.parallel.memory_node)
     allowed = host.allowed_cpus()
     if allowed and len(allowed) < config.parallel.threads:
         logger.warning(
             "%d threads on the %d processors that this rank may use; if mpirun binds it, add --bind-to none",
             config.parallel.threads,
             len(allowed),
+        )
+
+
+def _bind_memory(node: int) -> None:
+    """Before anything large is taken. Where it cannot be, pages lie where the rank's threads first touch them."""
+    if node < 0 or num_memory_nodes() == 1:
+        return
+    try:
+        host.bind_memory(node)
+        logger.info("memory is bound to NUMA node %d", node)
+    except Unavailable as error:
+        logger.warning(
+            "memory cannot be bound to NUMA node %d (%s): pages lie where they are first touched, on another node once "
+            "this one is full",
+            node,
+            error.message,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import resource
 import select
 import signal
@@ -20,6 +21,9 @@ from allspan.protos.cluster import write_atomically
 from allspan.protos.errors import AllspanError, Unavailable
 
 _PR_SET_PDEATHSIG = 1
+_MPOL_BIND = 2
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""Numbers of the system call."""
 _POLL_S = 0.5
 _PLACES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -94,6 +98,20 @@ def run_on(cpus: Sequence[int]) -> None:
     """Confines the calling thread, and those that it starts from now on, to `cpus`; empty: leaves it where it is."""
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
+
+
+def bind_memory(node: int) -> None:
+    """Memory that the calling thread takes from now on, and threads that it starts, lies on NUMA node `node`. Raises
+    Unavailable where the system does not allow it (in a container: without SYS_NICE)."""
+    call = _SET_MEMPOLICY.get(platform.machine())
+    if call is None or not sys.platform.startswith("linux"):
+        raise Unavailable(f"how to bind memory on {sys.platform} {platform.machine()} is not known")
+    word = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // word + 1))()
+    mask[node // word] = 1 << node % word
+    # The kernel reads one bit less than it is told.
+    if ctypes.CDLL(None, use_errno=True).syscall(call, _MPOL_BIND, mask, ctypes.c_ulong(len(mask) * word + 1)):
+        raise Unavailable(os.strerror(ctypes.get_errno()))
 
 
 def memory_nodes(cpus: Iterable[int], root: Path = Path("/")) -> tuple[str, ...]:

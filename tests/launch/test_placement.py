@@ -148,3 +148,30 @@ def test_processors_by_hand_are_listed_for_all_replicas() -> None:
     assert [[rank.cpus[0] for rank in world.ranks] for world in worlds] == [[0, 4], [8, 12]]
     with pytest.raises(ConfigError, match="processors for 3 ranks, --ranks is 0 and --data-parallel-size 2"):
         place(FOUR_NODES, PlacementConfig(data_parallel_size=2, bind="0|1|2"))
+
+
+def with_siblings(nodes: int, cores: int) -> Topology:
+    """Core c of the machine has the hardware threads 2·c and 2·c + 1."""
+    numbers = range(cores)
+    made = [
+        Node(node, tuple((2 * (node * cores + c), 2 * (node * cores + c) + 1) for c in numbers))
+        for node in range(nodes)
+    ]
+    return Topology(tuple(made))
+
+
+def test_threads_take_a_physical_core_each_and_siblings_only_when_there_are_more_of_them() -> None:
+    machine = with_siblings(nodes=2, cores=3)
+    placed = place(machine, PlacementConfig())
+    assert [rank.cpus for rank in placed.ranks] == [(0, 2, 4), (6, 8, 10)]
+    placed = place(machine, PlacementConfig(threads=5))
+    assert [rank.cpus for rank in placed.ranks] == [(0, 2, 4, 1, 3), (6, 8, 10, 7, 9)]
+    assert not placed.oversubscribed
+    placed = place(machine, PlacementConfig(ranks=4, threads=2))
+    assert [rank.cpus for rank in placed.ranks] == [(0, 2), (4, 1), (6, 8), (10, 7)]
+    with pytest.raises(ConfigError, match=r"2 x 7 = 14, this machine grants 6 cores \(12 hardware threads\)"):
+        place(machine, PlacementConfig(threads=7))
+    with pytest.raises(
+        ConfigError, match=r"NUMA node 0 has 3 cores \(6 hardware threads\), 2 ranks x 4 threads want 8"
+    ):
+        place(machine, PlacementConfig(ranks=3, threads=4))

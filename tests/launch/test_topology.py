@@ -87,3 +87,9 @@ def test_kernel_lists() -> None:
     assert parse_list("") == ()
     with pytest.raises(ValueError, match="x"):
         parse_list("1-x")
+
+
+def test_processors_are_one_of_every_core_first_and_then_the_siblings(tmp_path: Path) -> None:
+    topology = read_topology(*machine(tmp_path, {0: "0-5", 1: "6-7"}, siblings=2), allowed=(0, 1, 2, 4, 5, 6, 7))
+    assert [node.processors for node in topology.nodes] == [(0, 2, 4, 1, 5), (6, 7)]
+    assert (topology.num_cores, topology.num_processors) == (4, 7)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan.protos.errors import CheckpointError
+from allspan.protos.errors import CheckpointError, Unavailable
 from allspan.worker import host
 from allspan.worker.host import LastWords, memory_nodes, watch_process
 from support.waiting import wait_until
@@ -74,6 +74,32 @@ def test_the_end_is_noticed_where_the_kernel_has_no_process_handles(monkeypatch:
         assert not gone.wait(0.05)
         process.kill()
     assert gone.wait(10)
+
+
+@linux_only
+def test_memory_of_a_process_that_binds_itself_is_of_that_node() -> None:
+    code = (
+        "import mmap\n"
+        "from allspan.protos.errors import Unavailable\n"
+        "from allspan.worker.host import bind_memory\n"
+        "try:\n    bind_memory(0)\nexcept Unavailable as error:\n    print(error.message)\n    raise SystemExit(9)\n"
+        "memory = mmap.mmap(-1, 1 << 20)\n"
+        "memory.write(bytes(1 << 20))\n"
+        "print(sum('bind:0' in line for line in open('/proc/self/numa_maps')))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if run.returncode == 9:
+        pytest.skip(f"this system does not let a process bind its memory: {run.stdout.strip()}")
+    if run.returncode and "numa_maps" in run.stderr:
+        pytest.skip("this kernel has no NUMA")
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 0
+
+
+@linux_only
+def test_binding_to_a_node_that_is_not_there_is_refused() -> None:
+    with pytest.raises(Unavailable):
+        host.bind_memory(1023)
 
 
 def test_memory_nodes_are_those_of_the_processors(tmp_path: Path) -> None:
