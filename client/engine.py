@@ -55,6 +55,8 @@ class ServeOptions(TypedDict, total=False):
     threads: int | None
     data_parallel_size: int
     dtype: str
+    quantization: str
+    quantization_group: int
     max_model_len: int
     load_format: str
     max_num_seqs: int

@@ -38,6 +38,7 @@ class MemoryPlan:
 
     model: ModelSpec
     dtype: str
+    quantization: str
     page_size: int
     max_model_len: int
     largest_model_len: int
@@ -70,6 +71,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: int, ranks_on_n
     return MemoryPlan(
         model=first.source.spec,
         dtype=str(first.holding.dtype).removeprefix("torch."),
+        quantization=first.holding.quantization,
         page_size=page_size,
         max_model_len=first.max_model_len,
         largest_model_len=_largest(pages, first.source.spec.max_position_embeddings, page_size),

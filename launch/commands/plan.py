@@ -74,9 +74,10 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
 def table(plan: dict[str, Any]) -> str:
     several = plan["replicas"] > 1
     column = f"  {'replica':>7}" if several else ""
+    quantization = plan["quantization"]
     lines = [
         f"{plan['model_name']} ({plan['model_path']})",
-        f"  {plan['placement']}; weights as {plan['dtype']}",
+        f"  {plan['placement']}; weights as {plan['dtype'] if quantization == 'none' else quantization}",
         "",
         f"{column}  {'rank':>4}  {'node':>4}  {'threads':>7}  {'weights':>12}  {'KV cache':>12}  {'sum':>12}",
     ]

@@ -33,10 +33,16 @@ def start_tiny(tiny: Path) -> Callable[..., ClientEngine]:
 
 @pytest.fixture(scope="session")
 def start(model: Path) -> Callable[..., ClientEngine]:
-    """Starts a cluster of the default model in float32; more threads than processors are allowed."""
+    """Starts a cluster of the default model, decoded to float32; more threads than processors are allowed."""
     threads = max(1, (os.cpu_count() or 1) // 2)
     return functools.partial(
-        ClientEngine, model, threads=threads, dtype="float32", oversubscribe=True, startup_timeout=120.0
+        ClientEngine,
+        model,
+        threads=threads,
+        dtype="float32",
+        quantization="none",
+        oversubscribe=True,
+        startup_timeout=120.0,
     )
 
 

@@ -51,6 +51,7 @@ class Inspection:
             "name": self._config.name,
             "path": self._config.path,
             "dtype": _dtype(holding.dtype),
+            "quantization": holding.quantization,
             "max_model_len": self._model.max_model_len,
             "parameters": _parameters(holding),
             "spec": asdict(spec),

@@ -1,0 +1,30 @@
+"""The default model's logits in its own GGUF blocks and re-quantised, beside transformers' float32 ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.default_model import chat_prompts, default_model, reference_model
+from support.tiny_models import logits_on_ranks, relative_error
+
+pytestmark = pytest.mark.timeout(600)
+
+# What a product's inputs of 8 bits cost, or weights of 8 or 4 bits made from the file's, on the prompts below: the
+# largest difference, of the largest logit, and the mean Kullback-Leibler divergence, in nats.
+BOUNDS = {"gguf": (0.12, 0.02), "int8": (0.12, 0.02), "a8w8": (0.25, 0.08), "uint4": (0.3, 0.1)}
+
+
+@pytest.mark.parametrize("quantization", BOUNDS)
+def test_logits_are_near_those_of_float32(quantization: str) -> None:
+    prompts = [chat_prompts()[i] for i in (2, 10)]
+    for num_ranks in (1, 2):
+        found = logits_on_ranks(default_model(), num_ranks, prompts, backend="auto", quantization=quantization)
+        for ids, logits in zip(prompts, found, strict=True):
+            with torch.no_grad():
+                expected = reference_model()(torch.tensor([ids])).logits[0]
+            chances = expected.log_softmax(-1)
+            divergence = (chances.exp() * (chances - logits.log_softmax(-1))).sum(-1).mean()
+            largest, mean = BOUNDS[quantization]
+            assert relative_error(logits, expected) < largest
+            assert divergence < mean
