@@ -7,6 +7,7 @@ namespace allspan {
 const LinearKernels& float_kernels(int isa, const PackedSpec& spec) {
   const bool pairs = spec.format == Format::kBf16;
 #if defined(__x86_64__)
+  if (pairs && isa >= kIsaAmx) return kBfloat16Amx;
   if (pairs && isa >= kIsaAvx512Bf16) return kBfloat16Avx512Bf16;
   if (isa >= kIsaAvx512) return pairs ? kBfloat16Avx512 : kFloat32Avx512;
   if (isa >= kIsaAvx2) return pairs ? kBfloat16Avx2 : kFloat32Avx2;

@@ -6,7 +6,7 @@
 namespace allspan {
 namespace {
 
-constexpr int64_t kMostRows = 32;              // of a tile: LinearKernels::rows is at most this
+constexpr int64_t kMostRows = 128;             // of a tile: LinearKernels::rows is at most this
 constexpr int64_t kAlone = 2;                  // so few rows every thread packs for itself, sooner than it could wait
 constexpr int64_t kRowBlockBytes = 512 << 10;  // packed rows that stay in the second-level cache
 
@@ -84,22 +84,22 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
   }
   const int64_t tile = std::min(kernels.rows, kMostRows), threads = worker.threads();
   const int64_t quads = (spec.panels + kTilePanels - 1) / kTilePanels;
-  int64_t block = std::clamp<int64_t>(kRowBlockBytes / row_bytes, 2 * tile, std::max(rows, 2 * tile));
-  block = (block + tile - 1) / tile * tile;
-  const int64_t blocks = (rows + block - 1) / block;
+  // Rows go in tiles of much the same size, and these in blocks.
+  const int64_t tiles = (rows + tile - 1) / tile;
+  const int64_t block = std::max<int64_t>(1, kRowBlockBytes / row_bytes / tile), blocks = (tiles + block - 1) / block;
   // Four parts a thread even out what other processes take from some of them.
   const int64_t share = std::max<int64_t>(1, quads * blocks / (threads * 4));
   const int64_t wide = std::min(share, quads), ranges = (quads + wide - 1) / wide;
   if (kernels.begin) kernels.begin();
   worker.each(ranges * blocks, [&](int64_t task) {
-    const int64_t first_row = task / ranges * block, last_row = std::min(rows, first_row + block);
+    const int64_t first_tile = tiles * (task / ranges) / blocks, end_tile = tiles * (task / ranges + 1) / blocks;
     const int64_t first = task % ranges * wide, last = std::min(quads, first + wide);
     alignas(64) float sums[kMostRows * kTileStride];
     for (int64_t quad = first; quad < last; ++quad) {
       const int64_t panel = quad * kTilePanels, panels = std::min(kTilePanels, spec.panels - panel);
       const uint8_t* weight = a.weight + panel * spec.panel_bytes;
-      for (int64_t row = first_row; row < last_row; row += tile) {
-        const int64_t count = std::min(tile, last_row - row);
+      for (int64_t t = first_tile; t < end_tile; ++t) {
+        const int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
         kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, row == 0);
         finish(a, sums, row, count, panel, panels);
       }
