@@ -23,12 +23,13 @@ from allspan.worker.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank. `kv_bytes` is what its cache would take."""
+    """Bytes of one rank. `kv_bytes` is what its cache would take, `host_kv_bytes` its second tier."""
 
     rank: int
     weight_bytes: int
     kv_bytes_per_page: int
     kv_bytes: int
+    host_kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class MemoryPlan:
     max_model_len: int
     largest_model_len: int
     num_pages: int
+    host_pages: int
     available_bytes: int
     refusal: str
     ranks: tuple[RankMemory, ...]
@@ -68,6 +70,10 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: int, ranks_on_n
         num_pages, refusal = pages(first.max_model_len), ""
     except ConfigError as error:
         num_pages, refusal = 0, error.message
+    tiered = config.cache.host_kv_cache_bytes if config.cache.enable_prefix_caching else 0
+    host_pages = tiered // widest
+    if tiered and not host_pages:
+        refusal = refusal or f"host_kv_cache_bytes is {tiered}, must be at least a page's ({widest} bytes), or 0"
     return MemoryPlan(
         model=first.source.spec,
         dtype=str(first.holding.dtype).removeprefix("torch."),
@@ -76,6 +82,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: int, ranks_on_n
         max_model_len=first.max_model_len,
         largest_model_len=_largest(pages, first.source.spec.max_position_embeddings, page_size),
         num_pages=num_pages,
+        host_pages=host_pages,
         available_bytes=available,
         refusal=refusal,
         ranks=tuple(
@@ -84,6 +91,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: int, ranks_on_n
                 weight_bytes=each.weight_bytes,
                 kv_bytes_per_page=each.cache_spec.bytes_per_page,
                 kv_bytes=each.cache_spec.bytes_per_page * num_pages,
+                host_kv_bytes=each.cache_spec.bytes_per_page * host_pages,
             )
             for rank, each in enumerate(prepared)
         ),

@@ -12,12 +12,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from allspan.launch.binding import lay_out
 from allspan.launch.console import size
 from allspan.launch.convert import with_its_ranks
+from allspan.launch.estimate import DecodeStep, advice, decode_step, formula
 from allspan.launch.models import FoundModel, resolve_model
-from allspan.launch.placement import Placement, place
+from allspan.launch.placement import Placement
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
-from allspan.launch.topology import read_topology
 from allspan.protos.config import ServiceConfig, WorkerConfig
 from allspan.protos.errors import CheckpointError, DeadlineExceeded
 
@@ -30,12 +31,15 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     namespace = parser.parse(argv)
     settings = with_its_ranks(serve_settings(namespace))
-    placement = place(read_topology(), settings.placement)
+    bound = lay_out(settings.placement)
+    placement = bound.placement
     model = resolve_model(settings.model)
     plan = plan_memory(settings, placement, model)
     plan |= {"model_name": model.name, "model_path": str(model.path), "threads": [p.threads for p in placement.ranks]}
     plan |= {"nodes": [p.node for p in placement.ranks], "placement": placement.describe()}
-    plan |= {"replicas": placement.replicas}
+    plan |= {"replicas": placement.replicas, "cpus": [p.cpus for p in placement.ranks], "memory": bound.memory}
+    step = decode_step(plan)
+    plan |= {"decode_step": asdict(step), "advice": advice(plan)}
     print(json.dumps(plan) if namespace.json else table(plan))
     return 1 if plan["refusal"] else 0
 
@@ -79,25 +83,42 @@ def table(plan: dict[str, Any]) -> str:
         f"{plan['model_name']} ({plan['model_path']})",
         f"  {plan['placement']}; weights as {plan['dtype'] if quantization == 'none' else quantization}",
         "",
-        f"{column}  {'rank':>4}  {'node':>4}  {'threads':>7}  {'weights':>12}  {'KV cache':>12}  {'sum':>12}",
+        f"{column}  {'rank':>4}  {'node':>4}  {'threads':>7}  {'weights':>12}  {'KV cache':>12}  {'host tier':>12}"
+        f"  {'sum':>12}  processors",
     ]
     for index, (node, threads) in enumerate(zip(plan["nodes"], plan["threads"], strict=True)):
         replica, place = divmod(index, len(plan["ranks"]))
         rank = plan["ranks"][place]
-        weights, cache = rank["weight_bytes"], rank["kv_bytes"]
+        weights, cache, tier = rank["weight_bytes"], rank["kv_bytes"], rank["host_kv_bytes"]
         column = f"  {replica:>7}" if several else ""
         where = "-" if node is None else node
         lines.append(
             f"{column}  {rank['rank']:>4}  {where:>4}  {threads:>7}"
-            f"  {size(weights):>12}  {size(cache):>12}  {size(weights + cache):>12}"
+            f"  {size(weights):>12}  {size(cache):>12}  {size(tier):>12}  {size(weights + cache + tier):>12}"
+            f"  {ranges(plan['cpus'][index]) or 'not pinned'}"
         )
     lines += [
         "",
+        f"  memory of the nodes        {plan['memory']}",
         f"  memory available           {size(plan['available_bytes'])}",
         f"  KV cache size              {plan['num_pages'] * plan['page_size']:,} tokens ({plan['num_pages']} pages)",
+        f"  host tier                  {plan['host_pages'] * plan['page_size']:,} tokens ({plan['host_pages']} pages)",
         f"  context of a request       {plan['max_model_len']:,} tokens",
         f"  largest context that fits  {plan['largest_model_len']:,} tokens",
     ]
+    lines.append(f"  a decode step, estimated   {formula(DecodeStep(**plan['decode_step']))}")
+    lines += [f"  warning: {words}" for words in plan["advice"]]
     if plan["refusal"]:
         lines += ["", f"  does not fit: {plan['refusal']}"]
     return "\n".join(lines)
+
+
+def ranges(cpus: Sequence[int]) -> str:
+    """`0-3,8`: the kernel's list format, in the order given."""
+    parts: list[list[int]] = []
+    for cpu in cpus:
+        if parts and cpu == parts[-1][-1] + 1:
+            parts[-1][1:] = [cpu]
+        else:
+            parts.append([cpu])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -74,6 +74,18 @@ def test_weights_are_taken_off_the_memory_before_the_cache_gets_its_share(tmp_pa
     assert plan_memory(config, 2, 2 * heaviest + 2 * 4 * budget, 2).num_pages == 40
 
 
+def test_the_host_tier_has_as_many_pages_as_every_rank_has_bytes_for(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    page = max(rank.kv_bytes_per_page for rank in plan_memory(config_for(tmp_path), 2, ROOM, 2).ranks)
+    plan = plan_memory(config_for(tmp_path, host_kv_cache_bytes=5 * page + 1), 2, ROOM, 2)
+    assert plan.host_pages == 5
+    assert [rank.host_kv_bytes for rank in plan.ranks] == [5 * rank.kv_bytes_per_page for rank in plan.ranks]
+    off = config_for(tmp_path, host_kv_cache_bytes=5 * page, enable_prefix_caching=False)
+    assert plan_memory(off, 2, ROOM, 2).host_pages == 0
+    small = plan_memory(config_for(tmp_path, host_kv_cache_bytes=1), 1, ROOM, 1)
+    assert "host_kv_cache_bytes is 1, must be at least a page" in small.refusal
+
+
 def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path, "llama")
     path = tmp_path / "worker.json"

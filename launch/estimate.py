@@ -1,0 +1,87 @@
+"""Whether ranks that share a model decode faster than replicas would: a rough formula, stated with its figures.
+
+A decode step reads a rank's weights once and has two all-reduces a layer (and one for the embedding):
+
+    step = weights of the heaviest rank / bandwidth of a rank + (2 · layers + 1) · all-reduce
+
+One rank that holds everything on a node reads all weights with the node's bandwidth. The bandwidth is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+THREAD_BYTES_PER_S = 12e9
+"""Of one thread that streams memory."""
+NODE_BYTES_PER_S = 150e9
+"""What all threads of a node reach together at most."""
+ALL_REDUCE_S = 8e-6
+"""Of a row or a few, through a window of shared memory."""
+SIZEABLE = 0.15
+"""Share of a step that all-reduces may take before replicas are advised."""
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Seconds of a decode step at batch 1: reading weights, all-reduces, and one rank's that holds the whole model."""
+
+    read_s: float
+    all_reduce_s: float
+    alone_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.read_s + self.all_reduce_s
+
+    @property
+    def all_reduce_share(self) -> float:
+        return self.all_reduce_s / self.step_s
+
+
+def decode_step(plan: Mapping[str, Any]) -> DecodeStep:
+    """Of a plan as `allspan plan --json` prints it, for its first replica."""
+    weights = [rank["weight_bytes"] for rank in plan["ranks"]]
+    count, nodes, threads = len(weights), plan["nodes"], plan["threads"][0]
+    on_node = max(nodes[:count].count(node) for node in nodes[:count])
+    together = min(NODE_BYTES_PER_S, on_node * threads * THREAD_BYTES_PER_S)
+    reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
+    return DecodeStep(max(weights) * on_node / together, reduces * ALL_REDUCE_S, sum(weights) / together)
+
+
+def advice(plan: Mapping[str, Any]) -> list[str]:
+    """What speaks against this split of the model, a line each; none for one rank."""
+    count, model = len(plan["ranks"]), plan["model"]
+    if count == 1:
+        return []
+    found, step = [], decode_step(plan)
+    took = f"an estimated {1e3 * step.step_s:.2f} ms a decode step"
+    if step.all_reduce_share > SIZEABLE:
+        found.append(
+            f"a small model for {count} ranks: of {took}, all-reduces take {step.all_reduce_share:.0%}; replicas do "
+            f"without them (--ranks 1 --data-parallel-size {count * plan['replicas']})"
+        )
+    if step.step_s > step.alone_s:
+        found.append(
+            f"ranks on the same node share its bandwidth: {took}, {1e3 * step.alone_s:.2f} ms on one rank with all "
+            "their threads"
+        )
+    heads, kv_heads = model["num_heads"], model["num_kv_heads"]
+    if most := -(-heads // count) if heads % count else 0:
+        found.append(
+            f"{heads} query heads do not divide by {count} ranks: the rank with {most} sets the pace, of the others' "
+            f"attention {1 - heads / (most * count):.0%} is waiting"
+        )
+    if kv_heads % count:
+        found.append(f"{kv_heads} KV heads do not divide by {count} ranks: some are held by two ranks")
+    return found
+
+
+def formula(step: DecodeStep) -> str:
+    """The estimate in one line."""
+    assumed = f"{THREAD_BYTES_PER_S / 1e9:g} GB/s a thread, {NODE_BYTES_PER_S / 1e9:g} a node"
+    return (
+        f"{1e3 * step.step_s:.2f} ms = {1e3 * step.read_s:.2f} reading weights (assumed: {assumed}) + "
+        f"{1e3 * step.all_reduce_s:.2f} all-reduces"
+    )
