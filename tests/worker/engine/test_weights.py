@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from allspan.kernels.table import op_set
 from allspan.protos.config import CacheConfig, ModelConfig
@@ -19,6 +20,7 @@ from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
 from support.threads import ThreadWorld
+from support.tiny_gguf import save_gguf
 from support.tiny_models import save_tiny
 
 CACHE = CacheConfig(page_size=16)
@@ -94,6 +96,26 @@ def test_what_is_read_again_lies_where_it_lay_and_is_the_same(ranks: Ranks) -> N
     assert are_loaded(ranks) == [True, True]
     assert ranks.have_the_first_weights()
     assert [tensor.data_ptr() for model in ranks.models for tensor in model.weights.values()] == places
+
+
+def test_blocks_of_a_gguf_file_are_read_again_and_those_of_other_types_are_refused(tmp_path: Path) -> None:
+    for kind in (Type.Q8_0, Type.Q4_1):
+        (tmp_path / kind.name).mkdir()
+        sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 96}
+        model = save_tiny(tmp_path / "tiny", "qwen3", **sizes)
+        save_gguf(tmp_path / kind.name / "model.gguf", model, kind)
+    ranks = Ranks(tmp_path / "Q8_0", tmp_path / "ranks")
+    ranks.unload()
+    assert not ranks.have_the_first_weights(), "nothing was given back: the test is void"
+    assert ranks.reload() == ["", ""]
+    assert ranks.have_the_first_weights()
+    file = ranks.folders[1] / "model.gguf"
+    file.unlink()
+    shutil.copy(tmp_path / "Q4_1" / "model.gguf", file)
+    said = ranks.reload()
+    assert said[0] == said[1]
+    assert "its tensors are of other types" in said[0]
+    assert ranks.have_the_first_weights()
 
 
 @pytest.mark.parametrize("unloaded", [False, True])

@@ -67,6 +67,20 @@ def test_native_blocks_give_nearly_the_decoded_weights_logits(
         assert 1e-4 < relative_error(actual, expected) < 0.06
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_random_weights_in_the_types_of_a_file(kind: str, tmp_path: Path) -> None:
+    """The same model on any number of ranks, as far as inputs of 8 bits let it be."""
+    model = save_tiny(tmp_path, "llama", **SIZES, rope_parameters=PLAIN_ROPE, tie_word_embeddings=True)
+    save_gguf(tmp_path / "model.gguf", model, Type[kind])
+    ids = prompt(40, 97)
+    found = [
+        logits_on_ranks(tmp_path / "model.gguf", num_ranks, [ids], dtype="float32", load_format="dummy")[0]
+        for num_ranks in (1, 2)
+    ]
+    assert found[0].std() > 0.01
+    assert relative_error(found[1], found[0]) < 0.06
+
+
 def test_types_that_are_not_computed_with_are_decoded_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
