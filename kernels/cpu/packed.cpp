@@ -55,6 +55,8 @@ PackedSpec PackedSpec::make(const std::string& format, const std::string& activa
   const bool plain = spec.activation == Activation::kF32 || spec.activation == Activation::kBf16;
   require(row.bits > 8 ? format == activation : !plain, "activation " + activation + " does not go with it");
   require(spec.activation != Activation::kA8Row || spec.format == Format::kChannel8, "a8row needs channel8");
+  require(spec.activation != Activation::kA8Row || inputs <= 65536,
+          "a8row takes at most 65536 inputs, whose sum is one int32");
   require(row.block || (group >= 32 && group <= 512 && group % 32 == 0),
           "group " + std::to_string(group) + " is no multiple of 32 up to 512");
   require(inputs >= 0 && !parts.empty(), "needs inputs and parts");

@@ -123,7 +123,8 @@ def quantise_activations(x: Tensor, spec: PackedSpec) -> tuple[Tensor, Tensor]:
     largest = padded.abs().amax(2, keepdim=True) if padded.numel() else padded.new_zeros(*padded.shape[:2], 1)
     largest = torch.where(largest < LEAST, 0.0, largest)
     usable = (largest > 0) & largest.isfinite()
-    numbers = torch.where(usable, (padded * (most / largest)).round(), 0.0)
+    factors = largest.new_tensor(most).div(largest)  # a number / a tensor would round twice
+    numbers = torch.where(usable, (padded * factors).round(), 0.0)
     scales = torch.where(largest.isfinite(), largest / most, torch.nan).expand_as(padded)
     inside = slice(lead, lead + inputs)
     return numbers.reshape(rows, -1)[:, inside], scales.reshape(rows, -1)[:, inside]

@@ -1,0 +1,27 @@
+// Which kernels a product with codes takes.
+#include "linear_int.h"
+
+#include "isa.h"
+
+namespace allspan {
+namespace {
+
+const LinearKernels& row_of(const IntegerTable& table, const PackedSpec& spec) {
+  if (spec.activation == Activation::kA8Row) return table.a8row;
+  const int format = static_cast<int>(spec.format) - static_cast<int>(Format::kChannel8);
+  return spec.activation == Activation::kA16 ? table.a16[format] : table.a8[format];
+}
+
+}  // namespace
+
+const LinearKernels& integer_kernels([[maybe_unused]] int isa, const PackedSpec& spec) {
+#if defined(__x86_64__)
+  if (isa >= kIsaAmx && spec.activation == Activation::kA8Row) return kIntegerAmx;
+  if (isa >= kIsaAvx512Vnni) return row_of(kIntegerVnni, spec);
+  if (isa >= kIsaAvx512) return row_of(kIntegerAvx512, spec);
+  if (isa >= kIsaAvx2) return row_of(kIntegerAvx2, spec);
+#endif
+  return row_of(kIntegerGeneric, spec);
+}
+
+}  // namespace allspan

@@ -1,0 +1,22 @@
+// Products with codes: one table of kernels an instruction set, which linear_int.cpp chooses from.
+#pragma once
+
+#include "packed.h"
+
+namespace allspan {
+
+// Every quantised format, by Format - kChannel8, with a8, a16 and (channel8) a8row.
+constexpr int kCodeFormats = 11;
+struct IntegerTable {
+  LinearKernels a8[kCodeFormats], a16[kCodeFormats], a8row;
+};
+
+extern const IntegerTable kIntegerGeneric;
+#if defined(__x86_64__)
+extern const IntegerTable kIntegerAvx2;
+extern const IntegerTable kIntegerAvx512;
+extern const IntegerTable kIntegerVnni;
+extern const LinearKernels kIntegerAmx;  // channel8 with a8row
+#endif
+
+}  // namespace allspan
