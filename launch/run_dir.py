@@ -24,7 +24,7 @@ SHM = Path("/dev/shm")
 LOCK_FILE = "lock"
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for a unix socket's path is 107."""
-MIN_SHM_BYTES = 8 << 20
+MIN_SHM_BYTES = 24 << 20
 """MPI makes files of some MiB per rank here, mostly holes; with too little room it dies by a signal or mutely."""
 MIN_RUN_BYTES = 1 << 20
 

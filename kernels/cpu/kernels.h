@@ -70,6 +70,8 @@ struct Kernels {
   void (*rms_norm)(const float* x, float* residual, const float* weight, float eps, float* out, int64_t rows,
                    int64_t width);
   void (*add)(const float* x, float* residual, int64_t count);
+  // out[i] = parts[0][i] + parts[1][i] + …, in this order; `out` may be one of them. One part: a copy.
+  void (*add_parts)(const float* const* parts, int64_t count, float* out, int64_t n);
   void (*rotary)(float* x, int64_t heads, int64_t dim, const int32_t* positions, const float* cos_sin, int64_t rot,
                  int64_t rows);
   // center [heads, dim] or null.

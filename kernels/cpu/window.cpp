@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "isa.h"
+
 namespace allspan {
 namespace {
 
@@ -13,28 +15,6 @@ constexpr size_t kLineFloats = kLine / sizeof(float);
 constexpr size_t kLaneFloats = 4096;
 
 size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
-
-// out[i] = parts[0][i] + parts[1][i] + …, in this order for every element. `out` may be one of the parts.
-void sum(const float* const* parts, int count, float* out, size_t n) {
-  constexpr size_t kBlock = 64;
-  float block[kBlock];
-  for (size_t start = 0; start < n; start += kBlock) {
-    if (n - start < kBlock) {
-      for (size_t i = start; i < n; ++i) {
-        float total = parts[0][i];
-        for (int part = 1; part < count; ++part) total += parts[part][i];
-        out[i] = total;
-      }
-      return;
-    }
-    for (size_t i = 0; i < kBlock; ++i) block[i] = parts[0][start + i];
-    for (int part = 1; part < count; ++part) {
-      const float* from = parts[part] + start;
-      for (size_t i = 0; i < kBlock; ++i) block[i] += from[i];
-    }
-    for (size_t i = 0; i < kBlock; ++i) out[start + i] = block[i];
-  }
-}
 
 }  // namespace
 
@@ -62,7 +42,9 @@ class Window::Lane {
     const auto put = [&](size_t chunk) {
       const size_t from = chunk * slot_bytes;
       if (from < bytes) {
-        std::memcpy(slot(window_.rank_, first + chunk), source + from, std::min(slot_bytes, bytes - from));
+        auto* part = reinterpret_cast<const float*>(source + from);
+        auto* to = reinterpret_cast<float*>(slot(window_.rank_, first + chunk));
+        window_.kernels_->add_parts(&part, 1, to, std::min(slot_bytes, bytes - from) / kElement);
       }
       put_[window_.rank_].value.store(first + chunk + 1, std::memory_order_release);
     };
@@ -119,6 +101,7 @@ Window::Window(uintptr_t base, int rank, int size, int lanes, size_t slot_bytes,
       slot_bytes_(slot_bytes),
       spins_(spins),
       timeout_(timeout),
+      kernels_(variants().front().kernels),  // sums have the same bits in all of them
       lanes_(lanes) {
   if (base % kLine != 0 || slot_bytes % kLine != 0) throw std::invalid_argument("a window is aligned to 64 bytes");
   if (lanes < 1 || rank < 0 || rank >= size) throw std::invalid_argument("a window has ranks and lanes");
@@ -147,7 +130,7 @@ void Window::reduce(int number, float* x, size_t count) {
                 for (int peer = 0; peer < size_; ++peer) {
                   parts[peer] = peer == rank_ ? out : reinterpret_cast<const float*>(lane.slot(peer));
                 }
-                sum(parts.data(), size_, out, std::min(per_chunk, count - chunk * per_chunk));
+                kernels_->add_parts(parts.data(), size_, out, std::min(per_chunk, count - chunk * per_chunk));
               });
 }
 

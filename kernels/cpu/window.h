@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels.h"
 #include "pool.h"
 #include "wait.h"
 
@@ -58,6 +59,7 @@ class Window {
   size_t slot_bytes_;
   int spins_;
   double timeout_;
+  const Kernels* kernels_;
   std::vector<Progress> lanes_;
   std::atomic<bool> broken_{false};  // set once `why_` is, which nobody changes then
   std::mutex breaking_;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allspan.protos.errors import DeadlineExceeded, InternalError
+from allspan.worker.parallel import window
 from allspan.worker.parallel.window import (
     SharedMemory,
     WindowCollectives,
@@ -25,6 +26,14 @@ from allspan.worker.parallel.window import (
 
 native: Any = load_native()
 pytestmark = pytest.mark.skipif(native is None, reason="the compiled kernels are not installed")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_slots() -> Iterator[None]:
+    """Sums of a few hundred KB go round the slots several times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "SLOT_BYTES", (16 << 10, 16 << 10))
+        yield
 
 
 class Memory:
