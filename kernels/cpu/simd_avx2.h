@@ -100,7 +100,7 @@ inline void sum4(const V* v, float* out) {
 }
 
 // Lane i of rows[j] becomes lane j of rows[i].
-inline void transpose(V* rows) {
+__attribute__((always_inline)) inline void transpose(V* rows) {
   V quads[8];  // 4 · i + c: columns c and c + 4 of rows 4 · i …
 #pragma GCC unroll 2
   for (int i = 0; i < 8; i += 4) {

@@ -83,7 +83,7 @@ inline void sum4(const V* v, float* out) {
 }
 
 // Lane i of rows[j] becomes lane j of rows[i].
-inline void transpose(V* rows) {
+__attribute__((always_inline)) inline void transpose(V* rows) {
   V pairs[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -93,6 +93,7 @@ inline void transpose(V* rows) {
   V quads[16];  // 4 · i + c: column c of each quarter, of rows 4 · i …
 #pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
+#pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const __m512d a = _mm512_castps_pd(pairs[i + half]), b = _mm512_castps_pd(pairs[i + 2 + half]);
       quads[i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
