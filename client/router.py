@@ -55,7 +55,11 @@ class Router:
         causes = [replica.down_cause for replica in self.replicas]
         if not all(causes):
             return ""
-        return causes[0] if len(causes) == 1 else "; ".join(f"replica {i}: {cause}" for i, cause in enumerate(causes))
+        if len(causes) == 1:
+            return causes[0]
+        names = [f"replica {index}" for index in range(len(causes))]
+        told = zip(names, causes, strict=True)  # its supervisor may have begun with its name
+        return "; ".join(cause if cause.startswith(f"{name} ") else f"{name}: {cause}" for name, cause in told)
 
     @property
     def may_return(self) -> bool:

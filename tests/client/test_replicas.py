@@ -185,6 +185,15 @@ async def test_when_all_are_down_each_ones_cause_is_told(two: Replicas) -> None:
         await two.start()
 
 
+async def test_a_cause_that_names_its_replica_names_it_once(two: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    causes = iter(["rank 0 was killed", "replica 1 is down: six failures"])
+    for replica in two.session._router.replicas:
+        cause = next(causes)
+        monkeypatch.setattr(type(replica), "down_cause", property(lambda self: self._told))
+        replica._told = cause  # type: ignore[attr-defined]
+    assert two.session.down_cause == "replica 0: rank 0 was killed; replica 1 is down: six failures"
+
+
 @pytest.mark.parametrize("will_restart", [False, True])
 async def test_streams_go_on_in_the_other_replica_at_once(two: Replicas, will_restart: bool) -> None:
     queues = [await two.start([10 * i, 10 * i + 1]) for i in range(6)]

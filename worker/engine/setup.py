@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from allspan.kernels.ops import OpSet
-from allspan.protos.config import CacheConfig, WorkerConfig
+from allspan.protos.config import CacheConfig, ModelConfig, WorkerConfig
 from allspan.protos.config_json import check
 from allspan.protos.errors import ConfigError
 from allspan.protos.text.generation import generation_defaults
@@ -22,6 +22,7 @@ from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
 from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
+from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.sampling.kernel import sampling_kernel
 from allspan.worker.scheduler.limits import most_logits_rows
@@ -79,8 +80,7 @@ def load_engine(
     kv = KVCache(loaded.cache_spec, num_pages, model.device)
     loaded.bind_cache(kv)
     host = _host_cache(cache, loaded, collectives)
-    defaults = () if model.load_format == "dummy" else generation_defaults(model.path).eos_token_ids
-    eos = tuple(sorted({*loaded.spec.eos_token_ids, *defaults}))
+    eos = ends_of(model, loaded.spec)
     tiers = Tiers(kv, host) if host else None
     sampling = sampling_kernel(getattr(ops, "runtime", None))
     core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers, sampling)
@@ -88,6 +88,12 @@ def load_engine(
     weights = Weights(loaded, model, cache, collectives, tuple(pages), await_others)
     core.on_operation = _on_operation(core, loaded, weights)
     return LoadedEngine(core, loaded, weights, eos, kv.num_bytes, time.monotonic() - started)
+
+
+def ends_of(model: ModelConfig, spec: ModelSpec) -> tuple[int, ...]:
+    """The ids that end an answer: those of the config and of generation_config.json together, sorted."""
+    more = () if model.load_format == "dummy" else generation_defaults(model.path).eos_token_ids
+    return tuple(sorted({*spec.eos_token_ids, *more}))
 
 
 def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[[Operation], None]:

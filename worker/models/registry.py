@@ -78,10 +78,6 @@ def _from_config(source: Path) -> ModelSource:
             f"architecture {architectures[0]!r} of model type {family.model_type!r} is not supported "
             f"(supported: {family.architecture})"
         )
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        more = ForeignConfig(read_json_object(generation), str(generation))
-        values["eos_token_id"] = [*config.token_ids("eos_token_id"), *more.token_ids("eos_token_id")]
     return ModelSource(folder, family, family.read(config), None)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from allspan.protos.config import ModelConfig
 from allspan.protos.errors import CheckpointError, ConfigError, ModelNotFound
+from allspan.worker.engine.setup import ends_of
 from allspan.worker.models.loader import context_length, weight_dtype
 from allspan.worker.models.registry import inspect_model
 from allspan.worker.models.spec import ModelSpec
@@ -69,10 +71,13 @@ def test_both_names_of_the_dtype_are_read(key: str, tmp_path: Path) -> None:
 
 
 def test_eos_ids_of_both_files_are_merged(tmp_path: Path) -> None:
-    assert spec_of(tmp_path, LLAMA).eos_token_ids == (2,)
-    assert spec_of(tmp_path, LLAMA, {"eos_token_id": [7, 2, 9]}).eos_token_ids == (2, 7, 9)
-    assert spec_of(tmp_path, LLAMA | {"eos_token_id": [5, 6]}, {"eos_token_id": 6}).eos_token_ids == (5, 6)
-    assert spec_of(tmp_path, without(LLAMA, "eos_token_id"), {}).eos_token_ids == ()
+    def ends(values: dict[str, Any], generation: dict[str, Any] | None = None) -> tuple[int, ...]:
+        return ends_of(ModelConfig(str(tmp_path), "x"), spec_of(tmp_path, values, generation))
+
+    assert ends(LLAMA) == (2,)
+    assert ends(LLAMA, {"eos_token_id": [7, 2, 9]}) == (2, 7, 9)
+    assert ends(LLAMA | {"eos_token_id": [6, 5]}, {"eos_token_id": 6}) == (5, 6)
+    assert ends(without(LLAMA, "eos_token_id"), {}) == ()
 
 
 def test_a_null_head_dim_is_hidden_over_heads_and_a_number_is_itself(tmp_path: Path) -> None:
