@@ -23,6 +23,7 @@ from support.kernel_cases import (
     poison,
     randn,
     rotary,
+    rotary_append,
 )
 
 FORMATS = {F32: "float32", BF16: "bfloat16", I8: "int8", U4: "uint4"}
@@ -125,6 +126,18 @@ def test_attention_chunks(backend: str, dim: int, page_size: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
+def test_attention_across_splits(backend: str, dtype: torch.dtype) -> None:
+    """A context that threads share has the bits of one that a thread goes through alone, token by token or not."""
+    length = 600
+    arguments = attention(48, 16, [(length, length)], UNEVEN, dtype)
+    whole = attend(backend, 1, arguments)
+    for threads in (2, 3):
+        assert_same_bits(attend(backend, threads, cut(arguments, 0, length)), whole)
+        for first, last in [(255, 256), (256, 257), (255, 258), (511, 520), (length - 1, length), (400, length)]:
+            assert_same_bits(attend(backend, threads, cut(arguments, first, last)), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
 def test_attention_among_other_requests(backend: str, dtype: torch.dtype) -> None:
     """The same request alone, first, last, on more threads, and with its pages elsewhere."""
     requests = [(1, 150), (40, 90), (1, 33), (5, 5)]
@@ -184,3 +197,39 @@ def test_appended_tokens(backend: str, dtype: torch.dtype) -> None:
         op_set(backend).append_kv(k[one], v[one], *apart, slots[one])
     for ours, other in zip(apart, together, strict=True):
         assert torch.equal(ours.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
+def test_rotary_append_is_its_parts(backend: str, dtype: torch.dtype, has_norms: bool) -> None:
+    fused, apart = rotary_append(37, 2, 64, dtype, has_norms), rotary_append(37, 2, 64, dtype, has_norms)
+    op_set(backend, threads=3).rotary_append(*fused)
+    ops = op_set(backend)
+    qkv, q_norm, k_norm, eps, positions, cos_sin, center, spread, *cache, slots, heads = apart
+    q, k, v = (part.contiguous() for part in qkv.split([heads, 2, 2], 1))
+    for x, norm in ((q, q_norm), (k, k_norm)):
+        if norm is not None:
+            ops.head_norm(x, norm, eps)
+    ops.rotary(q, k, positions, cos_sin)
+    if spread:
+        ops.hadamard(q, None)
+        ops.hadamard(k, center)
+    ops.append_kv(k, v, *cache, slots)
+    assert_same_bits(fused[0], torch.cat((q, k, v), 1))
+    for ours, other in zip(fused[8:12], cache, strict=True):
+        assert ours is other is None or torch.equal(ours.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_attention_over_a_long_context(backend: str) -> None:
+    """32k tokens on two threads, against plain torch."""
+    length, dim, page_size = 32768, 16, 128
+    count = length // page_size
+    cache = [*(randn(count, 1, page_size, dim, seed=which) for which in range(2)), None, None]
+    indices = torch.arange(count, dtype=torch.int32)
+    starts = [torch.tensor([0, last], dtype=torch.int32) for last in (2, count)]
+    lengths, heads = torch.tensor([length], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    meta = Meta(*starts, indices, lengths, heads, dim**-0.5)
+    ours, right = poison(2, 2, dim), poison(2, 2, dim)
+    op_set(backend, threads=2).attention(randn(2, 2, dim), *cache, meta, ours)
+    op_set("reference").attention(randn(2, 2, dim), *cache, meta, right)
+    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
