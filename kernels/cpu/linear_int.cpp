@@ -20,6 +20,12 @@ const LinearKernels& integer_kernels([[maybe_unused]] int isa, const PackedSpec&
   if (isa >= kIsaAvx512Vnni) return row_of(kIntegerVnni, spec);
   if (isa >= kIsaAvx512) return row_of(kIntegerAvx512, spec);
   if (isa >= kIsaAvx2) return row_of(kIntegerAvx2, spec);
+#elif defined(__aarch64__)
+  if (isa == kIsaNeonBf16) return row_of(kIntegerNeonMixed, spec);
+  if (isa == kIsaSve512) return row_of(kIntegerSve512, spec);
+  if (isa == kIsaSve256) return row_of(kIntegerSve256, spec);
+  if (isa == kIsaNeonDot) return row_of(kIntegerNeonDot, spec);
+  if (isa == kIsaNeon) return row_of(kIntegerNeon, spec);
 #endif
   return row_of(kIntegerGeneric, spec);
 }

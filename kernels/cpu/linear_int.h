@@ -17,6 +17,9 @@ extern const IntegerTable kIntegerAvx2;
 extern const IntegerTable kIntegerAvx512;
 extern const IntegerTable kIntegerVnni;
 extern const LinearKernels kIntegerAmx;  // channel8 with a8row
+#elif defined(__aarch64__)
+extern const IntegerTable kIntegerNeon, kIntegerNeonDot, kIntegerNeonMixed;
+extern const IntegerTable kIntegerSve256, kIntegerSve512;
 #endif
 
 }  // namespace allspan

@@ -88,6 +88,7 @@ inline Raw join6(Raw pairs, Raw high, int quad) {
 }
 
 constexpr bool kByteDot = false;
+constexpr int kCodeBias = 0, kPassesTogether = 0;
 constexpr int kTileRows = 2, kTilePanelsAtOnce = 1, kAlonePanels = 1, kProductRows = 24;
 
 // Even and odd places of a quad, as 16 bits.
@@ -97,6 +98,7 @@ struct W {
 struct X {
   __m256i even, odd;
 };
+template <int Bits>
 inline W widen(Raw v) {
   const __m256i low = _mm256_set1_epi16(255);
   return {{_mm256_and_si256(v.a, low), _mm256_and_si256(v.b, low)}, shift_right<8>(v)};

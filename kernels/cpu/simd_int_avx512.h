@@ -60,11 +60,15 @@ inline Raw join6(Raw pairs, Raw high, int quad) {
 #if ALLSPAN_VNNI
 
 constexpr bool kByteDot = true;
+constexpr int kCodeBias = 0, kPassesTogether = 4;
 constexpr int kTileRows = 6, kTilePanelsAtOnce = 2, kAlonePanels = 1, kProductRows = 24;
 
 typedef __m512i W;
 typedef __m512i X;
-inline W widen(Raw v) { return v; }
+template <int Bits>
+inline W widen(Raw v) {
+  return v;
+}
 inline X load_x(const char* numbers, int quad) {
   return _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(numbers + quad * 4));
 }
@@ -73,6 +77,7 @@ inline I dot(I sum, W w, X x) { return _mm512_dpbusd_epi32(sum, w, x); }
 #else
 
 constexpr bool kByteDot = false;
+constexpr int kCodeBias = 0, kPassesTogether = 0;
 constexpr int kTileRows = 4, kTilePanelsAtOnce = 2, kAlonePanels = 1, kProductRows = 24;
 
 // Even and odd places of a quad, as 16 bits.
@@ -82,7 +87,10 @@ struct W {
 struct X {
   __m512i even, odd;
 };
-inline W widen(Raw v) { return {_mm512_and_si512(v, _mm512_set1_epi16(255)), _mm512_srli_epi16(v, 8)}; }
+template <int Bits>
+inline W widen(Raw v) {
+  return {_mm512_and_si512(v, _mm512_set1_epi16(255)), _mm512_srli_epi16(v, 8)};
+}
 inline X load_x(const char* numbers, int quad) {
   const int32_t* pairs = reinterpret_cast<const int32_t*>(numbers) + quad * 2;
   return {_mm512_set1_epi32(pairs[0]), _mm512_set1_epi32(pairs[1])};

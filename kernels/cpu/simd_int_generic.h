@@ -107,13 +107,17 @@ inline Raw join6(Raw pairs, Raw high, int quad) {
 }
 
 constexpr bool kByteDot = false;
+constexpr int kCodeBias = 0, kPassesTogether = 0;
 constexpr int kTileRows = 1, kTilePanelsAtOnce = 1, kAlonePanels = 1, kProductRows = 24;
 
 typedef Raw W;
 struct X {
   int16_t at[4];  // even, then odd places of a quad
 };
-inline W widen(Raw v) { return v; }
+template <int Bits>
+inline W widen(Raw v) {
+  return v;
+}
 inline X load_x(const char* numbers, int quad) { return take<X>(numbers + quad * 8); }
 inline I dot(I sum, W w, X x) {
   for (int i = 0; i < 16; ++i) {

@@ -90,13 +90,18 @@ inline float highest(V v) { return vmaxvq_f32(v); }
 // The sums of four vectors, each in the same order as sum().
 inline void sum4(const V* v, float* out) { store(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]))); }
 
+inline V join(float32x4_t a, float32x4_t b, bool high) {
+  const float64x2_t x = vreinterpretq_f64_f32(a), y = vreinterpretq_f64_f32(b);
+  return vreinterpretq_f32_f64(high ? vtrn2q_f64(x, y) : vtrn1q_f64(x, y));
+}
 // Lane i of rows[j] becomes lane j of rows[i].
 inline void transpose(V* rows) {
-  float from[kLanes][kLanes], to[kLanes][kLanes];
-  for (int i = 0; i < kLanes; ++i) store(from[i], rows[i]);
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < kLanes; ++j) to[i][j] = from[j][i];
-  for (int i = 0; i < kLanes; ++i) rows[i] = load(to[i]);
+  const V even = vtrn1q_f32(rows[0], rows[1]), odd = vtrn2q_f32(rows[0], rows[1]);
+  const V next_even = vtrn1q_f32(rows[2], rows[3]), next_odd = vtrn2q_f32(rows[2], rows[3]);
+  rows[0] = join(even, next_even, false);
+  rows[1] = join(odd, next_odd, false);
+  rows[2] = join(even, next_even, true);
+  rows[3] = join(odd, next_odd, true);
 }
 
 }  // namespace

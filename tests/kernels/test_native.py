@@ -62,6 +62,12 @@ def variants_in(report: str) -> str:
     return found[1]
 
 
+def integer_products(report: str) -> str:
+    found = re.search(r"integer products: (\w{16})\n", report)
+    assert found, report
+    return found[1]
+
+
 def test_every_variant_that_runs_here_agrees_with_double_precision() -> None:
     report = run(native())
     assert variants_in(report).endswith("generic")
@@ -81,6 +87,12 @@ def test_every_variant_that_runs_here_agrees_with_double_precision() -> None:
 )
 def test_aarch64_runs_what_a_cpu_has_and_nothing_else(cpu: str, variants: str) -> None:
     assert variants_in(run(played(cpu))) == variants
+
+
+def test_integer_products_are_the_same_bits_on_x86_and_aarch64() -> None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("cpu: this machine is no x86")
+    assert integer_products(run(played("neoverse-n1"))) == integer_products(run(native()))
 
 
 @pytest.mark.parametrize(

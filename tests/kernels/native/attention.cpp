@@ -191,6 +191,7 @@ void check_attention(Checks& checks) {
       {"small heads", 1, 16, {{3, 20}}, {0}},
       {"large heads", 256, 16, {{3, 66}}, {0, 0}},
       {"many heads", 16, 16, {{3, 40}}, std::vector<int32_t>(70, 0)},
+      {"long", 20, 32, {{1, 700}, {3, 515}}, {0, 0, 1}},
   };
   for (const Case& c : cases) {
     check_case(checks, c, Type::kFloat32, "float32");

@@ -255,7 +255,16 @@ struct Scheme {
   int64_t group;
 };
 
-std::vector<Scheme> schemes() { return {{"f32", "f32", 0}, {"bf16", "bf16", 0}}; }
+std::vector<Scheme> schemes() {
+  std::vector<Scheme> all = {{"f32", "f32", 0}, {"bf16", "bf16", 0}, {"channel8", "a8row", 0}};
+  for (const char* activation : {"a8", "a16"}) {
+    for (const char* format : {"channel8", "channel4", "q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"})
+      all.push_back({format, activation, 0});
+    for (const char* format : {"group8", "group4"})
+      for (const int64_t group : {32, 96}) all.push_back({format, activation, group});
+  }
+  return all;
+}
 
 }  // namespace
 
