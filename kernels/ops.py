@@ -16,6 +16,9 @@ from torch import Tensor
 
 from allspan.kernels.packed import PackedSpec
 
+Norms = tuple[Tensor | None, Tensor | None, float]
+Pages = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
 
 class OpSet(Protocol):
     """Offered op by op. On the CPU, activations between ops and all sums are float32."""
@@ -111,28 +114,22 @@ class OpSet(Protocol):
         read of it is NaN.
         """
 
-    def rotary_append(  # noqa: PLR0913  (as many as the ops that it is made of)
+    def rotary_append(
         self,
         qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        positions: Tensor,
-        cos_sin: Tensor,
-        center: Tensor | None,
-        spread: int,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        k_scales: Tensor | None,
-        v_scales: Tensor | None,
-        slots: Tensor,
         num_heads: int,
+        norms: Norms,
+        rotation: tuple[Tensor, Tensor],
+        spread: tuple[int, Tensor | None],
+        pages: Pages,
+        slots: Tensor,
     ) -> None:
-        """head_norm, rotary, hadamard and append_kv in one, on qkv [n, Hq + 2·Hkv, d]: a token's queries (num_heads of
-        them), keys and values, in place; the bits are those of the single ops.
+        """head_norm, rotary, hadamard and append_kv in one, in place, on qkv [n, Hq + 2·Hkv, d]: a token's queries
+        (num_heads of them), keys and values. The bits are those of the single ops.
 
-        q_norm and k_norm float32 [d], or None for no norm; `spread` not 0: hadamard of queries (without a center) and
-        of keys (with `center`).
+        norms: float32 [d] for queries and for keys, or None twice for no norm, and eps. rotation: positions, cos_sin.
+        spread: (1, center of the keys or None) for hadamard of queries and keys, or (0, None). pages: k_cache, v_cache,
+        k_scales and v_scales.
         """
 
     def attention(

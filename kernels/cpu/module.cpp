@@ -26,9 +26,16 @@ std::vector<std::string> variant_names() {
 // Checks the arguments, lets go of the GIL, and runs the op on the runtime's threads.
 void run_op(const OpRow& op, Runtime& runtime, const nb::args& given) {
   std::vector<nb::object> values;
-  for (nb::handle value : given) values.push_back(nb::borrow(value));
+  for (nb::handle value : given) {
+    if (nb::isinstance<nb::tuple>(value)) {
+      for (nb::handle each : nb::borrow<nb::tuple>(value)) values.push_back(nb::borrow(each));
+    } else {
+      values.push_back(nb::borrow(value));
+    }
+  }
+  const size_t count = values.size();
   OpArguments args(op.name, std::move(values));
-  args.require(static_cast<int>(given.size()) == op.arguments, "takes another number of arguments");
+  args.require(static_cast<int>(count) == op.arguments, "takes another number of arguments");
   const Task task = op.make(runtime, args);
   nb::gil_scoped_release release;
   runtime.pool().team([&](Worker& worker) { task.run(worker, task.rows); });

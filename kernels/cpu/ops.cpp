@@ -193,24 +193,24 @@ Task append_kv(Runtime& runtime, OpArguments& args) {
           }};
 }
 
-// qkv, q_norm, k_norm, eps, positions, cos_sin, center, spread, k_cache, v_cache, k_scales, v_scales, slots, heads: token
-// by token, so that a token's heads are taken from memory once.
+// qkv, heads, (q_norm, k_norm, eps), (positions, cos_sin), (spread, center), (k_cache, v_cache, k_scales, v_scales),
+// slots: token by token, so that a token's heads are taken from memory once.
 Task rotary_append(Runtime& runtime, OpArguments& args) {
   const Tensor qkv = args.floats(args.at(0), "qkv", {kAny, kAny, kAny});
-  const int64_t dim = qkv.shape[2], heads = args.number<int64_t>(13), rest = qkv.shape[1] - heads;
+  const int64_t dim = qkv.shape[2], heads = args.number<int64_t>(1), rest = qkv.shape[1] - heads;
   args.require(heads >= 0 && rest >= 0 && rest % 2 == 0, "qkv has no room for as many values as keys behind its heads");
   const int64_t kv_heads = rest / 2;
-  const float* q_norm = args.is_none(1) ? nullptr : args.floats(args.at(1), "q_norm", {dim}).floats();
-  const float* k_norm = args.is_none(2) ? nullptr : args.floats(args.at(2), "k_norm", {dim}).floats();
-  const float eps = args.number<float>(3);
-  const Tensor cos_sin = args.floats(args.at(5), "cos_sin", {kAny, kAny});
+  const float* q_norm = args.is_none(2) ? nullptr : args.floats(args.at(2), "q_norm", {dim}).floats();
+  const float* k_norm = args.is_none(3) ? nullptr : args.floats(args.at(3), "k_norm", {dim}).floats();
+  const float eps = args.number<float>(4);
+  const Tensor cos_sin = args.floats(args.at(6), "cos_sin", {kAny, kAny});
   const int64_t rot = cos_sin.shape[1];
   args.require(rot % 2 == 0 && rot <= dim, "cos_sin's second extent must be even and at most the head size");
-  const float* center = args.is_none(6) ? nullptr : args.floats(args.at(6), "center", {kv_heads, dim}).floats();
   const bool spread = args.number<int64_t>(7) != 0;
-  const CacheArgs cache = take_cache(args, 8, kv_heads, dim);
-  const Input* positions = args.input(4, "positions", qkv.shape[0], cos_sin.shape[0]);
-  const Input* slots = args.input(12, "slots", qkv.shape[0], cache.pages * cache.page_size);
+  const float* center = args.is_none(8) ? nullptr : args.floats(args.at(8), "center", {kv_heads, dim}).floats();
+  const CacheArgs cache = take_cache(args, 9, kv_heads, dim);
+  const Input* positions = args.input(5, "positions", qkv.shape[0], cos_sin.shape[0]);
+  const Input* slots = args.input(13, "slots", qkv.shape[0], cache.pages * cache.page_size);
   const Kernels& kernels = runtime.kernels();
   const int64_t width = qkv.shape[1] * dim;
   const auto token = [=, &kernels](int64_t row) {

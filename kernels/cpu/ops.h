@@ -76,7 +76,7 @@ struct Task {
 
 struct OpRow {
   const char* name;
-  int arguments;
+  int arguments;  // those in tuples counted one by one
   Task (*make)(Runtime& runtime, OpArguments& args);
 };
 

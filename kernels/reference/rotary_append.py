@@ -5,35 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from allspan.kernels.ops import Norms, Pages
 from allspan.kernels.reference.attention import append_kv
 from allspan.kernels.reference.elementwise import hadamard, head_norm, rotary
 
 
-def rotary_append(  # noqa: PLR0913  (as many as the ops that it is made of)
+def rotary_append(
     qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor,
-    center: Tensor | None,
-    spread: int,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    slots: Tensor,
     num_heads: int,
+    norms: Norms,
+    rotation: tuple[Tensor, Tensor],
+    spread: tuple[int, Tensor | None],
+    pages: Pages,
+    slots: Tensor,
 ) -> None:
     """See `OpSet.rotary_append`."""
     kv_heads = (qkv.shape[1] - num_heads) // 2
-    q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], 1)
+    parts = torch.split(qkv, [num_heads, kv_heads, kv_heads], 1)
+    q, k, v = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    q_norm, k_norm, eps = norms
     if q_norm is not None:
         head_norm(q, q_norm, eps)
     if k_norm is not None:
         head_norm(k, k_norm, eps)
-    rotary(q, k, positions, cos_sin)
-    if spread:
+    rotary(q, k, *rotation)
+    is_spread, center = spread
+    if is_spread:
         hadamard(q, None)
         hadamard(k, center)
-    append_kv(k, v, k_cache, v_cache, k_scales, v_scales, slots)
+    torch.cat((q, k, v), 1, out=qkv)
+    append_kv(k, v, *pages, slots)

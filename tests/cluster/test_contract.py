@@ -209,7 +209,7 @@ def test_every_op_is_timed_while_profiling_is_on(engine: EngineProtocol) -> None
     tokens(engine)
     engine.stop_profile()
     profile = {op.op: op for op in engine.op_profile()}
-    assert profile.keys() >= {"linear", "attention", "rotary", "append_kv", "embedding"}
+    assert profile.keys() >= {"packed_linear", "attention", "rotary_append", "packed_embedding"}
     assert sum(op.share for op in profile.values()) == pytest.approx(1.0)
     for op in profile.values():
         assert 0 < op.min_ms <= op.max_ms <= op.total_ms

@@ -91,7 +91,7 @@ def test_products_are_those_of_the_unpacked_weight(name: str) -> None:
             spec = PackedSpec(name, activation, spec.parts, spec.inputs, spec.lead, spec.group, spec.interleaved)
             weight, x = random_weight(spec), torch.randn(3, spec.inputs)
             bias, out = torch.randn(spec.features), torch.full((3, spec.features), float("nan"))
-            packed.packed_linear(x, weight, bias, spec, out)
+            packed.packed_linear(x, weight, bias, spec, 0, out)
             exact = x.double() @ packed.unpack(weight, spec).double().T + bias
             error = {"f32": 1e-6, "a16": 1e-4}.get(activation, 2e-2)
             torch.testing.assert_close(out.double(), exact, rtol=error, atol=error * 3)

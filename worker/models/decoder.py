@@ -96,14 +96,11 @@ class _Decoder:
         program.op(
             "rotary_append",
             self._qkv_heads,
-            *norms,
-            spec.rms_norm_eps,
-            program.named("positions"),
-            program.named("cos_sin"),
-            center,
-            int(self._quantised_cache),
-            *cache,
-            program.named("slots"),
             self._heads,
+            (*norms, spec.rms_norm_eps),
+            (program.named("positions"), program.named("cos_sin")),
+            (int(self._quantised_cache), center),
+            tuple(cache),
+            program.named("slots"),
         )
         program.op("attention", self._qkv_heads, *cache, program.named("attention"), self._attended_heads)

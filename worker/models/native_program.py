@@ -16,7 +16,7 @@ from allspan.kernels.ops import OpSet
 from allspan.protos.engine import OpProfile
 from allspan.protos.errors import DeadlineExceeded, InternalError
 from allspan.worker.models.profile import OpTimer, profiles
-from allspan.worker.models.program import COLLECTIVE_OPS, Buffer, Op, Program, Rows, Slot
+from allspan.worker.models.program import COLLECTIVE_OPS, Buffer, Op, Program, Rows, Slot, flat
 from allspan.worker.parallel.base import Collectives
 
 _STEP_INPUTS = ("ids", "positions", "slots", "logits_rows", "attention")
@@ -60,7 +60,7 @@ class NativeProgram:
                 self._stretches += [_Foreign(op, getattr(collectives, op.name)) for op in ops_here]
                 continue
             for op in ops_here:
-                arguments = [(type(a) is Slot, a.index if type(a) is Slot else a) for a in op.arguments]
+                arguments = [(type(a) is Slot, a.index if type(a) is Slot else a) for a in flat(op.arguments)]
                 self._native.add(op.name, arguments, op.rows is Rows.LOGITS)
             self._stretches.append((first, first + len(ops_here)))
             first += len(ops_here)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,17 @@ class Named:
     name: str
 
 
-Argument = Slot | PackedSpec | float | int | None
+Value = Slot | PackedSpec | float | int | None
+Argument = Value | tuple[Value, ...]
+
+
+def flat(arguments: Iterable[Argument]) -> Iterator[Value]:
+    """Arguments, those in tuples one by one."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from argument
+        else:
+            yield argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +119,7 @@ class ProgramBuilder:
         return self._add(Named(name))
 
     def op(self, name: str, *arguments: Argument) -> None:
-        used = [self._slots[argument.index] for argument in arguments if isinstance(argument, Slot)]
+        used = [self._slots[value.index] for value in flat(arguments) if isinstance(value, Slot)]
         logits = any(isinstance(slot, Buffer) and slot.rows is Rows.LOGITS for slot in used)
         self._ops.append(Op(name, arguments, Rows.LOGITS if logits else Rows.TOKENS))
 
@@ -178,7 +188,7 @@ class Interpreter:
                 self.progress += 1
                 for function, arguments, for_logits in self._calls[first : first + _OPS_A_BEAT]:
                     if num_logits or not for_logits:
-                        function(*[table[a.index] if type(a) is Slot else a for a in arguments])
+                        function(*self._values(arguments))
         output: Tensor = table[self._program.output.index]
         return output
 
@@ -195,9 +205,20 @@ class Interpreter:
         """What each op took since `start_profile`, the longest in total first; empty before any."""
         return profiles(self._timer.rows())
 
+    def _values(self, arguments: tuple[Argument, ...]) -> list[Any]:
+        table = self._table
+        values: list[Any] = []
+        for argument in arguments:
+            if type(argument) is Slot:
+                values.append(table[argument.index])
+            elif type(argument) is tuple:
+                values.append(tuple(table[a.index] if type(a) is Slot else a for a in argument))
+            else:
+                values.append(argument)
+        return values
+
     def _run_timed(self, has_logits: bool) -> None:
         timer = self._timer
         for op, (function, arguments, for_logits) in zip(self._program.ops, self._calls, strict=True):
             if has_logits or not for_logits:
-                values = [self._table[a.index] if type(a) is Slot else a for a in arguments]
-                timer.call(op.name, function, *values)
+                timer.call(op.name, function, *self._values(arguments))

@@ -130,7 +130,7 @@ def test_only_keys_of_a_quantised_cache_are_spread(tmp_path: Path) -> None:
         prepared = prepare(ModelConfig(path=str(tmp_path / folder), name="tiny"), CacheConfig(), 0, 1)
         plain, quantised = build_decoder(prepared.holding), build_decoder(prepared.holding, quantised_cache=True)
         for program, spreads in ((plain, 0), (quantised, 1)):
-            assert [op.arguments[7] for op in program.ops if op.name == "rotary_append"] == [spreads] * 2
+            assert [op.arguments[4][0] for op in program.ops if op.name == "rotary_append"] == [spreads] * 2
         names = [slot.name for slot in quantised.slots if isinstance(slot, Named)]
         assert sum(name.startswith("k_center.") for name in names) == centers
 
