@@ -73,7 +73,7 @@ def hadamard(x: Tensor, center: Tensor | None) -> None:
     turned = x.float() if center is None else x.float() - center
     half = 1
     while half < size:
-        first, second = turned.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        first, second = turned.reshape(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half).unbind(-2)
         turned = torch.stack((first + second, first - second), dim=-2)
         half *= 2
     x.copy_(turned.reshape(x.shape) * size**-0.5)
