@@ -8,11 +8,11 @@ import torch
 from support.default_model import chat_prompts, default_model, reference_model
 from support.tiny_models import logits_on_ranks, relative_error
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
-# What a product's inputs of 8 bits cost, or weights of 8 or 4 bits made from the file's, on the prompts below: the
-# largest difference, of the largest logit, and the mean Kullback-Leibler divergence, in nats.
-BOUNDS = {"gguf": (0.12, 0.02), "int8": (0.12, 0.02), "a8w8": (0.25, 0.08), "uint4": (0.3, 0.1)}
+# Twice what was measured: the largest difference, of the largest logit, and the mean Kullback-Leibler divergence, in
+# nats. One scale for a token's inputs costs most; 4 bits in groups of 32 find back the 4 bits that the file was made of.
+BOUNDS = {"gguf": (0.12, 0.02), "int8": (0.12, 0.02), "a8w8": (0.4, 0.25), "uint4": (0.05, 0.005)}
 
 
 @pytest.mark.parametrize("quantization", BOUNDS)
