@@ -35,6 +35,7 @@ from allspan.protos.errors import ConfigError, DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from allspan.client.engine import ClientEngine
+    from allspan.protos.text import Tokenizer
 
 END_MARGIN_S = 4.0
 """What an orderly end may take beyond the time that it gives to open requests or to the ranks."""
@@ -136,11 +137,10 @@ def serve(settings: ServeSettings) -> int:
         cluster = _start(settings, model, bound, mpirun)
         interrupt.watch(cluster)
         try:
-            if settings.gateway:
-                _check_text(model, settings.gateway)
+            tokenizer = _prepare_gateway(model, settings.gateway) if settings.gateway else None
             ready = cluster.wait_ready()
             if ready and not interrupt.requested:
-                _front(settings, cluster, interrupt, sockets, model)
+                _front(settings, cluster, interrupt, sockets, tokenizer)
         finally:
             cluster.stop(interrupt.remaining_s)
             cluster.join()
@@ -168,12 +168,15 @@ def _check(settings: ServeSettings) -> None:
         raise ConfigError(f"--device cuda runs one rank and one replica in this version, {ranks} are asked for")
 
 
-def _check_text(model: FoundModel, config: GatewayConfig) -> None:
-    """What the gateway will need beside the ranks, tried while they load. Raises CheckpointError, ConfigError."""
+def _prepare_gateway(model: FoundModel, config: GatewayConfig) -> Tokenizer:
+    """What the gateway will need beside the ranks, loaded and tried while they load: its libraries take most of a
+    second. Raises CheckpointError, ConfigError."""
     from allspan.client.gateway.app import with_template
     from allspan.protos.text import load_tokenizer
 
-    with_template(load_tokenizer(model.path), config)
+    tokenizer = load_tokenizer(model.path)
+    with_template(tokenizer, config)
+    return tokenizer
 
 
 def _start(settings: ServeSettings, model: FoundModel, bound: Bound, mpirun: mpi.Mpirun) -> Cluster:
@@ -226,31 +229,36 @@ def _plans(plan: WorldPlan) -> list[WorldPlan]:
 
 
 def _front(
-    settings: ServeSettings, cluster: Cluster, interrupt: Interrupt, sockets: Sockets | None, model: FoundModel
+    settings: ServeSettings,
+    cluster: Cluster,
+    interrupt: Interrupt,
+    sockets: Sockets | None,
+    tokenizer: Tokenizer | None,
 ) -> None:
     """Serves while the cluster lives: the gateway, or only a ready line for the program that started this one."""
-    if settings.gateway is None or sockets is None:
-        ready = {"run_dir": str(cluster.run_dir), "model": cluster.info.model if cluster.info else model.name}
+    if settings.gateway is None or sockets is None or tokenizer is None:
+        ready = {"run_dir": str(cluster.run_dir), "model": cluster.info.model if cluster.info else ""}
         print(f"ALLSPAN READY {json.dumps(ready)}", flush=True)
         cluster.join()
         return
     from allspan.client.gateway.app import new_event_loop
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_gateway(settings.gateway, settings.resume, cluster, interrupt, sockets))
+        runner.run(_gateway(settings, cluster, interrupt, sockets, tokenizer))
 
 
 async def _gateway(
-    config: GatewayConfig, resume: ResumeConfig, cluster: Cluster, interrupt: Interrupt, sockets: Sockets
+    settings: ServeSettings, cluster: Cluster, interrupt: Interrupt, sockets: Sockets, tokenizer: Tokenizer
 ) -> None:
-    # Imported here: the gateway's libraries take a second, which the ranks' loading hides.
     from allspan.client.gateway.app import serve_gateway
+
+    assert settings.gateway is not None
 
     _log_requests()
     stop = asyncio.Event()
     interrupt.watch_gateway(stop)
     cluster.on_end(interrupt.end_gateway)
-    engine = await _attach(cluster.run_dir, resume, stop)
+    engine = await _attach(cluster.run_dir, settings.resume, stop)
     if engine is None:
         return
     try:
@@ -258,7 +266,7 @@ async def _gateway(
         def announce(http: str, grpc: str) -> None:
             _announce(engine.model, http, grpc, cluster.run_dir)
 
-        await serve_gateway(engine, engine.tokenizer, config, sockets, stop, announce)
+        await serve_gateway(engine, tokenizer, settings.gateway, sockets, stop, announce)
     finally:
         await asyncio.to_thread(engine.close)
 

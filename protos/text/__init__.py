@@ -1,13 +1,20 @@
 """Text on the client's side: tokenizers, chat templates, incremental detokenising, stop strings, generation defaults.
 
-Needs only `tokenizers`, `jinja2` and `numpy`: neither torch nor transformers.
+Needs only `tokenizers`, `jinja2` and `numpy`: neither torch nor transformers. Lazy: a rank, which asks for generation
+defaults alone, loads none of them but numpy.
 """
 
-from allspan.protos.text.detokenizer import Detokenizer
-from allspan.protos.text.generation import GenerationDefaults, generation_defaults
-from allspan.protos.text.loading import load_tokenizer
-from allspan.protos.text.stop import StopStrings
-from allspan.protos.text.tokenizer import Tokenizer
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allspan.protos.text.detokenizer import Detokenizer
+    from allspan.protos.text.generation import GenerationDefaults, generation_defaults
+    from allspan.protos.text.loading import load_tokenizer
+    from allspan.protos.text.stop import StopStrings
+    from allspan.protos.text.tokenizer import Tokenizer
 
 __all__ = [
     "Detokenizer",
@@ -17,3 +24,18 @@ __all__ = [
     "generation_defaults",
     "load_tokenizer",
 ]
+
+_HOMES = {
+    "Detokenizer": "detokenizer",
+    "GenerationDefaults": "generation",
+    "StopStrings": "stop",
+    "Tokenizer": "tokenizer",
+    "generation_defaults": "generation",
+    "load_tokenizer": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

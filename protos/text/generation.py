@@ -9,8 +9,8 @@ from typing import Any
 from allspan.protos.errors import CheckpointError, InvalidRequest
 from allspan.protos.json_file import read_json_object
 from allspan.protos.sampling import SamplingParams
+from allspan.protos.text.gguf_ends import end_ids
 from allspan.protos.text.gguf_metadata import gguf_of, read_metadata
-from allspan.protos.text.gguf_tokenizer import end_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ from allspan.protos.errors import CheckpointError
 from allspan.protos.text import pretokenizers
 from allspan.protos.text.byte_level import token_to_bytes
 from allspan.protos.text.chat import ChatTemplate
+from allspan.protos.text.gguf_ends import SPM_BOS, SPM_EOS, TokenType, end_ids, token_types
 from allspan.protos.text.gguf_metadata import read_metadata
 from allspan.protos.text.special import SpecialTokens
 from allspan.protos.text.spm import SpmModel
 from allspan.protos.text.tokenizer import Codec, Tokenizer
 
-_SPM_BOS, _SPM_EOS = 1, 2  # of a SentencePiece vocabulary that does not say
-# Texts that end a turn in the chat formats of the supported families; a file may leave their ids out of its metadata.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # What the keys must hold: a type, or for a list the type of its entries.
 _SCALARS = {
@@ -37,17 +34,6 @@ _SCALARS = {
     "add_space_prefix": bool,
 }
 _LISTS = {"tokens": (str,), "merges": (str,), "token_type": (int,), "scores": (int, float)}
-
-
-class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 def load_gguf(path: Path) -> Tokenizer:
@@ -88,26 +74,12 @@ def _check(path: Path, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path}: tokenizer.chat_template must hold str")
 
 
-def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end an answer: the file's end-of-sequence, -turn and -message ids and well-known turn ends."""
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    types = _types(metadata)
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = {key: metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata}
-    if metadata.get("tokenizer.ggml.model") == "llama":
-        found.setdefault("eos_token_id", _SPM_EOS)
-    ids = list(found.values())
-    turn_ends = set(_TURN_ENDS)
-    ids += [i for i, text in enumerate(tokens) if text in turn_ends and types[i] == TokenType.CONTROL]
-    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < len(tokens)))
-
-
 class BpeCodec:
     """Byte-level BPE ("gpt2")."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], rule: pretokenizers.Rule) -> None:
         tokens = _tokens(metadata)
-        types = _types(metadata)
+        types = token_types(metadata)
         self.vocab_size = len(tokens)
         self._special = _special(tokens, types)
         merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
@@ -142,7 +114,7 @@ class SpmCodec:
 
     def __init__(self, metadata: Mapping[str, Any], add_space_prefix: bool) -> None:
         tokens = _tokens(metadata)
-        types = _types(metadata)
+        types = token_types(metadata)
         self.vocab_size = len(tokens)
         self._special = _special(tokens, types)
         self._add_space = add_space_prefix
@@ -166,10 +138,10 @@ class SpmCodec:
 
 
 def _tokenizer(path: Path, metadata: Mapping[str, Any], codec: Codec, add_bos: bool, strips_space: bool) -> Tokenizer:
-    tokens, types = metadata["tokenizer.ggml.tokens"], _types(metadata)
+    tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
     spm = metadata["tokenizer.ggml.model"] == "llama"
-    bos = _id(metadata, "bos_token_id", _SPM_BOS if spm else None)
-    eos = _id(metadata, "eos_token_id", _SPM_EOS if spm else None)
+    bos = _id(metadata, "bos_token_id", SPM_BOS if spm else None)
+    eos = _id(metadata, "eos_token_id", SPM_EOS if spm else None)
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and bos is not None
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and eos is not None
     source = metadata.get("tokenizer.chat_template")
@@ -196,12 +168,6 @@ def _id(metadata: Mapping[str, Any], key: str, default: int | None) -> int | Non
 
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
     return [text or f"[EMPTY_{i}]" for i, text in enumerate(metadata["tokenizer.ggml.tokens"])]
-
-
-def _types(metadata: Mapping[str, Any]) -> list[int]:
-    count = len(metadata.get("tokenizer.ggml.tokens", []))
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    return [*types[:count], *[int(TokenType.NORMAL)] * (count - len(types))]
 
 
 def _special(tokens: list[str], types: list[int]) -> SpecialTokens:

@@ -81,3 +81,11 @@ def test_wrong_arguments_load_neither_torch_nor_mpi() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_rank_loads_no_tokenizer_no_templates_and_no_other_framework() -> None:
+    """They would cost a start a quarter of a second, and memory."""
+    unwanted = ["jinja2", "tokenizers", "transformers", "matplotlib", "scipy", "sympy", "torch._dynamo", "mpi4py"]
+    code = f"import sys, allspan.worker.app; print(*[name for name in {unwanted} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == []
