@@ -226,7 +226,7 @@ Task rotary_append(Runtime& runtime, OpArguments& args) {
     kernels.append_kv(cache, k, v, slots->data + row, 1);
   };
   return {qkv.shape[0], [=](Worker& worker, int64_t rows) {
-            worker.split(rows, rows_per_part(width), [&](int64_t begin, int64_t end) {
+            worker.split(rows, 4, [&](int64_t begin, int64_t end) {
               for (int64_t row = begin; row < end; ++row) token(row);
             });
           }};

@@ -23,7 +23,6 @@ from support.kernel_cases import (
     poison,
     randn,
     rotary,
-    rotary_append,
 )
 
 FORMATS = {F32: "float32", BF16: "bfloat16", I8: "int8", U4: "uint4"}
@@ -197,27 +196,6 @@ def test_appended_tokens(backend: str, dtype: torch.dtype) -> None:
         op_set(backend).append_kv(k[one], v[one], *apart, slots[one])
     for ours, other in zip(apart, together, strict=True):
         assert torch.equal(ours.view(torch.uint8), other.view(torch.uint8))
-
-
-@pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "norms"])
-@pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
-def test_rotary_append_is_its_parts(backend: str, dtype: torch.dtype, has_norms: bool) -> None:
-    fused, apart = rotary_append(37, 2, 64, dtype, has_norms), rotary_append(37, 2, 64, dtype, has_norms)
-    op_set(backend, threads=3).rotary_append(*fused)
-    ops = op_set(backend)
-    qkv, q_norm, k_norm, eps, positions, cos_sin, center, spread, *cache, slots, heads = apart
-    q, k, v = (part.contiguous() for part in qkv.split([heads, 2, 2], 1))
-    for x, norm in ((q, q_norm), (k, k_norm)):
-        if norm is not None:
-            ops.head_norm(x, norm, eps)
-    ops.rotary(q, k, positions, cos_sin)
-    if spread:
-        ops.hadamard(q, None)
-        ops.hadamard(k, center)
-    ops.append_kv(k, v, *cache, slots)
-    assert_same_bits(fused[0], torch.cat((q, k, v), 1))
-    for ours, other in zip(fused[8:12], cache, strict=True):
-        assert ours is other is None or torch.equal(ours.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_attention_over_a_long_context(backend: str) -> None:

@@ -149,17 +149,6 @@ def append_kv(n: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtyp
     ]
 
 
-def rotary_append(n: int, kv_heads: int, dim: int, dtype: torch.dtype, has_norms: bool) -> list[Any]:
-    """Quantised pages spread queries and keys, around centers where there are norms."""
-    heads = 3 * kv_heads
-    _, _, *cache, slots = append_kv(n, kv_heads, dim, 16, dtype)
-    _, _, positions, cos_sin = rotary(n, heads, kv_heads, dim, dim // 2 * 2)
-    norms = [randn(dim, seed=3 + i) if has_norms else None for i in range(2)]
-    center = randn(kv_heads, dim, seed=7) if has_norms else None
-    spread = 0 if dtype.is_floating_point else 1
-    return [randn(n, heads + 2 * kv_heads, dim), *norms, 1e-6, positions, cos_sin, center, spread, *cache, slots, heads]
-
-
 def rms_norm(n: int, width: int) -> list[Any]:
     return [randn(n, width), randn(width, seed=1), 1e-5, poison(n, width)]
 
@@ -273,9 +262,6 @@ def _cases() -> Iterator[Case]:
     for dtype, tolerance in [(F32, 0.0), (BF16, 2.0**-8), (I8, 1e-6), (U4, 1e-6)]:
         sizes = [(1, 3, 64, 16, dtype), (70, 2, 80, 48, dtype), (5, 1, 33, 128, dtype), (0, 1, 8, 16, dtype)]
         yield from _sized("append_kv", append_kv, sizes, tolerance)
-    for dtype, tolerance in [(F32, 2e-5), (BF16, 2.0**-7)]:
-        sizes = [(1, 3, 64, dtype, False), (70, 2, 80, dtype, True), (5, 1, 33, dtype, True), (0, 1, 8, dtype, False)]
-        yield from _sized("rotary_append", rotary_append, sizes, tolerance)
     for dtype in (F32, BF16):
         yield Case("embedding", f"of-a-rank-{dtype}", embedding, ([0, 40, 41, 99, 100, 7, 57], 59, 41, dtype), 0)
     yield Case("embedding", "of-nothing", embedding, ([], 3, 0, F32), 0)

@@ -6,7 +6,6 @@ Each function has the signature of the op in allspan/kernels/ops.py and works in
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,21 +113,6 @@ def append_kv(
                 numbers, zero, scale = quantised(row, cache.dtype)
                 cache[page, head, offset] = packed(numbers, cache.dtype)
                 scales[page, head, :, offset] = torch.tensor([zero, scale], dtype=torch.float64)
-
-
-def rotary_append(qkv: Tensor, *arguments: Any) -> None:
-    """The single ops, one after the other."""
-    q_norm, k_norm, eps, positions, cos_sin, center, spread, *cache, slots, heads = arguments
-    kv_heads = (qkv.shape[1] - heads) // 2
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-    for x, norm in ((q, q_norm), (k, k_norm)):
-        if norm is not None:
-            head_norm(x, norm, eps)
-    rotary(q, k, positions, cos_sin)
-    if spread:
-        hadamard(q, None)
-        hadamard(k, center)
-    append_kv(k, v, *cache, slots)
 
 
 def attention(
