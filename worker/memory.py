@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from allspan.protos.errors import Unavailable
@@ -21,6 +23,17 @@ def resident_bytes() -> int:
         return 0
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def anonymous(num_bytes: int) -> Tensor:
+    """Zeroed bytes, uint8 [num_bytes], aligned to a page, in large pages where the system has some: a stream of weights
+    or KV meets fewer of them, which is worth up to a third of its speed. Memory is taken when first written, on the
+    writer's node. Raises OSError or ValueError when it cannot be had."""
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # advice: a kernel built without huge pages refuses it
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
 
 
 def num_memory_nodes(root: Path = Path("/")) -> int:

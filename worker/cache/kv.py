@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Iterable
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from allspan.protos.errors import ConfigError, InternalError
 from allspan.worker.cache.spec import SCALE_BYTES, CacheSpec
+from allspan.worker.memory import anonymous
 from allspan.worker.scheduler.plan import Copy
 
 _ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "uint4": torch.uint8}
@@ -68,17 +67,9 @@ class KVCache:
 def _memory(num_bytes: int, num_pages: int, device: str) -> Tensor:
     try:
         if device == "cpu":
-            return _mapped(num_bytes)
+            return anonymous(num_bytes)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except (OSError, ValueError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"kv_cache_bytes: {num_bytes} bytes for {num_pages} pages of KV cannot be had on {device}: {error}"
         ) from error
-
-
-def _mapped(num_bytes: int) -> Tensor:
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # advice: a kernel built without huge pages refuses it
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

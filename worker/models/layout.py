@@ -10,6 +10,7 @@ from torch import Tensor
 
 from allspan.kernels.packing import Packer
 from allspan.protos.errors import InternalError
+from allspan.worker.memory import anonymous
 from allspan.worker.models.program import ProgramBuilder, Slot
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.spec import ModelSpec
@@ -22,6 +23,10 @@ Progress = Callable[[int, int], None]
 
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 """Left over in some checkpoints: tables that are computed (or read with the config) anyway."""
+
+
+_ALIGNMENT = 128
+"""Bytes: of a pair of cache lines, which the processor fetches together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +200,8 @@ class Holding:
         on the CPU, to be filled again where they lie."""
         done, total = 0, self.num_bytes
         held: dict[str, Tensor] = {}
+        if into is None and device == "cpu":
+            into = self._memory()
         for piece in layout(self.shard.spec):
             declared = self.tensors(piece)
             tensors = {
@@ -208,6 +215,16 @@ class Holding:
             if on_progress is not None:
                 on_progress(done, total)
         return held
+
+    def _memory(self) -> dict[str, Tensor]:
+        """Zeros for all that this rank holds, by name, in one stretch of memory."""
+        declared = [item for piece in layout(self.shard.spec) for item in self.tensors(piece).items()]
+        sizes = [-(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in declared]
+        parts = torch.split(anonymous(sum(sizes)), sizes)
+        return {
+            name: part[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), part in zip(declared, parts, strict=True)
+        }
 
     def _fill(self, piece: Piece, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         if isinstance(piece, Vector):
