@@ -80,6 +80,8 @@ class Sampler:
         self._unknown = np.full(max_rows, -1, dtype=np.int64)
         self._at = np.arange(max_rows)
         self._first_columns = np.cumsum((0, *widths[:-1]), dtype=np.int32)
+        self._best = torch.empty((1, 2), dtype=torch.int32)
+        self._bests = torch.empty((collectives.size, 2), dtype=torch.int32)
 
     def add(self, row: int, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> None:
         """`tokens` [max_model_len] is the row's, prompt and output, kept up to date by its owner: when the token at
@@ -132,7 +134,9 @@ class Sampler:
         """The most likely token of each row, int32 [m]: what `_sample_rows` says of rows that want no more."""
         best = np.empty((len(rows), 1), dtype=np.int32)
         self._kernel.sample_rows(logits, rows, positions, self._unknown[: len(rows)], self._settings, best)
-        tokens = best[:, 0] if self._collectives.size == 1 else self._best_of_ranks(logits, best[:, 0])
+        tokens = best[:, 0]
+        if self._collectives.size > 1:
+            tokens = (self._best_of_ranks if len(rows) > 1 else self._one_best_of_ranks)(logits, tokens)
         if min(tokens.tolist(), default=0) < 0:
             tokens[tokens < 0] = NOT_FINITE
         return tokens
@@ -150,6 +154,21 @@ class Sampler:
         tokens = everyone[at, ranks, 0]
         tokens = np.where(tokens < 0, tokens, tokens + self._first_columns[ranks])
         return np.where((everyone[:, :, 0] == NOT_FINITE).any(axis=1), np.int32(NOT_FINITE), tokens)
+
+    def _one_best_of_ranks(self, logits: Logits, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The same for one row, without array operations: after a step's weights they would come from memory, too."""
+        column = int(ids[0])
+        mine, everyone = self._best.numpy(), self._bests.numpy()
+        mine[0, 0] = column
+        mine.view(np.float32)[0, 1] = logits[0, max(column, 0)]
+        self._collectives.all_gather_rows(self._best, self._bests)
+        columns, values = everyone[:, 0].tolist(), everyone.view(np.float32)[:, 1].tolist()
+        if NOT_FINITE in columns:
+            ids[0] = NOT_FINITE
+        else:
+            rank = values.index(max(values))  # of equals the first, so the lowest id
+            ids[0] = columns[rank] + (int(self._first_columns[rank]) if columns[rank] >= 0 else 0)
+        return ids
 
     def _sample_rows(self, whole: Tensor, wanted: _Wanted, columns: int) -> NDArray[np.int32]:
         """int32 [m, columns] for whole rows of logits [m, vocabulary]."""
