@@ -29,7 +29,7 @@ class Scheme:
 SCHEMES = {
     "int8": Scheme(8, "a16", (-1, 32, 64, 128, 256, 512)),
     "uint4": Scheme(4, "a16", (32, 64, 128, 256, 512, -1)),
-    "a8w8": Scheme(8, "a8row", (-1,)),
+    "a8w8": Scheme(8, "a8", (-1, 32, 64, 128, 256, 512)),
     "a8w4": Scheme(4, "a8", (32, 64, 128, 256, 512, -1)),
 }
 """`--quantization` → what it means."""

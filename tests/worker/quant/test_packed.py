@@ -89,8 +89,6 @@ def test_parts_begin_a_panel_each_and_biases_stay_float32(dtype: str, item: int)
 @pytest.mark.parametrize("group", [-1, 32, 64, 512])
 def test_what_is_held_is_near_the_weight(name: str, group: int) -> None:
     """Half a step of each feature's, or group's, range; float16 scales and offsets add their rounding."""
-    if name == "a8w8" and group != -1:
-        return
     layer = random_layer(40)
     (weight,) = layer.weights
     held = meaning(METHODS[name](torch.float32, group), shape_of(layer), layer)
@@ -106,7 +104,7 @@ def test_what_is_held_is_near_the_weight(name: str, group: int) -> None:
 @pytest.mark.parametrize("group", [0, -1, 64, 128])
 def test_ranks_hold_slices_of_what_one_holds(name: str, group: int, ranks: int) -> None:
     """Bit for bit, wherever a split falls: rows anywhere, inputs within a group or block."""
-    if group and (name in ("none", "gguf") or (name == "a8w8" and group > 0)):
+    if group and name in ("none", "gguf"):
         return
     for kind in NATIVE if name == "gguf" else ("",):
         layer = random_layer(37, inputs=192, kinds=(kind,) if kind else ())
@@ -194,7 +192,5 @@ def test_a_group_that_does_not_go_with_the_method_is_refused() -> None:
     for name in ("none", "gguf"):
         with pytest.raises(ConfigError, match=f"quantization_group 64 does not go with quantization '{name}'"):
             METHODS[name](torch.float32, 64)
-    with pytest.raises(ConfigError, match="quantization_group 32 does not go with quantization 'a8w8', which takes -1"):
-        METHODS["a8w8"](torch.float32, 32)
     with pytest.raises(ConfigError, match=r"quantization_group 48 .* takes -1, 32, 64, 128, 256, 512"):
         METHODS["uint4"](torch.float32, 48)
