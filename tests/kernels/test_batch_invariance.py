@@ -112,7 +112,7 @@ def cut(arguments: list[Any], first: int, last: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
-@pytest.mark.parametrize(("dim", "page_size"), [(64, 16), (80, 48), (20, 128)])
+@pytest.mark.parametrize(("dim", "page_size"), [(64, 16), (96, 32), (128, 16), (80, 48), (20, 128)])
 def test_attention_chunks(backend: str, dim: int, page_size: int, dtype: torch.dtype) -> None:
     length = 201
     whole = attend(backend, 1, attention(dim, page_size, [(length, length)], UNEVEN, dtype))
