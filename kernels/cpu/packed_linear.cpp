@@ -54,7 +54,11 @@ void finish(const PackedLinearArgs& a, float* sums, int64_t row, int64_t rows, i
       float* out = a.out + (row + r) * a.out_stride + columns[p].first;
       const float* from = sums + r * kTileStride + p * kFeatures;
       if (a.epilogue == Epilogue::kStore) {
-        std::memcpy(out, from, columns[p].count * sizeof(float));
+        if (columns[p].count == kFeatures) {  // a size that the compiler knows
+          std::memcpy(out, from, kFeatures * sizeof(float));
+        } else {
+          std::memcpy(out, from, columns[p].count * sizeof(float));
+        }
       } else if (columns[p].count == kFeatures) {
         a.elementwise->add(from, out, kFeatures);
       } else {
