@@ -18,10 +18,11 @@ AARCH64 = ROOT / "cmake/aarch64-linux-gnu.cmake"
 pytestmark = pytest.mark.timeout(600)  # the first test of each kind compiles
 
 
-def need(*tools: str) -> None:
+def need(*tools: str, other_cpu: bool = False) -> None:
+    """`other_cpu`: the tools play a CPU that this machine is not."""
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
+        pytest.skip(f"{'cpu: ' if other_cpu else ''}not installed: {', '.join(missing)}")
 
 
 @functools.cache
@@ -44,7 +45,8 @@ def native() -> list[str]:
 
 def played(cpu: str) -> list[str]:
     """The command of the driver on an aarch64 CPU, by qemu's name for it."""
-    need("cmake", "aarch64-linux-gnu-g++", "qemu-aarch64")
+    need("cmake")
+    need("aarch64-linux-gnu-g++", "qemu-aarch64", other_cpu=True)
     driver = built("aarch64", "--toolchain", str(AARCH64))
     return ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, driver]
 
@@ -109,7 +111,7 @@ def test_integer_products_are_the_same_bits_on_x86_and_aarch64() -> None:
 def test_x86_runs_what_a_cpu_has_and_the_system_saves(cpu: str, variants: str) -> None:
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("cpu: this machine is no x86")
-    need("qemu-x86_64")
+    need("qemu-x86_64", other_cpu=True)
     assert variants_in(run(["qemu-x86_64", "-cpu", cpu, *native()])) == variants
 
 
