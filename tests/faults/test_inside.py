@@ -39,13 +39,13 @@ Model.forward = broken
 LEFT_OUT_COLLECTIVE = """
 from allspan.worker.parallel.window import WindowCollectives
 
-all_reduce = WindowCollectives.all_reduce
+all_gather_rows = WindowCollectives.all_gather_rows
 
-def sometimes(self, x):
+def sometimes(self, x, out):
     if not due():
-        all_reduce(self, x)
+        all_gather_rows(self, x, out)
 
-WindowCollectives.all_reduce = sometimes
+WindowCollectives.all_gather_rows = sometimes
 """
 
 
