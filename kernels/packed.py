@@ -82,9 +82,9 @@ FORMATS: Mapping[str, Format] = {
     "q6_k": Format(6, zero=32, block=256, scale_bytes=288),
 }
 
-ACTIVATIONS = ("f32", "bf16", "a8", "a8row", "a16")
-"""What a linear layer's input is turned into: with f32 and bf16 weights the same; with codes, whole numbers with a
-float32 scale: 8 bits for each 32 inputs (a8) or each row (a8row, with channel8 alone), or 16 bits for each 32 (a16)."""
+ACTIVATIONS = ("f32", "bf16", "a8", "a16")
+"""What a linear layer's input is turned into: with f32 and bf16 weights the same; with codes, whole numbers of 8 bits
+(a8) or 16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,11 @@ class PackedSpec:
     @property
     def block(self) -> int:
         return FORMATS[self.format].block or self.group
+
+    @property
+    def x_group(self) -> int:
+        """Inputs of which whole numbers share a scale: more where the weights' scales are not for each group."""
+        return 128 if FORMATS[self.format].head_bytes else 32
 
     @property
     def blocks(self) -> int:

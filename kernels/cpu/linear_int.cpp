@@ -6,9 +6,10 @@
 namespace allspan {
 namespace {
 
+int row_number(const PackedSpec& spec) { return static_cast<int>(spec.format) - static_cast<int>(Format::kChannel8); }
+
 const LinearKernels& row_of(const IntegerTable& table, const PackedSpec& spec) {
-  if (spec.activation == Activation::kA8Row) return table.a8row;
-  const int format = static_cast<int>(spec.format) - static_cast<int>(Format::kChannel8);
+  const int format = row_number(spec);
   return spec.activation == Activation::kA16 ? table.a16[format] : table.a8[format];
 }
 
@@ -16,7 +17,7 @@ const LinearKernels& row_of(const IntegerTable& table, const PackedSpec& spec) {
 
 const LinearKernels& integer_kernels([[maybe_unused]] int isa, const PackedSpec& spec) {
 #if defined(__x86_64__)
-  if (isa >= kIsaAmx && spec.activation == Activation::kA8Row) return kIntegerAmx;
+  if (isa >= kIsaAmx && row_number(spec) < 2) return kIntegerAmx[row_number(spec)][spec.activation == Activation::kA16];
   if (isa >= kIsaAvx512Vnni) return row_of(kIntegerVnni, spec);
   if (isa >= kIsaAvx512) return row_of(kIntegerAvx512, spec);
   if (isa >= kIsaAvx2) return row_of(kIntegerAvx2, spec);

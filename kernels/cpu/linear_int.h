@@ -5,10 +5,10 @@
 
 namespace allspan {
 
-// Every quantised format, by Format - kChannel8, with a8, a16 and (channel8) a8row.
+// Every quantised format, by Format - kChannel8, with a8 and a16.
 constexpr int kCodeFormats = 11;
 struct IntegerTable {
-  LinearKernels a8[kCodeFormats], a16[kCodeFormats], a8row;
+  LinearKernels a8[kCodeFormats], a16[kCodeFormats];
 };
 
 extern const IntegerTable kIntegerGeneric;
@@ -16,7 +16,7 @@ extern const IntegerTable kIntegerGeneric;
 extern const IntegerTable kIntegerAvx2;
 extern const IntegerTable kIntegerAvx512;
 extern const IntegerTable kIntegerVnni;
-extern const LinearKernels kIntegerAmx;  // channel8 with a8row
+extern const LinearKernels kIntegerAmx[2][2];  // channel8 and channel4, with a8 and a16
 #elif defined(__aarch64__)
 extern const IntegerTable kIntegerNeon, kIntegerNeonDot, kIntegerNeonMixed;
 extern const IntegerTable kIntegerSve256, kIntegerSve512;

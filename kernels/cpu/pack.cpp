@@ -122,8 +122,9 @@ struct Range {
   float scale, offset;
 };
 
-// Of values that share a scale.
-Range range_of(const float* values, int64_t count, float most) {
+// Of values that share a scale. With `exact_zero` it is moved by up to half a step, so that 0 has a code of its own: of
+// the inputs that a model makes huge most features take next to nothing, and that must not become noise.
+Range range_of(const float* values, int64_t count, float most, bool exact_zero) {
   constexpr int kLanes = 16;
   float least[kLanes], largest[kLanes], poison[kLanes];
   std::fill_n(least, kLanes, std::numeric_limits<float>::infinity());
@@ -146,7 +147,9 @@ Range range_of(const float* values, int64_t count, float most) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   if (std::isnan(poison[0])) return {kNan, kNan};
   const float scale = (largest[0] - least[0]) / most;
-  return {scale == 0.0f ? 1.0f : scale, -least[0]};
+  if (scale == 0.0f) return {1.0f, -least[0]};
+  const float zero = std::nearbyint(-least[0] / scale);
+  return {scale, exact_zero && zero >= 0.0f && zero <= most ? zero * scale : -least[0]};
 }
 
 void codes_of(const float* values, int64_t count, Range range, float most, uint8_t* codes) {
@@ -179,7 +182,7 @@ void quantise_groups(const PackedSpec& spec, const float* values, int64_t column
     const int64_t count = std::min(spec.block, columns - block * spec.block);
     if (count <= 0) return;
     const float* from = values + block * spec.block;
-    Range range = range_of(from, count, most);
+    Range range = range_of(from, count, most, false);
     range.scale = range.scale < 0x1p-24f ? 0x1p-24f : range.scale;
     range = {to_float(to_half(range.scale)), to_float(to_half(range.offset))};
     alignas(64) uint8_t codes[kMostBlock] = {};
@@ -193,7 +196,7 @@ void quantise_groups(const PackedSpec& spec, const float* values, int64_t column
 void quantise_channel(const PackedSpec& spec, const float* values, int64_t columns, int64_t before, int64_t feature,
                       uint8_t* panel) {
   const float most = bits_of(spec.format) == 8 ? 255.0f : 15.0f;
-  const Range range = range_of(values, columns, most);
+  const Range range = range_of(values, columns, most, most == 255.0f);
   put_scales(panel, feature, range, false);
   for (int64_t block = 0; block < spec.blocks; ++block) {
     alignas(64) uint8_t codes[kGroup] = {};

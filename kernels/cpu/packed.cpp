@@ -35,8 +35,8 @@ const FormatRow& row_of(const std::string& name) {
 }
 
 Activation activation_of(const std::string& name) {
-  constexpr const char* kNames[] = {"f32", "bf16", "a8", "a8row", "a16"};
-  for (int i = 0; i < 5; ++i)
+  constexpr const char* kNames[] = {"f32", "bf16", "a8", "a16"};
+  for (int i = 0; i < 4; ++i)
     if (name == kNames[i]) return static_cast<Activation>(i);
   throw std::invalid_argument("activation: '" + name + "' is not known");
 }
@@ -54,9 +54,6 @@ PackedSpec PackedSpec::make(const std::string& format, const std::string& activa
   spec.activation = activation_of(activation);
   const bool plain = spec.activation == Activation::kF32 || spec.activation == Activation::kBf16;
   require(row.bits > 8 ? format == activation : !plain, "activation " + activation + " does not go with it");
-  require(spec.activation != Activation::kA8Row || spec.format == Format::kChannel8, "a8row needs channel8");
-  require(spec.activation != Activation::kA8Row || inputs <= 65536,
-          "a8row takes at most 65536 inputs, whose sum is one int32");
   require(row.block || (group >= 32 && group <= 512 && group % 32 == 0),
           "group " + std::to_string(group) + " is no multiple of 32 up to 512");
   require(inputs >= 0 && !parts.empty(), "needs inputs and parts");

@@ -8,11 +8,12 @@
 
 namespace allspan {
 
-constexpr int64_t kFeatures = 16;  // output features of a panel
-constexpr int64_t kGroup = 32;     // inputs whose codes lie together, and (but for a8row) share an activation's scale
+constexpr int64_t kFeatures = 16;       // output features of a panel
+constexpr int64_t kGroup = 32;          // inputs whose codes lie together, and share an activation's scale
+constexpr int64_t kChannelGroup = 128;  // those that share one where weights have scales a channel
 
 enum class Format { kF32, kBf16, kChannel8, kChannel4, kGroup8, kGroup4, kQ8_0, kQ4_0, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K };
-enum class Activation { kF32, kBf16, kA8, kA8Row, kA16 };
+enum class Activation { kF32, kBf16, kA8, kA16 };
 
 // allspan.kernels.packed.PackedSpec, with what follows from it.
 struct PackedSpec {

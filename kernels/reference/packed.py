@@ -24,7 +24,7 @@ from allspan.kernels.packed import FEATURES, FORMATS, PackedSpec
 Fields = Mapping[str, Tensor]
 
 GROUP = 32
-"""Inputs whose codes lie together; they share an activation's scale too."""
+"""Inputs whose codes lie together."""
 
 LEAST = 2.0**-100
 """A group of activations with no magnitude of at least this counts as all zeros, so that no quotient overflows."""
@@ -111,14 +111,13 @@ def unpack(weight: Tensor, spec: PackedSpec, dtype: torch.dtype = torch.float32)
 def quantise_activations(x: Tensor, spec: PackedSpec) -> tuple[Tensor, Tensor]:
     """x float32 [n, inputs] → whole numbers [n, inputs] (as float32) and their scales, float32 [n, inputs].
 
-    With m the largest magnitude of a group of 32 inputs, counted from the first block's start (a8, a16), or of the row
-    (a8row): number = round(x · (most / m)), halves to even, and scale = m / most, where most is 127, or 32512 for a16.
+    With m the largest magnitude of a group of `PackedSpec.x_group` inputs, counted from the first block's start:
+    number = round(x · (most / m)), halves to even, and scale = m / most, where most is 127, or 32512 for a16.
     A group below `LEAST` has numbers and scale 0; one with a NaN or an infinity has numbers 0 and the scale NaN.
     """
     rows, inputs = x.shape
     most = 32512.0 if spec.activation == "a16" else 127.0
-    size = max(1, inputs) if spec.activation == "a8row" else GROUP
-    lead = 0 if spec.activation == "a8row" else spec.lead
+    size, lead = spec.x_group, spec.lead
     padded = functional.pad(x.float(), (lead, -(lead + inputs) % size)).reshape(rows, -1, size)
     largest = padded.abs().amax(2, keepdim=True) if padded.numel() else padded.new_zeros(*padded.shape[:2], 1)
     largest = torch.where(largest < LEAST, 0.0, largest)

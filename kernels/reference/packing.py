@@ -42,9 +42,13 @@ def pack_quantised(values: Tensor, before: int, weight: Tensor, spec: PackedSpec
     inside = torch.arange(grouped.shape[1] * group).view(1, -1, group) < columns
     least = grouped.masked_fill(~inside, torch.inf).amin(2, keepdim=True)
     scale = (grouped.masked_fill(~inside, -torch.inf).amax(2, keepdim=True) - least) / most
-    scale[scale == 0] = 1.0
+    constant = scale == 0
+    scale[constant] = 1.0
     wrong = (grouped * 0).sum(2, keepdim=True).isnan()  # for a NaN or an infinity among them
     scale, offset = scale.masked_fill(wrong, torch.nan), (-least).masked_fill(wrong, torch.nan)
+    if spec.format == "channel8":
+        zero = (offset / scale).round()
+        offset = torch.where((zero >= 0) & (zero <= most) & ~constant, zero * scale, offset)
     if spec.group:
         scale, offset = scale.clamp(min=2.0**-24).half().float(), offset.half().float()
     codes = ((grouped + offset) / scale).clamp(0, most).round().nan_to_num(0.0) * inside

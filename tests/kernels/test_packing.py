@@ -85,6 +85,17 @@ def test_a_quantised_weight_is_off_by_half_a_step_at_most(name: str, group: int)
         assert error[3:5].max() == 0
 
 
+def test_a_channel_of_8_bits_holds_zero_exactly() -> None:
+    """Inputs can be a thousand times as large as others: features that ignore them must go on doing so."""
+    values = torch.randn((20, 300), generator=torch.Generator().manual_seed(3)) + 0.7
+    values[:, ::7] = 0.0
+    spec = PackedSpec("channel8", "a16", (20,), 300)
+    for packer in packers():
+        weight = torch.empty(spec.shape, dtype=torch.uint8)
+        packer.quantise(values, 0, Target(spec, 0, 0, weight))
+        assert (unpack(weight, spec)[:, ::7] == 0.0).all()
+
+
 @pytest.mark.parametrize(("name", "group"), INSTANT)
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e6])
 def test_every_packer_gives_the_same_bytes(name: str, group: int, size: float) -> None:

@@ -15,7 +15,7 @@ def activations_of(name: str) -> tuple[str, ...]:
     """What a format's input can be turned into."""
     if not FORMATS[name].is_quantised:
         return (name,)
-    return ("a8", "a16", "a8row") if name == "channel8" else ("a8", "a16")
+    return "a8", "a16"
 
 
 def random_fields(spec: PackedSpec, seed: int = 0) -> Fields:

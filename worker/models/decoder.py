@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from allspan.worker.models.layout import EMBEDDING, HEAD, Holding, Linear, layer_pieces
 from allspan.worker.models.program import Program, ProgramBuilder, Rows, Slot
 from allspan.worker.models.spec import ModelSpec
@@ -26,6 +28,16 @@ def has_centers(spec: ModelSpec) -> bool:
     return spec.qkv_bias and not spec.qk_norm
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The buffers that a sublayer goes through, for one kind of rows."""
+
+    residual: Slot
+    x: Slot
+    attended: Slot
+    mlp: Slot
+
+
 class _Decoder:
     def __init__(self, holding: Holding, quantised_cache: bool) -> None:
         self._holding = holding
@@ -36,56 +48,79 @@ class _Decoder:
         self._program = program = ProgramBuilder()
         self._heads, kv_heads, size = len(shard.query_heads), len(shard.kv_heads), spec.head_dim
         all_heads = self._heads + 2 * kv_heads
-        self._residual = program.buffer("residual", Rows.TOKENS, spec.hidden_size)
-        self._x = program.buffer("x", Rows.TOKENS, spec.hidden_size)
         self._qkv = program.buffer("qkv", Rows.TOKENS, all_heads * size)
         self._qkv_heads = program.view("qkv.heads", self._qkv, all_heads, size)
-        self._attended = program.buffer("attended", Rows.TOKENS, self._heads * size)
-        self._attended_heads = program.view("attended.heads", self._attended, self._heads, size)
-        self._mlp = program.buffer("mlp", Rows.TOKENS, len(shard.intermediate))
-        self._last = program.buffer("last", Rows.LOGITS, spec.hidden_size)
+        self._tokens = self._stream("", Rows.TOKENS)
+        self._attended_heads = program.view("attended.heads", self._tokens.attended, self._heads, size)
         self._logits = program.buffer("logits", Rows.LOGITS, len(shard.vocabulary))
 
     def build(self) -> Program:
-        spec, program = self._spec, self._program
-        self._holding.emit_embedding(program, program.named("ids"), self._residual)
+        spec, program, tokens = self._spec, self._program, self._tokens
+        self._holding.emit_embedding(program, program.named("ids"), tokens.residual)
         if self._sums_ranks:
-            program.op("all_reduce", self._residual)
-        for layer in range(spec.num_layers):
-            self._layer(layer)
+            program.op("all_reduce", tokens.residual)
+        for layer in range(spec.num_layers - 1):
+            self._attention_sublayer(layer)
+            self._rest_of_layer(layer, tokens)
+        self._attention_sublayer(spec.num_layers - 1)
+        last = self._wanted_rows()
+        self._rest_of_layer(spec.num_layers - 1, last)
         if self._sums_ranks:
-            program.op("add", self._x, self._residual)
-        program.op("gather_rows", self._residual, program.named("logits_rows"), self._last)
-        program.op("rms_norm", self._last, program.named("norm.weight"), spec.rms_norm_eps, self._last)
-        self._holding.emit(program, EMBEDDING if spec.tie_word_embeddings else HEAD, self._last, self._logits)
+            program.op("add", last.x, last.residual)
+        program.op("rms_norm", last.residual, program.named("norm.weight"), spec.rms_norm_eps, last.x)
+        self._holding.emit(program, EMBEDDING if spec.tie_word_embeddings else HEAD, last.x, self._logits)
         return program.build(self._logits)
 
-    def _layer(self, layer: int) -> None:
-        prefix = f"layers.{layer}."
-        linears = {piece.name: piece for piece in layer_pieces(self._spec, prefix) if isinstance(piece, Linear)}
-        self._norm(prefix + "input_norm.weight", is_first=layer == 0)
-        self._holding.emit(self._program, linears[prefix + "qkv"], self._x, self._qkv)
-        self._attention(layer, prefix)
-        self._sublayer(linears[prefix + "o"], self._attended)
-        self._norm(prefix + "mlp_norm.weight")
-        self._holding.emit(self._program, linears[prefix + "gate_up"], self._x, self._mlp, Epilogue.GATED)
-        self._sublayer(linears[prefix + "down"], self._mlp)
+    def _stream(self, prefix: str, rows: Rows) -> _Stream:
+        widths = {
+            "residual": self._spec.hidden_size,
+            "x": self._spec.hidden_size,
+            "attended": self._heads * self._spec.head_dim,
+            "mlp": len(self._holding.shard.intermediate),
+        }
+        return _Stream(**{name: self._program.buffer(prefix + name, rows, width) for name, width in widths.items()})
 
-    def _norm(self, name: str, is_first: bool = False) -> None:
+    def _wanted_rows(self) -> _Stream:
+        """Past the last attention no row is read by another: only those whose logits are wanted go on."""
+        last, rows = self._stream("last.", Rows.LOGITS), self._program.named("logits_rows")
+        self._program.op("gather_rows", self._tokens.attended, rows, last.attended)
+        self._program.op("gather_rows", self._tokens.residual, rows, last.residual)
+        return last
+
+    def _attention_sublayer(self, layer: int) -> None:
+        """From the residual stream to `attended`."""
+        prefix = f"layers.{layer}."
+        self._norm(prefix + "input_norm.weight", self._tokens, is_first=layer == 0)
+        self._holding.emit(self._program, self._linears(layer)["qkv"], self._tokens.x, self._qkv)
+        self._attention(layer, prefix)
+
+    def _rest_of_layer(self, layer: int, stream: _Stream) -> None:
+        linears = self._linears(layer)
+        self._sublayer(linears["o"], stream.attended, stream)
+        self._norm(f"layers.{layer}.mlp_norm.weight", stream)
+        self._holding.emit(self._program, linears["gate_up"], stream.x, stream.mlp, Epilogue.GATED)
+        self._sublayer(linears["down"], stream.mlp, stream)
+
+    def _linears(self, layer: int) -> dict[str, Linear]:
+        prefix = f"layers.{layer}."
+        pieces = layer_pieces(self._spec, prefix)
+        return {piece.name.removeprefix(prefix): piece for piece in pieces if isinstance(piece, Linear)}
+
+    def _norm(self, name: str, stream: _Stream, is_first: bool = False) -> None:
         """x = the norm of the residual stream, to which the last sublayer's sum over the ranks may still be added."""
         weight, eps = self._program.named(name), self._spec.rms_norm_eps
         if self._sums_ranks and not is_first:
-            self._program.op("add_rms_norm", self._x, self._residual, weight, eps, self._x)
+            self._program.op("add_rms_norm", stream.x, stream.residual, weight, eps, stream.x)
         else:
-            self._program.op("rms_norm", self._residual, weight, eps, self._x)
+            self._program.op("rms_norm", stream.residual, weight, eps, stream.x)
 
-    def _sublayer(self, linear: Linear, x: Slot) -> None:
+    def _sublayer(self, linear: Linear, x: Slot, stream: _Stream) -> None:
         """Alone, a rank adds the product to the residual stream at once; several sum theirs first."""
         if self._sums_ranks:
-            self._holding.emit(self._program, linear, x, self._x)
-            self._program.op("all_reduce", self._x)
+            self._holding.emit(self._program, linear, x, stream.x)
+            self._program.op("all_reduce", stream.x)
         else:
-            self._holding.emit(self._program, linear, x, self._residual, Epilogue.ADD)
+            self._holding.emit(self._program, linear, x, stream.residual, Epilogue.ADD)
 
     def _attention(self, layer: int, prefix: str) -> None:
         """From queries, keys and values to what each query head saw; new keys and values go to the cache first."""

@@ -96,11 +96,11 @@ Doubles activations(const PackedSpec& spec, const Floats& x, int64_t rows) {
     double* to = seen.data() + row * spec.inputs;
     if (spec.activation == Activation::kBf16) {
       for (int64_t i = 0; i < spec.inputs; ++i) to[i] = from_bfloat16(to_bfloat16(from[i]));
-    } else if (spec.activation == Activation::kA8Row) {
-      quantise(from, spec.inputs, 127, to);
     } else if (spec.activation != Activation::kF32) {
+      const bool channel = spec.format == Format::kChannel8 || spec.format == Format::kChannel4;
+      const int64_t group = channel ? kChannelGroup : kGroup;
       for (int64_t begin = 0, end; begin < spec.inputs; begin = end) {
-        end = std::min(spec.inputs, (begin + spec.lead) / kGroup * kGroup + kGroup - spec.lead);
+        end = std::min(spec.inputs, (begin + spec.lead) / group * group + group - spec.lead);
         quantise(from + begin, end - begin, spec.activation == Activation::kA16 ? 32512 : 127, to + begin);
       }
     }
@@ -256,7 +256,7 @@ struct Scheme {
 };
 
 std::vector<Scheme> schemes() {
-  std::vector<Scheme> all = {{"f32", "f32", 0}, {"bf16", "bf16", 0}, {"channel8", "a8row", 0}};
+  std::vector<Scheme> all = {{"f32", "f32", 0}, {"bf16", "bf16", 0}};
   for (const char* activation : {"a8", "a16"}) {
     for (const char* format : {"channel8", "channel4", "q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"})
       all.push_back({format, activation, 0});

@@ -11,8 +11,8 @@ from support.tiny_models import logits_on_ranks, relative_error
 pytestmark = pytest.mark.timeout(900)
 
 # Twice what was measured: the largest difference, of the largest logit, and the mean Kullback-Leibler divergence, in
-# nats. One scale for a token's inputs costs most; 4 bits in groups of 32 find back the file's own.
-BOUNDS = {"gguf": (0.12, 0.02), "int8": (0.12, 0.02), "a8w8": (0.12, 0.03), "uint4": (0.05, 0.005)}
+# nats. 8-bit inputs with a scale for 128 of them cost most; 4 bits in groups of 32 find back the file's own.
+BOUNDS = {"gguf": (0.12, 0.02), "int8": (0.12, 0.02), "a8w8": (0.4, 0.1), "uint4": (0.05, 0.005)}
 
 
 @pytest.mark.parametrize("quantization", BOUNDS)
