@@ -12,7 +12,6 @@ from allspan.client.bench.report import columns
 from allspan.client.engine import ClientEngine
 from allspan.protos.errors import ConfigError
 
-
 _DECODE_ATTEMPTS = 5
 """On a busy machine the order to start may come after a short run's end."""
 
