@@ -47,8 +47,8 @@ class Packer:
 
         For each feature and group (all of `values`, per channel) with codes up to most: scale = (max - min) / most, and
         1 for 0; offset = -min; code = round((w + offset) / scale) within 0 … most, halves to even. Scales and offsets
-        of groups are rounded to float16 first, offsets of channel8 to a whole number of scales (so 0 is exact); a NaN or
-        an infinity makes both NaN. `values` begins `before` inputs before this rank's; with groups, that is the spec's
+        of groups are rounded to float16 first, offsets of channel8 to a whole number of scales, so that 0 is exact; a NaN
+        or an infinity makes both NaN. `values` begins `before` inputs before this rank's; with groups, that is the spec's
         lead.
         """
         spec, inputs = target.spec, values.shape[1]
