@@ -15,8 +15,9 @@
 namespace allspan {
 namespace {
 
-// Between two runs: long enough to bridge what Python does between two ops, short enough not to be seen as load.
-constexpr auto kSpin = std::chrono::microseconds(50);
+// Between two runs: long enough to bridge what Python does between two steps, as waking up costs more than that, short
+// enough not to be seen as load. Past the first of these a thread offers its CPU to whoever else wants it.
+constexpr auto kSpin = std::chrono::microseconds(50), kYield = std::chrono::microseconds(500);
 // At a barrier: tries before a thread offers its CPU to whoever else wants it.
 constexpr int kBarrierLooks = 4000;
 constexpr int kPausesPerLook = 32;
@@ -140,13 +141,14 @@ void Pool::join_run(int worker) {
 }
 
 bool Pool::wait_for_round(unsigned seen) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
-  do {
+  const auto started = std::chrono::steady_clock::now();
+  for (auto waited = started - started; waited < kYield; waited = std::chrono::steady_clock::now() - started) {
     for (int i = 0; i < kPausesPerLook; ++i) {
       if (round_ != seen || stopping_) return !stopping_;
       pause_briefly();
     }
-  } while (std::chrono::steady_clock::now() < deadline);
+    if (waited > kSpin) sched_yield();
+  }
   std::unique_lock<std::mutex> lock(sleep_);
   ++sleepers_;
   wake_.wait(lock, [&] { return round_ != seen || stopping_; });

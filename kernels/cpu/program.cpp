@@ -61,20 +61,22 @@ class Program {
     if (!is_made_) make();
     tokens_ = tokens;
     logits_ = logits;
+    const Arguments args("program");
     for (auto& [name, input] : inputs_) {
-      const Arguments args("program");
       const nb::object value = nb::borrow(given[name.c_str()]);
-      const int64_t rows = input.logits ? logits : tokens;
       if (input.is_batch) {
         *input.batch = take_batch(args, value);
-        if (tokens) check_batch(args, *input.batch, rows, input.batch_limits);
       } else {
-        const Tensor tensor = args.ints(value, name.c_str(), {rows});
-        *input.numbers = {tensor.ints(), rows};
-        // A row of x that a step leaves out is there all the same, with an earlier step's numbers.
-        if (input.limit) args.within(tensor, name.c_str(), input.logits ? std::min(input.limit, tokens) : input.limit);
+        const int64_t rows = input.logits ? logits : tokens;
+        *input.numbers = {args.ints(value, name.c_str(), {rows}).ints(), rows};
       }
     }
+    check();
+  }
+  // As begin(), with the tensors of the last step, which hold other numbers by now.
+  void again() {
+    if (!is_made_) make();
+    check();
   }
 
   // Runs ops [first, last) of the step that begin() was told of; with the GIL released.
@@ -172,6 +174,20 @@ class Program {
     return values;
   }
 
+  // Numbers that would lead outside.
+  void check() const {
+    const Arguments args("program");
+    for (const auto& [name, input] : inputs_) {
+      if (input.is_batch) {
+        if (tokens_) check_batch(args, *input.batch, tokens_, input.batch_limits);
+      } else if (input.limit) {
+        // A row of x that a step leaves out is there all the same, with an earlier step's numbers.
+        const int64_t limit = input.logits ? std::min(input.limit, tokens_) : input.limit;
+        args.within(input.numbers->data, input.numbers->size, name.c_str(), limit);
+      }
+    }
+  }
+
   void make() {
     for (auto& [name, input] : inputs_) input.limit = 0, input.is_batch = false;
     for (Op& op : ops_) {
@@ -206,6 +222,7 @@ void bind_program(nb::module_& module) {
       .def("declare_input", &Program::declare_input, nb::arg("slot"), nb::arg("name"), nb::arg("logits"))
       .def("add", &Program::add, nb::arg("name"), nb::arg("arguments"), nb::arg("logits"))
       .def("begin", &Program::begin, nb::arg("inputs"), nb::arg("tokens"), nb::arg("logits"))
+      .def("again", &Program::again)
       .def("run", &Program::run, nb::arg("first"), nb::arg("last"))
       .def_prop_ro("progress", &Program::progress)
       .def("start_profile", &Program::start_profile)

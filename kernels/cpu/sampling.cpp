@@ -500,6 +500,40 @@ void sample_rows(Runtime* runtime, Array<const float, 2> logits, Array<const int
   });
 }
 
+// Of ids of x, or of what was found in their place: the one that counts for both. Of equals a.
+int32_t better(const float* x, int32_t a, int32_t b) {
+  if (a == kNotFinite || b == kNotFinite) return kNotFinite;
+  if (a < 0 || b < 0) return a < 0 ? b : a;
+  return x[b] > x[a] ? b : a;
+}
+
+// One row is cut up for all threads; of several each thread takes whole ones.
+void best_tokens(Runtime* runtime, Array<const float, 2> logits, Array<int32_t, 1> out) {
+  const int64_t m = logits.shape(0), n = logits.shape(1);
+  require(n > 0 && n < INT32_MAX, "best_tokens: logits have no columns, or too many");
+  require(out.shape(0) == logits.shape(0), "best_tokens: out must be as long as logits");
+  const float* x = logits.data();
+  int32_t* best = out.data();
+  const int64_t blocks = (n + kBlock - 1) / kBlock;
+  const int64_t parts = !runtime || m >= runtime->pool().threads() ? 1 : runtime->pool().threads();
+  nb::gil_scoped_release release;
+  std::vector<int32_t> found(m * parts);
+  each_row(runtime, m * parts, [&](int64_t task, Scratch& scratch) {
+    const float* row = x + task / parts * n;
+    const int64_t part = task % parts;
+    const int64_t begin = blocks * part / parts * kBlock, end = std::min(n, blocks * (part + 1) / parts * kBlock);
+    int32_t& id = found[task] = kAllMasked;
+    if (begin == end) return;
+    const int64_t block = scan(row + begin, end - begin, scratch);
+    const float* from = row + begin + std::max<int64_t>(block, 0) * kBlock;
+    id = static_cast<int32_t>(block < 0 ? block : std::find(from, row + end, scratch.maxima[block]) - row);
+  });
+  for (int64_t row = 0; row < m; ++row) {
+    best[row] = found[row * parts];
+    for (int64_t part = 1; part < parts; ++part) best[row] = better(x + row * n, best[row], found[row * parts + part]);
+  }
+}
+
 void log_softmax_rows(Runtime* runtime, Array<const float, 2> logits, Array<const int64_t, 1> counts,
                       Array<int32_t, 2> out) {
   const int64_t m = logits.shape(0), n = logits.shape(1), columns = out.shape(1), places = (columns - 2) / 2;
@@ -546,6 +580,8 @@ void bind_sampling(nb::module_& module) {
   using namespace allspan;
   module.def("sample_rows", &sample_rows, nb::arg("runtime").none(), nb::arg("logits").noconvert(), nb::arg("rows"),
              nb::arg("positions"), nb::arg("targets"), nb::arg("settings"), nb::arg("out").noconvert());
+  module.def("best_tokens", &best_tokens, nb::arg("runtime").none(), nb::arg("logits").noconvert(),
+             nb::arg("out").noconvert());
   module.def("log_softmax_rows", &log_softmax_rows, nb::arg("runtime").none(), nb::arg("logits").noconvert(),
              nb::arg("counts"), nb::arg("out").noconvert());
   module.def("penalise_repeated", &penalise_repeated, nb::arg("logits").noconvert(), nb::arg("ids"),

@@ -47,25 +47,28 @@ class BatchSizes:
     """Of a step."""
 
 
+_CHANGING = ("ids", "positions", "slots", "kv_lens")
+"""Other numbers at every step, also where nothing else changes; token ids first."""
+
+
 class StepBuffers:
     """int32 buffers of fixed capacity, filled through numpy and handed out as tensor views on the model's device."""
 
     def __init__(self, sizes: BatchSizes, device: torch.device) -> None:
         pages = sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size)  # rows may share pages
         lengths = {
-            "ids": sizes.max_tokens,
-            "positions": sizes.max_tokens,
-            "slots": sizes.max_tokens,
             "qo_indptr": sizes.max_rows + 1,
             "page_indptr": sizes.max_rows + 1,
             "page_indices": pages,
-            "kv_lens": sizes.max_rows,
             "logits_rows": sizes.max_logits_rows,
         }
         self._device = device
         self.is_shared = device.type == "cpu"
         """What `fill` gives out are views of the buffers, not copies."""
         self._tensors = {name: torch.zeros(length, dtype=torch.int32) for name, length in lengths.items()}
+        changing = torch.zeros((len(_CHANGING), max(sizes.max_tokens, sizes.max_rows)), dtype=torch.int32)
+        self._tensors |= zip(_CHANGING, changing, strict=True)
+        self._changing: Ints = changing.numpy()
         self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
 
     def fill(self, values: dict[str, NDArray[Any]]) -> StepInputs:
@@ -79,10 +82,9 @@ class StepBuffers:
     def advance(self, tokens: Ints) -> None:
         """The same rows again, each with the next token, in the page that it is in. In place, so that the views that
         `fill` gave out for a CPU show it."""
-        count = len(tokens)
-        self._arrays["ids"][:count] = tokens
-        for name in ("positions", "slots", "kv_lens"):
-            self._arrays[name][:count] += 1
+        changing = self._changing[:, : len(tokens)]
+        changing += 1
+        changing[0] = tokens
 
 
 class Batch:
@@ -118,6 +120,8 @@ class Batch:
         self._sampled = np.zeros(0, dtype=np.int32)
         self._room = 0
         """For so many steps the same rows could go on, a token each, before one of them needs its next page."""
+        self._gone_on = 0
+        """For so many steps they have gone on; `_num_tokens` and `_num_computed` do not count these."""
         self.tokens_hash = 0
 
     @property
@@ -137,11 +141,13 @@ class Batch:
                 f"{plan.tokens_hash:08x}, this rank's to {self.tokens_hash:08x}"
             )
         self._step = plan.step
+        if self._room and plan.runs == self._runs and not (plan.leaves or plan.joins or plan.grants):
+            self._drop(plan, inbox)
+            return self._go_on(plan)
+        self._settle()
         for row in plan.leaves:
             self._leave(row, plan)
-        for request_id in plan.drops:
-            self._parked.pop(request_id, None)
-            inbox.drop(request_id)
+        self._drop(plan, inbox)
         for join in plan.joins:
             self._join(join, inbox)
         for grant in plan.grants:
@@ -150,8 +156,6 @@ class Batch:
             self._num_pages[grant.row] += len(grant.pages)
         if plan.saves or plan.loads:
             self._copy(plan)
-        if self._room and plan.runs == self._runs and not (plan.leaves or plan.joins or plan.grants):
-            return self._go_on()
         self._runs, self._room = plan.runs, 0
         self._run_rows = np.fromiter((run.row for run in plan.runs), dtype=np.int64, count=len(plan.runs))
         self._run_counts = np.fromiter((run.num_tokens for run in plan.runs), dtype=np.int64, count=len(plan.runs))
@@ -160,23 +164,31 @@ class Batch:
 
     def commit(self, sampled: Sampled | None) -> StepResult:
         """Appends the step's tokens to their rows; None when there were no logits."""
-        self._num_computed[self._run_rows] += self._run_counts
+        if not self._gone_on:
+            self._num_computed[self._run_rows] += self._run_counts
         if sampled is None:
             return StepResult(self._step, {}, tokens_hash=self.tokens_hash)
-        rows, tokens, targets = self._logits.rows, sampled.tokens, self._logits.targets
+        wanted, tokens = self._logits, sampled.tokens
+        rows, positions, targets = wanted.rows, wanted.positions, wanted.targets
         failed: dict[int, tuple[int, ...]] = {}
         if targets is not None:
             failed = {int(rows[i]): (int(tokens[i]),) for i in np.flatnonzero((targets >= 0) & (tokens < 0))}
-            rows, tokens = rows[targets < 0], tokens[targets < 0]
-        ends = self._num_tokens[rows]
-        self._tokens[rows, ends] = tokens
-        self._num_tokens[rows] = ends + 1
+            is_sampled = targets < 0
+            rows, positions, tokens = rows[is_sampled], positions[is_sampled], tokens[is_sampled]
+        self._tokens[rows, positions] = tokens
+        if not self._gone_on:
+            self._num_tokens[rows] = positions + 1
         self._sampled = tokens
         self.tokens_hash = zlib.crc32(tokens.tobytes(), zlib.crc32(rows.tobytes(), self.tokens_hash))
         made: dict[int, tuple[int, ...]] = {
             row: (token,) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
         }
         return StepResult(self._step, made | failed, sampled.logprobs, self.tokens_hash, sampled.prompt_logprobs)
+
+    def _drop(self, plan: StepPlan, inbox: Inbox) -> None:
+        for request_id in plan.drops:
+            self._parked.pop(request_id, None)
+            inbox.drop(request_id)
 
     def _copy(self, plan: StepPlan) -> None:
         if self._tiers is None:
@@ -215,12 +227,23 @@ class Batch:
         self._prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
         self._sampler.add(row, request.params, prompt_len, self._tokens[row])
 
-    def _go_on(self) -> StepInputs | None:
-        """Every row of the last step sampled a token and now runs it: most steps are so, and little changes in them."""
+    def _go_on(self, plan: StepPlan) -> StepInputs | None:
+        """Every row of the last step sampled a token and now runs it: most steps are so, and little changes in them.
+        The weights have put everything else out of the caches, so as little as can be is touched."""
+        if plan.saves or plan.loads:
+            self._copy(plan)
         self._room -= 1
+        self._gone_on += 1
         self._buffers.advance(self._sampled)
         self._logits = LogitsRows(self._run_rows, self._logits.positions + 1, None)
         return self._inputs
+
+    def _settle(self) -> None:
+        """Makes up for the steps in which the rows went on."""
+        if self._gone_on:
+            self._num_computed[self._run_rows] += self._gone_on
+            self._num_tokens[self._run_rows] += self._gone_on
+            self._gone_on = 0
 
     def _make_inputs(self) -> StepInputs:
         rows, counts = self._run_rows, self._run_counts

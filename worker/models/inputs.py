@@ -11,7 +11,8 @@ from torch import Tensor
 class StepInputs:
     """Views into buffers of fixed capacity, cut to this step's sizes. All int32, on the model's device.
 
-    n new tokens, R requests with new tokens, m rows whose logits are wanted.
+    n new tokens, R requests with new tokens, m rows whose logits are wanted. Given to a model again, it has the same
+    tensors as before, though there may be other numbers in them.
     """
 
     ids: Tensor

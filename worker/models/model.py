@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,6 +83,9 @@ class Model:
         self._kv_head_of = torch.tensor(shard.kv_head_of, dtype=torch.int32, device=device)
         self._scale = shard.spec.head_dim**-0.5
         self._cache: KVCache | None = None
+        self._inputs: StepInputs | None = None
+        self._named: dict[str, Any] = {}
+        """What the program calls the parts of `_inputs`."""
 
     def weights_changed(self) -> None:
         """Computes anew what is derived from `weights`; to be called when their tensors have been filled again."""
@@ -119,17 +123,21 @@ class Model:
         """
         if self._cache is None:
             raise InternalError("forward before bind_cache")
+        if inputs is not self._inputs:
+            self._inputs, self._named = inputs, self._by_name(inputs)
+        return self._interpreter.run(self._named, inputs.ids.shape[0], inputs.logits_rows.shape[0])
+
+    def _by_name(self, inputs: StepInputs) -> dict[str, Any]:
         attention = _Attention(
             inputs.qo_indptr, inputs.page_indptr, inputs.page_indices, inputs.kv_lens, self._kv_head_of, self._scale
         )
-        named = {
+        return {
             "ids": inputs.ids,
             "positions": inputs.positions,
             "slots": inputs.slots,
             "logits_rows": inputs.logits_rows,
             "attention": attention,
         }
-        return self._interpreter.run(named, inputs.ids.shape[0], inputs.logits_rows.shape[0])
 
     def start_profile(self) -> None:
         """Times every op of the coming steps, from zero; on a GPU it waits for each, which slows the step."""

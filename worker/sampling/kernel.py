@@ -20,6 +20,8 @@ class SamplingKernel(Protocol):
         self, logits: Logits, rows: Ints, positions: Ints, targets: Ints, settings: Settings, out: NDArray[np.int32]
     ) -> None: ...
 
+    def best_tokens(self, logits: Logits, out: NDArray[np.int32]) -> None: ...
+
     def log_softmax_rows(self, logits: Logits, counts: Ints, out: NDArray[np.int32]) -> None: ...
 
     def penalise_repeated(self, logits: Logits, ids: Ints, penalty: float) -> None: ...
@@ -48,6 +50,9 @@ class NativeKernel:
             self._settings, self._table = settings, settings.view(np.uint8).reshape(len(settings), -1)
         self._native.sample_rows(self._runtime, logits, rows, positions, targets, self._table, out)
 
+    def best_tokens(self, logits: Logits, out: NDArray[np.int32]) -> None:
+        self._native.best_tokens(self._runtime, logits, out)
+
     def log_softmax_rows(self, logits: Logits, counts: Ints, out: NDArray[np.int32]) -> None:
         self._native.log_softmax_rows(self._runtime, logits, counts, out)
 
@@ -56,6 +61,7 @@ class ReferenceKernel:
     """Numpy."""
 
     sample_rows = staticmethod(reference.sample_rows)
+    best_tokens = staticmethod(reference.best_tokens)
     log_softmax_rows = staticmethod(reference.log_softmax_rows)
     penalise_repeated = staticmethod(reference.penalise_repeated)
     penalise_counted = staticmethod(reference.penalise_counted)
@@ -67,4 +73,4 @@ def sampling_kernel(runtime: Any = None) -> SamplingKernel:
         native = importlib.import_module("allspan.kernels.cpu._native")
     except ImportError:
         return ReferenceKernel()
-    return NativeKernel(native, runtime) if hasattr(native, "penalise_counted") else ReferenceKernel()
+    return NativeKernel(native, runtime) if hasattr(native, "best_tokens") else ReferenceKernel()

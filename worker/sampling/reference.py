@@ -54,6 +54,17 @@ def sample_rows(
             out[i, 0] = logits[i].argmax()
 
 
+def best_tokens(logits: Logits, out: NDArray[np.int32]) -> None:
+    """Writes the most likely token of each row of `logits` [m, vocabulary], of equals the first, into `out` [m]; what
+    `sample_rows` writes for rows that are not random, where there is none."""
+    for i in range(len(logits)):
+        highest = logits[i].max()
+        if not highest < math.inf:
+            out[i] = NOT_FINITE
+        else:
+            out[i] = ALL_MASKED if highest == -math.inf else logits[i].argmax()
+
+
 def log_softmax_rows(logits: Logits, counts: Ints, out: NDArray[np.int32]) -> None:
     """Writes log-probabilities of each row of `logits` [m, vocabulary] into `out` int32 [m, 2 + 2·places], unless its
     count is negative or its token, out[:, 0], is: the token's; the ids of the counts[i] most likely ones, best first,

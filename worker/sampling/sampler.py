@@ -77,7 +77,9 @@ class Sampler:
         self._num_prompt_logprobs = np.zeros(max_rows, dtype=np.int64)
         self._demanding: set[int] = set()
         """Rows that want more than the most likely token. While there are none, a step takes a short way."""
-        self._unknown = np.full(max_rows, -1, dtype=np.int64)
+        self._seen: Tensor | None = None
+        self._seen_as: Logits = np.zeros((0, 0), dtype=np.float32)
+        """`_seen` for numpy: a model gives out the same tensor at every step of as many rows."""
         self._at = np.arange(max_rows)
         self._first_columns = np.cumsum((0, *widths[:-1]), dtype=np.int32)
         self._best = torch.empty((1, 2), dtype=torch.int32)
@@ -108,7 +110,7 @@ class Sampler:
         log-probability and the most likely tokens there are wanted.
         """
         if targets is None and not self._demanding:
-            return Sampled(self._greedy((logits if logits.is_cpu else logits.cpu()).numpy(), rows, positions), {})
+            return Sampled(self._greedy(logits), {})
         counts = self._num_logprobs[rows]
         if targets is None:
             targets = np.full(len(rows), -1, dtype=np.int64)
@@ -130,13 +132,15 @@ class Sampler:
         world.all_gather_rows(torch.from_numpy(part), result)
         return _unpack(result.numpy(), wanted)
 
-    def _greedy(self, logits: Logits, rows: Rows, positions: Rows) -> NDArray[np.int32]:
+    def _greedy(self, logits: Tensor) -> NDArray[np.int32]:
         """The most likely token of each row, int32 [m]: what `_sample_rows` says of rows that want no more."""
-        best = np.empty((len(rows), 1), dtype=np.int32)
-        self._kernel.sample_rows(logits, rows, positions, self._unknown[: len(rows)], self._settings, best)
-        tokens = best[:, 0]
+        if logits is not self._seen:
+            self._seen, self._seen_as = (logits, logits.numpy()) if logits.is_cpu else (None, logits.cpu().numpy())
+        array = self._seen_as
+        tokens = np.empty(len(array), dtype=np.int32)
+        self._kernel.best_tokens(array, tokens)
         if self._collectives.size > 1:
-            tokens = (self._best_of_ranks if len(rows) > 1 else self._one_best_of_ranks)(logits, tokens)
+            tokens = (self._best_of_ranks if len(tokens) > 1 else self._one_best_of_ranks)(array, tokens)
         if min(tokens.tolist(), default=0) < 0:
             tokens[tokens < 0] = NOT_FINITE
         return tokens

@@ -108,6 +108,25 @@ def test_a_step_beyond_the_buffers_or_without_a_cache_is_an_internal_error(tmp_p
         model.forward(inputs)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_inputs_that_come_again_are_read_and_checked_again(tmp_path: Path, backend: str) -> None:
+    save_tiny(tmp_path, "llama")
+    config, ids = ModelConfig(path=str(tmp_path), name="tiny"), prompt(6, 97)
+    model = load_model(config, ThreadWorld(1).collectives[0], op_set(backend), 8, 4, cache=CacheConfig(page_size=16))
+    model.bind_cache(KVCache(model.cache_spec, 2))
+    wanted = [model.forward(step_inputs([[token]], [i], [[0]], 16)).clone() for i, token in enumerate(ids)]
+    inputs = step_inputs([[ids[0]]], [0], [[1]], 16)
+    for i, token in enumerate(ids):
+        inputs.ids.fill_(token)
+        assert torch.equal(model.forward(inputs), wanted[i])
+        for moving in (inputs.positions, inputs.slots, inputs.kv_lens):
+            moving += 1
+    if backend == "cpu":  # the reference trusts its caller
+        inputs.slots.fill_(2 * 16)
+        with pytest.raises(ValueError, match=r"slots\[0\] is 32, not in \[0, 32\)"):
+            model.forward(inputs)
+
+
 def test_a_slot_keeps_its_first_declaration() -> None:
     builder = ProgramBuilder()
     x = builder.buffer("x", Rows.TOKENS, 12)

@@ -195,6 +195,30 @@ def test_compiled_code_and_numpy_give_the_same_bits(
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 300, 3001])
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_the_best_tokens_are_those_of_greedy_rows(m: int, vocab: int, threads: int) -> None:
+    native = pytest.importorskip("allspan.kernels.cpu._native")
+    kernel = sampling_kernel(native.Runtime(native.variants()[-1], threads, []))
+    greedy = table(SamplingParams(temperature=0))
+    odd = (math.nan, math.inf, -math.inf)
+    for case in range(24):
+        logits = np.round(logits_for(case, m, vocab))  # many are equal
+        row, column = case % m, (case * 31) % vocab
+        if case % 4 < 3:
+            logits[row, column] = odd[case % 4]
+        if case % 6 == 5:
+            logits[row] = -math.inf
+        rows = np.zeros(m, dtype=np.int64)
+        wanted = np.zeros((m, 1), dtype=np.int32)
+        ReferenceKernel().sample_rows(logits, rows, rows, np.full(m, -1), greedy, wanted)
+        for each in (kernel, ReferenceKernel()):
+            found = np.full(m, 99, dtype=np.int32)
+            each.best_tokens(logits, found)
+            assert found.tolist() == wanted[:, 0].tolist()
+
+
 def test_threads_change_nothing() -> None:
     native = pytest.importorskip("allspan.kernels.cpu._native")
     logits = logits_for(1, 9, 3000)
