@@ -10,6 +10,7 @@ using allspan::Activation;
 using allspan::Epilogue;
 using allspan::Format;
 using allspan::kFeatures;
+using allspan::kChannelGroup;
 using allspan::kGroup;
 using allspan::LinearKernels;
 using allspan::PackedLinearArgs;
