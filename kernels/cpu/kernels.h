@@ -52,6 +52,22 @@ struct AttentionTile {
                    // from the first token on are merged into one, later ones stay apart
 };
 
+enum class Epilogue {
+  kStore,      // out = product
+  kAdd,        // out += product
+  kGatedSilu,  // out = silu(first part) · second part, which are interleaved
+};
+
+// A tile of a product's sums, and where they go.
+struct TileArgs {
+  Epilogue epilogue;
+  const float* sums;  // [rows, width], rows sums_stride apart; gated: 16 of the first part, 16 of the second, in turn
+  int64_t sums_stride;
+  const float *bias, *second_bias;  // [width] or null; of the first and the second part
+  float* out;                       // [rows, width], rows out_stride apart
+  int64_t out_stride, rows, width;
+};
+
 constexpr int64_t kBlockTokens = 64;   // of KV: the softmax is folded in once a block, counted from the first token
 constexpr int64_t kSplitTokens = 256;  // of KV: sums begin afresh; a multiple of kBlockTokens
 constexpr int64_t kStateLanes = 16;
@@ -77,6 +93,7 @@ struct Kernels {
   // center [heads, dim] or null.
   void (*hadamard)(float* x, int64_t heads, int64_t dim, const float* center, int64_t rows);
   void (*silu_mul)(const float* gate_up, float* out, int64_t rows, int64_t width);
+  void (*finish)(const TileArgs& tile);
 };
 
 // What attention keeps of a (query, head) row: sums of its values, and per lane two sums of weights; the highest score.

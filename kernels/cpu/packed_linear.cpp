@@ -30,42 +30,30 @@ Columns columns_of(const PackedSpec& spec, int64_t panel) {
   return {begin, 0};
 }
 
-// The sums of a tile of `rows` rows and `panels` panels, from `panel` on, to the rows of out from `row` on.
-void finish(const PackedLinearArgs& a, float* sums, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-  Columns columns[kTilePanels];
-  for (int64_t p = 0; p < panels; ++p) {
-    columns[p] = columns_of(*a.spec, panel + p);
-    if (!a.bias) continue;
-    const float* bias = a.bias + columns[p].first;
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < columns[p].count; ++c) sums[r * kTileStride + p * kFeatures + c] += bias[c];
-  }
-  if (a.epilogue == Epilogue::kGatedSilu) {
-    alignas(64) float active[kMostRows * kTileStride / 2];
-    a.elementwise->silu_mul(sums, active, rows * kTilePanels / 2, kFeatures);
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t p = 0; p < panels; p += 2)
-        std::memcpy(a.out + (row + r) * a.out_stride + columns[p].first,
-                    active + r * kTileStride / 2 + p / 2 * kFeatures, columns[p].count * sizeof(float));
-    return;
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t p = 0; p < panels; ++p) {
-      float* out = a.out + (row + r) * a.out_stride + columns[p].first;
-      const float* from = sums + r * kTileStride + p * kFeatures;
-      if (a.epilogue == Epilogue::kStore) {
-        if (columns[p].count == kFeatures) {  // a size that the compiler knows
-          std::memcpy(out, from, kFeatures * sizeof(float));
-        } else {
-          std::memcpy(out, from, columns[p].count * sizeof(float));
-        }
-      } else if (columns[p].count == kFeatures) {
-        a.elementwise->add(from, out, kFeatures);
-      } else {
-        for (int64_t c = 0; c < columns[p].count; ++c) out[c] += from[c];
-      }
+// Calls body(first panel, panels, columns) for each stretch of a tile's panels whose columns of out lie together.
+template <class Body>
+void for_stretches(const PackedLinearArgs& a, int64_t panel, int64_t panels, Body body) {
+  const int64_t step = a.epilogue == Epilogue::kGatedSilu ? 2 : 1;
+  for (int64_t p = 0; p < panels;) {
+    const int64_t begin = p;
+    Columns columns = columns_of(*a.spec, panel + p);
+    for (p += step; p < panels; p += step) {
+      const Columns next = columns_of(*a.spec, panel + p);
+      if (next.first != columns.first + columns.count || columns.count % kFeatures) break;
+      columns.count += next.count;
     }
+    body(begin, columns);
   }
+}
+
+// The sums of a tile of `rows` rows and `panels` panels, from `panel` on, to the rows of out from `row` on.
+void finish(const PackedLinearArgs& a, const float* sums, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+  for_stretches(a, panel, panels, [&](int64_t begin, Columns columns) {
+    const float* bias = a.bias ? a.bias + columns.first : nullptr;
+    const float* second_bias = a.bias ? bias + a.spec->parts[0] : nullptr;
+    a.elementwise->finish({a.epilogue, sums + begin * kFeatures, kTileStride, bias, second_bias,
+                           a.out + row * a.out_stride + columns.first, a.out_stride, rows, columns.count});
+  });
 }
 
 }  // namespace
@@ -88,7 +76,7 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
   }
   const int64_t tile = std::min(kernels.rows, kMostRows), threads = worker.threads();
   const int64_t quads = (spec.panels + kTilePanels - 1) / kTilePanels;
-  // Rows go in tiles of much the same size, and these in blocks.
+  // Rows go in tiles, and these in blocks.
   const int64_t tiles = (rows + tile - 1) / tile;
   const int64_t block = std::max<int64_t>(1, kRowBlockBytes / row_bytes / tile), blocks = (tiles + block - 1) / block;
   // Four parts a thread even out what other processes take from some of them.
@@ -103,7 +91,7 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
       const int64_t panel = quad * kTilePanels, panels = std::min(kTilePanels, spec.panels - panel);
       const uint8_t* weight = a.weight + panel * spec.panel_bytes;
       for (int64_t t = first_tile; t < end_tile; ++t) {
-        const int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
+        const int64_t row = t * tile, count = std::min(tile, rows - row);
         kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, row == 0);
         finish(a, sums, row, count, panel, panels);
       }

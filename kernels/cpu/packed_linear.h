@@ -7,12 +7,6 @@
 
 namespace allspan {
 
-enum class Epilogue {
-  kStore,      // out = product
-  kAdd,        // out += product
-  kGatedSilu,  // out = silu(first part) · second part, which are interleaved
-};
-
 struct PackedLinearArgs {
   const PackedSpec* spec;
   const LinearKernels* kernels;

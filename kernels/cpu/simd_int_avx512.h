@@ -85,7 +85,7 @@ inline Raw join6(Raw pairs, Raw high, int quad) {
 
 constexpr bool kByteDot = true;
 constexpr int kCodeBias = 0, kPassesTogether = 4;
-constexpr int kTileRows = 6, kTilePanelsAtOnce = 2, kAlonePanels = 1, kProductRows = 24;
+constexpr int kTileRows = 6, kTilePanelsAtOnce = 2, kAlonePanels = 1, kProductRows = 48;
 
 typedef __m512i W;
 typedef __m512i X;
@@ -102,7 +102,7 @@ inline I dot(I sum, W w, X x) { return _mm512_dpbusd_epi32(sum, w, x); }
 
 constexpr bool kByteDot = false;
 constexpr int kCodeBias = 0, kPassesTogether = 0;
-constexpr int kTileRows = 4, kTilePanelsAtOnce = 2, kAlonePanels = 1, kProductRows = 24;
+constexpr int kTileRows = 4, kTilePanelsAtOnce = 2, kAlonePanels = 1, kProductRows = 48;
 
 // Even and odd places of a quad, as 16 bits.
 struct W {
