@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kMostRows = 192;  // of a tile: their states stay in the second-level cache
 constexpr int64_t kLeastRows = 24;  // fewer would not make up for laying out the keys and values of a block
 constexpr int64_t kBlockRows = 8;   // what that costs, as if it were so many rows
-constexpr int64_t kTasksEach = 16;  // of equal size would even out what threads get
+constexpr int64_t kTasksEach = 8;   // of equal size would even out what threads get
 constexpr size_t kLine = 64;
 
 // Query heads by the KV head that they read.
