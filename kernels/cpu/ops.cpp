@@ -116,11 +116,13 @@ Task packed_product(Runtime& runtime, OpArguments& args, Epilogue epilogue) {
   product.out = out.floats() + column;
   product.out_stride = out.shape[1];
   product.epilogue = epilogue;
-  return {x.shape[0], [product, spec](Worker& worker, int64_t rows) mutable {
+  return {x.shape[0],
+          [product, spec](Worker& worker, int64_t rows) mutable {
             PackedLinearArgs args = product;
             args.spec = spec.get();
             packed_linear(worker, args, rows);
-          }};
+          },
+          [spec, weight = product.weight](Worker& worker) { expect_packed(worker, *spec, weight); }};
 }
 
 Task packed_linear_op(Runtime& runtime, OpArguments& args) { return packed_product(runtime, args, Epilogue::kStore); }

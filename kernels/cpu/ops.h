@@ -72,6 +72,8 @@ struct Task {
   int64_t rows;  // of the tensors given
   // rows at most those.
   std::function<void(Worker& worker, int64_t rows)> run;
+  // Null, or tells a worker what it will read first.
+  std::function<void(Worker& worker)> expect{};
 };
 
 struct OpRow {

@@ -10,6 +10,11 @@ constexpr int64_t kMostRows = 128;             // of a tile: LinearKernels::rows
 constexpr int64_t kAlone = 2;                  // so few rows every thread packs for itself, sooner than it could wait
 constexpr int64_t kRowBlockBytes = 512 << 10;  // packed rows that stay in the second-level cache
 
+constexpr int64_t kExpected = 256 << 10;  // bytes that a thread may ask for before a product begins
+
+// Panels that go together.
+int64_t unit_of(const PackedSpec& spec) { return spec.interleaved ? 2 : 1; }
+
 // Where a panel's sums go: columns [first, first + count) of the product.
 struct Columns {
   int64_t first, count;
@@ -79,16 +84,10 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
   // Rows go in tiles, and these in blocks.
   const int64_t tiles = (rows + tile - 1) / tile;
   const int64_t block = std::max<int64_t>(1, kRowBlockBytes / row_bytes / tile), blocks = (tiles + block - 1) / block;
-  // Four parts a thread even out what other processes take from some of them.
-  const int64_t share = std::max<int64_t>(1, quads * blocks / (threads * 4));
-  const int64_t wide = std::min(share, quads), ranges = (quads + wide - 1) / wide;
-  if (kernels.begin) kernels.begin();
-  worker.each(ranges * blocks, [&](int64_t task) {
-    const int64_t first_tile = tiles * (task / ranges) / blocks, end_tile = tiles * (task / ranges + 1) / blocks;
-    const int64_t first = task % ranges * wide, last = std::min(quads, first + wide);
+  const auto tiles_of = [&](int64_t first_panel, int64_t last_panel, int64_t first_tile, int64_t end_tile) {
     alignas(64) float sums[kMostRows * kTileStride];
-    for (int64_t quad = first; quad < last; ++quad) {
-      const int64_t panel = quad * kTilePanels, panels = std::min(kTilePanels, spec.panels - panel);
+    for (int64_t panel = first_panel; panel < last_panel; panel += kTilePanels) {
+      const int64_t panels = std::min(kTilePanels, last_panel - panel);
       const uint8_t* weight = a.weight + panel * spec.panel_bytes;
       for (int64_t t = first_tile; t < end_tile; ++t) {
         const int64_t row = t * tile, count = std::min(tile, rows - row);
@@ -96,8 +95,30 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
         finish(a, sums, row, count, panel, panels);
       }
     }
-  });
+  };
+  if (kernels.begin) kernels.begin();
+  if (blocks == 1) {
+    const int64_t unit = unit_of(spec);
+    worker.stretch(spec.panels / unit, kTilePanels / unit,
+                   [&](int64_t begin, int64_t end) { tiles_of(begin * unit, end * unit, 0, tiles); });
+  } else {
+    // Four parts a thread even out what other processes take from some of them.
+    const int64_t share = std::max<int64_t>(1, quads * blocks / (threads * 4));
+    const int64_t wide = std::min(share, quads), ranges = (quads + wide - 1) / wide;
+    worker.each(ranges * blocks, [&](int64_t task) {
+      const int64_t first = task % ranges * wide, last = std::min(quads, first + wide);
+      tiles_of(first * kTilePanels, std::min(spec.panels, last * kTilePanels), tiles * (task / ranges) / blocks,
+               tiles * (task / ranges + 1) / blocks);
+    });
+  }
   if (kernels.end) kernels.end();
+}
+
+void expect_packed(Worker& worker, const PackedSpec& spec, const uint8_t* weight) {
+  const int64_t unit = unit_of(spec);
+  const auto [first, last] = worker.own(spec.panels / unit);
+  const char* const begin = reinterpret_cast<const char*>(weight) + first * unit * spec.panel_bytes;
+  worker.expect(begin, begin + std::min(kExpected, (last - first) * unit * spec.panel_bytes));
 }
 
 void packed_embedding(Worker& worker, const PackedSpec& spec, const LinearKernels& kernels, const uint8_t* weight,

@@ -21,6 +21,8 @@ struct PackedLinearArgs {
 };
 
 void packed_linear(Worker& worker, const PackedLinearArgs& args, int64_t rows);
+// Tells a worker what it will read first in a product: see Worker::expect.
+void expect_packed(Worker& worker, const PackedSpec& spec, const uint8_t* weight);
 
 // out[i] = feature ids[i] - first_row of a weight of one part, or 0 where that is none of its features.
 void packed_embedding(Worker& worker, const PackedSpec& spec, const LinearKernels& kernels, const uint8_t* weight,

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <system_error>
@@ -21,6 +22,8 @@ constexpr auto kSpin = std::chrono::microseconds(50), kYield = std::chrono::micr
 // At a barrier: tries before a thread offers its CPU to whoever else wants it.
 constexpr int kBarrierLooks = 4000;
 constexpr int kPausesPerLook = 32;
+// Asked for between two looks at a barrier: so few that the last thread's coming is seen at once.
+constexpr int kExpectedLines = 8;
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -42,6 +45,20 @@ void pin(pthread_t thread, int cpu) {
 
 std::atomic<int64_t>& Worker::turn() { return pool_.turns_[turns_++ % Pool::kTurns].next; }
 
+int64_t Worker::take(int of, int64_t size, int64_t most, int64_t& first) {
+  std::atomic<uint64_t>& ends = pool_.taken_[of].ends;
+  uint64_t seen = ends.load(std::memory_order_relaxed);
+  for (;;) {
+    const int64_t front = static_cast<uint32_t>(seen), back = seen >> 32;
+    const int64_t got = std::min(most, size - front - back);
+    if (got <= 0) return 0;
+    const uint64_t step = of == id ? got : static_cast<uint64_t>(got) << 32;
+    if (!ends.compare_exchange_weak(seen, seen + step, std::memory_order_relaxed)) continue;
+    first = of == id ? front : size - back - got;
+    return got;
+  }
+}
+
 void Worker::fail(std::exception_ptr error) {
   std::lock_guard<std::mutex> lock(pool_.failure_);
   if (!pool_.error_) pool_.error_ = std::move(error);
@@ -50,19 +67,25 @@ void Worker::fail(std::exception_ptr error) {
 
 void Worker::barrier() {
   turns_ = 0;
+  const bool stretched = std::exchange(stretched_, false);
   if (pool_.threads_ == 1) {
+    pool_.taken_[0].ends = 0;
     pool_.failed_at_barrier_ = pool_.failed_;
     return;
   }
   const unsigned sense = ++sense_;
   if (pool_.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == pool_.threads_) {
     for (Pool::Turn& turn : pool_.turns_) turn.next.store(0, std::memory_order_relaxed);
+    if (stretched)
+      for (Pool::Taken& taken : pool_.taken_) taken.ends.store(0, std::memory_order_relaxed);
     pool_.arrived_.store(0, std::memory_order_relaxed);
     pool_.failed_at_barrier_ = pool_.failed_;
     pool_.sense_.store(sense, std::memory_order_release);
     return;
   }
   for (int looks = 0; pool_.sense_.load(std::memory_order_acquire) != sense; ++looks) {
+    for (int line = 0; line < kExpectedLines && expected_ < expected_end_; ++line, expected_ += 64)
+      __builtin_prefetch(expected_, 0, 2);
     pause_briefly();
     if (looks > kBarrierLooks) sched_yield();  // the thread we wait for may need this CPU
   }
@@ -79,7 +102,8 @@ void* Worker::shared(size_t bytes) {
   return pool_.shared_memory_;
 }
 
-Pool::Pool(int threads, std::vector<int> cpus) : threads_(threads), cpus_(std::move(cpus)), owner_(getpid()) {
+Pool::Pool(int threads, std::vector<int> cpus)
+    : threads_(threads), cpus_(std::move(cpus)), owner_(getpid()), taken_(threads) {
   for (int worker = 0; worker < threads_; ++worker) team_.push_back(std::unique_ptr<Worker>(new Worker(*this, worker)));
   try {
     for (int worker = 1; worker < threads_; ++worker) {

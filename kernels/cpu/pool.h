@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace allspan {
@@ -66,6 +67,22 @@ class Worker {
       for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task);
     });
   }
+  // body(begin, end) over [0, count), at most `grain` at a time. Each thread goes through an equal stretch of its own
+  // from front to back, so that it reads memory in order, and then helps the others from their backs. Ends with a
+  // barrier.
+  template <class Body>
+  void stretch(int64_t count, int64_t grain, Body body) {
+    stretched_ = true;
+    guard([&] {
+      for (int turn = 0; turn < threads(); ++turn) {
+        const int of = (id + turn) % threads();
+        const auto [begin, end] = own(count, of);
+        for (int64_t first, got; (got = take(of, end - begin, grain, first)) > 0;)
+          body(begin + first, begin + first + got);
+      }
+    });
+    barrier();
+  }
   // body(begin, end) over [0, count) in at most one part a thread, each of at least `grain`; ends with a barrier.
   template <class Body>
   void split(int64_t count, int64_t grain, Body body) {
@@ -74,6 +91,10 @@ class Worker {
     if (id < parts) guard([&] { body(count * id / parts, count * (id + 1) / parts); });
     barrier();
   }
+  // [first, last) of this thread's own stretch of `count`.
+  std::pair<int64_t, int64_t> own(int64_t count) const { return own(count, id); }
+  // What this thread will read first in some later op: it asks for it while it waits at barriers.
+  void expect(const char* begin, const char* end) { expected_ = begin, expected_end_ = end; }
   // Waits for all threads. What they wrote before is seen after.
   void barrier();
   // Whether any thread had failed at the last barrier: the same on all of them.
@@ -98,12 +119,19 @@ class Worker {
   friend class Pool;
   Worker(Pool& pool, int id) : id(id), pool_(pool) {}
   std::atomic<int64_t>& turn();
+  std::pair<int64_t, int64_t> own(int64_t count, int of) const {
+    return {count * of / threads(), count * (of + 1) / threads()};
+  }
+  // Up to `most` of what is left of a thread's stretch: how many, from `first` on.
+  int64_t take(int of, int64_t size, int64_t most, int64_t& first);
   void fail(std::exception_ptr error);
 
   Pool& pool_;
   Scratch scratch_;
   size_t shared_bytes_ = 0;
   unsigned turns_ = 0;
+  bool stretched_ = false;  // since the last barrier
+  const char *expected_ = nullptr, *expected_end_ = nullptr;
   unsigned sense_ = 0;
 };
 
@@ -171,6 +199,11 @@ class Pool {
     std::atomic<int64_t> next{0};
   };
   Turn turns_[kTurns];
+  // What is taken of a thread's stretch: from the front in the low half, from the back in the high one.
+  struct alignas(64) Taken {
+    std::atomic<uint64_t> ends{0};
+  };
+  std::vector<Taken> taken_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> sense_{0};
   std::atomic<bool> failed_{false};

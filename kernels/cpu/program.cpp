@@ -52,7 +52,7 @@ class Program {
   }
   // arguments: (is a slot, value).
   void add(const std::string& name, std::vector<std::pair<bool, nb::object>> arguments, bool logits) {
-    ops_.push_back({&find_op(name), std::move(arguments), logits, {}, {}});
+    ops_.push_back({&find_op(name), std::move(arguments), logits, {}, nullptr, {}});
     is_made_ = false;
   }
 
@@ -90,6 +90,10 @@ class Program {
         if (rows == 0) continue;
         const bool timed = worker.id == 0 && is_profiling_;
         const Clock::time_point started = timed ? Clock::now() : Clock::time_point{};
+        if (op.task.expect || i == first) {
+          worker.expect(nullptr, nullptr);
+          if (op.later) op.later->expect(worker);
+        }
         op.task.run(worker, rows);
         if (timed) op.times.add(std::chrono::nanoseconds(Clock::now() - started).count());
         if (worker.id == 0) progress_.fetch_add(1, std::memory_order_relaxed);
@@ -118,6 +122,7 @@ class Program {
     std::vector<std::pair<bool, nb::object>> arguments;
     bool logits;
     Task task;
+    const Task* later;  // the next one that says what it will read
     OpTimes times;
   };
   struct StepInput {
@@ -194,6 +199,12 @@ class Program {
       SlotArguments args(*this, op);
       args.require(static_cast<int>(op.arguments.size()) == op.row->arguments, "takes another number of arguments");
       op.task = op.row->make(runtime_, args);
+    }
+    const Task* later = nullptr;
+    for (size_t i = ops_.size(); i-- > 0;) {
+      Op& op = ops_[i];
+      op.later = later;
+      if (op.task.expect) later = &op.task;
     }
     is_made_ = true;
   }
