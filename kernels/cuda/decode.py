@@ -1,0 +1,106 @@
+"""Decode attention over paged KV on a GPU: see decode.cu for how the work is cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.modules import kernel, launch
+
+HEAD_DIMS = (64, 128, 256)
+MOST_GROUP = 16
+"""Query heads that read one KV head."""
+
+_TILE, _ROWS = 16, 16  # tokens that a warp takes at a time; rows of a tile of queries
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """int32 on the GPU: request r has pages indices[indptr[r] : indptr[r + 1]] and kv_lens[r] tokens in them (>= 0)."""
+
+    indptr: Tensor
+    indices: Tensor
+    kv_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Scratch of one call at a time; counters are zero before and after each."""
+
+    partial: Tensor
+    counters: Tensor
+
+
+def decode_workspace(requests: int, kv_heads: int, head_dim: int, device: torch.device | str) -> DecodeWorkspace:
+    """For up to so many requests and KV heads."""
+    blocks = _blocks(torch.device(device))
+    partial = torch.empty(blocks * 2 * _ROWS * (head_dim + 2), dtype=torch.float32, device=device)
+    return DecodeWorkspace(partial, torch.zeros(requests * kv_heads, dtype=torch.int32, device=device))
+
+
+def paged_decode(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    table: PageTable,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    workspace: DecodeWorkspace,
+) -> None:
+    """out[r, h] = attention of query q[r, h] over the request's tokens; of a request without any, zeros.
+
+    q, out: bfloat16 [requests, heads, head_dim], contiguous. cache: keys and values, bfloat16 [pages, kv_heads,
+    page_size, head_dim] in any strides but the last, both alike; page_size is a power of two. Query head h reads KV
+    head h // (heads / kv_heads). scale: of q · k. lse: float32 [requests, heads], contiguous: the logarithm to base 2
+    of the sum of the powers of e (-inf for none), or None.
+
+    Lengths are read on the GPU only: a graph that was captured serves other ones, as long as the tensors stay. Not
+    batch-invariant: where a request is cut depends on the others.
+
+    Raises ValueError for what does not fit, BackendUnavailable without CuPy.
+    """
+    keys, values = cache
+    requests, heads, dim = q.shape
+    kv_heads, page_size = keys.shape[1], keys.shape[2]
+    _check(q, keys, values, out, workspace)
+    # Two stages of eight warps keep 64 KB on their way; a GPU has no room for so many rows of 256.
+    stages, warps = (4 if dim == 64 else 2), (4 if dim == 256 else 8)
+    tiles = warps * stages * 2 * _TILE * dim * 2
+    merged = warps * _ROWS * (dim + 2) * 4
+    shared = max(tiles, merged) + (requests + 1) * 4 + 12
+    function = kernel("decode.cu", "decode", HEAD_DIM=dim, STAGES=stages, WARPS=warps)
+    arguments = [
+        q, keys, values, *(np.int64(keys.stride(i)) for i in range(3)), table.indptr, table.indices, table.kv_lens, out,
+        np.uint64(0) if lse is None else lse, workspace.partial, workspace.counters, np.int32(requests),
+        np.int32(kv_heads), np.int32(heads // kv_heads), np.int32(page_size.bit_length() - 1),
+        np.float32(scale * math.log2(math.e)),
+    ]  # fmt: skip
+    launch(function, _blocks(q.device), warps * 32, arguments, shared)
+
+
+def _blocks(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, workspace: DecodeWorkspace) -> None:
+    requests, heads, dim = q.shape
+    kv_heads, page_size = keys.shape[1], keys.shape[2]
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"q: head_dim {dim} is not one of {HEAD_DIMS}")
+    if heads % kv_heads or heads // kv_heads > MOST_GROUP:
+        raise ValueError(f"q: {heads} heads on {kv_heads} KV heads are no groups of up to {MOST_GROUP}")
+    if page_size & (page_size - 1):
+        raise ValueError(f"cache: page size {page_size} is no power of two")
+    if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1 or keys.shape[3] != dim:
+        raise ValueError(f"cache: keys {keys.shape} {keys.stride()} and values {values.shape} {values.stride()} differ")
+    for name, tensor in (("q", q), ("keys", keys), ("values", values), ("out", out)):
+        if tensor.dtype is not torch.bfloat16:
+            raise ValueError(f"{name}: {tensor.dtype} is not bfloat16")
+    if not q.is_contiguous() or not out.is_contiguous() or out.shape != q.shape:
+        raise ValueError(f"out: {tuple(out.shape)} must be contiguous and like q, {tuple(q.shape)}")
+    if workspace.counters.numel() < requests * kv_heads:
+        raise ValueError(f"workspace: made for {workspace.counters.numel()} pairs, not {requests} x {kv_heads}")

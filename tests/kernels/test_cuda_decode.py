@@ -1,0 +1,106 @@
+"""Decode attention on a GPU against float32, over lengths, groups and head sizes, in shuffled pages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.decode import PageTable, decode_workspace, paged_decode
+
+LENGTHS = {
+    "one token": [1],
+    "none": [0],
+    "edges": [17, 0, 64, 65, 127, 128],
+    "long": [5000],
+    "uneven": [4096, 3, 1, 900],
+    "many": [random.Random(1).randrange(300) for _ in range(130)],
+    "512": [random.Random(2).randrange(90) for _ in range(512)],
+}
+
+pytestmark = pytest.mark.gpu
+
+
+Case = tuple[Tensor, Tensor, Tensor, PageTable]
+
+
+def case(lengths: list[int], kv_heads: int, group: int, dim: int, page: int) -> Case:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    counts = [-(-length // page) for length in lengths]
+    total = sum(counts) + 3
+    shape = (total, kv_heads, page, dim)
+    keys, values = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    indices = torch.randperm(total)[: sum(counts)].int().cuda()
+    indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
+    q = torch.randn(len(lengths), kv_heads * group, dim, device="cuda", generator=generator).bfloat16()
+    return q, keys, values, PageTable(indptr, indices, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+
+
+def expected(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, scale: float) -> tuple[Tensor, Tensor]:
+    kv_heads, dim = keys.shape[1], q.shape[2]
+    out, lse = torch.zeros(q.shape, device="cuda"), torch.full(q.shape[:2], -math.inf, device="cuda")
+    for r, length in enumerate(table.kv_lens.tolist()):
+        if length == 0:
+            continue
+        pages = table.indices[table.indptr[r] : table.indptr[r + 1]].long()
+        k, v = (c[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].float() for c in (keys, values))
+        scores = torch.einsum("hgd,hnd->hgn", q[r].view(kv_heads, -1, dim).float(), k) * scale
+        out[r] = torch.einsum("hgn,hnd->hgd", scores.softmax(-1), v).reshape(q.shape[1], dim)
+        lse[r] = scores.logsumexp(-1).flatten() * math.log2(math.e)
+    return out, lse
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_decode_agrees_with_float32(lengths: list[int], dim: int, page: int) -> None:
+    for kv_heads, group in ((1, 1), (3, 2), (8, 3), (1, 4), (4, 7), (8, 8), (1, 16)):
+        q, keys, values, table = case(lengths, kv_heads, group, dim, page)
+        out = torch.full_like(q, math.nan)
+        lse = torch.full(q.shape[:2], math.nan, device="cuda")
+        workspace = decode_workspace(len(lengths), kv_heads, dim, "cuda")
+        paged_decode(q, (keys, values), table, dim**-0.5, out, lse, workspace)
+        right, right_lse = expected(q, keys, values, table, dim**-0.5)
+        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
+        torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
+        assert not workspace.counters.any()
+
+
+def test_a_captured_graph_serves_other_lengths() -> None:
+    q, keys, values, table = case([700, 40], 4, 7, 128, 16)
+    out, workspace = torch.empty_like(q), decode_workspace(2, 4, 128, "cuda")
+    paged_decode(q, (keys, values), table, 0.1, out, None, workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_decode(q, (keys, values), table, 0.1, out, None, workspace)
+    table.kv_lens.copy_(torch.tensor([3, 33]))
+    graph.replay()
+    torch.testing.assert_close(out.float(), expected(q, keys, values, table, 0.1)[0], rtol=1e-2, atol=8e-3)
+
+
+def test_keys_and_values_of_one_tensor_by_tokens() -> None:
+    """FlashInfer's NHD layout: [pages, 2, page_size, kv_heads, head_dim]."""
+    q, keys, values, table = case([100, 31], 2, 4, 128, 16)
+    both = torch.stack((keys, values), 1).transpose(2, 3).contiguous()
+    out = torch.empty_like(q)
+    views = both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
+    paged_decode(q, views, table, 0.1, out, None, decode_workspace(2, 2, 128, "cuda"))
+    torch.testing.assert_close(out.float(), expected(q, keys, values, table, 0.1)[0], rtol=1e-2, atol=8e-3)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, keys, values, table = case([10], 1, 2, 128, 16)
+    workspace = decode_workspace(1, 1, 128, "cuda")
+    wrongs = {
+        "head_dim 96": q[..., :96].contiguous(),
+        "float32": q.float(),
+        "34 heads": q.repeat(1, 17, 1),
+    }
+    for name, wrong in wrongs.items():
+        with pytest.raises(ValueError, match=name):
+            paged_decode(wrong, (keys, values), table, 0.1, torch.empty_like(wrong), None, workspace)
