@@ -91,7 +91,11 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
       const uint8_t* weight = a.weight + panel * spec.panel_bytes;
       for (int64_t t = first_tile; t < end_tile; ++t) {
         const int64_t row = t * tile, count = std::min(tile, rows - row);
-        kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, row == 0);
+        if (spec.blocks > 0) {
+          kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, row == 0);
+        } else {  // a rank without inputs
+          std::memset(sums, 0, count * kTileStride * sizeof(float));
+        }
         finish(a, sums, row, count, panel, panels);
       }
     }

@@ -95,6 +95,8 @@ def fields_of(weight: Tensor, spec: PackedSpec) -> dict[str, Tensor]:
 
 def unpack(weight: Tensor, spec: PackedSpec, dtype: torch.dtype = torch.float32) -> Tensor:
     """What the packed weight holds: [spec.features, spec.inputs]."""
+    if spec.inputs == 0:
+        return weight.new_empty(spec.features, 0, dtype=dtype)
     fields = fields_of(weight, spec)
     if "codes" not in fields:
         return fields["weight"].to(dtype)

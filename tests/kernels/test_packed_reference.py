@@ -9,6 +9,7 @@ import torch
 
 from allspan.kernels.packed import FORMATS, PackedSpec
 from allspan.kernels.reference import packed
+from allspan.kernels.table import backends, op_set
 from support.packed_cases import QUANTISED, activations_of, random_fields, random_weight
 
 
@@ -109,3 +110,14 @@ def test_activations_are_whole_numbers_of_a_groups_scale() -> None:
     assert scales[1, :8].eq(0).all()
     assert scales[1, 8:].isnan().all()
     assert numbers[1].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_rank_without_inputs_adds_nothing_but_the_bias(name: str, backend: str) -> None:
+    spec = PackedSpec(name, activations_of(name)[0], (20,), 0, group=0 if FORMATS[name].block else 64)
+    ops, bias = op_set(backend), torch.randn(20)
+    for rows in (1, 3, 40):
+        out = torch.full((rows, 20), float("nan"))
+        ops.packed_linear(torch.empty(rows, 0), torch.zeros(spec.shape, dtype=torch.uint8), bias, spec, 0, out)
+        assert out.equal(bias.expand(rows, 20))
