@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -48,7 +49,7 @@ def with_its_ranks(settings: ServeSettings) -> ServeSettings:
 
 def convert(model: FoundModel, weights: ModelConfig, settings: ConvertSettings) -> tuple[Path, list[dict[str, Any]]]:
     """The folder, and of each rank's file its name, length and hashes. Raises AllspanError; then OUT is as it was."""
-    out = Path(os.path.expanduser(settings.out)).absolute()
+    out = Path(os.path.expanduser(settings.out)).resolve()  # a link stays one, to the new folder
     _check(out, model.path, settings.overwrite)
     with _beside(out) as folder:
         config = WorkerConfig(
@@ -79,7 +80,7 @@ def _check(out: Path, model: Path, overwrite: bool) -> None:
 def _beside(out: Path) -> Iterator[Path]:
     """A folder on the same disk, gone afterwards unless it was moved; so are those of conversions that were killed."""
     prefix = f".{out.name}.converting-"
-    for stale in out.parent.glob(f"{prefix}*"):
+    for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
         owner = stale.name.removeprefix(prefix)
         if not (owner.isdigit() and Path("/proc", owner).exists()):
             shutil.rmtree(stale)

@@ -21,7 +21,6 @@ from typing import NoReturn
 import torch
 
 import allspan
-from allspan.kernels.table import op_set
 from allspan.protos.cluster import (
     ClusterInfo,
     RankInfo,
@@ -40,6 +39,7 @@ from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.heart import Heart
 from allspan.worker.load_progress import LoadProgress
 from allspan.worker.memory import num_memory_nodes
+from allspan.worker.models.loader import open_ops
 from allspan.worker.parallel.world import World, join_world
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.service.server import RankServer, listen_target
@@ -90,7 +90,7 @@ def _exit(code: int) -> NoReturn:
 def serve(config: WorkerConfig, world: World, stop: Stop, heart: Heart) -> None:
     """Loads, listens, tells the cluster file when all ranks are ready, and runs the step loop until it ends."""
     cpus = config.parallel.cpus or host.allowed_cpus()
-    ops = op_set("auto" if config.model.device == "cpu" else "reference", config.parallel.threads, config.parallel.cpus)
+    ops = open_ops(config)
     kernels = str(getattr(ops, "name", "unknown"))
     torch.set_num_threads(config.parallel.threads if kernels == "reference" else 1)
     with ExitStack() as stack:

@@ -19,7 +19,6 @@ from typing import Any
 import allspan
 from allspan.kernels.packed import LAYOUT
 from allspan.kernels.packing import Packer
-from allspan.kernels.table import op_set
 from allspan.protos.config import WorkerConfig
 from allspan.protos.config_json import from_json
 from allspan.protos.converted import (
@@ -38,7 +37,7 @@ from allspan.protos.text.gguf_metadata import metadata_part
 from allspan.worker import host
 from allspan.worker.load_progress import LoadProgress
 from allspan.worker.models.converted import declared
-from allspan.worker.models.loader import Prepared, note_decoded, open_checkpoint, prepare
+from allspan.worker.models.loader import Prepared, note_decoded, open_checkpoint, open_ops, prepare
 from allspan.worker.weights.rank_file import new_rank_file
 
 _COPIED = (".json", ".jinja", ".txt", ".model")
@@ -54,15 +53,18 @@ def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
     prepared = [prepare(config.model, config.cache, rank, ranks) for rank in range(ranks)]
     note_decoded(config.model.path, prepared[0].holding)
     source = prepared[0].source
-    _check_room(into, sum(rank.weight_bytes for rank in prepared))
+    copied = _to_copy(source.path)
+    _check_room(into, sum(rank.weight_bytes for rank in prepared) + sum(path.stat().st_size for path in copied))
     checkpoint = open_checkpoint(source, prepared[0].holding.shard, config.model.load_format)
     dummy = config.model.load_format == "dummy"
     files = [] if dummy else sorted({checkpoint.where(name) for name in checkpoint.names()})
-    ops = op_set("auto", config.parallel.threads, config.parallel.cpus)
-    packer = Packer(getattr(ops, "runtime", None))
+    packer = Packer(getattr(open_ops(config), "runtime", None))
     with ThreadPoolExecutor(1) as hashing:
         hashed = hashing.submit(source_files, files)
-        _copy_files(source.path, into)
+        for path in copied:
+            shutil.copyfile(path, into / path.name)
+        if source.path.is_file():
+            (into / METADATA_GGUF).write_bytes(metadata_part(source.path))
         written = tuple(_convert_rank(config, each, packer, into) for each in prepared)
         described: tuple[SourceFile, ...] = hashed.result()
     manifest = Manifest(
@@ -89,23 +91,21 @@ def _convert_rank(config: WorkerConfig, prepared: Prepared, packer: Packer, into
     return RankWeights(path.name, file.num_bytes, file.header_sha256, sha256_of(path))
 
 
-def _check_room(into: Path, weight_bytes: int) -> None:
-    needed, free = weight_bytes + _MARGIN_BYTES, shutil.disk_usage(into).free
+def _check_room(into: Path, num_bytes: int) -> None:
+    needed, free = num_bytes + _MARGIN_BYTES, shutil.disk_usage(into).free
     if free < needed:
         raise ConfigError(
-            f"the converted weights take {needed} bytes, {into.parent} has {free} free: free some, or convert to "
+            f"the converted model takes {needed} bytes, {into.parent} has {free} free: free some, or convert to "
             "another disk"
         )
 
 
-def _copy_files(source: Path, into: Path) -> None:
-    """All that serving needs beside the weights: configs and the tokenizer."""
+def _to_copy(source: Path) -> list[Path]:
+    """What serving needs of a folder beside the weights: configs and the tokenizer."""
     if source.is_file():
-        (into / METADATA_GGUF).write_bytes(metadata_part(source))
-        return
-    for path in sorted(source.iterdir()):
-        if path.suffix in _COPIED and path.is_file() and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, into / path.name)
+        return []
+    found = (path for path in sorted(source.iterdir()) if path.suffix in _COPIED and path.is_file())
+    return [path for path in found if not path.name.endswith(".index.json")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AllspanError as error:
         said = {"error": error.code, "message": error.message}
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        named = error.filename2 or error.filename  # of two, the one that is written
+        where = f"{named}: " if named else ""
         said = {"error": CheckpointError.code, "message": f"{where}{error.strerror or error}"}
     except RuntimeError as error:  # torch's and the kernels' own
         said = {"error": InternalError.code, "message": str(error)}

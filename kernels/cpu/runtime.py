@@ -21,13 +21,19 @@ def variants() -> tuple[str, ...]:
 
 
 def open_runtime(variant: str | None, threads: int, cpus: tuple[int, ...]) -> tuple[str, Any]:
-    """(variant, runtime that the ops take first). `ALLSPAN_ISA` forces a variant where the caller names none."""
+    """(variant, runtime that the ops take first). `ALLSPAN_ISA` forces a variant where the caller names none.
+
+    Raises BackendUnavailable for a variant that cannot run here, and ValueError for one that is forced: nothing else
+    may stand in for it.
+    """
     native = _native()
     runnable = tuple(native.variants())
-    source = "backend" if variant else "ALLSPAN_ISA"
-    chosen = variant or os.environ.get("ALLSPAN_ISA") or runnable[0]
+    forced = None if variant else os.environ.get("ALLSPAN_ISA")
+    if forced and forced not in runnable:
+        raise ValueError(f"ALLSPAN_ISA: {forced!r} cannot run here (this CPU runs {', '.join(runnable)}); or unset it")
+    chosen = variant or forced or runnable[0]
     if chosen not in runnable:
-        raise BackendUnavailable(f"{source}: {chosen!r} cannot run here (this CPU runs {', '.join(runnable)})")
+        raise BackendUnavailable(f"backend: {chosen!r} cannot run here (this CPU runs {', '.join(runnable)})")
     if cpus and len(cpus) != threads:
         raise ValueError(f"cpus: {len(cpus)} given for {threads} threads (one each, or none)")
     return chosen, native.Runtime(chosen, threads, list(cpus))

@@ -37,10 +37,13 @@ def test_a_variable_forces_the_instruction_set(monkeypatch: pytest.MonkeyPatch) 
 
 
 @compiled
-def test_an_instruction_set_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
+def test_a_forced_instruction_set_that_cannot_run_is_an_error(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLSPAN_ISA", "sve9")
-    with pytest.raises(BackendUnavailable, match=r"ALLSPAN_ISA: 'sve9' cannot run here \(this CPU runs .*generic\)"):
-        op_set("cpu")
+    with pytest.raises(ValueError, match=r"ALLSPAN_ISA: 'sve9' cannot run here \(this CPU runs .*generic\)"):
+        op_set(backend)
+    with pytest.raises(BackendUnavailable, match=r"backend: 'sve9' cannot run here"):
+        op_set("cpu/sve9")
 
 
 def test_without_the_compiled_module_auto_says_so_and_uses_the_reference(

@@ -89,6 +89,27 @@ def test_a_conversion_that_fails_leaves_what_was_there(
     assert left(tmp_path / "out") == [MANIFEST]
 
 
+def test_a_link_is_left_and_what_it_leads_to_is_replaced(
+    model: FoundModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker(monkeypatch, GOOD)
+    run(model, tmp_path / "out")
+    (tmp_path / "out" / "mark").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    run(model, tmp_path / "link", overwrite=True)
+    assert left(tmp_path) == ["link", "model", "out"]
+    assert left(tmp_path / "link") == left(tmp_path / "out") == [MANIFEST]
+
+
+def test_what_a_killed_conversion_left_is_found_whatever_its_name(
+    model: FoundModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker(monkeypatch, GOOD)
+    (tmp_path / ".out[1].converting-999999999").mkdir()
+    run(model, tmp_path / "out[1]")
+    assert left(tmp_path) == ["model", "out[1]"]
+
+
 def test_an_interrupted_conversion_ends_its_worker_and_leaves_nothing(
     model: FoundModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packing import Packer
-from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.kernels.table import op_set
+from allspan.protos.config import CacheConfig, ModelConfig, WorkerConfig
 from allspan.protos.errors import CheckpointError, ConfigError
 from allspan.worker.cache.spec import ITEM_BITS, CacheSpec
 from allspan.worker.models.converted import ConvertedWeights
@@ -23,7 +24,7 @@ from allspan.worker.models.shard import Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.quant.gguf import NATIVE
-from allspan.worker.quant.table import COMPACT, METHODS
+from allspan.worker.quant.table import COMPACT, METHODS, group_of
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
 from allspan.worker.weights.random_weights import RandomWeights
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
@@ -43,7 +44,7 @@ class Prepared:
     cache_spec: CacheSpec
     max_model_len: int
     held: Mapping[str, str | int]
-    """The settings of HELD_FIELDS, "auto" made definite."""
+    """The settings of HELD_FIELDS, "auto" and 0 made definite."""
 
     @property
     def weight_bytes(self) -> int:
@@ -79,7 +80,11 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             dtype=kv_dtype,
         ),
         max_model_len=context_length(config.max_model_len, source.spec),
-        held={"dtype": dtype, "quantization": quantization, "quantization_group": config.quantization_group},
+        held={
+            "dtype": dtype,
+            "quantization": quantization,
+            "quantization_group": group_of(quantization, config.quantization_group),
+        },
     )
 
 
@@ -151,6 +156,15 @@ def check_device(device: str) -> None:
             f"device is cuda, but torch {torch.__version__} sees no GPU; use --device cpu, or install a "
             "CUDA build of torch"
         )
+
+
+def open_ops(config: WorkerConfig) -> OpSet:
+    """The op set for the model's device. ConfigError for threads or an instruction set that cannot be had."""
+    backend = "auto" if config.model.device == "cpu" else "reference"
+    try:
+        return op_set(backend, config.parallel.threads, config.parallel.cpus)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"kernels: {error}") from error
 
 
 def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Checkpoint:

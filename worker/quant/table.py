@@ -17,6 +17,11 @@ MakeMethod = Callable[[torch.dtype, int], LinearMethod]
 """From the dtype that weights are otherwise held in, and the inputs that share a scale (0: the method's own)."""
 
 
+def group_of(name: str, group: int) -> int:
+    """The inputs that share a scale, 0 made definite (it stays 0 for methods without a choice)."""
+    return group or (SCHEMES[name].groups[0] if name in SCHEMES else 0)
+
+
 def _without_group(name: str, make: Callable[[torch.dtype], LinearMethod]) -> MakeMethod:
     def method(dtype: torch.dtype, group: int) -> LinearMethod:
         if group:
@@ -36,7 +41,7 @@ def _instant(name: str, dtype: torch.dtype, group: int) -> LinearMethod:
         raise ConfigError(
             f"quantization_group {group} does not go with quantization {name!r}, which takes {allowed} (-1: all inputs)"
         )
-    return InstantQuant(scheme, group or scheme.groups[0], dtype)
+    return InstantQuant(scheme, group_of(name, group), dtype)
 
 
 METHODS: dict[str, MakeMethod] = {

@@ -246,6 +246,13 @@ def test_other_settings_than_it_holds_are_refused(once: Path) -> None:
         load(once, ThreadWorld(2))
 
 
+def test_a_group_that_a_method_takes_by_itself_may_be_asked_for(tiny: Path, tmp_path: Path) -> None:
+    assert make(tiny, tmp_path / "out", quantization="uint4").held["quantization_group"] == 32
+    load(tmp_path / "out", quantization="uint4", quantization_group=32)
+    with pytest.raises(ConfigError, match="with quantization_group 32, --quantization-group is 64"):
+        load(tmp_path / "out", quantization_group=64)
+
+
 def test_a_source_that_changed_since_makes_it_stale_and_one_that_is_gone_does_not(tiny: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny, tmp_path / "source"))
     file = source / "model.safetensors"
@@ -271,9 +278,19 @@ def test_a_full_disk_is_told_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ConfigError, match=r"take \d+ bytes, .* has 1000 free"):
+    with pytest.raises(ConfigError, match=r"takes \d+ bytes, .* has 1000 free"):
         make(tiny, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_what_is_copied_needs_room_too(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    (source / "tokenizer.json").write_bytes(bytes(9 << 20))
+    usage = shutil.disk_usage(tmp_path)._replace(free=8 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    make(tiny, tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"takes \d+ bytes, .* has 8388608 free"):
+        make(source, tmp_path / "b")
 
 
 def test_random_weights_can_be_converted(tiny: Path, tmp_path: Path) -> None:
@@ -301,3 +318,26 @@ def test_the_process_prints_one_json_object(tiny: Path, tmp_path: Path, capsys: 
     assert (said["error"], "100" in said["message"]) == (ConfigError.code, True)
     code, said = run(replace(config, model=replace(config.model, path="/nowhere/x")), tmp_path / "c", 1)
     assert (code, said["error"]) == (1, ModelNotFound.code)
+
+
+def test_a_disk_that_fails_is_named_by_what_is_written(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(source: Path, out: Path) -> None:
+        raise OSError(28, "No space left on device", str(source), None, str(out))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    config = WorkerConfig(ModelConfig(str(tiny), "tiny"), ServiceConfig(run_dir="/nowhere"))
+    (tmp_path / "config.json").write_text(to_json(config))
+    (tmp_path / "out").mkdir()
+    assert main([str(tmp_path / "config.json"), "--ranks=1", "--into", str(tmp_path / "out")]) == 1
+    assert json.loads(capsys.readouterr().out)["message"] == f"{tmp_path}/out/config.json: No space left on device"
+
+
+def test_an_instruction_set_that_cannot_be_had_is_a_setting_that_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("allspan.kernels.cpu._native")
+    monkeypatch.setenv("ALLSPAN_ISA", "sve9")
+    with pytest.raises(ConfigError, match="ALLSPAN_ISA: 'sve9' cannot run here"):
+        make(tiny, tmp_path / "out")
