@@ -1,6 +1,7 @@
 """What a model takes on each rank, without loading it: `python -m allspan.worker.plan_memory CONFIG.json --ranks N`.
 
-Prints a MemoryPlan as JSON on standard output. A launcher runs it as a process: reading models needs torch.
+Prints a MemoryPlan as JSON on standard output, or {"error", "message"}. A launcher runs it as a process: reading models
+needs torch.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_json(Path(arguments.config).read_text(encoding="utf-8"))
         available = available_bytes(config.parallel.cpus)
         plan = plan_memory(config, arguments.ranks, available, arguments.ranks_on_node or arguments.ranks)
-    except (AllspanError, OSError) as error:
-        print(f"plan_memory: {error}", file=sys.stderr)
+    except AllspanError as error:
+        print(json.dumps({"error": error.code, "message": error.message}))
         return 1
     print(json.dumps(asdict(plan)))
     return 0

@@ -85,6 +85,7 @@ def prepare(config: CompareConfig, options: Options) -> Options:
             raise ConfigError("--peers-python needs --threads: the other engines get as many as all ranks together")
         if options.get("load_format") == "dummy" and not config.peers_model:
             raise ConfigError("--random-weights has no file for --peers-python: give --peers-model, or measure alone")
+        find_engines(config.peers_python)  # what is wrong with them is told before a model is loaded
     batch_len = config.batch_input_len + config.batch_output_len if config.batch_size else 0
     options = {"ranks": 1, "max_num_seqs": max(config.batch_size, 1), **options}
     return with_context(

@@ -20,7 +20,7 @@ from allspan.launch.models import FoundModel, resolve_model
 from allspan.launch.placement import Placement
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
 from allspan.protos.config import ServiceConfig, WorkerConfig
-from allspan.protos.errors import CheckpointError, DeadlineExceeded
+from allspan.protos.errors import DeadlineExceeded, InternalError, from_code
 
 TIMEOUT_S = 120
 
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
 def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel) -> dict[str, Any]:
     """One replica's, beside the others. Asks the worker's planner, which needs torch and so is a process of its own.
 
-    Raises CheckpointError, DeadlineExceeded.
+    Raises what loading would, and DeadlineExceeded.
     """
     first = placement.ranks[0]
     config = WorkerConfig(
@@ -68,10 +68,13 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
             run = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise DeadlineExceeded(f"planning {model.name} took more than {TIMEOUT_S} s") from error
-    if run.returncode != 0:
-        lines = [line for line in run.stderr.splitlines() if line.strip()] or ["the planner said nothing"]
-        raise CheckpointError(lines[-1].removeprefix("plan_memory: "))
-    plan: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    try:
+        plan: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        lines = [line for line in run.stderr.splitlines() if line.strip()] or ["nothing"]
+        raise InternalError(f"the planner ended with code {run.returncode}; it said last: {lines[-1]}") from None
+    if "error" in plan:
+        raise from_code(plan["error"], plan["message"])
     return plan
 
 

@@ -96,9 +96,8 @@ def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.Captu
     assert printed["model"]["num_heads"] == 9
     assert printed["available_bytes"] > 0
     assert main([str(path), "--ranks", "10"]) == 1
-    assert (
-        capsys.readouterr().err == "plan_memory: ranks 10 is more than the model's 9 query heads: use at most 9 ranks\n"
-    )
+    message = "ranks 10 is more than the model's 9 query heads: use at most 9 ranks"
+    assert json.loads(capsys.readouterr().out) == {"error": ConfigError.code, "message": message}
 
 
 def test_what_cannot_be_loaded_cannot_be_planned(tmp_path: Path) -> None:

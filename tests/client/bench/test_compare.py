@@ -173,7 +173,7 @@ def test_settings_that_cannot_be_measured_are_refused(
         CompareConfig(output_len=1)
     assert COMPARE.prepare(CompareConfig(), {})["max_model_len"] == 576
     with pytest.raises(ConfigError, match="--peers-python /no/python: No such file"):
-        find_engines(("/no/python",))
+        COMPARE.prepare(CompareConfig(peers_python=("/no/python",)), {"threads": 1})
     with pytest.raises(ConfigError, match="neither llama_cpp nor openvino_genai"):
         find_engines((peer_python([]),))
     first, second = peer_python(["llama.cpp"]), peer_python(["llama.cpp", "openvino"])
