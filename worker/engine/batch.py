@@ -179,7 +179,7 @@ class Batch:
         if not self._gone_on:
             self._num_tokens[rows] = positions + 1
         self._sampled = tokens
-        self.tokens_hash = zlib.crc32(tokens.tobytes(), zlib.crc32(rows.tobytes(), self.tokens_hash))
+        self.tokens_hash = zlib.crc32(tokens.tobytes(), zlib.crc32(rows.data, self.tokens_hash))
         made: dict[int, tuple[int, ...]] = {
             row: (token,) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
         }
@@ -235,7 +235,8 @@ class Batch:
         self._room -= 1
         self._gone_on += 1
         self._buffers.advance(self._sampled)
-        self._logits = LogitsRows(self._run_rows, self._logits.positions + 1, None)
+        positions = self._logits.positions
+        positions += 1
         return self._inputs
 
     def _settle(self) -> None:

@@ -84,8 +84,8 @@ class Model:
         self._scale = shard.spec.head_dim**-0.5
         self._cache: KVCache | None = None
         self._inputs: StepInputs | None = None
-        self._named: dict[str, Any] = {}
-        """What the program calls the parts of `_inputs`."""
+        self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
+        """What `_inputs` are to the program: by its names, tokens, rows of logits."""
 
     def weights_changed(self) -> None:
         """Computes anew what is derived from `weights`; to be called when their tensors have been filled again."""
@@ -124,8 +124,9 @@ class Model:
         if self._cache is None:
             raise InternalError("forward before bind_cache")
         if inputs is not self._inputs:
-            self._inputs, self._named = inputs, self._by_name(inputs)
-        return self._interpreter.run(self._named, inputs.ids.shape[0], inputs.logits_rows.shape[0])
+            self._inputs = inputs
+            self._step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
+        return self._interpreter.run(*self._step)
 
     def _by_name(self, inputs: StepInputs) -> dict[str, Any]:
         attention = _Attention(

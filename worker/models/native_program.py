@@ -55,8 +55,8 @@ class NativeProgram:
         self._foreign_progress = 0
         self._taken: Mapping[str, Any] | None = None
         """The inputs that the native program has taken in."""
-        self._rows: dict[int, Tensor] = {}
-        """The first so many rows of the output."""
+        self._output = self._buffers[program.output.index][1]
+        """Of a step with these inputs."""
         first = 0
         for is_foreign, stretch in itertools.groupby(program.ops, lambda op: op.name in foreign):
             ops_here = list(stretch)
@@ -84,11 +84,11 @@ class NativeProgram:
     def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
         """The output's rows of this step, a view that the next run overwrites. The very mapping of the run before says
         that its tensors are the same ones, with other numbers in them."""
-        for rows, count in ((Rows.TOKENS, num_tokens), (Rows.LOGITS, num_logits)):
-            if count > self._capacity[rows]:
-                raise InternalError(f"a step of {count} rows of {rows.value}, the buffers hold {self._capacity[rows]}")
-        if num_tokens:
+        if inputs is self._taken:
+            self._native.again()
+        else:
             self._take(inputs, num_tokens, num_logits)
+        if num_tokens:
             try:
                 for stretch in self._stretches:
                     if isinstance(stretch, _Foreign):
@@ -97,7 +97,7 @@ class NativeProgram:
                         self._native.run(*stretch)
             except TimeoutError as error:
                 raise DeadlineExceeded(str(error)) from None
-        return self._output(num_tokens, num_logits)
+        return self._output
 
     def start_profile(self) -> None:
         """Times every op of the coming runs, from zero."""
@@ -115,19 +115,16 @@ class NativeProgram:
         return profiles([*self._native.profile(), *self._timer.rows()])
 
     def _take(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> None:
-        if inputs is self._taken:
-            self._native.again()
-            return
+        counts = {Rows.TOKENS: num_tokens, Rows.LOGITS: num_logits}
+        for rows, count in counts.items():
+            if count > self._capacity[rows]:
+                raise InternalError(f"a step of {count} rows of {rows.value}, the buffers hold {self._capacity[rows]}")
         self._taken = None
-        self._native.begin(inputs, num_tokens, num_logits)
-        self._taken = inputs
-
-    def _output(self, num_tokens: int, num_logits: int) -> Tensor:
         rows, output = self._buffers[self._program.output.index]
-        count = num_logits if rows is Rows.LOGITS else num_tokens
-        if count not in self._rows:
-            self._rows[count] = output[:count]
-        return self._rows[count]
+        self._output = output[: counts[rows]]
+        if num_tokens:
+            self._native.begin(inputs, num_tokens, num_logits)
+            self._taken = inputs
 
     def _call(self, foreign: _Foreign, num_tokens: int, num_logits: int) -> None:
         op = foreign.op
