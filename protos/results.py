@@ -186,9 +186,12 @@ class ResultQueue:
                     return None
                 self._waiters.append(waiter)
             try:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left):  # wait_for of Python 3.11 may swallow a cancellation
-                        await waiter[1].wait()
+                if left is None:
+                    await waiter[1].wait()
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(left):  # wait_for of Python 3.11 may swallow a cancellation
+                            await waiter[1].wait()
             finally:
                 with self._condition, contextlib.suppress(ValueError):  # a wake has removed it already
                     self._waiters.remove(waiter)

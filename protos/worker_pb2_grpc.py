@@ -89,7 +89,7 @@ class WorkerServicer(object):
 
     def Results(self, request, context):
         """One stream per client and rank: the client's lease. When it closes, the client's requests are cancelled.
-        The leader sends one message per engine step that made tokens for this client; followers send heartbeats only.
+        The leader sends this client's new tokens, those of steps that follow closely together; followers heartbeats only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

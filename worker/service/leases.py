@@ -38,6 +38,11 @@ class Lease:
     closing: bool = False
     _pending: dict[bytes, _Pending] = field(default_factory=dict)
 
+    @property
+    def is_empty(self) -> bool:
+        """`take` would give nothing."""
+        return not self._pending
+
     def add(self, request_id: bytes) -> None:
         self.request_ids[request_id] = None
         if len(self.request_ids) > self.capacity:

@@ -28,7 +28,7 @@ MAX_SOCKET_PATH = 100
 START_TIMEOUT_S = 30.0
 STOP_GRACE_S = 1.0
 MAX_CONCURRENT_CALLS = 4096
-STREAM_PAUSE_S = 0.02
+STREAM_PAUSE_S = 0.03
 """Tokens that come faster than this go out together, but for a request's first and last."""
 
 _OPTIONS = (

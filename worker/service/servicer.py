@@ -226,16 +226,19 @@ class RankServicer(WorkerServicer):
 
 async def _outputs(lease: Lease, heartbeat: float) -> AsyncIterator[list[pb.RequestOutput]]:
     """What the lease gathers, as fast as the reader takes it; an empty list after `heartbeat` seconds without."""
+    loop = asyncio.get_running_loop()
     while True:
         if outputs := lease.take():
             yield outputs
         elif lease.closing:
             return
         else:
+            alarm = loop.call_later(heartbeat, lease.news.set)
             try:
-                async with asyncio.timeout(heartbeat):
-                    await lease.news.wait()
-            except TimeoutError:
+                await lease.news.wait()
+            finally:
+                alarm.cancel()
+            if lease.is_empty:
                 yield []
 
 
