@@ -79,7 +79,7 @@ def paged_decode(
         np.int32(kv_heads), np.int32(heads // kv_heads), np.int32(page_size.bit_length() - 1),
         np.float32(scale * math.log2(math.e)),
     ]  # fmt: skip
-    launch(function, _blocks(q.device), warps * 32, arguments, shared)
+    launch(function, (_blocks(q.device),), warps * 32, arguments, shared)
 
 
 def _blocks(device: torch.device) -> int:

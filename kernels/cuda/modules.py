@@ -19,15 +19,16 @@ def kernel(file: str, name: str, **defines: int) -> Any:
 
     Raises BackendUnavailable without CuPy.
     """
-    options = ("-std=c++17", *(f"-D{macro}={value}" for macro, value in defines.items()))
-    source = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    folder = Path(__file__).parent
+    options = ("-std=c++17", f"-I{folder}", *(f"-D{macro}={value}" for macro, value in defines.items()))
+    source = (folder / file).read_text(encoding="utf-8")
     function = _cupy().RawModule(code=source, options=options).get_function(name)
     limit: int = getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin")  # noqa: B009  (untyped)
     function.max_dynamic_shared_size_bytes = limit - function.shared_size_bytes
     return function
 
 
-def launch(function: Any, blocks: int, threads: int, arguments: Sequence[Any], shared_bytes: int) -> None:
+def launch(function: Any, blocks: tuple[int, ...], threads: int, arguments: Sequence[Any], shared_bytes: int) -> None:
     """On torch's current stream, so that it can be captured into torch's graphs. Tensors go by address, numbers as
     NumPy scalars of the parameter's type. Raises BackendUnavailable for more shared memory than the GPU has."""
     limit = function.max_dynamic_shared_size_bytes
@@ -35,7 +36,7 @@ def launch(function: Any, blocks: int, threads: int, arguments: Sequence[Any], s
         raise BackendUnavailable(f"{function.name}: needs {shared_bytes} bytes of shared memory, this GPU has {limit}")
     plain = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
     with _cupy().cuda.Stream.from_external(torch.cuda.current_stream()):
-        function((blocks,), (threads,), plain, shared_mem=shared_bytes)
+        function(blocks, (threads,), plain, shared_mem=shared_bytes)
 
 
 def _cupy() -> Any:

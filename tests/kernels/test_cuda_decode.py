@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
@@ -10,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.decode import PageTable, decode_workspace, paged_decode
+from allspan.kernels.cuda.decode import decode_workspace, paged_decode
+from support.cuda_pages import Pages, random_pages, random_queries
+from support.cuda_pages import expected as attended
 
 LENGTHS = {
     "one token": [1],
@@ -25,33 +26,12 @@ LENGTHS = {
 pytestmark = pytest.mark.gpu
 
 
-Case = tuple[Tensor, Tensor, Tensor, PageTable]
+def case(lengths: list[int], kv_heads: int, group: int, dim: int, page: int) -> tuple[Tensor, Pages]:
+    return random_queries(len(lengths), kv_heads * group, dim), random_pages(lengths, kv_heads, dim, page)
 
 
-def case(lengths: list[int], kv_heads: int, group: int, dim: int, page: int) -> Case:
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    counts = [-(-length // page) for length in lengths]
-    total = sum(counts) + 3
-    shape = (total, kv_heads, page, dim)
-    keys, values = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(2))
-    indices = torch.randperm(total)[: sum(counts)].int().cuda()
-    indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
-    q = torch.randn(len(lengths), kv_heads * group, dim, device="cuda", generator=generator).bfloat16()
-    return q, keys, values, PageTable(indptr, indices, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
-
-
-def expected(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, scale: float) -> tuple[Tensor, Tensor]:
-    kv_heads, dim = keys.shape[1], q.shape[2]
-    out, lse = torch.zeros(q.shape, device="cuda"), torch.full(q.shape[:2], -math.inf, device="cuda")
-    for r, length in enumerate(table.kv_lens.tolist()):
-        if length == 0:
-            continue
-        pages = table.indices[table.indptr[r] : table.indptr[r + 1]].long()
-        k, v = (c[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].float() for c in (keys, values))
-        scores = torch.einsum("hgd,hnd->hgn", q[r].view(kv_heads, -1, dim).float(), k) * scale
-        out[r] = torch.einsum("hgn,hnd->hgd", scores.softmax(-1), v).reshape(q.shape[1], dim)
-        lse[r] = scores.logsumexp(-1).flatten() * math.log2(math.e)
-    return out, lse
+def expected(q: Tensor, pages: Pages, scale: float) -> tuple[Tensor, Tensor]:
+    return attended(q, pages, [1] * len(q), scale, is_causal=False)
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])
@@ -59,19 +39,19 @@ def expected(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, scale: f
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_decode_agrees_with_float32(lengths: list[int], dim: int, page: int) -> None:
     for kv_heads, group in ((1, 1), (3, 2), (8, 3), (1, 4), (4, 7), (8, 8), (1, 16)):
-        q, keys, values, table = case(lengths, kv_heads, group, dim, page)
+        q, (keys, values, table) = case(lengths, kv_heads, group, dim, page)
         out = torch.full_like(q, math.nan)
         lse = torch.full(q.shape[:2], math.nan, device="cuda")
         workspace = decode_workspace(len(lengths), kv_heads, dim, "cuda")
         paged_decode(q, (keys, values), table, dim**-0.5, out, lse, workspace)
-        right, right_lse = expected(q, keys, values, table, dim**-0.5)
+        right, right_lse = expected(q, (keys, values, table), dim**-0.5)
         torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
         torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
         assert not workspace.counters.any()
 
 
 def test_a_captured_graph_serves_other_lengths() -> None:
-    q, keys, values, table = case([700, 40], 4, 7, 128, 16)
+    q, (keys, values, table) = case([700, 40], 4, 7, 128, 16)
     out, workspace = torch.empty_like(q), decode_workspace(2, 4, 128, "cuda")
     paged_decode(q, (keys, values), table, 0.1, out, None, workspace)
     torch.cuda.synchronize()
@@ -80,21 +60,21 @@ def test_a_captured_graph_serves_other_lengths() -> None:
         paged_decode(q, (keys, values), table, 0.1, out, None, workspace)
     table.kv_lens.copy_(torch.tensor([3, 33]))
     graph.replay()
-    torch.testing.assert_close(out.float(), expected(q, keys, values, table, 0.1)[0], rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close(out.float(), expected(q, (keys, values, table), 0.1)[0], rtol=1e-2, atol=8e-3)
 
 
 def test_keys_and_values_of_one_tensor_by_tokens() -> None:
     """FlashInfer's NHD layout: [pages, 2, page_size, kv_heads, head_dim]."""
-    q, keys, values, table = case([100, 31], 2, 4, 128, 16)
+    q, (keys, values, table) = case([100, 31], 2, 4, 128, 16)
     both = torch.stack((keys, values), 1).transpose(2, 3).contiguous()
     out = torch.empty_like(q)
     views = both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
     paged_decode(q, views, table, 0.1, out, None, decode_workspace(2, 2, 128, "cuda"))
-    torch.testing.assert_close(out.float(), expected(q, keys, values, table, 0.1)[0], rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close(out.float(), expected(q, (keys, values, table), 0.1)[0], rtol=1e-2, atol=8e-3)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    q, keys, values, table = case([10], 1, 2, 128, 16)
+    q, (keys, values, table) = case([10], 1, 2, 128, 16)
     workspace = decode_workspace(1, 1, 128, "cuda")
     wrongs = {
         "head_dim 96": q[..., :96].contiguous(),
