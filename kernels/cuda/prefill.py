@@ -60,8 +60,8 @@ def paged_prefill(
     kv_heads, page_size = keys.shape[1], keys.shape[2]
     if dim not in HEAD_DIMS or keys.shape[3] != dim or heads % kv_heads or page_size & (page_size - 1):
         raise ValueError(
-            f"q: {heads} heads of {dim} (of {HEAD_DIMS}) do not go with {kv_heads} KV heads of {keys.shape[3]} in pages "
-            f"of {page_size} tokens (a power of two)"
+            f"q: {heads} heads of {dim} (of {HEAD_DIMS}) do not go with {kv_heads} of {keys.shape[3]} in pages "
+            f"of {page_size} tokens (a power of two) for keys and values"
         )
     if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1:
         raise ValueError(f"cache: keys {keys.shape} {keys.stride()} and values {values.shape} {values.stride()} differ")
