@@ -155,7 +155,7 @@ void product_part(const PackedSpec& spec, const char* x, int64_t x_bytes, int64_
   }
 }
 
-struct TileDot {
+struct TileDot : OneByOne {
   typedef uint16_t Input;
   static uint16_t input(float x) { return round_to_bf16(x); }
 };

@@ -7,7 +7,7 @@
 namespace {
 
 // A step is one dot product of pairs, which rounds to odd and flushes subnormal numbers.
-struct Bfloat16Dot {
+struct Bfloat16Dot : OneByOne {
   typedef uint16_t Input;
   static constexpr int kHalves = 1;
   static constexpr int64_t kInputBytes = 4;

@@ -51,6 +51,15 @@ void for_stretches(const PackedLinearArgs& a, int64_t panel, int64_t panels, Bod
   }
 }
 
+// Asks for the lines of out that a tile goes to.
+void fetch(const PackedLinearArgs& a, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+  constexpr int64_t kLineFloats = 16;
+  const int64_t first = columns_of(*a.spec, panel).first, width = panels * kFeatures / unit_of(*a.spec);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < width; c += kLineFloats)
+      __builtin_prefetch(a.out + (row + r) * a.out_stride + first + c, 1);
+}
+
 // The sums of a tile of `rows` rows and `panels` panels, from `panel` on, to the rows of out from `row` on.
 void finish(const PackedLinearArgs& a, const float* sums, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
   for_stretches(a, panel, panels, [&](int64_t begin, Columns columns) {
@@ -92,6 +101,7 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
       for (int64_t t = first_tile; t < end_tile; ++t) {
         const int64_t row = t * tile, count = std::min(tile, rows - row);
         if (spec.blocks > 0) {
+          if (count > kAlone) fetch(a, row, count, panel, panels);
           kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, row == 0);
         } else {  // a rank without inputs
           std::memset(sums, 0, count * kTileStride * sizeof(float));
