@@ -83,7 +83,7 @@ def read_topology(
         nodes = [Node(0, _cores(sys_root, sorted(cpus)), available_memory(proc_root))]
     if len(nodes) == 1:
         nodes = [Node(nodes[0].index, nodes[0].cores, available_memory(proc_root) or nodes[0].memory_available)]
-    return Topology(tuple(nodes), (), cpu_quota(sys_root))
+    return Topology(tuple(nodes), (), cpu_quota(sys_root, proc_root))
 
 
 def available_memory(proc_root: Path = Path("/proc")) -> int:
@@ -91,15 +91,39 @@ def available_memory(proc_root: Path = Path("/proc")) -> int:
     return _meminfo(proc_root / "meminfo").get("MemAvailable", 0)
 
 
-def cpu_quota(sys_root: Path = Path("/sys")) -> float | None:
-    """Processors' worth of time that the cgroup allows (version 2, then 1); None without a limit."""
+def cpu_quota(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> float | None:
+    """Processors' worth of time that this process's cgroup and those around it allow; None without a limit."""
+    quotas = [_quota(folder) for folder in _cpu_cgroups(sys_root / "fs/cgroup", proc_root)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _cpu_cgroups(root: Path, proc_root: Path) -> set[Path]:
+    """Folders of this process's cgroup and those around it, of version 2 and 1. A container often sees its own as the
+    root, under whatever name it has outside: folders that are not there limit nothing."""
+    folders = {root, root / "cpu"}
     try:
-        quota, period = (sys_root / "fs/cgroup/cpu.max").read_text().split()
+        lines = (proc_root / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder = root / "cpu" if controllers else root
+        for name in path.strip("/").split("/"):
+            folder /= name
+            folders.add(folder)
+    return folders
+
+
+def _quota(folder: Path) -> float | None:
+    """Of one cgroup (version 2, then 1)."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         pass  # no cgroup of version 2 here
     try:
-        folder = sys_root / "fs/cgroup/cpu"
         quota_us = int((folder / "cpu.cfs_quota_us").read_text())
         return None if quota_us <= 0 else quota_us / int((folder / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):

@@ -70,7 +70,29 @@ def test_a_machine_without_numa_in_sys_is_one_node(tmp_path: Path) -> None:
 def test_the_cgroups_quota(tmp_path: Path, file: str, text: str, quota: float | None) -> None:
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
-    assert cpu_quota(tmp_path) == quota
+    assert cpu_quota(tmp_path, tmp_path / "no proc") == quota
+
+
+@pytest.mark.parametrize(
+    ("lines", "quotas", "expected"),
+    [
+        ("0::/system.slice/a.service\n", {"system.slice/a.service": 2, "system.slice": 3}, 2.0),
+        ("0::/system.slice/a.service\n", {"system.slice/a.service": 4, "system.slice": 3, "other": 1}, 3.0),
+        ("0::/outside/only\n", {"": 3}, 3.0),
+        ("5:memory:/x\n4:cpu,cpuacct:/y\n0::/\n", {"cpu/y": 2, "cpu/x": 1, "x": 1}, 2.0),
+        ("0::/free\n", {"free": None}, None),
+    ],
+)
+def test_the_quota_is_the_least_of_the_cgroups_around_this_process(
+    lines: str, quotas: Mapping[str, int | None], expected: float | None, tmp_path: Path
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(lines)
+    for name, count in quotas.items():
+        folder = tmp_path / "fs/cgroup" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cpu.max").write_text("max 100000\n" if count is None else f"{count}00000 100000\n")
+    assert cpu_quota(tmp_path, tmp_path) == expected
 
 
 def test_the_quota_of_an_older_cgroup_limits_the_cores(tmp_path: Path) -> None:
