@@ -163,8 +163,10 @@ def open_ops(config: WorkerConfig) -> OpSet:
     backend = "auto" if config.model.device == "cpu" else "reference"
     try:
         return op_set(backend, config.parallel.threads, config.parallel.cpus)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
+    except RuntimeError as error:  # the system's limit of threads, or processors that are not this process's
+        raise ConfigError(f"threads is {config.parallel.threads}, which cannot be started: {error}") from error
 
 
 def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Checkpoint:

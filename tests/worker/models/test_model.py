@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from allspan.kernels.ops import OpSet
 from allspan.kernels.table import op_set
-from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.protos.config import CacheConfig, ModelConfig, ParallelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError, InternalError
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.models import loader
 from allspan.worker.models.decoder import build_decoder
-from allspan.worker.models.loader import load_model, prepare
+from allspan.worker.models.loader import load_model, open_ops, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.models.program import Named, ProgramBuilder, Rows
 from support.threads import ThreadWorld
@@ -36,6 +38,16 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     config = ModelConfig(path=str(tmp_path), name="tiny", device="cuda")
     with pytest.raises(ConfigError, match=r"device is cuda, but torch .* sees no GPU"):
         load_model(config, ThreadWorld(1).collectives[0], op_set("reference"), 32, 4)
+
+
+def test_threads_that_cannot_be_started_are_a_setting_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(backend: str, threads: int, cpus: tuple[int, ...]) -> OpSet:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(loader, "op_set", refused)
+    config = WorkerConfig(ModelConfig("", ""), ServiceConfig(run_dir=""), parallel=ParallelConfig(threads=8))
+    with pytest.raises(ConfigError, match="threads is 8, which cannot be started: Resource temporarily"):
+        open_ops(config)
 
 
 def note(seen: list[tuple[int, int]], done: int, total: int) -> None:
