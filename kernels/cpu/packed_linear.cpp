@@ -88,8 +88,7 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
         kernels.pack_row(spec, a.x + row * a.x_stride, packed + row * row_bytes);
     });
   }
-  const int64_t tile = std::min(kernels.rows, kMostRows), threads = worker.threads();
-  const int64_t quads = (spec.panels + kTilePanels - 1) / kTilePanels;
+  const int64_t tile = std::min(kernels.rows, kMostRows);
   // Rows go in tiles, and these in blocks.
   const int64_t tiles = (rows + tile - 1) / tile;
   const int64_t block = std::max<int64_t>(1, kRowBlockBytes / row_bytes / tile), blocks = (tiles + block - 1) / block;
@@ -102,7 +101,7 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
         const int64_t row = t * tile, count = std::min(tile, rows - row);
         if (spec.blocks > 0) {
           if (count > kAlone) fetch(a, row, count, panel, panels);
-          kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, row == 0);
+          kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, t == first_tile);
         } else {  // a rank without inputs
           std::memset(sums, 0, count * kTileStride * sizeof(float));
         }
@@ -111,20 +110,15 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
     }
   };
   if (kernels.begin) kernels.begin();
-  if (blocks == 1) {
-    const int64_t unit = unit_of(spec);
-    worker.stretch(spec.panels / unit, kTilePanels / unit,
-                   [&](int64_t begin, int64_t end) { tiles_of(begin * unit, end * unit, 0, tiles); });
-  } else {
-    // Four parts a thread even out what other processes take from some of them.
-    const int64_t share = std::max<int64_t>(1, quads * blocks / (threads * 4));
-    const int64_t wide = std::min(share, quads), ranges = (quads + wide - 1) / wide;
-    worker.each(ranges * blocks, [&](int64_t task) {
-      const int64_t first = task % ranges * wide, last = std::min(quads, first + wide);
-      tiles_of(first * kTilePanels, std::min(spec.panels, last * kTilePanels), tiles * (task / ranges) / blocks,
-               tiles * (task / ranges + 1) / blocks);
-    });
-  }
+  // A thread's stretch of all blocks' panels is most often its own rows.
+  const int64_t unit = unit_of(spec), units = spec.panels / unit;
+  worker.stretch(blocks * units, kTilePanels / unit, [&](int64_t begin, int64_t end) {
+    for (int64_t stop; begin < end; begin = stop) {
+      const int64_t in = begin / units, first = in * units;
+      stop = std::min(end, first + units);
+      tiles_of((begin - first) * unit, (stop - first) * unit, tiles * in / blocks, tiles * (in + 1) / blocks);
+    }
+  });
   if (kernels.end) kernels.end();
 }
 
