@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from allspan.protos.converted import is_converted, read_manifest
 from allspan.protos.errors import CheckpointError
 from allspan.protos.json_file import read_json_object
 
@@ -17,7 +18,11 @@ _INDEX = "model.safetensors.index.json"
 
 def check_files(model: Path) -> None:
     """Of a folder with safetensors: every shard that the index names is there, and every file is as long as its header
-    says. Raises CheckpointError naming the file, with its length and the one expected."""
+    says, or the manifest of converted weights. Raises CheckpointError naming the file, with its length and the one
+    expected."""
+    if is_converted(model):
+        _check_converted(model)
+        return
     if not model.is_dir():
         return
     index = model / _INDEX
@@ -28,6 +33,17 @@ def check_files(model: Path) -> None:
                 raise CheckpointError(f"{model / shard}: shard is missing ({_INDEX} expects tensors in it)")
     for path in sorted(model.glob("*.safetensors")):
         _check_length(path)
+
+
+def _check_converted(folder: Path) -> None:
+    for rank in read_manifest(folder).ranks:
+        path = folder / rank.name
+        found = path.stat().st_size if path.is_file() else 0
+        if found != rank.num_bytes:
+            what = "altered" if found > rank.num_bytes else "truncated" if path.is_file() else "missing"
+            raise CheckpointError(
+                f"{path}: {what}: it has {found} bytes, its manifest says {rank.num_bytes}: convert the model again"
+            )
 
 
 def _check_length(path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from allspan.protos.config import HELD_FIELDS
 from allspan.protos.errors import CheckpointError, ConfigError
 from allspan.protos.json_file import read_json_object
 
@@ -89,6 +90,8 @@ def read_manifest(folder: Path) -> Manifest:
             and isinstance(manifest.stored, dict)
         ):
             raise ValueError("ranks, held, spec or stored is missing or of a wrong kind")
+        if unknown := sorted(set(manifest.held) - set(HELD_FIELDS)):
+            raise ValueError(f"held has {unknown[0]!r}, which is none of {', '.join(HELD_FIELDS)}")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: not a manifest of converted weights: {error}") from error
     return manifest

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from allspan.launch.checkpoint_files import check_files
 from allspan.launch.convert import ConvertSettings, convert, with_its_ranks
 from allspan.launch.models import FoundModel
 from allspan.launch.placement import PlacementConfig
@@ -154,3 +155,18 @@ def test_a_converted_model_brings_its_number_of_ranks(tmp_path: Path) -> None:
         with_its_ranks(settings(tmp_path, 2))
     (tmp_path / "other").mkdir()
     assert with_its_ranks(settings(tmp_path / "other", 0)).placement.ranks == 0
+
+
+def test_before_any_process_starts_a_converted_models_files_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(manifest(2))
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.safetensors").write_bytes(b"7 bytes")
+    check_files(tmp_path)
+    (tmp_path / "rank-0.safetensors").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"rank-0\.safetensors: truncated: it has 0 bytes, .* 7: convert"
+    ):
+        check_files(tmp_path)
+    (tmp_path / "rank-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors: missing"):
+        check_files(tmp_path)

@@ -198,6 +198,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         r"model_type 'gpt2' is not supported",
     ),
     "no ranks": (lambda out: change(out, lambda values: values.update(ranks=[])), "not a manifest"),
+    "another setting": (
+        lambda out: change(out, lambda values: values["held"].update(sparsity=2)),
+        "not a manifest .* held has 'sparsity', which is none of dtype, quantization",
+    ),
     "a rank's file elsewhere": (
         lambda out: change(out, lambda values: values["ranks"][0].update(name="../x.safetensors")),
         "lies outside the folder",
