@@ -163,9 +163,7 @@ def test_before_any_process_starts_a_converted_models_files_are_looked_at(tmp_pa
         (tmp_path / f"rank-{rank}.safetensors").write_bytes(b"7 bytes")
     check_files(tmp_path)
     (tmp_path / "rank-0.safetensors").write_bytes(b"")
-    with pytest.raises(
-        CheckpointError, match=r"rank-0\.safetensors: truncated: it has 0 bytes, .* 7: convert"
-    ):
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors: truncated: it has 0 bytes, .* 7: convert"):
         check_files(tmp_path)
     (tmp_path / "rank-0.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank-0\.safetensors: missing"):
