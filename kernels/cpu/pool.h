@@ -25,9 +25,11 @@ class Scratch {
   void* get(size_t bytes) {
     if (bytes > size_) {
       memory_.reset();
-      size_ = (bytes + 4095) / 4096 * 4096;
-      memory_.reset(std::aligned_alloc(64, size_));
+      size_ = 0;
+      const size_t size = (bytes + 4095) / 4096 * 4096;
+      memory_.reset(std::aligned_alloc(64, size));
       if (!memory_) throw std::bad_alloc();
+      size_ = size;
     }
     return memory_.get();
   }
