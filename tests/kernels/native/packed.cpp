@@ -9,8 +9,8 @@
 using allspan::Activation;
 using allspan::Epilogue;
 using allspan::Format;
-using allspan::kFeatures;
 using allspan::kChannelGroup;
+using allspan::kFeatures;
 using allspan::kGroup;
 using allspan::LinearKernels;
 using allspan::PackedLinearArgs;
