@@ -10,21 +10,13 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.modules import kernel, launch
+from allspan.kernels.cuda.pages import PageTable, check_pages
 
 HEAD_DIMS = (64, 128, 256)
 MOST_GROUP = 16
 """Query heads that read one KV head."""
 
 _TILE, _ROWS = 16, 16  # tokens that a warp takes at a time; rows of a tile of queries
-
-
-@dataclass(frozen=True, slots=True)
-class PageTable:
-    """int32 on the GPU: request r has pages indices[indptr[r] : indptr[r + 1]] and kv_lens[r] tokens in them (>= 0)."""
-
-    indptr: Tensor
-    indices: Tensor
-    kv_lens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +30,7 @@ class DecodeWorkspace:
 def decode_workspace(requests: int, kv_heads: int, head_dim: int, device: torch.device | str) -> DecodeWorkspace:
     """For up to so many requests and KV heads."""
     blocks = _blocks(torch.device(device))
-    partial = torch.empty(blocks * 2 * _ROWS * (head_dim + 2), dtype=torch.float32, device=device)
+    partial = torch.empty(_partial_floats(blocks, head_dim), dtype=torch.float32, device=device)
     return DecodeWorkspace(partial, torch.zeros(requests * kv_heads, dtype=torch.int32, device=device))
 
 
@@ -66,7 +58,8 @@ def paged_decode(
     keys, values = cache
     requests, heads, dim = q.shape
     kv_heads, page_size = keys.shape[1], keys.shape[2]
-    _check(q, keys, values, out, workspace)
+    check_pages(q, cache, table, out, lse, HEAD_DIMS)
+    _check(requests, kv_heads, heads // kv_heads, dim, workspace, table)
     # Two stages of eight warps keep 64 KB on their way; a GPU has no room for so many rows of 256.
     stages, warps = (4 if dim == 64 else 2), (4 if dim == 256 else 8)
     tiles = warps * stages * 2 * _TILE * dim * 2
@@ -86,21 +79,15 @@ def _blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _check(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, workspace: DecodeWorkspace) -> None:
-    requests, heads, dim = q.shape
-    kv_heads, page_size = keys.shape[1], keys.shape[2]
-    if dim not in HEAD_DIMS:
-        raise ValueError(f"q: head_dim {dim} is not one of {HEAD_DIMS}")
-    if heads % kv_heads or heads // kv_heads > MOST_GROUP:
-        raise ValueError(f"q: {heads} heads on {kv_heads} KV heads are no groups of up to {MOST_GROUP}")
-    if page_size & (page_size - 1):
-        raise ValueError(f"cache: page size {page_size} is no power of two")
-    if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1 or keys.shape[3] != dim:
-        raise ValueError(f"cache: keys {keys.shape} {keys.stride()} and values {values.shape} {values.stride()} differ")
-    for name, tensor in (("q", q), ("keys", keys), ("values", values), ("out", out)):
-        if tensor.dtype is not torch.bfloat16:
-            raise ValueError(f"{name}: {tensor.dtype} is not bfloat16")
-    if not q.is_contiguous() or not out.is_contiguous() or out.shape != q.shape:
-        raise ValueError(f"out: {tuple(out.shape)} must be contiguous and like q, {tuple(q.shape)}")
-    if workspace.counters.numel() < requests * kv_heads:
-        raise ValueError(f"workspace: made for {workspace.counters.numel()} pairs, not {requests} x {kv_heads}")
+def _check(requests: int, kv_heads: int, group: int, dim: int, workspace: DecodeWorkspace, table: PageTable) -> None:
+    if group > MOST_GROUP:
+        raise ValueError(f"q: {group} query heads read a KV head, at most {MOST_GROUP} may")
+    if len(table.kv_lens) != requests:
+        raise ValueError(f"table: {len(table.kv_lens)} requests for {requests} queries")
+    blocks = _blocks(workspace.partial.device)
+    if workspace.counters.numel() < requests * kv_heads or workspace.partial.numel() < _partial_floats(blocks, dim):
+        raise ValueError(f"workspace: not made for {requests} requests x {kv_heads} KV heads of {dim}")
+
+
+def _partial_floats(blocks: int, head_dim: int) -> int:
+    return blocks * 2 * _ROWS * (head_dim + 2)

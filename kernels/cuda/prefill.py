@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.decode import PageTable
 from allspan.kernels.cuda.modules import kernel, launch
+from allspan.kernels.cuda.pages import PageTable, check_pages
 
 HEAD_DIMS = (64, 128)
 
@@ -26,6 +26,8 @@ class PrefillPlan:
     """[n, 2]: request, and first row, those that see most first."""
     qo_indptr: Tensor
     """[requests + 1]: where each request's queries begin."""
+    queries: int
+    group: int
 
 
 def plan_prefill(queries: Sequence[int], kv_lens: Sequence[int], group: int, device: torch.device | str) -> PrefillPlan:
@@ -37,7 +39,7 @@ def plan_prefill(queries: Sequence[int], kv_lens: Sequence[int], group: int, dev
     tiles.sort(key=lambda tile: kv_lens[tile[0]] - queries[tile[0]] + tile[1] // group, reverse=True)
     indptr = np.cumsum([0, *queries], dtype=np.int32)
     cut = np.array(tiles, dtype=np.int32).reshape(-1, 2)
-    return PrefillPlan(torch.from_numpy(cut).to(device), torch.from_numpy(indptr).to(device))
+    return PrefillPlan(torch.from_numpy(cut).to(device), torch.from_numpy(indptr).to(device), sum(queries), group)
 
 
 def paged_prefill(
@@ -58,17 +60,13 @@ def paged_prefill(
     keys, values = cache
     heads, dim = q.shape[1:]
     kv_heads, page_size = keys.shape[1], keys.shape[2]
-    if dim not in HEAD_DIMS or keys.shape[3] != dim or heads % kv_heads or page_size & (page_size - 1):
-        raise ValueError(
-            f"q: {heads} heads of {dim} (of {HEAD_DIMS}) do not go with {kv_heads} of {keys.shape[3]} in pages "
-            f"of {page_size} tokens (a power of two) for keys and values"
-        )
-    if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1:
-        raise ValueError(f"cache: keys {keys.shape} {keys.stride()} and values {values.shape} {values.stride()} differ")
-    if any(tensor.dtype is not torch.bfloat16 for tensor in (q, keys, values, out)):
-        raise ValueError(f"q: {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype} are not all bfloat16")
-    if not (q.is_contiguous() and out.is_contiguous()) or out.shape != q.shape:
-        raise ValueError(f"out: {tuple(out.shape)} must be contiguous and like q, {tuple(q.shape)}")
+    check_pages(q, cache, table, out, lse, HEAD_DIMS)
+    made_for, wanted = (
+        (len(plan.qo_indptr) - 1, plan.queries, plan.group),
+        (len(table.kv_lens), len(q), heads // kv_heads),
+    )
+    if made_for != wanted:
+        raise ValueError(f"plan: made for (requests, queries, group) {made_for}, not {wanted}")
     blocks = len(plan.tiles)
     if blocks == 0:
         return

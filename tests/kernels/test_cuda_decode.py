@@ -79,8 +79,13 @@ def test_what_does_not_fit_is_refused() -> None:
     wrongs = {
         "head_dim 96": q[..., :96].contiguous(),
         "float32": q.float(),
-        "34 heads": q.repeat(1, 17, 1),
+        "34 query heads": q.repeat(1, 17, 1),
     }
     for name, wrong in wrongs.items():
         with pytest.raises(ValueError, match=name):
             paged_decode(wrong, (keys, values), table, 0.1, torch.empty_like(wrong), None, workspace)
+    with pytest.raises(ValueError, match="lse"):
+        paged_decode(q, (keys, values), table, 0.1, torch.empty_like(q), q[:, :, 0], workspace)
+    for small in (decode_workspace(1, 1, 64, "cuda"), decode_workspace(0, 1, 128, "cuda")):
+        with pytest.raises(ValueError, match="workspace"):
+            paged_decode(q, (keys, values), table, 0.1, torch.empty_like(q), None, small)

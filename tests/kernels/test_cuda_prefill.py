@@ -48,3 +48,6 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (random_queries(10, 2, 96), random_queries(10, 2, 128).float()):
         with pytest.raises(ValueError, match="q: "):
             paged_prefill(wrong, (keys, values), table, plan, 0.1, True, torch.empty_like(wrong), None)
+    q = random_queries(10, 4, 128)
+    with pytest.raises(ValueError, match="plan: made for"):
+        paged_prefill(q, (keys, values), table, plan, 0.1, True, torch.empty_like(q), None)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.decode import PageTable
+from allspan.kernels.cuda.pages import PageTable
 
 Pages = tuple[Tensor, Tensor, PageTable]
 
