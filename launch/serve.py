@@ -134,8 +134,7 @@ def serve(settings: ServeSettings) -> int:
     sockets = bind(settings.gateway) if settings.gateway else None
     interrupt = Interrupt(settings.shutdown_timeout)
     try:
-        cluster = _start(settings, model, bound, mpirun)
-        interrupt.watch(cluster)
+        cluster = _start(settings, model, bound, mpirun, interrupt)
         try:
             tokenizer = _prepare_gateway(model, settings.gateway) if settings.gateway else None
             ready = cluster.wait_ready()
@@ -179,7 +178,10 @@ def _prepare_gateway(model: FoundModel, config: GatewayConfig) -> Tokenizer:
     return tokenizer
 
 
-def _start(settings: ServeSettings, model: FoundModel, bound: Bound, mpirun: mpi.Mpirun) -> Cluster:
+def _start(
+    settings: ServeSettings, model: FoundModel, bound: Bound, mpirun: mpi.Mpirun, interrupt: Interrupt
+) -> Cluster:
+    """`interrupt` watches the cluster before any process of it runs."""
     placement = bound.placement
     name = settings.served_model_name or model.name
     run = make_run_dir(settings.supervisor.run_dir, replicas=placement.replicas)
@@ -199,6 +201,7 @@ def _start(settings: ServeSettings, model: FoundModel, bound: Bound, mpirun: mpi
     plan = WorldPlan(config, placement, mpirun, bound.numactl, settings.supervisor.start_timeout_s)
     try:
         cluster = Cluster(_plans(plan), run, settings.supervisor)
+        interrupt.watch(cluster)
     except BaseException:
         run.remove()
         raise
