@@ -17,7 +17,7 @@ ruff check .
 ruff format --check .
 mypy -p allspan
 PYTHONPATH=.typing lint-imports
-clang-format --dry-run --Werror {kernels/cpu,tests/kernels/native}/*.{cpp,h} kernels/cpu/*.inc kernels/cuda/*.cu*
+clang-format --dry-run --Werror {kernels/cpu,tests/kernels/native}/*.{cpp,h} kernels/cpu/*.inc kernels/cuda/*.cu* tests/support/emulator/*.h
 
 say "tests"
 python -m pytest "$@"

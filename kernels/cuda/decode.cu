@@ -6,7 +6,7 @@
 // takes 16 tokens in turn, on its own: copies in flight, scores and values by mma.sync (16 query rows x 8 tokens x 16
 // elements), online softmax; only at the end of a pair the warps are merged. Who has a pair whole writes the output;
 // else partial results go to the workspace and the last one to come merges them in order.
-#include "tensor_cores.cuh"
+#include "ptx.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
            float* partial, int* counters, int requests, int kv_heads, int group, int page_shift, float scale_log2) {
   const Params p = {q_,  k_,  v_,      page_stride, head_stride, token_stride, indptr, indices,    kv_lens,
                     out, lse, partial, counters,    requests,    kv_heads,     group,  page_shift, scale_log2};
-  extern __shared__ __align__(128) char shared[];
+  DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   char* const tiles = shared + warp * (kStages * 2 * kTileBytes);
   int* const begins =

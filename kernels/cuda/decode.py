@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import kernel, launch
+from allspan.kernels.cuda.modules import gpu, kernel, launch
 from allspan.kernels.cuda.pages import PageTable, check_pages
 
 HEAD_DIMS = (64, 128, 256)
@@ -68,7 +68,7 @@ def paged_decode(
     function = kernel("decode.cu", "decode", HEAD_DIM=dim, STAGES=stages, WARPS=warps)
     arguments = [
         q, keys, values, *(np.int64(keys.stride(i)) for i in range(3)), table.indptr, table.indices, table.kv_lens, out,
-        np.uint64(0) if lse is None else lse, workspace.partial, workspace.counters, np.int32(requests),
+        lse, workspace.partial, workspace.counters, np.int32(requests),
         np.int32(kv_heads), np.int32(heads // kv_heads), np.int32(page_size.bit_length() - 1),
         np.float32(scale * math.log2(math.e)),
     ]  # fmt: skip
@@ -76,7 +76,7 @@ def paged_decode(
 
 
 def _blocks(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu(device).multiprocessors
 
 
 def _check(requests: int, kv_heads: int, group: int, dim: int, workspace: DecodeWorkspace, table: PageTable) -> None:

@@ -1,7 +1,7 @@
 // Prefill attention over paged KV, bfloat16, for sm_80 and later: FlashAttention-2 (T. Dao, arXiv:2307.08691) with the
 // heads of a group in the rows of one tile, so that they share its keys and values.
 // Compiled with HEAD_DIM (64 or 128).
-#include "tensor_cores.cuh"
+#include "ptx.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             long long token_stride, const int* tiles, const int* qo_indptr, const int* page_indptr, const int* indices,
             const int* kv_lens, bf16* out, float* lse, int heads, int group, int page_shift, int is_causal,
             float scale_log2) {
-  extern __shared__ __align__(128) char shared[];
+  DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int request = tiles[2 * blockIdx.x], row0 = tiles[2 * blockIdx.x + 1], kv_head = blockIdx.y;
   const int first_query = qo_indptr[request], queries = qo_indptr[request + 1] - first_query;

@@ -72,7 +72,7 @@ def paged_prefill(
         return
     arguments = [
         q, keys, values, *(np.int64(keys.stride(i)) for i in range(3)), plan.tiles, plan.qo_indptr, table.indptr,
-        table.indices, table.kv_lens, out, np.uint64(0) if lse is None else lse, np.int32(heads),
+        table.indices, table.kv_lens, out, lse, np.int32(heads),
         np.int32(heads // kv_heads), np.int32(page_size.bit_length() - 1), np.int32(is_causal),
         np.float32(scale * math.log2(math.e)),
     ]  # fmt: skip

@@ -1,8 +1,13 @@
-// Copies to shared memory, matrix fragments and products of bfloat16 on tensor cores: sm_80 and later.
-#pragma once
+// All that the kernels say to the hardware by name: copies to shared memory, matrix fragments, products on tensor
+// cores. sm_80 and later. Kernels have no assembly of their own, so that tests can put other functions in place of
+// these.
+#ifndef ALLSPAN_PTX
+#define ALLSPAN_PTX
 
 typedef unsigned int uint32_t;
 typedef unsigned short bf16;
+
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) char name[]
 
 #define kInf __int_as_float(0x7f800000)
 
@@ -41,3 +46,11 @@ __device__ __forceinline__ float power(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Of 16 bits; the other way, halves round to even.
+__device__ __forceinline__ float wide(uint32_t bits) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ bf16 narrow(float x) {
+  bf16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+#endif

@@ -1,4 +1,4 @@
-"""Decode attention on a GPU against float32, over lengths, groups and head sizes, in shuffled pages."""
+"""Decode attention against float32, over lengths, groups and head sizes, in shuffled pages."""
 
 from __future__ import annotations
 
@@ -23,35 +23,49 @@ LENGTHS = {
     "512": [random.Random(2).randrange(90) for _ in range(512)],
 }
 
-pytestmark = pytest.mark.gpu
 
-
-def case(lengths: list[int], kv_heads: int, group: int, dim: int, page: int) -> tuple[Tensor, Pages]:
-    return random_queries(len(lengths), kv_heads * group, dim), random_pages(lengths, kv_heads, dim, page)
+def case(lengths: list[int], kv_heads: int, group: int, dim: int, page: int, device: str) -> tuple[Tensor, Pages]:
+    return random_queries(len(lengths), kv_heads * group, dim, device), random_pages(
+        lengths, kv_heads, dim, page, device
+    )
 
 
 def expected(q: Tensor, pages: Pages, scale: float) -> tuple[Tensor, Tensor]:
     return attended(q, pages, [1] * len(q), scale, is_causal=False)
 
 
+def check(lengths: list[int], heads: tuple[int, int], dim: int, page: int, device: str) -> None:
+    kv_heads, group = heads
+    q, (keys, values, table) = case(lengths, kv_heads, group, dim, page, device)
+    out = torch.full_like(q, math.nan)
+    lse = torch.full(q.shape[:2], math.nan, device=device)
+    workspace = decode_workspace(len(lengths), kv_heads, dim, device)
+    paged_decode(q, (keys, values), table, dim**-0.5, out, lse, workspace)
+    right, right_lse = expected(q, (keys, values, table), dim**-0.5)
+    torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
+    assert not workspace.counters.any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("page", [1, 16, 64])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_decode_agrees_with_float32(lengths: list[int], dim: int, page: int) -> None:
-    for kv_heads, group in ((1, 1), (3, 2), (8, 3), (1, 4), (4, 7), (8, 8), (1, 16)):
-        q, (keys, values, table) = case(lengths, kv_heads, group, dim, page)
-        out = torch.full_like(q, math.nan)
-        lse = torch.full(q.shape[:2], math.nan, device="cuda")
-        workspace = decode_workspace(len(lengths), kv_heads, dim, "cuda")
-        paged_decode(q, (keys, values), table, dim**-0.5, out, lse, workspace)
-        right, right_lse = expected(q, (keys, values, table), dim**-0.5)
-        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
-        torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
-        assert not workspace.counters.any()
+    for heads in ((1, 1), (3, 2), (8, 3), (1, 4), (4, 7), (8, 8), (1, 16)):
+        check(lengths, heads, dim, page, "cuda")
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(3, 2), (1, 7), (1, 16)])
+@pytest.mark.parametrize("lengths", [[1], [0], [17, 0, 64, 65, 127, 128], [700, 3, 1, 130]])
+def test_small_batches_agree_with_float32(lengths: list[int], heads: tuple[int, int], dim: int, device: str) -> None:
+    check(lengths, heads, dim, 16, device)
+
+
+@pytest.mark.gpu
 def test_a_captured_graph_serves_other_lengths() -> None:
-    q, (keys, values, table) = case([700, 40], 4, 7, 128, 16)
+    q, (keys, values, table) = case([700, 40], 4, 7, 128, 16, "cuda")
     out, workspace = torch.empty_like(q), decode_workspace(2, 4, 128, "cuda")
     paged_decode(q, (keys, values), table, 0.1, out, None, workspace)
     torch.cuda.synchronize()
@@ -63,19 +77,19 @@ def test_a_captured_graph_serves_other_lengths() -> None:
     torch.testing.assert_close(out.float(), expected(q, (keys, values, table), 0.1)[0], rtol=1e-2, atol=8e-3)
 
 
-def test_keys_and_values_of_one_tensor_by_tokens() -> None:
+def test_keys_and_values_of_one_tensor_by_tokens(device: str) -> None:
     """FlashInfer's NHD layout: [pages, 2, page_size, kv_heads, head_dim]."""
-    q, (keys, values, table) = case([100, 31], 2, 4, 128, 16)
+    q, (keys, values, table) = case([100, 31], 2, 4, 128, 16, device)
     both = torch.stack((keys, values), 1).transpose(2, 3).contiguous()
     out = torch.empty_like(q)
     views = both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
-    paged_decode(q, views, table, 0.1, out, None, decode_workspace(2, 2, 128, "cuda"))
+    paged_decode(q, views, table, 0.1, out, None, decode_workspace(2, 2, 128, device))
     torch.testing.assert_close(out.float(), expected(q, (keys, values, table), 0.1)[0], rtol=1e-2, atol=8e-3)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    q, (keys, values, table) = case([10], 1, 2, 128, 16)
-    workspace = decode_workspace(1, 1, 128, "cuda")
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    q, (keys, values, table) = case([10], 1, 2, 128, 16, device)
+    workspace = decode_workspace(1, 1, 128, device)
     wrongs = {
         "head_dim 96": q[..., :96].contiguous(),
         "float32": q.float(),
@@ -86,6 +100,6 @@ def test_what_does_not_fit_is_refused() -> None:
             paged_decode(wrong, (keys, values), table, 0.1, torch.empty_like(wrong), None, workspace)
     with pytest.raises(ValueError, match="lse"):
         paged_decode(q, (keys, values), table, 0.1, torch.empty_like(q), q[:, :, 0], workspace)
-    for small in (decode_workspace(1, 1, 64, "cuda"), decode_workspace(0, 1, 128, "cuda")):
+    for small in (decode_workspace(1, 1, 64, device), decode_workspace(0, 1, 128, device)):
         with pytest.raises(ValueError, match="workspace"):
             paged_decode(q, (keys, values), table, 0.1, torch.empty_like(q), None, small)

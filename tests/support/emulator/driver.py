@@ -1,0 +1,86 @@
+"""Runs the CUDA kernels on a processor: emulator.h says what that shows and what not."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allspan.kernels.cuda.modules import FOLDER, Gpu, Kernel
+
+HERE = Path(__file__).parent
+
+_STUB = """#include "emulator.h"
+#include "{file}"
+extern "C" const char* emulated_launch(const unsigned* grid, unsigned threads, unsigned long shared, void** given) {{
+  static std::string error;
+  error = emulator::run(&{name}, dim3{{grid[0], grid[1], grid[2]}}, dim3{{threads, 1, 1}}, shared, given);
+  return error.c_str();
+}}
+"""
+
+
+class EmulatedFault(AssertionError):
+    """A kernel did what no GPU would put up with."""
+
+
+class EmulatorDriver:
+    """Takes the place of `allspan.kernels.cuda.modules.driver()`; tensors are the CPU's. Compiled kernels are kept in
+    `folder`. A GPU of few multiprocessors, so that work is shared out over blocks in small cases, too."""
+
+    def __init__(self, folder: Path, multiprocessors: int = 5) -> None:
+        self._folder = folder
+        self._gpu = Gpu(multiprocessors, 232448 - 1024)
+        self._functions: dict[Kernel, Any] = {}
+        self.launched: list[Kernel] = []
+
+    def gpu(self, device: torch.device) -> Gpu:
+        return self._gpu
+
+    def launch(
+        self, kernel: Kernel, blocks: tuple[int, ...], threads: int, arguments: Sequence[Any], shared_bytes: int
+    ) -> None:
+        if shared_bytes > self._gpu.shared_bytes or not 0 < threads <= 1024 or min(blocks) < 1:
+            raise EmulatedFault(f"{kernel}: {blocks} blocks of {threads} threads, {shared_bytes} bytes each")
+        self.launched.append(kernel)
+        function = self._functions.get(kernel) or self._compile(kernel)
+        cells = [_cell(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
+        grid = (ctypes.c_uint * 3)(*blocks, *[1] * (3 - len(blocks)))
+        error = function(grid, threads, shared_bytes, pointers)
+        if error:
+            raise EmulatedFault(f"{kernel}: {error.decode()}")
+
+    def _compile(self, kernel: Kernel) -> Any:
+        text = _STUB.format(file=FOLDER / kernel.file, name=kernel.name)
+        sources = [*sorted(FOLDER.glob("*.cu*")), *sorted(HERE.glob("*.h"))]
+        key = hashlib.sha256(repr((kernel, [path.read_bytes() for path in sources])).encode()).hexdigest()[:24]
+        library = self._folder / f"{kernel.name}-{key}.so"
+        if not library.exists():
+            built = library.with_suffix(f".{os.getpid()}")
+            words = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
+            words += [f"-I{HERE}", f"-I{FOLDER}", *(f"-D{macro}={value}" for macro, value in kernel.defines)]
+            done = subprocess.run([*words, "-x", "c++", "-", "-o", built], input=text, capture_output=True, text=True)
+            if done.returncode:
+                raise EmulatedFault(f"{kernel} does not compile:\n{done.stderr[:4000]}")
+            built.rename(library)
+        function = ctypes.CDLL(str(library)).emulated_launch
+        function.restype = ctypes.c_char_p
+        function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_ulong, ctypes.c_void_p]
+        self._functions[kernel] = function
+        return function
+
+
+def _cell(argument: Any) -> Any:
+    """Eight bytes that begin with the argument's."""
+    if argument is None:
+        return ctypes.c_uint64(0)
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_uint64(argument.data_ptr())
+    return ctypes.c_uint64.from_buffer_copy(argument.tobytes().ljust(8, b"\0"))

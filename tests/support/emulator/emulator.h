@@ -1,0 +1,186 @@
+// CUDA C++ on a processor: put before a kernel's source, it makes of it a program in which each thread of a block is a
+// fiber. Blocks run one after the other, so nothing here tells of races between them. What a block meets is checked:
+// shared memory starts as NaNs, asynchronous copies arrive no sooner than they are waited for, the lanes of a warp must
+// come to the same collective, and a block whose threads wait for each other in vain is an error.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+namespace emulator {
+
+constexpr int kWarp = 32, kStack = 128 * 1024, kMail = 64;
+
+struct Copy {
+  char* to;
+  const char* from;
+  int bytes, size;
+};
+
+struct Barrier {
+  int waiting = 0;
+  long turn = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  int alive = 0;
+  alignas(16) char mail[2][kWarp][kMail];
+  int kind[2][kWarp];
+};
+
+struct Thread {
+  ucontext_t context;
+  dim3 index;
+  int lane = 0;
+  Warp* warp = nullptr;
+  int parity = 0;
+  bool done = false;
+  std::vector<Copy> open;
+  std::vector<std::vector<Copy>> groups;
+};
+
+struct Block {
+  ucontext_t scheduler;
+  std::vector<std::unique_ptr<Thread>> threads;
+  std::vector<Warp> warps;
+  std::vector<char> stacks;
+  std::vector<char> shared;
+  char* base = nullptr;
+  Barrier barrier;
+  int alive = 0;
+  bool moved = false;
+  std::string error;
+  std::function<void()> body;
+};
+
+inline Block block;
+inline Thread* me = nullptr;
+inline dim3 block_index, block_size, grid_size;
+
+inline void yield() { swapcontext(&me->context, &block.scheduler); }
+
+[[noreturn]] inline void fail(const std::string& what) {
+  if (block.error.empty()) block.error = what;
+  for (;;) yield();
+}
+
+inline void wait(Barrier& barrier, const int& alive) {
+  const long turn = barrier.turn;
+  block.moved = true;
+  if (++barrier.waiting >= alive) {
+    barrier.waiting = 0, ++barrier.turn;
+    return;
+  }
+  while (barrier.turn == turn) {
+    yield();
+    if (barrier.turn == turn && barrier.waiting >= alive) barrier.waiting = 0, ++barrier.turn;  // others have ended
+  }
+  block.moved = true;
+}
+
+// Every lane of the warp gives `mine` and gets a look at what each gave. `kind` tells collectives apart.
+template <class T>
+const T* exchange(const T& mine, int kind) {
+  static_assert(sizeof(T) <= kMail && std::is_trivially_copyable_v<T>);
+  Warp& warp = *me->warp;
+  const int parity = me->parity ^= 1;
+  std::memcpy(warp.mail[parity][me->lane], &mine, sizeof mine);
+  warp.kind[parity][me->lane] = kind;
+  wait(warp.barrier, warp.alive);
+  const size_t neighbour = (&warp - block.warps.data()) * kWarp + (me->lane ^ 1);
+  if (neighbour < block.threads.size() && !block.threads[neighbour]->done && warp.kind[parity][me->lane ^ 1] != kind)
+    fail("lanes of a warp are at different collectives");
+  return reinterpret_cast<const T*>(warp.mail[parity][0]);
+}
+
+template <class T>
+const T& of_lane(const T* all, int lane) {
+  return *reinterpret_cast<const T*>(reinterpret_cast<const char*>(all) + lane * kMail);
+}
+
+inline void start() {
+  block.body();
+  me->done = true;
+  --me->warp->alive, --block.alive;
+  block.moved = true;
+  for (;;) yield();
+}
+
+inline void run_block() {
+  const int count = static_cast<int>(block_size.x * block_size.y * block_size.z);
+  block.threads.clear();
+  block.warps.assign((count + kWarp - 1) / kWarp, Warp());
+  block.barrier = Barrier(), block.alive = count;
+  block.stacks.resize(static_cast<size_t>(count) * kStack);
+  for (size_t i = 0; i + 4 <= block.shared.size(); i += 4) std::memcpy(&block.shared[i], "\xff\xff\xff\x7f", 4);
+  for (int i = 0; i < count; ++i) {
+    auto thread = std::make_unique<Thread>();
+    thread->index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
+    thread->lane = i % kWarp, thread->warp = &block.warps[i / kWarp];
+    ++thread->warp->alive;
+    getcontext(&thread->context);
+    thread->context.uc_stack.ss_sp = &block.stacks[static_cast<size_t>(i) * kStack];
+    thread->context.uc_stack.ss_size = kStack;
+    thread->context.uc_link = nullptr;
+    makecontext(&thread->context, start, 0);
+    block.threads.push_back(std::move(thread));
+  }
+  while (block.alive > 0) {
+    block.moved = false;
+    for (auto& thread : block.threads) {
+      if (thread->done) continue;
+      me = thread.get();
+      swapcontext(&block.scheduler, &me->context);
+      if (!block.error.empty()) throw std::runtime_error(block.error);
+    }
+    if (!block.moved) throw std::runtime_error("the threads of a block wait for each other in vain");
+  }
+}
+
+// Runs a kernel; `arguments` point at its parameters. Returns what went wrong, or "".
+template <class... A>
+std::string run(void (*kernel)(A...), dim3 grid, dim3 threads, size_t shared, void** arguments) {
+  std::tuple<std::decay_t<A>...> values;
+  int at = 0;
+  std::apply([&](auto&... value) { ((value = *static_cast<std::decay_t<decltype(value)>*>(arguments[at++])), ...); },
+             values);
+  block.body = [&] { std::apply(kernel, values); };
+  block.error.clear();
+  block.shared.assign(shared + 256, 0);
+  block.base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(block.shared.data()) + 127) & ~uintptr_t{127});
+  block_size = threads, grid_size = grid;
+  const auto where = [&] {
+    return " (block " + std::to_string(block_index.x) + ", " + std::to_string(block_index.y) + ")";
+  };
+  try {
+    for (block_index.z = 0; block_index.z < grid.z; ++block_index.z)
+      for (block_index.y = 0; block_index.y < grid.y; ++block_index.y)
+        for (block_index.x = 0; block_index.x < grid.x; ++block_index.x) run_block();
+  } catch (const std::exception& error) {
+    return error.what() + where();
+  }
+  return "";
+}
+
+}  // namespace emulator
+
+#include "cuda_words.h"
+#include "ptx_words.h"

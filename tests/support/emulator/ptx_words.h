@@ -1,0 +1,82 @@
+// The functions of kernels/cuda/ptx.cuh, for emulator.h.
+#pragma once
+
+#define ALLSPAN_PTX
+
+typedef unsigned short bf16;
+
+#define kInf __int_as_float(0x7f800000)
+#define DYNAMIC_SHARED(name) char* const name = emulator::block.base
+
+inline uint32_t smem(const void* at) {
+  return static_cast<uint32_t>(static_cast<const char*>(at) - emulator::block.base);
+}
+inline void copy16(uint32_t to, const void* from, bool is_there) {
+  if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a copy of 16 bytes is not aligned");
+  emulator::me->open.push_back({emulator::block.base + to, static_cast<const char*>(from), is_there ? 16 : 0, 16});
+}
+inline void commit() {
+  emulator::me->groups.push_back(std::move(emulator::me->open));
+  emulator::me->open.clear();
+}
+template <int N>
+void wait_for() {
+  auto& groups = emulator::me->groups;
+  while (static_cast<int>(groups.size()) > N) {
+    for (const auto& copy : groups.front()) {
+      std::memset(copy.to, 0, copy.size);
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+inline float wide(uint32_t bits) { return __uint_as_float(bits << 16); }
+inline bf16 narrow(float x) {
+  if (std::isnan(x)) return 0x7fff;
+  const unsigned bits = __float_as_uint(x);
+  return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline uint32_t pack(float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; }
+inline float power(float x) { return std::exp2(x); }
+
+inline void load_matrices(uint32_t* r, uint32_t at, bool transposed) {
+  if (at % 16) emulator::fail("a row of a matrix is not aligned");
+  const uint32_t* all = emulator::exchange(at, transposed ? 20 : 21);
+  const int lane = emulator::me->lane;
+  for (int i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (int e = 0; e < 2; ++e) {
+      const int row = transposed ? lane % 4 * 2 + e : lane / 4, col = transposed ? lane / 4 : lane % 4 * 2 + e;
+      std::memcpy(&pair[e], emulator::block.base + emulator::of_lane(all, i * 8 + row) + col * 2, 2);
+    }
+    r[i] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+  }
+}
+inline void load4(uint32_t* r, uint32_t at) { load_matrices(r, at, false); }
+inline void load4_transposed(uint32_t* r, uint32_t at) { load_matrices(r, at, true); }
+
+struct Fragments {
+  uint32_t a[4], b[2];
+};
+
+// d[16][8] += a[16][k] · b[k][8]; `at` reads element i of a register.
+template <int kElements, class T, class Read>
+void multiply_fragments(T* c, const uint32_t* a, uint32_t b0, uint32_t b1, int kind, Read&& at) {
+  const Fragments* all = emulator::exchange(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}}, kind);
+  const int lane = emulator::me->lane;
+  for (int e = 0; e < 4; ++e) {
+    const int row = lane / 4 + e / 2 * 8, col = lane % 4 * 2 + e % 2;
+    T sum = 0;
+    for (int half = 0; half < 2; ++half)
+      for (int t = 0; t < 4; ++t) {
+        const uint32_t x = emulator::of_lane(all, row % 8 * 4 + t).a[row / 8 + half * 2];
+        const uint32_t y = emulator::of_lane(all, col * 4 + t).b[half];
+        for (int i = 0; i < kElements; ++i) sum += at(x, i) * at(y, i);
+      }
+    c[e] += sum;
+  }
+}
+inline void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  multiply_fragments<2>(c, a, b0, b1, 22, [](uint32_t x, int i) { return wide(x >> 16 * i & 0xffff); });
+}
