@@ -27,16 +27,25 @@ constexpr int kMerged = 64;                                     // pieces merged
 constexpr int kSlots = (16 * D / 4 + kThreads - 1) / kThreads;  // of a thread, of an output of 16 rows
 
 struct Params {
-  const bf16* q;  // [requests, heads, D]
+  const bf16* q;       // [rows, heads or more, D]
+  long long q_stride;  // of a row
   const bf16 *k, *v;
   long long page_stride, head_stride, token_stride;  // elements
   const int *indptr, *indices, *kv_lens;
-  bf16* out;       // [requests, heads, D]
-  float* lse;      // [requests, heads] or null, base 2
-  float* partial;  // [grid * 2][16][D + 2]
-  int* counters;   // [requests * kv_heads], zero before and after
-  int requests, kv_heads, group, page_shift;
+  const int* rows;         // [requests]: of q and out, -1: the request is left out; null: 0, 1, …
+  const int* first_heads;  // [kv_heads + 1], null: as many query heads for each
+  bf16* out;               // [rows, heads, D]
+  float* lse;              // [rows, heads] or null, base 2
+  float* partial;          // [grid * 2][16][D + 2]
+  int* counters;           // [requests * kv_heads], zero before and after
+  int requests, kv_heads, heads, page_shift;
   float scale_log2;
+
+  __device__ __forceinline__ int row(int request) const { return rows ? rows[request] : request; }
+  __device__ __forceinline__ int length(int request) const { return row(request) < 0 ? 0 : kv_lens[request]; }
+  __device__ __forceinline__ int first_head(int kv_head) const {
+    return first_heads ? first_heads[kv_head] : heads / kv_heads * kv_head;
+  }
 };
 
 // 16-byte chunk `c` of row `r` in a tile, rows swizzled so that ldmatrix meets no bank twice.
@@ -49,7 +58,7 @@ struct State {
 
 // Merges `pieces` partial results, those of thread blocks begin_block and on, into the heads from `head` on.
 __device__ __noinline__ void merge(const Params& p, float* weights, int begin_block, int pieces, int first_slot,
-                                   long long head) {
+                                   long long head, int group) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int kPart = 16 * (D + 2);
   const float* const parts = p.partial + static_cast<long long>(begin_block) * 2 * kPart;
@@ -62,13 +71,13 @@ __device__ __noinline__ void merge(const Params& p, float* weights, int begin_bl
     const int some = min(kMerged, pieces - done);
     __syncthreads();
     for (int at = threadIdx.x; at < some * 16; at += kThreads)
-      if (at % 16 < p.group) {
+      if (at % 16 < group) {
         const float* from = piece(done + at / 16) + 16 * D + at % 16;
         weights[at % 16 * kMerged + at / 16] = __ldcg(from);
         weights[(16 + at % 16) * kMerged + at / 16] = __ldcg(from + 16);
       }
     __syncthreads();
-    for (int row = warp; row < p.group; row += kWarps) {
+    for (int row = warp; row < group; row += kWarps) {
       float top = -kInf;
       for (int b = lane; b < some; b += 32) top = fmaxf(top, weights[row * kMerged + b]);
 #pragma unroll
@@ -87,7 +96,7 @@ __device__ __noinline__ void merge(const Params& p, float* weights, int begin_bl
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
       const int at = threadIdx.x + k * kThreads, row = at / (D / 4), col = at % (D / 4) * 4;
-      if (row >= p.group) continue;
+      if (row >= group) continue;
       const float theirs = weights[32 * kMerged + row], next = fmaxf(tops[k], theirs);
       const float ours = power(tops[k] - next), by = power(theirs - next);
       float4 part = make_float4(0, 0, 0, 0);
@@ -105,7 +114,7 @@ __device__ __noinline__ void merge(const Params& p, float* weights, int begin_bl
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     const int at = threadIdx.x + k * kThreads, row = at / (D / 4), col = at % (D / 4) * 4;
-    if (row >= p.group) continue;
+    if (row >= group) continue;
     const float by = 1.0f / totals[k];
     *reinterpret_cast<uint2*>(p.out + (head + row) * D + col) =
         make_uint2(pack(sum[k].x * by, sum[k].y * by), pack(sum[k].z * by, sum[k].w * by));
@@ -114,11 +123,13 @@ __device__ __noinline__ void merge(const Params& p, float* weights, int begin_bl
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    decode(const bf16* q_, const bf16* k_, const bf16* v_, long long page_stride, long long head_stride,
-           long long token_stride, const int* indptr, const int* indices, const int* kv_lens, bf16* out, float* lse,
-           float* partial, int* counters, int requests, int kv_heads, int group, int page_shift, float scale_log2) {
-  const Params p = {q_,  k_,  v_,      page_stride, head_stride, token_stride, indptr, indices,    kv_lens,
-                    out, lse, partial, counters,    requests,    kv_heads,     group,  page_shift, scale_log2};
+    decode(const bf16* q_, long long q_stride, const bf16* k_, const bf16* v_, long long page_stride,
+           long long head_stride, long long token_stride, const int* indptr, const int* indices, const int* kv_lens,
+           const int* rows, const int* first_heads, bf16* out, float* lse, float* partial, int* counters, int requests,
+           int kv_heads, int heads, int page_shift, float scale_log2) {
+  const Params p = {q_,      q_stride, k_,       v_,       page_stride, head_stride, token_stride,
+                    indptr,  indices,  kv_lens,  rows,     first_heads, out,         lse,
+                    partial, counters, requests, kv_heads, heads,       page_shift,  scale_log2};
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   char* const tiles = shared + warp * (kStages * 2 * kTileBytes);
@@ -130,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   int carry = 0;
   for (int base = 0; base < p.requests; base += kThreads) {
     const int r = base + threadIdx.x;
-    int x = r < p.requests ? (p.kv_lens[r] + kBlock - 1) / kBlock : 0;
+    const int tokens = r < p.requests ? p.length(r) : 0;
+    int x = (tokens + kBlock - 1) / kBlock;
     for (int o = 1; o < 32; o <<= 1) {
       const int y = __shfl_up_sync(~0u, x, o);
       if (lane >= o) x += y;
@@ -143,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       all += warp_sums[w];
     }
     if (r < p.requests) begins[r + 1] = before + x;
-    if (r < p.requests && p.kv_lens[r] == 0 && r % gridDim.x == blockIdx.x) {
-      for (int h = 0; h < p.kv_heads * p.group; ++h) {
-        const long long head = static_cast<long long>(r) * p.kv_heads * p.group + h;
+    if (r < p.requests && tokens == 0 && r % gridDim.x == blockIdx.x && p.row(r) >= 0) {
+      for (int h = 0; h < heads; ++h) {
+        const long long head = static_cast<long long>(p.row(r)) * heads + h;
         for (int i = 0; i < D; i += 8) *reinterpret_cast<uint4*>(p.out + head * D + i) = make_uint4(0, 0, 0, 0);
         if (p.lse) p.lse[head] = -kInf;
       }
@@ -161,7 +173,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x >= grid) return;
   long long unit = units * blockIdx.x / grid;
   const long long end = units * (blockIdx.x + 1) / grid;
-  const int heads = p.kv_heads * p.group;
 
   while (unit < end) {
     // Which request and head: units of a request lie together, its heads one after the other.
@@ -173,23 +184,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       else
         high = middle;
     }
-    const int request = low, length = p.kv_lens[request];
+    const int request = low, length = p.kv_lens[request], row = p.row(request);
     const int per_head = begins[request + 1] - begins[request];
     const long long offset = unit - static_cast<long long>(begins[request]) * p.kv_heads;
     const int kv_head = static_cast<int>(offset / per_head), first = static_cast<int>(offset % per_head);
     const int last = static_cast<int>(min(static_cast<long long>(per_head), first + (end - unit)));
+    const int first_head = p.first_head(kv_head), group = p.first_head(kv_head + 1) - first_head;
+    const long long head0 = static_cast<long long>(row) * heads + first_head;
     const int* pages = p.indices + p.indptr[request];
     const bf16 *k = p.k + kv_head * p.head_stride, *v = p.v + kv_head * p.head_stride;
 
-    // Row r of q is head kv_head * group + r; rows past the group are zeros.
+    // Row r of the tile is head first_head + r; rows past the group are zeros.
     uint32_t q[kSteps][4];
     {
-      const bf16* from = p.q + (static_cast<long long>(request) * heads + kv_head * p.group) * D;
+      const bf16* from = p.q + row * p.q_stride + first_head * D;
       const int r = lane / 4, c = lane % 4 * 2;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const auto at = [&](int row, int col) {
-          return row < p.group ? *reinterpret_cast<const uint32_t*>(from + row * D + s * 16 + col) : 0u;
+          return row < group ? *reinterpret_cast<const uint32_t*>(from + row * D + s * 16 + col) : 0u;
         };
         q[s][0] = at(r, c), q[s][1] = at(r + 8, c), q[s][2] = at(r, c + 8), q[s][3] = at(r + 8, c + 8);
       }
@@ -285,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       st.total[h] += __shfl_xor_sync(~0u, st.total[h], 2);
       const int row = lane / 4 + h * 8;
       if (lane % 4 == 0) tops[warp * 16 + row] = st.top[h], tops[(kWarps + warp) * 16 + row] = st.total[h];
-      if (row < p.group)
+      if (row < group)
 #pragma unroll
         for (int n = 0; n < kOut; ++n)
           *reinterpret_cast<float2*>(merged + (warp * 16 + row) * D + n * 8 + lane % 4 * 2) =
@@ -294,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     const bool whole = first == 0 && last == per_head;
     float* const mine = p.partial + (static_cast<long long>(blockIdx.x) * 2 + (first != 0 ? 0 : 1)) * 16 * (D + 2);
-    for (int at = threadIdx.x; at < p.group * (D / 4); at += kThreads) {
+    for (int at = threadIdx.x; at < group * (D / 4); at += kThreads) {
       const int row = at / (D / 4), col = at % (D / 4) * 4;
       float top = -kInf;
 #pragma unroll
@@ -311,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
       if (whole) {
         const float by = 1.0f / total;
-        const long long head = static_cast<long long>(request) * heads + kv_head * p.group + row;
+        const long long head = head0 + row;
         *reinterpret_cast<uint2*>(p.out + head * D + col) =
             make_uint2(pack(sum.x * by, sum.y * by), pack(sum.z * by, sum.w * by));
         if (p.lse && col == 0) p.lse[head] = base + log2f(total);
@@ -344,8 +357,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         __threadfence();
         // Only the first block can have begun before the pair; all others have it as their first piece.
         const int first_slot = units * begin_block / grid > pair0 ? 0 : 1;
-        merge(p, reinterpret_cast<float*>(shared), begin_block, end_block - begin_block + 1, first_slot,
-              static_cast<long long>(request) * heads + kv_head * p.group);
+        merge(p, reinterpret_cast<float*>(shared), begin_block, end_block - begin_block + 1, first_slot, head0, group);
       }
     }
     __syncthreads();

@@ -43,12 +43,13 @@ def paged_decode(
     lse: Tensor | None,
     workspace: DecodeWorkspace,
 ) -> None:
-    """out[r, h] = attention of query q[r, h] over the request's tokens; of a request without any, zeros.
+    """out[i, h] = attention of query q[i, h] over the tokens of the request that row i is; of none, zeros.
 
-    q, out: bfloat16 [requests, heads, head_dim], contiguous. cache: keys and values, bfloat16 [pages, kv_heads,
-    page_size, head_dim] in any strides but the last, both alike; page_size is a power of two. Query head h reads KV
-    head h // (heads / kv_heads). scale: of q · k. lse: float32 [requests, heads], contiguous: the logarithm to base 2
-    of the sum of the powers of e (-inf for none), or None.
+    q: bfloat16 [rows, heads or more, head_dim], of which the first heads are read: it may be a fused buffer of queries,
+    keys and values. out: bfloat16 [rows, heads, head_dim], contiguous; rows that are no request's (`PageTable.rows`)
+    are left alone. cache: keys and values, bfloat16 [pages, kv_heads, page_size, head_dim] in any strides but the last,
+    both alike; page_size is a power of two. A KV head is read by 1 to 16 query heads. scale: of q · k. lse: float32
+    [rows, heads], contiguous: the logarithm to base 2 of the sum of the powers of e (-inf for none), or None.
 
     Lengths are read on the GPU only: a graph that was captured serves other ones, as long as the tensors stay. Not
     batch-invariant: where a request is cut depends on the others.
@@ -56,10 +57,10 @@ def paged_decode(
     Raises ValueError for what does not fit, BackendUnavailable without CuPy.
     """
     keys, values = cache
-    requests, heads, dim = q.shape
-    kv_heads, page_size = keys.shape[1], keys.shape[2]
+    heads, dim = out.shape[1:]
+    requests, kv_heads, page_size = len(table.kv_lens), keys.shape[1], keys.shape[2]
     check_pages(q, cache, table, out, lse, HEAD_DIMS)
-    _check(requests, kv_heads, heads // kv_heads, dim, workspace, table)
+    _check(q, kv_heads, heads // kv_heads if table.first_heads is None else 1, workspace, table)
     # Two stages of eight warps keep 64 KB on their way; a GPU has no room for so many rows of 256.
     stages, warps = (4 if dim == 64 else 2), (4 if dim == 256 else 8)
     tiles = warps * stages * 2 * _TILE * dim * 2
@@ -67,9 +68,9 @@ def paged_decode(
     shared = max(tiles, merged) + (requests + 1) * 4 + 12
     function = kernel("decode.cu", "decode", HEAD_DIM=dim, STAGES=stages, WARPS=warps)
     arguments = [
-        q, keys, values, *(np.int64(keys.stride(i)) for i in range(3)), table.indptr, table.indices, table.kv_lens, out,
-        lse, workspace.partial, workspace.counters, np.int32(requests),
-        np.int32(kv_heads), np.int32(heads // kv_heads), np.int32(page_size.bit_length() - 1),
+        q, np.int64(q.stride(0)), keys, values, *(np.int64(keys.stride(i)) for i in range(3)), table.indptr,
+        table.indices, table.kv_lens, table.rows, table.first_heads, out, lse, workspace.partial, workspace.counters,
+        np.int32(requests), np.int32(kv_heads), np.int32(heads), np.int32(page_size.bit_length() - 1),
         np.float32(scale * math.log2(math.e)),
     ]  # fmt: skip
     launch(function, (_blocks(q.device),), warps * 32, arguments, shared)
@@ -79,11 +80,12 @@ def _blocks(device: torch.device) -> int:
     return gpu(device).multiprocessors
 
 
-def _check(requests: int, kv_heads: int, group: int, dim: int, workspace: DecodeWorkspace, table: PageTable) -> None:
+def _check(q: Tensor, kv_heads: int, group: int, workspace: DecodeWorkspace, table: PageTable) -> None:
+    rows, dim, requests = len(q), q.shape[2], len(table.kv_lens)
     if group > MOST_GROUP:
         raise ValueError(f"q: {group} query heads read a KV head, at most {MOST_GROUP} may")
-    if len(table.kv_lens) != requests:
-        raise ValueError(f"table: {len(table.kv_lens)} requests for {requests} queries")
+    if table.rows is None and requests != rows:
+        raise ValueError(f"table: {requests} requests for {rows} queries; table.rows says whose they are")
     blocks = _blocks(workspace.partial.device)
     if workspace.counters.numel() < requests * kv_heads or workspace.partial.numel() < _partial_floats(blocks, dim):
         raise ValueError(f"workspace: not made for {requests} requests x {kv_heads} KV heads of {dim}")

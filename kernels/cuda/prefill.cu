@@ -14,17 +14,22 @@ constexpr int kSteps = D / 16, kOut = D / 8, kScores = kTokens / 8;
 // 16-byte chunk `c` of row `r`, swizzled so that ldmatrix meets no bank twice.
 __device__ __forceinline__ uint32_t chunk(int r, int c) { return r * kRow + ((c ^ (r & 7)) << 4); }
 
-// tiles: [blocks][2]: request, and first row of the tile; row i of a request is query i / group, head i % group.
+// tiles: [blocks][2]: request (-1: none), and first row of the tile; row i of a request is query i / group, head
+// i % group of the KV head's. first_heads: [kv_heads + 1], or null: as many query heads for each.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    prefill(const bf16* q, const bf16* k_cache, const bf16* v_cache, long long page_stride, long long head_stride,
-            long long token_stride, const int* tiles, const int* qo_indptr, const int* page_indptr, const int* indices,
-            const int* kv_lens, bf16* out, float* lse, int heads, int group, int page_shift, int is_causal,
-            float scale_log2) {
+    prefill(const bf16* q, long long q_stride, const bf16* k_cache, const bf16* v_cache, long long page_stride,
+            long long head_stride, long long token_stride, const int* tiles, const int* qo_indptr,
+            const int* page_indptr, const int* indices, const int* kv_lens, const int* first_heads, bf16* out,
+            float* lse, int heads, int page_shift, int is_causal, float scale_log2) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int request = tiles[2 * blockIdx.x], row0 = tiles[2 * blockIdx.x + 1], kv_head = blockIdx.y;
+  if (request < 0) return;
+  const int even = heads / gridDim.y, first_head = first_heads ? first_heads[kv_head] : even * kv_head;
+  const int group = first_heads ? first_heads[kv_head + 1] - first_head : even;
   const int first_query = qo_indptr[request], queries = qo_indptr[request + 1] - first_query;
   const int length = kv_lens[request], rows = queries * group;
+  if (row0 >= rows) return;
   const int* pages = indices + page_indptr[request];
   const bf16 *k = k_cache + kv_head * head_stride, *v = v_cache + kv_head * head_stride;
   char *const q_tile = shared, *const k_tile = q_tile + kRows * kRow, *const v_tile = k_tile + kTokens * kRow;
@@ -37,9 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const int r = at / kChunks, c = at % kChunks, row = row0 + r;
     const bool is_there = row < rows;
     const long long from =
-        is_there
-            ? (static_cast<long long>(first_query + row / group) * heads + kv_head * group + row % group) * D + c * 8
-            : 0;
+        is_there ? (first_query + row / group) * q_stride + (first_head + row % group) * D + c * 8 : 0;
     copy16(smem(q_tile + chunk(r, c)), q + from, is_there);
   }
   commit();
@@ -177,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       const int row = row0 + warp * kWarpRows + m * 16 + h * 8 + lane / 4;
       if (row >= rows) continue;
       const float by = sum > 0 ? 1.0f / sum : 0;
-      const long long head = static_cast<long long>(first_query + row / group) * heads + kv_head * group + row % group;
+      const long long head = static_cast<long long>(first_query + row / group) * heads + first_head + row % group;
 #pragma unroll
       for (int n = 0; n < kOut; ++n)
         *reinterpret_cast<uint32_t*>(out + head * D + n * 8 + lane % 4 * 2) =

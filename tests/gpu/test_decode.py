@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,24 @@ def test_a_captured_graph_serves_other_lengths() -> None:
     torch.testing.assert_close(out.float(), expected(q, (keys, values, table), 0.1)[0], rtol=1e-2, atol=8e-3)
 
 
+def test_a_fused_buffer_uneven_heads_and_requests_left_out(device: str) -> None:
+    """As the engine has it: q is queries, keys and values of more rows than requests, KV heads have 3, 1 and 2 query
+    heads, and a request whose row is -1 is another kernel's."""
+    lengths, rows = [40, 300, 0, 7], [5, -1, 1, 3]
+    fused, (keys, values, table) = case(lengths, 3, 4, 128, 16, device)
+    fused = random_queries(7, 12, 128, device)
+    ints = {"rows": rows, "first_heads": [0, 3, 4, 6]}
+    table = replace(table, **{name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in ints.items()})
+    out, lse = torch.full((7, 6, 128), math.nan, device=device).bfloat16(), torch.full((7, 6), math.nan, device=device)
+    paged_decode(fused, (keys, values), table, 0.1, out, lse, decode_workspace(4, 3, 128, device))
+    right, right_lse = attended(fused[rows, :6], (keys, values, table), [1] * 4, 0.1, is_causal=False)
+    for request, row in enumerate(rows):
+        if row >= 0:
+            torch.testing.assert_close(out[row].float(), right[request], rtol=1e-2, atol=8e-3)
+            torch.testing.assert_close(lse[row], right_lse[request], rtol=1e-3, atol=1e-3)
+    assert out[[0, 2, 4, 6]].isnan().all()
+
+
 def test_keys_and_values_of_one_tensor_by_tokens(device: str) -> None:
     """FlashInfer's NHD layout: [pages, 2, page_size, kv_heads, head_dim]."""
     q, (keys, values, table) = case([100, 31], 2, 4, 128, 16, device)
@@ -94,6 +113,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         "head_dim 96": q[..., :96].contiguous(),
         "float32": q.float(),
         "34 query heads": q.repeat(1, 17, 1),
+        "3 queries": q.repeat(3, 1, 1),
     }
     for name, wrong in wrongs.items():
         with pytest.raises(ValueError, match=name):

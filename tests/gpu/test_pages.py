@@ -27,7 +27,10 @@ def table_with(**tensors: torch.Tensor) -> Callable[[dict[str, Any]], PageTable]
 
 SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "head_dim 96": ("q", lambda good: good["q"][..., :96].contiguous()),
-    "3 heads": ("q", lambda good: good["q"][:, :3].contiguous()),
+    "3 heads are no multiple": ("out", lambda good: good["out"][:, :3].contiguous()),
+    "does not hold 4 heads": ("q", lambda good: good["q"][:, :3].contiguous()),
+    "table.rows": ("table", table_with(rows=torch.zeros(2, dtype=torch.int32))),
+    "first_heads": ("table", table_with(first_heads=torch.zeros(2, dtype=torch.int32))),
     "float32 is not": ("q", lambda good: good["q"].float()),
     "page size 12": ("cache", lambda good: tuple(pages[:, :, :12] for pages in good["cache"])),
     "cache: keys": ("cache", lambda good: (good["cache"][0], good["cache"][1].transpose(0, 1))),

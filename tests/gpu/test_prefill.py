@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from allspan.kernels.cuda.prefill import paged_prefill, plan_prefill
+from allspan.kernels.cuda.prefill import PrefillPlan, cut_prefill, paged_prefill, plan_prefill
 from support.cuda_pages import expected, random_pages, random_queries
 
 BATCHES = {
@@ -50,6 +52,24 @@ def test_small_batches_agree_with_float32(
     batch: tuple[list[int], list[int]], heads: tuple[int, int], dim: int, device: str
 ) -> None:
     check(batch, heads, dim, 16, device)
+
+
+def test_a_fused_buffer_uneven_heads_and_single_queries_left_out(device: str) -> None:
+    """As the engine has it: requests of one query go to decode, tiles lie in a buffer that is larger than they are."""
+    queries, lengths = [1, 70, 0, 2], [9, 100, 4, 2]
+    keys, values, table = random_pages(lengths, 2, 64, 16, device)
+    fused = random_queries(sum(queries), 9, 64, device)
+    table = replace(table, first_heads=torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
+    cut = cut_prefill(np.array(queries, np.int32), np.array(lengths, np.int32), 3, least=2)
+    tiles = torch.full((len(cut) + 2, 2), -1, dtype=torch.int32)
+    tiles[: len(cut)] = torch.from_numpy(cut)
+    indptr = torch.tensor([0, 1, 71, 71, 73], dtype=torch.int32, device=device)
+    out = torch.full((73, 5, 64), math.nan, device=device).bfloat16()
+    plan = PrefillPlan(tiles.to(device), indptr, 73, 3)
+    paged_prefill(fused, (keys, values), table, plan, 0.1, True, out, None)
+    right, _ = expected(fused[:, :5], (keys, values, table), queries, 0.1, is_causal=True)
+    torch.testing.assert_close(out[1:].float(), right[1:], rtol=1e-2, atol=8e-3)
+    assert out[0].isnan().all()
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:

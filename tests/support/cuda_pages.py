@@ -34,6 +34,10 @@ def expected(q: Tensor, pages: Pages, queries: list[int], scale: float, is_causa
     """In float32: outputs and base-2 logarithms of the sums, for so many queries of each request."""
     keys, values, table = pages
     kv_heads, dim = keys.shape[1], q.shape[2]
+    if table.first_heads is None:
+        kv_head_of = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // kv_heads)
+    else:
+        kv_head_of = torch.repeat_interleave(torch.arange(kv_heads, device=q.device), table.first_heads.diff())
     out, lse = torch.zeros(q.shape, device=q.device), torch.full(q.shape[:2], -math.inf, device=q.device)
     end = 0
     for r, (length, count) in enumerate(zip(table.kv_lens.tolist(), queries, strict=True)):
@@ -42,11 +46,12 @@ def expected(q: Tensor, pages: Pages, queries: list[int], scale: float, is_causa
             continue
         held = table.indices[table.indptr[r] : table.indptr[r + 1]].long()
         k, v = (c[held].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].float() for c in (keys, values))
-        scores = torch.einsum("qhgd,hnd->qhgn", q[begin:end].view(count, kv_heads, -1, dim).float(), k) * scale
+        k, v = k[kv_head_of], v[kv_head_of]
+        scores = torch.einsum("qhd,hnd->qhn", q[begin:end].float(), k) * scale
         if is_causal:
             last = length - count + torch.arange(count, device=q.device)
             hidden = torch.arange(length, device=q.device) > last[:, None]
-            scores.masked_fill_(hidden[:, None, None], -math.inf)
-        out[begin:end] = torch.einsum("qhgn,hnd->qhgd", scores.softmax(-1), v).flatten(1, 2)
-        lse[begin:end] = scores.logsumexp(-1).flatten(1) * math.log2(math.e)
+            scores.masked_fill_(hidden[:, None], -math.inf)
+        out[begin:end] = torch.einsum("qhn,hnd->qhd", scores.softmax(-1), v)
+        lse[begin:end] = scores.logsumexp(-1) * math.log2(math.e)
     return out, lse
