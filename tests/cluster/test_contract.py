@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(240)
 
 PROMPT = list(range(40, 140))
 GREEDY = SamplingParams(max_tokens=8, do_sample=False, ignore_eos=True)
-ENDLESS = GREEDY.with_(max_tokens=400)
+ENDLESS = GREEDY.with_(max_tokens=3000)
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 2048}
 
 
@@ -42,7 +42,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = save_tiny(
-            folder, "llama2", vocab_size=256, eos_token_id=255, bos_token_id=None, max_position_embeddings=512, **SIZES
+            folder, "llama2", vocab_size=256, eos_token_id=255, bos_token_id=None, max_position_embeddings=4096, **SIZES
         )
         config = (folder / "config.json").read_text()
         write_byte_tokenizer(folder)
@@ -334,7 +334,7 @@ def test_what_is_known_of_the_model_its_files_and_versions(engine: EngineProtoco
 REFUSALS: dict[str, tuple[Callable[[EngineProtocol], Any], type[AllspanError], int]] = {
     "an empty prompt": (lambda engine: engine.start_request([], GREEDY), InvalidRequest, 2),
     "a token that is none": (lambda engine: engine.start_request([256], GREEDY), InvalidRequest, 2),
-    "a prompt as long as the context": (lambda engine: engine.start_request([1] * 512, GREEDY), InvalidRequest, 2),
+    "a prompt as long as the context": (lambda engine: engine.start_request([1] * 4096, GREEDY), InvalidRequest, 2),
     "an id that is none": (lambda engine: engine.start_request([1], GREEDY, "xyz"), InvalidRequest, 2),
     "options that are none": (
         lambda engine: engine.start_request(PROMPT, GREEDY, options={"priority": 1}),  # type: ignore[arg-type]

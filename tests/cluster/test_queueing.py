@@ -41,14 +41,16 @@ def test_the_lower_number_goes_first(narrow: ClientEngine) -> None:
 
 
 def test_a_request_runs_out_of_its_time_running_or_waiting(narrow: ClientEngine) -> None:
-    limited = RequestOptions(timeout_s=0.5)
+    limited = RequestOptions(
+        timeout_s=0.2
+    )  # all its tokens take more, also where a step takes a tenth of a millisecond
     started = time.monotonic()
     _, running = narrow.start_request([1, 2, 3], ENDLESS, options=limited)
     _, waiting = narrow.start_request([4, 5, 6], ENDLESS, options=limited)
     for queue in (running, waiting):
         with pytest.raises(DeadlineExceeded, match="timeout_s"):
             list(queue)
-    assert 0.4 < time.monotonic() - started < 3.0
+    assert 0.15 < time.monotonic() - started < 3.0
     wait_until(lambda: (narrow.statistics().running, narrow.statistics().pages_used) == (0, 0), 5.0)
     assert len(narrow.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
 
