@@ -1,4 +1,5 @@
-"""Packed weights of linear layers: panels of 16 output features, which every CPU kernel streams from front to back.
+"""Packed weights of linear layers: panels of 16 output features, which every CPU kernel streams from front to back, or,
+for GPUs, rows (`PackedSpec.memory`). `allspan.kernels.rows` says how rows lie; the rest of this page is panels.
 
 A packed weight is one contiguous uint8 tensor [panels, panel_bytes]. Panel p of a part holds its output features
 16·p … 16·p + 15; what a part has too few is filled with zero scales (or zeros). Each part starts a panel of its own. Of
@@ -40,6 +41,11 @@ from dataclasses import dataclass
 
 FEATURES = 16
 """Output features of a panel."""
+
+SLAB = 64
+"""Bytes of codes in rows that lie together; a feature's begin at a multiple of them."""
+
+MEMORIES = ("panels", "rows")
 
 LAYOUT = 1
 """Version of everything on this page: raised by whoever changes a byte of it, so that weights that were packed and
@@ -103,6 +109,8 @@ class PackedSpec:
     """Inputs that share a scale, of group8 and group4."""
     interleaved: bool = False
     """Two parts of the same size, panel by panel in turn."""
+    memory: str = "panels"
+    """Or "rows"."""
 
     @property
     def block(self) -> int:
@@ -136,6 +144,26 @@ class PackedSpec:
         return sum(self.parts)
 
     @property
+    def depth(self) -> int:
+        """Codes of a feature in rows: the lead, the inputs, and what fills the last `SLAB` bytes."""
+        slab = 8 * SLAB // FORMATS[self.format].bits
+        return -(-(self.lead + self.inputs) // slab) * slab
+
+    @property
+    def groups(self) -> int:
+        """Of a feature's inputs, each with a scale."""
+        kind = FORMATS[self.format]
+        return self.blocks if kind.scale_bytes else int(bool(kind.head_bytes))
+
+    @property
+    def row_bytes(self) -> int:
+        """Codes and scales of a feature in rows."""
+        kind = FORMATS[self.format]
+        return self.depth * kind.bits // 8 + self.groups * (kind.scale_bytes + kind.head_bytes) // FEATURES
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Of the uint8 tensor."""
+        if self.memory == "rows":
+            return self.features, self.row_bytes
         return self.panels, self.panel_bytes

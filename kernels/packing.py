@@ -26,18 +26,20 @@ class Target:
 
 
 class Packer:
-    """Each call packs some rows, on the CPU; everything that is not given is filled with zeros."""
+    """Each call packs some rows: into panels on the CPU, into rows where the weight lies. Everything that is not given
+    is filled with zeros."""
 
     def __init__(self, runtime: Any = None) -> None:
         """`runtime`: of an op set with compiled kernels; None: plain torch."""
         native = None if runtime is None else importlib.import_module("allspan.kernels.cpu._native")
         self._runtime = runtime
-        self._native = native if hasattr(native, "pack_floats") else None
+        self._native: Any = native if hasattr(native, "pack_floats") else None
 
     def floats(self, values: Tensor, target: Target) -> None:
         """values [rows, inputs], float32 for f32 and bfloat16 for bf16."""
         self._check(values, target, target.spec.inputs)
-        if self._native is not None:
+        values = _beside(values, target)
+        if self._is_native(target):
             self._native.pack_floats(self._runtime, values, *_arguments(target))
         else:
             reference.pack_floats(values, *_arguments(target))
@@ -55,7 +57,8 @@ class Packer:
         if before < 0 or before + spec.inputs > inputs or (spec.group and before != spec.lead):
             raise ValueError(f"before: {before} does not fit {inputs} inputs and {spec}")
         self._check(values, target, values.shape[1])
-        if self._native is not None:
+        values = _beside(values, target)
+        if self._is_native(target):
             self._native.pack_quantised(self._runtime, values, before, *_arguments(target))
         else:
             reference.pack_quantised(values, before, *_arguments(target))
@@ -64,10 +67,13 @@ class Packer:
         """GGUF's own blocks, uint8 [rows, bytes], of the type that the format is named after (Q4_1 for group4): those
         that hold this rank's inputs, whole."""
         self._check(blocks, target, target.spec.blocks * reference.GGUF_BLOCK_BYTES[target.spec.format])
-        if self._native is not None:
+        if self._is_native(target):
             self._native.pack_blocks(self._runtime, blocks, *_arguments(target))
         else:
             reference.pack_blocks(blocks, *_arguments(target))
+
+    def _is_native(self, target: Target) -> bool:
+        return self._native is not None and target.spec.memory == "panels"
 
     def _check(self, rows: Tensor, target: Target, columns: int) -> None:
         spec = target.spec
@@ -78,6 +84,11 @@ class Packer:
             raise ValueError(f"rows: {list(rows.shape)} from {target.first} on do not fit part {target.part} of {spec}")
         if last % FEATURES and last != spec.parts[target.part]:
             raise ValueError(f"rows: {last} ends within a panel")
+
+
+def _beside(values: Tensor, target: Target) -> Tensor:
+    """On the GPU, if the weight lies there."""
+    return values.to(target.weight.device)
 
 
 def _arguments(target: Target) -> tuple[Tensor, PackedSpec, int, int]:

@@ -50,7 +50,8 @@ def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
     model = Path(config.model.path)
     if is_converted(model):
         raise ConfigError(f"{model} is converted already: convert what it was made from")
-    prepared = [prepare(config.model, config.cache, rank, ranks) for rank in range(ranks)]
+    model_config = replace(config.model, device="cpu")  # converted weights lie in panels
+    prepared = [prepare(model_config, config.cache, rank, ranks) for rank in range(ranks)]
     note_decoded(config.model.path, prepared[0].holding)
     source = prepared[0].source
     copied = _to_copy(source.path)

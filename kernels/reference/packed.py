@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.packed import FEATURES, FORMATS, PackedSpec
+from allspan.kernels.rows import fields_of_rows, pack_rows
 
 Fields = Mapping[str, Tensor]
 
@@ -66,6 +67,10 @@ FIELDS: Mapping[str, tuple[Field, ...]] = {
 def pack(spec: PackedSpec, fields: Fields) -> Tensor:
     """The packed weight, uint8 of `spec.shape`, on the fields' device."""
     kind = FORMATS[spec.format]
+    if spec.memory == "rows":
+        weight = next(iter(fields.values())).new_zeros(spec.shape, dtype=torch.uint8)
+        pack_rows(fields, weight, spec, 0)
+        return weight
     if not kind.is_quantised:
         return _pack_floats(spec, fields["weight"])
     codes = _to_panels(spec, fields["codes"].to(torch.uint8))
@@ -79,6 +84,8 @@ def pack(spec: PackedSpec, fields: Fields) -> Tensor:
 def fields_of(weight: Tensor, spec: PackedSpec) -> dict[str, Tensor]:
     """What was packed: the inverse of `pack`."""
     kind = FORMATS[spec.format]
+    if spec.memory == "rows":
+        return fields_of_rows(weight, spec)
     if not kind.is_quantised:
         return {"weight": _unpack_floats(weight, spec)}
     blocks = weight[:, kind.head_bytes :].reshape(spec.panels, spec.blocks, spec.block_bytes)
@@ -97,7 +104,11 @@ def unpack(weight: Tensor, spec: PackedSpec, dtype: torch.dtype = torch.float32)
     """What the packed weight holds: [spec.features, spec.inputs]."""
     if spec.inputs == 0:
         return weight.new_empty(spec.features, 0, dtype=dtype)
-    fields = fields_of(weight, spec)
+    return _values(fields_of(weight, spec), spec, dtype)
+
+
+def _values(fields: Fields, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
+    """[features, spec.inputs]."""
     if "codes" not in fields:
         return fields["weight"].to(dtype)
     zero, codes = FORMATS[spec.format].zero, fields["codes"].to(dtype)
@@ -166,14 +177,20 @@ def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: i
     rows = ids.long() - first_row
     ours = (rows >= 0) & (rows < spec.features)
     rows = rows[ours]
-    panels = unpack(weight[rows // FEATURES], replace(spec, parts=(len(rows) * FEATURES,)))
     out.zero_()
+    if spec.memory == "rows":
+        out[ours] = _values(fields_of_rows(weight, spec, rows), spec, out.dtype)
+        return
+    panels = unpack(weight[rows // FEATURES], replace(spec, parts=(len(rows) * FEATURES,)))
     out[ours] = panels.reshape(len(rows), FEATURES, spec.inputs)[torch.arange(len(rows)), rows % FEATURES]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec) -> Tensor:
     """float32 [n, spec.features]; unpacks some panels at a time."""
     seen = activations(x, spec)
+    if spec.memory == "rows":
+        product = (seen @ unpack(weight, spec, torch.float64).T).float()
+        return product if bias is None else product + bias
     whole = x.new_empty(len(x), spec.panels * FEATURES, dtype=torch.float32)
     for begin in range(0, spec.panels, _PANELS_AT_ONCE):
         part = weight[begin : begin + _PANELS_AT_ONCE]

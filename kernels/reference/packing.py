@@ -1,6 +1,7 @@
 """Filling packed weights in plain torch; `allspan.kernels.packing.Packer` says what each does.
 
 `first` counts panels: rows go to the part's panel `first` and on. Rows that do not fill the last panel are zeros there.
+All of them work where their first argument lies, on the CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from allspan.kernels.packed import FEATURES, FORMATS, PackedSpec
 from allspan.kernels.reference.packed import Fields, pack
+from allspan.kernels.rows import pack_rows
 
 GGUF_BLOCK_BYTES = {
     "q8_0": 34,
@@ -39,7 +41,7 @@ def pack_quantised(values: Tensor, before: int, weight: Tensor, spec: PackedSpec
     columns = values.shape[1]
     group = spec.group or max(1, columns)
     grouped = functional.pad(values, (0, -columns % group)).reshape(len(values), -1, group)
-    inside = torch.arange(grouped.shape[1] * group).view(1, -1, group) < columns
+    inside = torch.arange(grouped.shape[1] * group, device=values.device).view(1, -1, group) < columns
     least = grouped.masked_fill(~inside, torch.inf).amin(2, keepdim=True)
     scale = (grouped.masked_fill(~inside, -torch.inf).amax(2, keepdim=True) - least) / most
     constant = scale == 0
@@ -146,6 +148,9 @@ def _super_scales(raw: Tensor) -> dict[str, Tensor]:
 
 def _store(fields: Fields, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
     rows = len(next(iter(fields.values())))
+    if spec.memory == "rows":
+        pack_rows(fields, weight, spec, sum(spec.parts[:part]) + first * FEATURES)
+        return
     panels = pack(replace(spec, parts=(rows,), interleaved=False), fields)
     numbers = torch.arange(first, first + len(panels))
     if spec.interleaved:

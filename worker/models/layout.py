@@ -133,6 +133,8 @@ class Holding:
     """The name of `method`."""
     packer: Packer = field(default_factory=Packer)
     """Packs the weights that are read, on its threads."""
+    memory: str = "panels"
+    """How packed weights lie: `allspan.kernels.packed.MEMORIES`."""
 
     def shape_of(self, piece: Linear | Table) -> LinearShape:
         """What this rank holds of a layer."""
@@ -148,6 +150,7 @@ class Holding:
             interleaved=linear is not None and linear.interleaved,
             is_vocabulary=dims[0][0] is Dim.VOCABULARY,
             stored=tuple(self.stored.get(name, "") for name in files) if self.stored else (),
+            memory=self.memory,
         )
 
     def tensors(self, piece: Piece) -> dict[str, HeldTensor]:
@@ -205,7 +208,7 @@ class Holding:
         for piece in layout(self.shard.spec):
             declared = self.tensors(piece)
             tensors = {
-                name: torch.zeros(t.shape, dtype=t.dtype) if into is None else into[name]
+                name: torch.zeros(t.shape, dtype=t.dtype, device=self._place(t, device)) if into is None else into[name]
                 for name, t in declared.items()
             }
             self._fill(piece, checkpoint, tensors)
@@ -215,6 +218,10 @@ class Holding:
             if on_progress is not None:
                 on_progress(done, total)
         return held
+
+    def _place(self, tensor: HeldTensor, device: str) -> str:
+        """Where a tensor is filled: packed rows on the device itself."""
+        return device if self.memory == "rows" and tensor.dtype is torch.uint8 else "cpu"
 
     def _memory(self) -> dict[str, Tensor]:
         """Zeros for all that this rank holds, by name, in one stretch of memory."""

@@ -23,7 +23,7 @@ from allspan.worker.models.registry import ModelSource, find_model
 from allspan.worker.models.shard import Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.quant.gguf import NATIVE
+from allspan.worker.quant.gguf import native
 from allspan.worker.quant.table import COMPACT, METHODS, group_of
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
 from allspan.worker.weights.random_weights import RandomWeights
@@ -59,6 +59,12 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
     shard = make_shard(source.spec, rank, size)
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization)
+    memory = memory_of(config.device, dtype)
+    if source.converted is not None and memory != "panels":
+        raise ConfigError(
+            f"{config.path} is converted, and converted weights lie in panels, for CPUs; device is {config.device}: "
+            "load the model that it was made from"
+        )
     kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
     if kv_dtype not in ITEM_BITS:
         raise ConfigError(f"kv_cache_dtype {cache.kv_cache_dtype!r} is not known (auto, {', '.join(ITEM_BITS)})")
@@ -71,6 +77,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             getattr(torch, dtype),
             source.stored,
             quantization,
+            memory=memory,
         ),
         cache_spec=CacheSpec(
             page_size=cache.page_size,
@@ -215,11 +222,17 @@ def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none") -> st
     return wanted
 
 
+def memory_of(device: str, dtype: str) -> str:
+    """How packed weights lie (`allspan.kernels.packed.MEMORIES`): in rows for the GPU's own kernels, which are for
+    bfloat16; float32 models run the reference there, which takes either."""
+    return "rows" if device == "cuda" and dtype == "bfloat16" else "panels"
+
+
 def note_decoded(path: str, holding: Holding) -> None:
     """Says which types of a GGUF file are not computed with as they are."""
     matrices = {holding.weights.foreign(name, "gguf") for name in canonical_names(holding.shard.spec)}
     kinds = {kind for name, kind in holding.stored.items() if name in matrices and not name.endswith("norm.weight")}
-    decoded = sorted(kinds - {*NATIVE, "F32", "BF16"})
+    decoded = sorted(kind for kind in kinds - {"F32", "BF16"} if native(kind, holding.memory) is None)
     if holding.quantization == "gguf" and decoded:
         held = str(holding.dtype).removeprefix("torch.")
         logger.warning("%s: tensors of type %s are decoded and held as %s", path, ", ".join(decoded), held)

@@ -31,6 +31,8 @@ class LinearShape:
     """The embedding, or the head that makes logits: InstantQuant leaves them in the weights' dtype."""
     stored: tuple[str, ...] = ()
     """The type of each part in a GGUF file ("Q4_K"); empty for other checkpoints."""
+    memory: str = "panels"
+    """How packed weights lie: "panels", or "rows" for the kernels of a GPU."""
 
     @property
     def outputs(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from allspan.kernels.packing import Packer
+from allspan.kernels.rows import ROW_FORMATS
 from allspan.worker.quant.base import LinearShape, Source
 from allspan.worker.quant.packed import Chunk, Layout, PackedMethod, block_inputs
 from allspan.worker.quant.plain import Plain
@@ -22,6 +23,12 @@ NATIVE = {
 """Types that are computed with as they are; others are decoded and held as plain floats."""
 
 
+def native(kind: str, memory: str) -> Layout | None:
+    """The layout of a type that is computed with as it is."""
+    layout = NATIVE.get(kind)
+    return layout if layout is not None and (memory == "panels" or layout.format in ROW_FORMATS) else None
+
+
 class Gguf(PackedMethod):
     """`--quantization gguf`: every matrix in its own type, the embedding and the head too."""
 
@@ -29,10 +36,10 @@ class Gguf(PackedMethod):
         self._plain = Plain(dtype)
 
     def layout(self, shape: LinearShape, part: int) -> Layout:
-        return NATIVE.get(shape.stored[part]) or self._plain.layout(shape, part)
+        return native(shape.stored[part], shape.memory) or self._plain.layout(shape, part)
 
     def fill(self, shape: LinearShape, chunk: Chunk, source: Source, packer: Packer) -> None:
-        if shape.stored[chunk.part] in NATIVE:
+        if native(shape.stored[chunk.part], shape.memory):
             blocks = source.blocks(chunk.part, chunk.rows, block_inputs(chunk.target.spec, shape))
             packer.blocks(blocks, chunk.target)
         else:

@@ -147,7 +147,8 @@ def packed_spec(layout: Layout, shape: LinearShape, parts: Sequence[int]) -> Pac
         tuple(parts),
         len(shape.inputs),
         group=layout.group,
-        interleaved=shape.interleaved and len(parts) == 2,
+        interleaved=shape.interleaved and len(parts) == 2 and shape.memory == "panels",
+        memory=shape.memory,
     )
     shares = bool(FORMATS[layout.format].scale_bytes)
     return replace(spec, lead=shape.inputs.start % spec.block if shape.inputs and shares else 0)

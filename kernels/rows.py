@@ -1,0 +1,100 @@
+"""Packed weights in rows, as GPUs stream them: the codes of one feature after the other, then all scales.
+
+A weight is one contiguous uint8 tensor of `PackedSpec.shape`, its parts one below the other:
+
+    codes    [features][slabs of 64 bytes]
+    numbers  [groups][features][scale, offset], without offsets in formats that have none: all features of a group
+             together, since threads that work on neighbouring features need them at once
+
+A slab holds 32 inputs of 16 bits, 64 of 8 or 128 of 4: some sets of 32. Each of its four 16-byte chunks is what one of
+four threads loads at once; chunk t holds inputs 8·t … 8·t + 7 of every set, so that the four have whole sets between
+them (groups are made of whole sets), and x is read 16 bytes at a time, too. 8 codes of 4 bits are a little-endian
+uint32, in which code 2·j is at bit 4·j and code 2·j + 1 at bit 4·j + 16: two neighbours come out of a shift and a mask.
+
+Codes are unsigned; before the first input lie `lead` codes, after the last zeros up to the end of the slab.
+
+| format | numbers |
+|---|---|
+| bf16 | none: rows are those of a plain matrix |
+| channel8, channel4 | float32 scale and offset, one group |
+| group8, group4 | float16 scale and offset for each `group` inputs |
+| q8_0 (zero 128), q4_0 (zero 8) | float16 scale for each 32 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from allspan.kernels.packed import FORMATS, PackedSpec
+
+ROW_FORMATS = ("bf16", "channel8", "channel4", "group8", "group4", "q8_0", "q4_0")
+"""Formats that rows hold; others only lie in panels."""
+
+
+def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
+    """[features, bytes] uint8 or, of bf16, [features, depth] bfloat16: a view of where codes lie."""
+    kind = FORMATS[spec.format]
+    size = spec.depth * kind.bits // 8
+    codes = weight.view(-1)[: spec.features * size].view(spec.features, size)
+    return codes if kind.is_quantised else codes.view(torch.bfloat16)
+
+
+def numbers_of(weight: Tensor, spec: PackedSpec) -> Tensor:
+    """[groups, features, 1 or 2]: a view of the scales, and offsets."""
+    kind = FORMATS[spec.format]
+    dtype = torch.float32 if kind.head_bytes else torch.float16
+    begin = spec.features * spec.depth * kind.bits // 8
+    return weight.view(-1)[begin:].view(dtype).view(spec.groups, spec.features, 1 if kind.zero is not None else 2)
+
+
+def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, first: int) -> None:
+    """Stores features `first` and on, given as `allspan.kernels.reference.packed` has them."""
+    if not FORMATS[spec.format].is_quantised:
+        values = fields["weight"]
+        into = codes_of(weight, spec)[first : first + len(values)]
+        into[:, spec.lead : spec.lead + spec.inputs] = values.to(weight.device)
+        into[:, : spec.lead], into[:, spec.lead + spec.inputs :] = 0, 0
+        return
+    codes = fields["codes"].to(weight.device, torch.uint8)[:, : spec.depth]
+    packed = _pack_codes(functional.pad(codes, (0, spec.depth - codes.shape[1])), FORMATS[spec.format].bits)
+    codes_of(weight, spec)[first : first + len(codes)] = packed
+    numbers = numbers_of(weight, spec)[:, first : first + len(codes)]
+    for i, name in enumerate(("scales", "offsets")[: numbers.shape[2]]):
+        numbers[:, :, i] = fields[name].to(weight.device, numbers.dtype).T
+
+
+def fields_of_rows(weight: Tensor, spec: PackedSpec, rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
+    """What was packed of some features, without what fills the last slab; codes as far as scales reach."""
+    kind = FORMATS[spec.format]
+    if not kind.is_quantised:
+        return {"weight": codes_of(weight, spec)[rows, spec.lead : spec.lead + spec.inputs]}
+    depth = spec.blocks * spec.block
+    codes = _unpack_codes(codes_of(weight, spec)[rows], kind.bits)[:, :depth]
+    fields = {"codes": functional.pad(codes, (0, depth - codes.shape[1]))}
+    numbers = numbers_of(weight, spec)[:, rows]
+    for i, name in enumerate(("scales", "offsets")[: numbers.shape[2]]):
+        fields[name] = numbers[:, :, i].T
+    return fields
+
+
+def _pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """[rows, depth] → [rows, bytes]."""
+    rows = len(codes)
+    chunks = codes.view(rows, -1, 16 // bits, 4, 8).transpose(2, 3)
+    if bits == 8:
+        return chunks.reshape(rows, -1)
+    pairs = chunks.reshape(rows, -1, 2, 2, 2)  # of 8 codes: [half of the four pairs][pair][of a pair]
+    return (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).transpose(2, 3).reshape(rows, -1)
+
+
+def _unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `_pack_codes`."""
+    rows = len(packed)
+    if bits == 4:
+        halves = packed.view(rows, -1, 2, 2).transpose(2, 3)
+        packed = torch.stack((halves & 15, halves >> 4), 3)
+    return packed.reshape(rows, -1, 4, 16 // bits, 8).transpose(2, 3).reshape(rows, -1)

@@ -1,0 +1,75 @@
+"""Models whose weights lie in rows, as on a GPU, computed with the reference ops on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from allspan.protos.config import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
+from allspan.protos.errors import ConfigError
+from allspan.worker.convert import convert
+from allspan.worker.models import loader
+from support.tiny_gguf import save_gguf
+from support.tiny_models import logits_on_ranks, prompt, save_tiny
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "num_key_value_heads": 2}
+PROMPTS = [prompt(21, 97), prompt(5, 97, 1)]
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if the device were a GPU."""
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: "rows")
+    return monkeypatch
+
+
+def logits(path: Path, ranks: int, **config: Any) -> torch.Tensor:
+    return torch.cat(logits_on_ranks(path, ranks, PROMPTS, dtype="bfloat16", **config))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("quantization", ["none", "int8", "uint4", "a8w8"])
+def test_logits_are_those_with_panels(quantization: str, ranks: int, tmp_path: Path, rows: pytest.MonkeyPatch) -> None:
+    """A rank's inputs begin within a group (77 of the intermediate size)."""
+    save_tiny(tmp_path, "llama")
+    found = logits(tmp_path, ranks, quantization=quantization)
+    rows.undo()
+    torch.testing.assert_close(found, logits(tmp_path, ranks, quantization=quantization), rtol=1e-4, atol=1e-4)
+
+
+def test_gguf_types_that_rows_do_not_hold_are_decoded(
+    tmp_path: Path, rows: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {}
+    for kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0):
+        model = save_tiny(tmp_path, "llama", **SIZES, rope_parameters=PLAIN_ROPE)
+        files[kind.name] = tmp_path / f"{kind.name}.gguf"
+        save_gguf(files[kind.name], model, kind)
+    held, decoded = (logits(path, 1) for path in files.values())
+    assert "tensors of type Q5_0 are decoded and held as bfloat16" in caplog.text
+    assert "Q8_0" not in caplog.text
+    rows.undo()
+    torch.testing.assert_close(held, logits(files["Q8_0"], 1), rtol=1e-4, atol=1e-4)
+    error = (decoded - logits(files["Q5_0"], 1)).abs().max() / decoded.abs().max()
+    assert error < 0.15  # panels round activations to 8 bits there
+
+
+def test_converted_weights_are_refused_where_weights_lie_in_rows(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_tiny(source, "llama")
+    out.mkdir()
+    model = ModelConfig(path=str(source), name="tiny", dtype="bfloat16")
+    convert(WorkerConfig(model, ServiceConfig(run_dir="/nowhere")), 1, out)
+    on_gpu = ModelConfig(path=str(out), name="tiny", device="cuda")
+    with pytest.raises(ConfigError, match="converted weights lie in panels, for CPUs; device is cuda: load the model"):
+        loader.prepare(on_gpu, CacheConfig(), 0, 1)
+
+
+def test_bfloat16_on_a_gpu_is_what_lies_in_rows() -> None:
+    assert loader.memory_of("cuda", "bfloat16") == "rows"
+    assert loader.memory_of("cuda", "float32") == loader.memory_of("cpu", "bfloat16") == "panels"
