@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import gpu, kernel, launch
+from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
 from allspan.kernels.cuda.pages import PageTable, check_pages
 
 HEAD_DIMS = (64, 128, 256)
@@ -61,12 +61,11 @@ def paged_decode(
     requests, kv_heads, page_size = len(table.kv_lens), keys.shape[1], keys.shape[2]
     check_pages(q, cache, table, out, lse, HEAD_DIMS)
     _check(q, kv_heads, heads // kv_heads if table.first_heads is None else 1, workspace, table)
-    # Two stages of eight warps keep 64 KB on their way; a GPU has no room for so many rows of 256.
-    stages, warps = (4 if dim == 64 else 2), (4 if dim == 256 else 8)
+    function = _kernel(dim)
+    stages, warps = (dict(function.defines)[macro] for macro in ("STAGES", "WARPS"))
     tiles = warps * stages * 2 * _TILE * dim * 2
     merged = warps * _ROWS * (dim + 2) * 4
     shared = max(tiles, merged) + (requests + 1) * 4 + 12
-    function = kernel("decode.cu", "decode", HEAD_DIM=dim, STAGES=stages, WARPS=warps)
     arguments = [
         q, np.int64(q.stride(0)), keys, values, *(np.int64(keys.stride(i)) for i in range(3)), table.indptr,
         table.indices, table.kv_lens, table.rows, table.first_heads, out, lse, workspace.partial, workspace.counters,
@@ -74,6 +73,15 @@ def paged_decode(
         np.float32(scale * math.log2(math.e)),
     ]  # fmt: skip
     launch(function, (_blocks(q.device),), warps * 32, arguments, shared)
+
+
+def variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
+    return tuple(map(_kernel, HEAD_DIMS))
+
+
+def _kernel(dim: int) -> Kernel:
+    """Two stages of eight warps keep 64 KB on their way; a GPU has no room for so many rows of 256."""
+    return kernel("decode.cu", "decode", HEAD_DIM=dim, STAGES=4 if dim == 64 else 2, WARPS=4 if dim == 256 else 8)
 
 
 def _blocks(device: torch.device) -> int:

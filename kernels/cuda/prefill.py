@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import kernel, launch
+from allspan.kernels.cuda.modules import Kernel, kernel, launch
 from allspan.kernels.cuda.pages import PageTable, check_pages
 
 HEAD_DIMS = (64, 128)
@@ -93,5 +93,12 @@ def paged_prefill(
         np.int32(page_size.bit_length() - 1), np.int32(is_causal),
         np.float32(scale * math.log2(math.e)),
     ]  # fmt: skip
-    function = kernel("prefill.cu", "prefill", HEAD_DIM=dim)
-    launch(function, (blocks, kv_heads), _THREADS, arguments, (_ROWS + 2 * _TOKENS) * dim * 2)
+    launch(_kernel(dim), (blocks, kv_heads), _THREADS, arguments, (_ROWS + 2 * _TOKENS) * dim * 2)
+
+
+def variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
+    return tuple(map(_kernel, HEAD_DIMS))
+
+
+def _kernel(dim: int) -> Kernel:
+    return kernel("prefill.cu", "prefill", HEAD_DIM=dim)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from allspan.kernels.cuda.modules import FOLDER, Gpu, Kernel
+from allspan.kernels.cuda.variants import all_variants
 
 HERE = Path(__file__).parent
 
@@ -44,10 +45,19 @@ class EmulatorDriver:
         return self._gpu
 
     def launch(
-        self, kernel: Kernel, blocks: tuple[int, ...], threads: int, arguments: Sequence[Any], shared_bytes: int
+        self,
+        kernel: Kernel,
+        blocks: tuple[int, ...],
+        threads: int,
+        arguments: Sequence[Any],
+        shared_bytes: int,
+        is_early: bool = False,
     ) -> None:
+        """A launch ends before the next begins, early or not."""
         if shared_bytes > self._gpu.shared_bytes or not 0 < threads <= 1024 or min(blocks) < 1:
             raise EmulatedFault(f"{kernel}: {blocks} blocks of {threads} threads, {shared_bytes} bytes each")
+        if not Path(kernel.file).is_absolute() and kernel not in all_variants(self._gpu.capability):
+            raise EmulatedFault(f"{kernel} is not among the `variants` of its module in kernels/cuda: add it there")
         self.launched.append(kernel)
         function = self._functions.get(kernel) or self._compile(kernel)
         cells = [_cell(argument) for argument in arguments]
@@ -78,9 +88,11 @@ class EmulatorDriver:
 
 
 def _cell(argument: Any) -> Any:
-    """Eight bytes that begin with the argument's."""
+    """Memory that begins with the argument's bytes."""
     if argument is None:
         return ctypes.c_uint64(0)
     if isinstance(argument, torch.Tensor):
         return ctypes.c_uint64(argument.data_ptr())
+    if isinstance(argument, bytes):
+        return ctypes.create_string_buffer(argument, len(argument) + 8)
     return ctypes.c_uint64.from_buffer_copy(argument.tobytes().ljust(8, b"\0"))

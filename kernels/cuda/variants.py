@@ -1,0 +1,27 @@
+"""Every kernel with every set of macros: what `allspan warm` compiles, and the tests.
+
+A module of this folder that launches kernels has `variants(capability) -> Iterable[Kernel]`: those that it may launch
+on a GPU of this compute capability. It may have LEAST_CAPABILITY, below which it launches none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from allspan.kernels.cuda.modules import FOLDER, Kernel
+
+LEAST_CAPABILITY = (8, 0)
+"""Of modules that name no other: mma.sync with bfloat16, cp.async."""
+
+
+@cache
+def all_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
+    """In order of the modules' names, each kernel once."""
+    found: dict[Kernel, None] = {}
+    for info in pkgutil.iter_modules([str(FOLDER)]):
+        module = importlib.import_module(f"allspan.kernels.cuda.{info.name}")
+        if capability >= getattr(module, "LEAST_CAPABILITY", LEAST_CAPABILITY) and hasattr(module, "variants"):
+            found |= dict.fromkeys(module.variants(capability))
+    return tuple(found)

@@ -1,0 +1,121 @@
+"""Every kernel compiles for every architecture, without a GPU, and what was compiled is found again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from allspan.kernels.cuda import compiled as cache
+from allspan.kernels.cuda.compiled import compile_all, compiled, label
+from allspan.kernels.cuda.modules import Kernel, kernel
+from allspan.kernels.cuda.nvrtc import CompilationError, Nvrtc, Usage, architecture, nvrtc, usage
+from allspan.kernels.cuda.variants import all_variants
+from allspan.kernels.errors import BackendUnavailable
+
+DOUBLE = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] *= TWO; }\n'
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Nvrtc:
+    try:
+        return nvrtc()
+    except BackendUnavailable as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+
+
+@pytest.fixture(scope="session")
+def folder(request: pytest.FixtureRequest) -> Path:
+    """What it compiled stays with pytest's cache, for the next session."""
+    kept: pytest.Cache = request.config.cache
+    return kept.mkdir("cubins")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`toy.cu` includes `toy.cuh`; kernels come from their folder."""
+    (tmp_path / "toy.cuh").write_text("constexpr float kTwo = 2;\n")
+    (tmp_path / "toy.cu").write_text('#include "toy.cuh"\n#define TWO kTwo\n' + DOUBLE)
+    monkeypatch.setattr(cache, "FOLDER", tmp_path)
+    return tmp_path / "toy.cu"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=architecture)
+def test_every_kernel_compiles(
+    capability: tuple[int, int], compiler: Nvrtc, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = architecture(capability)
+    for what, cubin in compile_all(all_variants(capability), name, compiler, folder):
+        assert cubin.path.read_bytes()[:4] == b"\x7fELF"
+        for function, used in cubin.usage.items():
+            if used.spilled_bytes:
+                with capsys.disabled():
+                    print(f"\n{label(what)}, {function}, {name}: {used.spilled_bytes} bytes of registers spilled")
+
+
+def test_what_was_compiled_is_found_again(
+    compiler: Nvrtc, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    toy = Kernel("toy.cu", "f", ())
+    first = compiled(toy, "sm_80", compiler, tmp_path / "a")
+    assert first.seconds > 0
+    assert "compiled toy.cu for sm_80" in caplog.text
+    assert first.usage["f"].registers > 0
+    again = compiled(toy, "sm_80", compiler, tmp_path / "a")
+    assert (again.path, again.seconds) == (first.path, 0)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [first.path.name]
+
+
+def test_macros_architecture_and_what_is_included_make_another_file(
+    compiler: Nvrtc, source: Path, tmp_path: Path
+) -> None:
+    def name(architecture: str = "sm_80", **defines: int) -> str:
+        cache._text.cache_clear()
+        return compiled(Kernel("toy.cu", "f", tuple(defines.items())), architecture, compiler, tmp_path).path.name
+
+    names = {name(), name("sm_90a"), name(MORE=1), name(MORE=2)}
+    source.with_suffix(".cuh").write_text("constexpr float kTwo = 2.5;\n")
+    names.add(name())
+    assert len(names) == 5
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_needed(
+    compiler: Nvrtc, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    found = compiled(Kernel("toy.cu", "f", ()), "sm_80", compiler, taken / "kernels")
+    assert found.path.is_file()
+    assert "set ALLSPAN_HOME" in caplog.text
+
+
+def test_a_source_that_does_not_compile_says_where(compiler: Nvrtc, source: Path, tmp_path: Path) -> None:
+    source.write_text(DOUBLE)
+    with pytest.raises(CompilationError, match=r'toy.cu(.|\n)*identifier "TWO" is undefined'):
+        compiled(Kernel("toy.cu", "f", ()), "sm_80", compiler, tmp_path)
+    assert not list(tmp_path.glob("*.cubin"))
+
+
+def test_an_architecture_has_its_own_instructions_from_hopper_on() -> None:
+    assert [architecture(c) for c in ((8, 0), (8, 9), (9, 0), (12, 0))] == ["sm_80", "sm_89", "sm_90a", "sm_120a"]
+
+
+def test_spills_are_read_from_the_compilers_log() -> None:
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'decode' for 'sm_100'
+ptxas info    : Function properties for decode
+ptxas         .     168 bytes stack frame, 64 bytes spill stores, 116 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 168 bytes cumulative stack size
+"""
+    assert usage(log) == {"decode": Usage(255, 64)}
+
+
+def test_kernels_are_declared_once_and_by_value() -> None:
+    assert kernel("a.cu", "f", B=1, A=2) is kernel("a.cu", "f", B=1, A=2)
+    assert kernel("a.cu", "f", B=1, A=2) == Kernel("a.cu", "f", (("A", 2), ("B", 1)))
+    found = all_variants((9, 0))
+    assert {"decode.cu", "prefill.cu"} <= {one.file for one in found}
+    assert all((Path(cache.FOLDER) / one.file).is_file() for one in found)
