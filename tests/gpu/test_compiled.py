@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
 from allspan.kernels.cuda import compiled as cache
+from allspan.kernels.cuda import warm as warming
 from allspan.kernels.cuda.compiled import compile_all, compiled, label
 from allspan.kernels.cuda.modules import Kernel, kernel
 from allspan.kernels.cuda.nvrtc import CompilationError, Nvrtc, Usage, architecture, nvrtc, usage
@@ -119,3 +121,32 @@ def test_kernels_are_declared_once_and_by_value() -> None:
     found = all_variants((9, 0))
     assert {"decode.cu", "prefill.cu"} <= {one.file for one in found}
     assert all((Path(cache.FOLDER) / one.file).is_file() for one in found)
+
+
+@pytest.fixture
+def one_toy(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All variants there are: two macros of one source, of which two kernels share one."""
+    toys = (Kernel("toy.cu", "f", ()), Kernel("toy.cu", "g", ()), Kernel("toy.cu", "f", (("MORE", 1),)))
+    monkeypatch.setattr(warming, "all_variants", lambda capability: toys if capability >= (8, 0) else ())
+    monkeypatch.setenv("ALLSPAN_HOME", str(tmp_path / "home"))
+
+
+@pytest.mark.usefixtures("compiler", "one_toy")
+def test_warming_fills_the_cache_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for compiled_now, found in ((2, 0), (0, 2)):
+        assert warming.main(["sm_90", "sm_90a"]) == 0
+        told = capsys.readouterr()
+        report = json.loads(told.out)
+        assert report["folder"] == str(tmp_path / "home" / "kernels")
+        assert list(report["architectures"]) == ["sm_90a"]
+        counts = report["architectures"]["sm_90a"]
+        assert (counts["compiled"], counts["found"]) == (compiled_now, found)
+        assert told.err.count("for sm_90a") == compiled_now
+    assert counts["num_bytes"] == sum(path.stat().st_size for path in (tmp_path / "home" / "kernels").iterdir())
+
+
+@pytest.mark.usefixtures("compiler", "one_toy")
+def test_warming_for_what_is_no_architecture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, why in (("sm_3", "'sm_3' is no architecture"), ("sm_75", "they need sm_80 or later")):
+        assert warming.main([name]) == 1
+        assert why in json.loads(capsys.readouterr().out)["refused"]

@@ -70,6 +70,13 @@ def test_a_gpu_that_is_asked_for_gets_its_cuda(monkeypatch: pytest.MonkeyPatch) 
         install_torch(gpu=True)
 
 
+@pytest.mark.parametrize(("cuda", "extra"), [("13.0", ["cuda13"]), ("12.8", ["cuda12"]), ("", []), ("15.1", [])])
+def test_cupy_comes_for_the_cuda_that_torch_has(monkeypatch: pytest.MonkeyPatch, cuda: str, extra: list[str]) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=f"{cuda}\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *words, **options: done)
+    assert bootstrap.cuda_extra() == extra
+
+
 @pytest.mark.parametrize("answer", [BootstrapError("No matching distribution"), CUDA[:1]])
 def test_without_the_cpu_index_it_says_what_to_do_and_lets_the_next_python_try(
     monkeypatch: pytest.MonkeyPatch, answer: Any

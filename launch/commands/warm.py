@@ -1,0 +1,33 @@
+"""`allspan warm`: compiles the CUDA kernels into the cache, so that no first use has to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from allspan.launch.console import say, size
+from allspan.launch.warm import warm
+from allspan.protos.flags import Parser
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = Parser("allspan warm", "Compiles the CUDA kernels into $ALLSPAN_HOME/kernels (default ~/.cache/allspan).")
+    parser.add_argument(
+        "--arch",
+        default="",
+        metavar="NAMES",
+        help="Architectures such as sm_80,sm_90a; needs no GPU (default: those of the GPUs here)",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    namespace = parser.parse(argv)
+    done = warm([name for name in namespace.arch.split(",") if name])
+    if namespace.json:
+        print(json.dumps(asdict(done), default=str))
+        return 0
+    for one in done.architectures:
+        say(
+            f"{one.architecture}: compiled {one.compiled} sources in {one.seconds:.1f} s by {done.compiler}, "
+            f"{one.found} were there; {size(one.num_bytes)} in {done.folder}"
+        )
+    return 0
