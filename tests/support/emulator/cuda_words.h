@@ -58,6 +58,9 @@ inline float __uint_as_float(unsigned x) { return as_bits<float>(x); }
 inline int __float_as_int(float x) { return as_bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return as_bits<unsigned>(x); }
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
+inline long long __float2ll_rn(float x) { return static_cast<long long>(std::nearbyint(x)); }
+inline long long __double2ll_rn(double x) { return static_cast<long long>(std::nearbyint(x)); }
+inline long long __double_as_longlong(double x) { return as_bits<long long>(x); }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
