@@ -67,6 +67,8 @@ class ServeOptions(TypedDict, total=False):
     kv_cache_bytes: int
     enable_prefix_caching: bool
     host_kv_cache_bytes: int
+    enforce_eager: bool
+    async_scheduling: bool
     oversubscribe: bool
     restart: bool
 

@@ -30,6 +30,8 @@ class ModelConfig:
     """"auto", or "dummy" for random weights."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
+    enforce_eager: bool = False
+    """On a GPU, launch kernel by kernel: no decode steps are captured in CUDA graphs at the start."""
     verify: bool = False
     """Read all of a converted model's weights first, and compare them with the hash in its manifest."""
 
@@ -64,6 +66,8 @@ class SchedulerConfig:
     """Token budget of a step, decodes and prefill chunks together."""
     max_queued_requests: int = 1024
     """Most requests that wait; one more is refused with QueueFull."""
+    async_scheduling: bool = True
+    """On a GPU, send the next step off before this one's tokens are known on the host."""
 
 
 @dataclass(frozen=True, slots=True)

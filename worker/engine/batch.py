@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.budget import pages_of
+from allspan.worker.engine.buffers import BatchSizes, InputBuffers
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import PageTiers
 from allspan.worker.models.inputs import StepInputs
@@ -34,72 +34,19 @@ class LogitsRows:
     """[m]: that token, where it is a prompt's and known; -1 where it is to be sampled. None: everywhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """How much one step and one row may hold."""
-
-    max_rows: int
-    max_tokens: int
-    """Of a step."""
-    max_model_len: int
-    page_size: int
-    max_logits_rows: int
-    """Of a step."""
-
-
-_CHANGING = ("ids", "positions", "slots", "kv_lens")
-"""Other numbers at every step, also where nothing else changes; token ids first."""
-
-
-class StepBuffers:
-    """int32 buffers of fixed capacity, filled through numpy and handed out as tensor views on the model's device."""
-
-    def __init__(self, sizes: BatchSizes, device: torch.device) -> None:
-        pages = sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size)  # rows may share pages
-        lengths = {
-            "qo_indptr": sizes.max_rows + 1,
-            "page_indptr": sizes.max_rows + 1,
-            "page_indices": pages,
-            "logits_rows": sizes.max_logits_rows,
-        }
-        self._device = device
-        self.is_shared = device.type == "cpu"
-        """What `fill` gives out are views of the buffers, not copies."""
-        self._tensors = {name: torch.zeros(length, dtype=torch.int32) for name, length in lengths.items()}
-        changing = torch.zeros((len(_CHANGING), max(sizes.max_tokens, sizes.max_rows)), dtype=torch.int32)
-        self._tensors |= zip(_CHANGING, changing, strict=True)
-        self._changing: Ints = changing.numpy()
-        self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
-
-    def fill(self, values: dict[str, NDArray[Any]]) -> StepInputs:
-        views = {}
-        for name, value in values.items():
-            self._arrays[name][: len(value)] = value
-            view = self._tensors[name][: len(value)]
-            views[name] = view if self.is_shared else view.to(self._device)
-        return StepInputs(**views)
-
-    def advance(self, tokens: Ints) -> None:
-        """The same rows again, each with the next token, in the page that it is in. In place, so that the views that
-        `fill` gave out for a CPU show it."""
-        changing = self._changing[:, : len(tokens)]
-        changing += 1
-        changing[0] = tokens
-
-
 class Batch:
     """Fixed arrays, one row a request. `apply` takes a plan in and makes the model's inputs; `commit` takes in what was
     sampled. The payloads come from the inbox; a row that leaves without being dropped keeps its tokens for its return.
     """
 
     def __init__(
-        self, sizes: BatchSizes, sampler: Sampler, device: torch.device, tiers: PageTiers | None = None
+        self, sizes: BatchSizes, sampler: Sampler, buffers: InputBuffers, tiers: PageTiers | None = None
     ) -> None:
-        """`tiers` None: the pages of the device are all there are."""
+        """`buffers` of the same sizes. `tiers` None: the pages of the device are all there are."""
         self._page_size = sizes.page_size
         self._sampler = sampler
         self._tiers = tiers
-        self._buffers = StepBuffers(sizes, device)
+        self.buffers = buffers
         rows, pages = sizes.max_rows, pages_of(sizes.max_model_len, sizes.page_size)
         # The system backs these with memory only where they are written.
         self._tokens = np.zeros((rows, sizes.max_model_len), dtype=np.int32)
@@ -133,8 +80,9 @@ class Batch:
         """What the rows of logits of this step are for."""
         return self._logits
 
-    def apply(self, plan: StepPlan, inbox: Inbox) -> StepInputs | None:
-        """Takes a plan in; None when it runs no tokens. Raises InternalError when it does not fit this rank's state."""
+    def apply(self, plan: StepPlan, inbox: Inbox, is_running: bool = False) -> StepInputs | None:
+        """Takes a plan in; None when it runs no tokens, or (`is_running`) those of a step that was sent ahead. Raises
+        InternalError when it does not fit this rank's state."""
         if plan.tokens_hash != self.tokens_hash:
             raise InternalError(
                 f"the ranks have diverged before step {plan.step}: the leader's tokens hash to "
@@ -157,10 +105,40 @@ class Batch:
         if plan.saves or plan.loads:
             self._copy(plan)
         self._runs, self._room = plan.runs, 0
-        self._run_rows = np.fromiter((run.row for run in plan.runs), dtype=np.int64, count=len(plan.runs))
-        self._run_counts = np.fromiter((run.num_tokens for run in plan.runs), dtype=np.int64, count=len(plan.runs))
+        # Rows with one new token first, which kernels may want; the scheduler mostly has them so.
+        runs = sorted(plan.runs, key=lambda run: run.num_tokens > 1)
+        self._run_rows = np.fromiter((run.row for run in runs), dtype=np.int64, count=len(runs))
+        self._run_counts = np.fromiter((run.num_tokens for run in runs), dtype=np.int64, count=len(runs))
+        if plan.runs and is_running:
+            self._inputs = None
+            self._logits = LogitsRows(self._run_rows, self._num_tokens[self._run_rows], None)
+            return None
         self._inputs = self._make_inputs() if plan.runs else None
         return self._inputs
+
+    def ahead(self, plan: StepPlan, order: Longs) -> tuple[StepInputs, LogitsRows]:
+        """The next step of the plan's rows that go on ahead, before `commit` of this one. In the place of ids, which
+        nobody knows yet, the inputs have where each row stands in `order`."""
+        rows = np.asarray(plan.ahead, dtype=np.int64)
+        at = {row: i for i, row in enumerate(order.tolist())}
+        positions = self._num_tokens[rows]
+        kv_lens = positions + 1
+        page_counts = -(-kv_lens // self._page_size)
+        if (page_counts > self._num_pages[rows]).any():
+            raise InternalError(f"step {self._step}: a row that goes on ahead runs past its pages")
+        page_indptr = _indptr(page_counts)
+        pages, offsets = np.divmod(positions, self._page_size)
+        values: dict[str, NDArray[Any]] = {
+            "ids": np.fromiter((at[row] for row in plan.ahead), dtype=np.int32, count=len(rows)),
+            "positions": positions,
+            "slots": self._pages[rows, pages] * self._page_size + offsets,
+            "qo_indptr": np.arange(len(rows) + 1),
+            "page_indptr": page_indptr,
+            "page_indices": self._pages[np.repeat(rows, page_counts), _nth(page_indptr)],
+            "kv_lens": kv_lens,
+            "logits_rows": np.arange(len(rows)),
+        }
+        return self.buffers.fill(values), LogitsRows(rows, kv_lens, None)
 
     def commit(self, sampled: Sampled | None) -> StepResult:
         """Appends the step's tokens to their rows; None when there were no logits."""
@@ -234,7 +212,7 @@ class Batch:
             self._copy(plan)
         self._room -= 1
         self._gone_on += 1
-        self._buffers.advance(self._sampled)
+        self.buffers.advance(self._sampled)
         positions = self._logits.positions
         positions += 1
         return self._inputs
@@ -258,19 +236,18 @@ class Batch:
         positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], counts)
         pages, offsets = np.divmod(positions, self._page_size)
         page_rows = np.repeat(rows, page_counts)
-        nth_page = np.arange(page_indptr[-1]) - np.repeat(page_indptr[:-1], page_counts)
         logits_rows = self._choose_logits(token_rows, positions, qo_indptr)
-        is_plain = self._logits.targets is None and self._buffers.is_shared
+        is_plain = self._logits.targets is None and self.buffers.is_shared
         if is_plain and len(rows) == len(positions) == len(logits_rows):
             self._room = self._page_size - 1 - int(offsets.max())
-        return self._buffers.fill(
+        return self.buffers.fill(
             {
                 "ids": self._tokens[token_rows, positions],
                 "positions": positions,
                 "slots": self._pages[token_rows, pages] * self._page_size + offsets,
                 "qo_indptr": qo_indptr,
                 "page_indptr": page_indptr,
-                "page_indices": self._pages[page_rows, nth_page],
+                "page_indices": self._pages[page_rows, _nth(page_indptr)],
                 "kv_lens": kv_lens,
                 "logits_rows": logits_rows,
             }
@@ -301,3 +278,8 @@ def _indptr(counts: Longs) -> Longs:
     indptr = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=indptr[1:])
     return indptr
+
+
+def _nth(indptr: Longs) -> Longs:
+    """[indptr[-1]]: each entry's number among its own."""
+    return np.arange(indptr[-1]) - np.repeat(indptr[:-1], np.diff(indptr))

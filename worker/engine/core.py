@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, InvalidRequest, QueueFull, Unavailable
-from allspan.worker.engine.batch import Batch, BatchSizes
+from allspan.worker.engine.batch import Batch
+from allspan.worker.engine.buffers import BatchSizes
+from allspan.worker.engine.capture import capture_decodes
+from allspan.worker.engine.device_buffers import buffers_for, is_on_gpu
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import PageTiers, StepModel
+from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.sampling.kernel import SamplingKernel
@@ -101,8 +103,8 @@ class EngineCore:
             self.limits.max_logits_rows,
         )
         sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel)
-        self._sampler = sampler
-        self._batch = Batch(sizes, sampler, torch.device(config.model.device), tiers)
+        self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device), tiers)
+        self._runner = Runner(model, sampler, self._batch, most.async_scheduling and is_on_gpu(model))
         self._changed = threading.Condition()
         self._outbox: list[Outcome] = []
         self._accepts, self._stopped_because = True, ""
@@ -115,8 +117,11 @@ class EngineCore:
         self._step = 0
         self._checked_step = 0
         self._host_s = 0.0
-        self._model_s = 0.0
         self._progressed_at = time.monotonic()
+
+    def capture(self) -> None:
+        """On a GPU, before the first step: records decode steps, so that each is one launch."""
+        capture_decodes(self._batch.buffers, self._model, self.beat)
 
     def submit(self, request: Request) -> None:
         """Leader: queues a request. Follower: keeps its payload until a plan joins it. Raises InvalidRequest,
@@ -238,7 +243,7 @@ class EngineCore:
             "refused_requests": self._refused,
             "steps": self._step,
             "host_s": self._host_s,
-            "model_s": self._model_s,
+            "model_s": self._runner.model_s,
             "weights_version": self.weights_version,
             "weights_loaded": self.weights_loaded,
         }
@@ -274,7 +279,7 @@ class EngineCore:
             ended, self._outbox = self._outbox + self._expire(), []
             pending = self._operations[0] if self._operations and not self._stopping else None
             operation = Operation.SHUTDOWN if self._stopping else pending.operation if pending else Operation.NONE
-            plan = self._scheduler.schedule(operation)
+            plan = self._scheduler.schedule(operation, self._runner.may_run_ahead)
             if pending:
                 pending.is_planned = True
         if ended:
@@ -283,7 +288,7 @@ class EngineCore:
             return False
         if self._channel is not None:
             self._channel.publish(encode(plan))
-        model_s = self._model_s
+        model_s = self._runner.model_s
         result = self._execute(plan)
         with self._changed:
             outcomes = self._scheduler.apply(result)
@@ -293,7 +298,7 @@ class EngineCore:
             self._changed.notify_all()
         if outcomes:
             self.on_outputs(outcomes)
-        self._host_s += time.perf_counter() - started - (self._model_s - model_s)
+        self._host_s += time.perf_counter() - started - (self._runner.model_s - model_s)
         return True
 
     def _expire(self) -> list[Outcome]:
@@ -307,9 +312,9 @@ class EngineCore:
         data = self._channel.receive(IDLE_SECONDS)
         if data is None:
             return False
-        started, model_s = time.perf_counter(), self._model_s
+        started, model_s = time.perf_counter(), self._runner.model_s
         self._execute(decode(data))
-        self._host_s += time.perf_counter() - started - (self._model_s - model_s)
+        self._host_s += time.perf_counter() - started - (self._runner.model_s - model_s)
         return True
 
     def _execute(self, plan: StepPlan) -> StepResult:
@@ -321,23 +326,9 @@ class EngineCore:
         self._step = plan.step
         self._is_executing = True
         try:
-            return self._run_plan(plan)
+            return self._runner.run(plan, self._inbox, self._operate)
         finally:
             self._is_executing = False
-
-    def _run_plan(self, plan: StepPlan) -> StepResult:
-        inputs = self._batch.apply(plan, self._inbox)
-        if plan.operation is not Operation.NONE:
-            self._operate(plan.operation)
-        if inputs is None:
-            return self._batch.commit(None)
-        before = time.perf_counter()
-        logits = self._model.forward(inputs)
-        self._model_s += time.perf_counter() - before
-        wanted = self._batch.logits
-        if not len(wanted.rows):
-            return self._batch.commit(None)
-        return self._batch.commit(self._sampler.sample(logits, wanted.rows, wanted.positions, wanted.targets))
 
     def _operate(self, operation: Operation) -> None:
         if operation is Operation.SHUTDOWN:

@@ -84,6 +84,8 @@ def load_engine(
     tiers = Tiers(kv, host) if host else None
     sampling = sampling_kernel(getattr(ops, "runtime", None))
     core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers, sampling)
+    if model.device == "cuda" and not model.enforce_eager and collectives.size == 1:
+        core.capture()
     pages = [tensor for each in (kv, host) if each for tensor in (*each.keys, *each.values)]
     weights = Weights(loaded, model, cache, collectives, tuple(pages), await_others)
     core.on_operation = _on_operation(core, loaded, weights)

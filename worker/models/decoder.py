@@ -52,7 +52,7 @@ class _Decoder:
         self._qkv_heads = program.view("qkv.heads", self._qkv, all_heads, size)
         self._tokens = self._stream("", Rows.TOKENS)
         self._attended_heads = program.view("attended.heads", self._tokens.attended, self._heads, size)
-        self._logits = program.buffer("logits", Rows.LOGITS, len(shard.vocabulary))
+        self._logits = program.buffer("logits", Rows.LOGITS, len(shard.vocabulary), is_exact=True)
 
     def build(self) -> Program:
         spec, program, tokens = self._spec, self._program, self._tokens
@@ -78,7 +78,12 @@ class _Decoder:
             "attended": self._heads * self._spec.head_dim,
             "mlp": len(self._holding.shard.intermediate),
         }
-        return _Stream(**{name: self._program.buffer(prefix + name, rows, width) for name, width in widths.items()})
+        return _Stream(
+            **{
+                name: self._program.buffer(prefix + name, rows, width, is_exact=name == "residual")
+                for name, width in widths.items()
+            }
+        )
 
     def _wanted_rows(self) -> _Stream:
         """Past the last attention no row is read by another: only those whose logits are wanted go on."""

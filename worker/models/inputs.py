@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+PlanTiles = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int32]]
+"""From the new tokens and all tokens of some requests to what `StepInputs.tiles` holds of them."""
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Views into buffers of fixed capacity, cut to this step's sizes. All int32, on the model's device.
+    """Views into buffers of fixed capacity, cut to this step's sizes. Tensors are int32, on the model's device.
 
     n new tokens, R requests with new tokens, m rows whose logits are wanted. Given to a model again, it has the same
     tensors as before, though there may be other numbers in them.
@@ -31,3 +37,11 @@ class StepInputs:
     """[R], the new tokens included."""
     logits_rows: Tensor
     """[m]: which of the n tokens."""
+    num_decodes: int = 0
+    """On a GPU the requests with one new token come first: so many."""
+    tiles: Tensor | None = None
+    """On a GPU [tiles, ...]: how the new tokens of the others are cut; see `allspan.kernels.cuda.prefill`."""
+    bucket: int = 0
+    """On a GPU: the step is one of decodes alone, padded to so many rows; 0: it is not."""
+    num_rows: int = 0
+    """With a bucket: so many of its rows are real."""

@@ -18,7 +18,8 @@ from allspan.protos.errors import CheckpointError, ConfigError
 from allspan.worker.cache.spec import ITEM_BITS, CacheSpec
 from allspan.worker.models.converted import ConvertedWeights
 from allspan.worker.models.layout import IGNORED_TENSORS, Holding, Progress, canonical_names, expected_shapes
-from allspan.worker.models.model import Model, ModelLimits
+from allspan.worker.models.limits import ModelLimits
+from allspan.worker.models.model import Model
 from allspan.worker.models.registry import ModelSource, find_model
 from allspan.worker.models.shard import Shard, make_shard
 from allspan.worker.models.spec import ModelSpec

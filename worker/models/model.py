@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
@@ -14,36 +12,18 @@ from allspan.protos.engine import OpProfile
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.models.attention import attention_of
 from allspan.worker.models.decoder import build_decoder, has_centers
-from allspan.worker.models.inputs import StepInputs
+from allspan.worker.models.graph import Graph
+from allspan.worker.models.inputs import PlanTiles, StepInputs
 from allspan.worker.models.layout import Holding, qkv_linear
+from allspan.worker.models.limits import ModelLimits
 from allspan.worker.models.native_program import NativeProgram
 from allspan.worker.models.program import Interpreter, Rows
 from allspan.worker.models.rope import cos_sin_table, mean_rotated
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """For what the buffers are made: tokens and rows of logits of a step, and tokens of a request."""
-
-    max_tokens: int
-    max_requests: int
-    max_model_len: int
-
-
-@dataclass(slots=True)
-class _Attention:
-    """See `allspan.kernels.ops.AttentionMeta`."""
-
-    qo_indptr: Tensor
-    page_indptr: Tensor
-    page_indices: Tensor
-    kv_lens: Tensor
-    kv_head_of: Tensor
-    scale: float
 
 
 class Model:
@@ -80,10 +60,12 @@ class Model:
         self._cos_sin = cos_sin_table(shard.spec.rotary, shard.spec.head_dim, limits.max_model_len).to(device)
         self._interpreter.bind({"cos_sin": self._cos_sin})
         self.weights_changed()
-        self._kv_head_of = torch.tensor(shard.kv_head_of, dtype=torch.int32, device=device)
-        self._scale = shard.spec.head_dim**-0.5
+        self._attention = attention_of(shard, limits, ops, device)
         self._cache: KVCache | None = None
         self._inputs: StepInputs | None = None
+        self._is_profiling = False
+        self._graphs: dict[int, Graph] = {}
+        """By bucket."""
         self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
         """What `_inputs` are to the program: by its names, tokens, rows of logits."""
 
@@ -94,6 +76,11 @@ class Model:
             for layer in range(self.spec.num_layers):
                 bias = self.holding.bias(self.weights, qkv_linear(self.spec, layer), 1).view(heads)
                 self._interpreter.bind({f"k_center.{layer}": mean_rotated(bias, self._cos_sin)})
+
+    @property
+    def plan_tiles(self) -> PlanTiles | None:
+        """How attention wants the tokens of a step cut on the host; None: it does not."""
+        return self._attention.plan_tiles
 
     @property
     def progress(self) -> int:
@@ -123,29 +110,37 @@ class Model:
         """
         if self._cache is None:
             raise InternalError("forward before bind_cache")
+        if inputs.bucket in self._graphs and not self._is_profiling:
+            return self._graphs[inputs.bucket].replay()[: inputs.num_rows]
         if inputs is not self._inputs:
             self._inputs = inputs
             self._step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
-        return self._interpreter.run(*self._step)
+        logits = self._interpreter.run(*self._step)
+        return logits[: inputs.num_rows] if inputs.bucket else logits
+
+    def capture(self, inputs: StepInputs) -> None:
+        """Has the GPU keep the forward pass of a padded step of decodes: later steps of the bucket, whose inputs lie at
+        the same addresses, are one launch. Largest bucket first: all share its memory."""
+        step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
+        self._graphs[inputs.bucket] = Graph(lambda: self._interpreter.run(*step), self._graphs.values())
 
     def _by_name(self, inputs: StepInputs) -> dict[str, Any]:
-        attention = _Attention(
-            inputs.qo_indptr, inputs.page_indptr, inputs.page_indices, inputs.kv_lens, self._kv_head_of, self._scale
-        )
         return {
             "ids": inputs.ids,
             "positions": inputs.positions,
             "slots": inputs.slots,
             "logits_rows": inputs.logits_rows,
-            "attention": attention,
+            "attention": self._attention.of(inputs),
         }
 
     def start_profile(self) -> None:
         """Times every op of the coming steps, from zero; on a GPU it waits for each, which slows the step."""
+        self._is_profiling = True
         self._interpreter.start_profile()
 
     def stop_profile(self) -> None:
         """What was measured stays readable."""
+        self._is_profiling = False
         self._interpreter.stop_profile()
 
     def profile(self) -> tuple[OpProfile, ...]:

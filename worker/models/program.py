@@ -43,12 +43,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """float32 [rows, *shape]. Buffers of one `storage` are the same memory in different shapes."""
+    """[rows, *shape], in the op set's dtype for activations, or float32 where it `is_exact`. Buffers of one `storage`
+    are the same memory in different shapes."""
 
     name: str
     rows: Rows
     shape: tuple[int, ...]
     storage: str
+    is_exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +97,15 @@ class ProgramBuilder:
         self._by_name: dict[str, Slot] = {}
         self._ops: list[Op] = []
 
-    def buffer(self, name: str, rows: Rows, *shape: int) -> Slot:
-        return self._add(Buffer(name, rows, shape, name))
+    def buffer(self, name: str, rows: Rows, *shape: int, is_exact: bool = False) -> Slot:
+        return self._add(Buffer(name, rows, shape, name, is_exact))
 
     def view(self, name: str, slot: Slot, *shape: int) -> Slot:
         """The buffer `slot` with rows of another shape."""
         buffer = self._slots[slot.index]
         if not isinstance(buffer, Buffer) or math.prod(shape) != math.prod(buffer.shape):
             raise InternalError(f"slot {name!r}: {buffer} has no view of shape {shape}")
-        return self._add(Buffer(name, buffer.rows, shape, buffer.storage))
+        return self._add(Buffer(name, buffer.rows, shape, buffer.storage, buffer.is_exact))
 
     def scratch(self, label: str, like: Slot, width: int = 0) -> Slot:
         """A buffer in the shape of another, or with rows of `width`, for what an op needs only until the next one: same
@@ -153,11 +155,13 @@ class Interpreter:
         self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
         self._buffers: list[tuple[int, Rows, Tensor]] = []
         storages: dict[str, Tensor] = {}
+        dtype: torch.dtype = getattr(ops, "activations", torch.float32)
         for i, slot in enumerate(program.slots):
             if isinstance(slot, Buffer):
                 shape = (self._capacity[slot.rows], *slot.shape)
                 if slot.storage not in storages:
-                    storages[slot.storage] = torch.zeros(shape, device=device)
+                    held = torch.float32 if slot.is_exact else dtype
+                    storages[slot.storage] = torch.zeros(shape, dtype=held, device=device)
                 self._buffers.append((i, slot.rows, storages[slot.storage].view(shape)))
         self._calls: list[tuple[Callable[..., None], tuple[Argument, ...], bool]] = [
             (getattr(collectives if op.name in COLLECTIVE_OPS else ops, op.name), op.arguments, op.rows is Rows.LOGITS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,6 +39,17 @@ class Sampled:
     """Of the known tokens of each row, in the order of their logits."""
 
 
+class Launched(Protocol):
+    """A step's tokens on their way on a GPU."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int32 [m] there; negative as in `Sampled.tokens`."""
+
+    def result(self) -> Sampled:
+        """Waits for them."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """What is wanted of some rows of logits. All int64 [m]."""
@@ -51,6 +63,14 @@ class _Wanted:
     def share(self, rank: int, size: int) -> _Wanted:
         parts = (self.rows, self.positions, self.targets, self.counts)
         return _Wanted(*(np.ascontiguousarray(part[rank::size]) for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Greedy:
+    tokens: Tensor
+
+    def result(self) -> Sampled:
+        return Sampled(self.tokens.cpu().numpy(), {})
 
 
 class Sampler:
@@ -131,6 +151,16 @@ class Sampler:
         result = torch.empty((len(rows), columns), dtype=torch.int32)
         world.all_gather_rows(torch.from_numpy(part), result)
         return _unpack(result.numpy(), wanted)
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether `launch` can sample for all rows that are here."""
+        return self._collectives.size == 1 and not self._demanding
+
+    def launch(self, logits: Tensor, rows: Rows, positions: Rows) -> Launched:
+        """As `sample`, for logits on a GPU: returns while they are still being computed."""
+        values, ids = logits.max(dim=1)
+        return _Greedy(torch.where(values.isfinite(), ids, NOT_FINITE).int())
 
     def _greedy(self, logits: Tensor) -> NDArray[np.int32]:
         """The most likely token of each row, int32 [m]: what `_sample_rows` says of rows that want no more."""

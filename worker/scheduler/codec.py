@@ -1,12 +1,12 @@
 """StepPlan to bytes and back: a fixed little-endian layout, never pickle.
 
-    header   "ASP2", epoch u32, step u64, tokens_hash u32, operation u32, nine counts u32:
-             leaves, drops, joins, grants, saves, loads, runs, drafts, numbers
+    header   "ASP3", epoch u32, step u64, tokens_hash u32, operation u32, ten counts u32:
+             leaves, drops, joins, grants, saves, loads, runs, drafts, ahead, numbers
     drops    16 bytes each
     joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter u32
-    numbers  u32 each: leaves; row and page count of each grant; source and target of each save and each load; row and
-             token count of each run; row and token count of each draft; then the pages of all grants and the tokens of
-             all drafts
+    numbers  u32 each: leaves; ahead; row and page count of each grant; source and target of each save and each load;
+             row and token count of each run; row and token count of each draft; then the pages of all grants and the
+             tokens of all drafts
 
 Every count is checked against the length before anything is read.
 """
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from allspan.protos.errors import InternalError
 from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
 
-_MAGIC = b"ASP2"
-_HEADER = struct.Struct("<4sIQII9I")
+_MAGIC = b"ASP3"
+_HEADER = struct.Struct("<4sIQII10I")
 _JOIN = struct.Struct("<I16sQIII")
 _ID_BYTES = 16
 _OPERATIONS = frozenset(int(operation) for operation in Operation)
@@ -29,7 +29,7 @@ _OPERATIONS = frozenset(int(operation) for operation in Operation)
 
 def encode(plan: StepPlan) -> bytes:
     """Raises InternalError for a value that its field cannot hold."""
-    numbers: list[int] = list(plan.leaves)
+    numbers: list[int] = [*plan.leaves, *plan.ahead]
     for grant in plan.grants:
         numbers += (grant.row, len(grant.pages))
     for copy in itertools.chain(plan.saves, plan.loads):
@@ -43,7 +43,8 @@ def encode(plan: StepPlan) -> bytes:
     if any(len(request_id) != _ID_BYTES for request_id in (*plan.drops, *(join.request_id for join in plan.joins))):
         raise InternalError(f"a plan names a request id that is not {_ID_BYTES} bytes: {plan}")
     parts = (
-        plan.leaves, plan.drops, plan.joins, plan.grants, plan.saves, plan.loads, plan.runs, plan.drafts, numbers
+        plan.leaves, plan.drops, plan.joins, plan.grants, plan.saves, plan.loads, plan.runs, plan.drafts, plan.ahead,
+        numbers,
     )  # fmt: skip
     try:
         head = _HEADER.pack(
@@ -64,14 +65,15 @@ def decode(data: bytes) -> StepPlan:
     magic, epoch, step, tokens_hash, operation, *counts = _HEADER.unpack_from(data)
     if magic != _MAGIC or operation not in _OPERATIONS:
         raise InternalError(f"malformed plan: starts with {magic!r}, operation {operation}")
-    leaves, drops, joins, grants, saves, loads, runs, drafts, total = counts
+    leaves, drops, joins, grants, saves, loads, runs, drafts, ahead, total = counts
     joins_at = _HEADER.size + _ID_BYTES * drops
     numbers_at = joins_at + _JOIN.size * joins
     if len(data) != numbers_at + 4 * total:
         raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {numbers_at + 4 * total}")
     numbers = struct.unpack_from(f"<{total}I", data, numbers_at)
-    fixed = leaves + 2 * (grants + saves + loads + runs + drafts)
-    pairs = zip(numbers[leaves:fixed:2], numbers[leaves + 1 : fixed : 2], strict=False)
+    single = leaves + ahead
+    fixed = single + 2 * (grants + saves + loads + runs + drafts)
+    pairs = zip(numbers[single:fixed:2], numbers[single + 1 : fixed : 2], strict=False)
     granted, saved, loaded, ran, drafted = (
         list(itertools.islice(pairs, count)) for count in (grants, saves, loads, runs, drafts)
     )
@@ -89,6 +91,7 @@ def decode(data: bytes) -> StepPlan:
         saves=tuple(itertools.starmap(Copy, saved)),
         loads=tuple(itertools.starmap(Copy, loaded)),
         runs=tuple(itertools.starmap(Run, ran)),
+        ahead=numbers[leaves:single],
         drafts=tuple((row, _take(rest, count)) for row, count in drafted),
         operation=Operation(operation),
     )

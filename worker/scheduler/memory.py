@@ -66,9 +66,9 @@ class Memory:
             keys = self._keys(request, request.num_tokens // self._page_size)
             self.cache.announce(keys[match.num_pages :], request)
 
-    def has_room(self, request: Request) -> bool:
-        """Whether its pages hold one token more than is computed."""
-        return request.num_computed < len(request.pages) * self._page_size
+    def has_room(self, request: Request, tokens: int = 1) -> bool:
+        """Whether its pages hold so many tokens more than are computed."""
+        return request.num_computed + tokens <= len(request.pages) * self._page_size
 
     def extend(self, request: Request) -> tuple[int, ...] | None:
         """One page more, or None when every page is in use."""

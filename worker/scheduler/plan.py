@@ -81,6 +81,9 @@ class StepPlan:
     loads: tuple[Copy, ...] = ()
     """Host page → device page."""
     runs: tuple[Run, ...] = ()
+    ahead: tuple[int, ...] = ()
+    """Of the rows that run, each with one token: those that go on at once with the token that they sample. The next
+    plan with runs has no others; it takes what they make, of those that have not ended meanwhile."""
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     operation: Operation = Operation.NONE
 

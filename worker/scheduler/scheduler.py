@@ -22,6 +22,8 @@ from allspan.protos.results import Output
 from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.cache.prefix_cache import Match
 from allspan.worker.sampling.failure import failure
+from allspan.worker.scheduler.ahead import rows_ahead
+from allspan.worker.scheduler.books import Books, check_books
 from allspan.worker.scheduler.counters import Rate, SchedulerCounters
 from allspan.worker.scheduler.draft import Draft
 from allspan.worker.scheduler.endings import finish, timings
@@ -33,8 +35,6 @@ from allspan.worker.scheduler.waiting import Deadlines, WaitingQueue
 
 Outcome = tuple[Request, Output | AllspanError]
 """News of a request, or the error that ended it."""
-
-_ENDED = (RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED)
 
 
 class Scheduler:
@@ -70,6 +70,8 @@ class Scheduler:
         self._leaves: list[int] = []
         self._drops: list[bytes] = []
         self._in_flight: StepPlan | None = None
+        self._is_ahead = False
+        """The next step runs already."""
 
     @property
     def pool(self) -> PagePool:
@@ -146,19 +148,22 @@ class Scheduler:
             self._end(request, RequestStatus.FAILED)
         return [(request, error) for request in requests]
 
-    def schedule(self, operation: Operation = Operation.NONE) -> StepPlan | None:
+    def schedule(self, operation: Operation = Operation.NONE, may_run_ahead: bool = False) -> StepPlan | None:
         """The next step, or None when there is nothing to do. `apply` must be called with its result. A step with an
-        operation runs no tokens."""
+        operation runs no tokens. `may_run_ahead`: where only decodes run and nobody could join them, the plan lets them
+        go on before their tokens are known here."""
         if self._in_flight is not None:
             raise InternalError(f"step {self._in_flight.step} is still in flight")
         self.memory.cache.settle()
         draft = Draft(self.limits)
+        ahead: tuple[int, ...] = ()
         if operation is Operation.NONE:
-            self._yield_to_better()
-            prefills = self._schedule_decodes(draft)
-            self._schedule_prefills(prefills, draft)
+            self._fill(draft)
             if not (draft.runs or self._leaves or self._drops):
                 return None
+            if may_run_ahead and not (self._waiting and self._free_rows):
+                ahead = rows_ahead(self._running, self.memory, draft)
+        self._is_ahead = bool(ahead)
         self._step += 1
         saves, loads = self.memory.cache.take_copies()
         plan = StepPlan(
@@ -172,6 +177,7 @@ class Scheduler:
             saves=saves,
             loads=loads,
             runs=tuple(draft.runs),
+            ahead=ahead,
             operation=operation,
         )
         self._leaves.clear()
@@ -203,6 +209,13 @@ class Scheduler:
                     outcomes.append((request, news))
         self._generation_rate.count(now, self.counters.generated_tokens - before)
         return outcomes
+
+    def _fill(self, draft: Draft) -> None:
+        if self._is_ahead:
+            self._schedule_decodes(draft)  # they run already, so nobody can join them
+            return
+        self._yield_to_better()
+        self._schedule_prefills(self._schedule_decodes(draft), draft)
 
     def _yield_to_better(self) -> None:
         """Makes place for the first waiting request that goes before a running one by priority and finds none."""
@@ -369,24 +382,10 @@ class Scheduler:
     def check(self) -> None:
         """Raises InternalError unless pages, rows, queue and states agree. For tests and idle moments."""
         self.memory.check(self._running)
-        in_rows = [request for request in self._rows if request is not None]
-        waiting = self._waiting.requests()
-        rules = {
-            "running requests have the rows": {id(r) for r in in_rows} == {id(r) for r in self._running},
-            "rows are free or taken": sorted(self._free_rows) == [i for i, r in enumerate(self._rows) if r is None],
-            "all stand in their places": self._running == sorted(self._running, key=_place)
-            and waiting == sorted(waiting, key=_place),
-            "nobody is lost": len(waiting) + len(self._running) == len(self._requests),
-            "no ended request is kept": all(r.status not in _ENDED for r in self._requests.values()),
-            "what is computed has pages": all(
-                r.num_computed <= len(r.pages) * self.limits.page_size and r.num_computed < r.num_tokens
-                for r in self._running
-            ),
-            "who waits holds nothing": not any(r.pages or r.row >= 0 or r.num_computed for r in waiting),
-        }
-        broken = [rule for rule, holds in rules.items() if not holds]
-        if broken:
-            raise InternalError(f"the scheduler is inconsistent: {'; '.join(broken)}")
+        check_books(Books(self._running, self._waiting.requests(), self._rows, self._free_rows), self._requests, _place)
+        beyond = [r for r in self._running if r.num_computed > len(r.pages) * self.limits.page_size]
+        if beyond:
+            raise InternalError(f"request {beyond[0].request_id.hex()} has computed more than its pages hold")
 
 
 def _place(request: Request) -> tuple[int, int]:

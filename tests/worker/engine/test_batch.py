@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from allspan.protos.errors import InternalError
-from allspan.worker.engine.batch import Batch, BatchSizes
+from allspan.worker.engine.batch import Batch
+from allspan.worker.engine.buffers import BatchSizes, StepBuffers
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.sampler import Sampled, Sampler
@@ -22,7 +23,7 @@ def inbox():
 
 @pytest.fixture
 def batch():
-    return Batch(SIZES, Sampler(4, (97,), LocalCollectives()), torch.device("cpu"))
+    return Batch(SIZES, Sampler(4, (97,), LocalCollectives()), StepBuffers(SIZES, torch.device("cpu")))
 
 
 def joined(inbox, number, prompt, row, **more):
@@ -117,7 +118,7 @@ def test_a_hash_of_other_tokens_is_a_divergence(batch, inbox):
 def test_the_hash_tells_tokens_rows_and_history_apart():
     def after(*tokens):
         inbox = Inbox(10)
-        batch = Batch(SIZES, Sampler(4, (97,), LocalCollectives()), torch.device("cpu"))
+        batch = Batch(SIZES, Sampler(4, (97,), LocalCollectives()), StepBuffers(SIZES, torch.device("cpu")))
         result = run_once(batch, inbox, token=tokens[0])
         for step, token in enumerate(tokens[1:], start=2):
             batch.apply(StepPlan(1, step, result.tokens_hash, runs=(Run(0, 1),)), inbox)

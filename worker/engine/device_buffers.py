@@ -1,0 +1,166 @@
+"""A step's inputs for a GPU: one copy to the device a step, at addresses that captured graphs can count on."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from allspan.protos.errors import InternalError
+from allspan.worker.cache.budget import pages_of
+from allspan.worker.engine.buffers import BatchSizes, InputBuffers, StepBuffers
+from allspan.worker.engine.model import StepModel
+from allspan.worker.models.inputs import PlanTiles, StepInputs
+
+Ints = NDArray[np.int32]
+
+_ALIGNMENT = 4
+"""int32s: kernels read 16 bytes at a time."""
+
+
+def decode_buckets(max_rows: int) -> tuple[int, ...]:
+    """Numbers of rows for which a decode step is captured; others are padded to the next. Few rows are worth a graph
+    each, of many the padding costs little."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 32)]
+    return (*(rows for rows in steps if rows < max_rows), max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where each input lies in the buffer: first and last + 1, by name."""
+
+    spans: dict[str, tuple[int, int]]
+
+
+class DeviceBuffers:
+    """Fills step inputs on the host, in pinned memory where there is a GPU, and copies them over at once.
+
+    Rows that decode must come first. Steps of nothing else are padded to a bucket, and lie where every step of that
+    bucket lies: `padding` gives the same inputs without any request, to capture a graph with. Padding rows have no
+    tokens in the cache and the slot -1.
+    """
+
+    is_shared = False
+    """What `fill` gives out are copies."""
+
+    def __init__(self, sizes: BatchSizes, device: torch.device, plan_tiles: PlanTiles) -> None:
+        self._sizes = sizes
+        self._plan_tiles = plan_tiles
+        self._is_gpu = device.type == "cuda"
+        self.buckets = decode_buckets(sizes.max_rows)
+        pages = sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size)
+        self._most_pages = pages
+        capacity = 3 * sizes.max_tokens + 3 * (sizes.max_rows + 1) + sizes.max_logits_rows + pages
+        capacity += 2 * (sizes.max_tokens + sizes.max_rows)  # tiles hold at least one query each, of one KV head or all
+        capacity += 16 * _ALIGNMENT
+        # Two, so that one can be filled while the copy of the other is still to come.
+        self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=self._is_gpu) for _ in range(2)]
+        self._arrays: list[Ints] = [host.numpy() for host in self._hosts]
+        self._turn = 0
+        self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._padded: dict[int, tuple[_Place, StepInputs]] = {}
+
+    def fill(self, values: dict[str, NDArray[Any]]) -> StepInputs:
+        """All of `StepInputs`' tensors by name."""
+        counts = np.diff(values["qo_indptr"])
+        decodes = int((counts == 1).sum())
+        if decodes == len(counts) == len(values["logits_rows"]):
+            return self._fill_padded(values, decodes)
+        if (counts[:decodes] != 1).any():
+            raise InternalError("rows with one new token must come first")
+        tiles = self._plan_tiles(counts[decodes:], values["kv_lens"][decodes:])
+        tiles[:, 0] += decodes
+        values = values | {"tiles": tiles.reshape(-1)}
+        place = self._place({name: len(value) for name, value in values.items()})
+        array = self._next()
+        for name, (first, last) in place.spans.items():
+            array[first:last] = values[name]
+        self._send(max(last for _, last in place.spans.values()))
+        views: dict[str, Any] = self._views(place)
+        views["tiles"] = views["tiles"].view(-1, tiles.shape[1])
+        return StepInputs(**views, num_decodes=decodes)
+
+    def advance(self, tokens: Ints) -> None:
+        raise InternalError("copies on a device do not show what the host's buffers hold")
+
+    def padding(self, bucket: int) -> StepInputs:
+        """A step of `bucket` rows that are all padding, on the device."""
+        none = np.zeros(0, dtype=np.int32)
+        names = ("ids", "positions", "slots", "kv_lens", "logits_rows", "page_indices")
+        values: dict[str, NDArray[Any]] = dict.fromkeys(names, none)
+        values |= dict.fromkeys(("qo_indptr", "page_indptr"), np.zeros(1, dtype=np.int32))
+        return self._fill_padded(values, 0, bucket)
+
+    def _fill_padded(self, values: dict[str, NDArray[Any]], rows: int, bucket: int = 0) -> StepInputs:
+        bucket = bucket or self.buckets[bisect_left(self.buckets, rows)]
+        place, inputs = self._of_bucket(bucket)
+        array, spans = self._next(), place.spans
+        for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("kv_lens", 0)):
+            first, last = spans[name]
+            if name in values:
+                array[first : first + rows] = values[name]
+            array[first + rows : last] = padding
+        first, last = spans["page_indptr"]
+        array[first : first + rows + 1] = values["page_indptr"]
+        array[first + rows + 1 : last] = values["page_indptr"][-1]
+        for name in ("qo_indptr", "logits_rows"):
+            first, last = spans[name]
+            array[first:last] = np.arange(last - first)
+        first = spans["page_indices"][0]
+        last = first + len(values["page_indices"])
+        array[first:last] = values["page_indices"]
+        self._send(last)
+        return replace(inputs, num_rows=rows)
+
+    def _of_bucket(self, bucket: int) -> tuple[_Place, StepInputs]:
+        if bucket not in self._padded:
+            names = ("ids", "positions", "slots", "kv_lens", "logits_rows")
+            lengths = dict.fromkeys(names, bucket)
+            lengths |= {"qo_indptr": bucket + 1, "page_indptr": bucket + 1, "page_indices": self._most_pages}
+            place = self._place(lengths)
+            self._padded[bucket] = place, StepInputs(**self._views(place), num_decodes=bucket, bucket=bucket)
+        return self._padded[bucket]
+
+    def _place(self, lengths: dict[str, int]) -> _Place:
+        """The page indices last: so much of them as is used is copied."""
+        spans, at = {}, 0
+        for name in sorted(lengths, key=lambda name: name == "page_indices"):
+            spans[name] = at, at + lengths[name]
+            at += -(-lengths[name] // _ALIGNMENT) * _ALIGNMENT
+        return _Place(spans)
+
+    def _views(self, place: _Place) -> dict[str, Any]:
+        return {name: self._device[first:last] for name, (first, last) in place.spans.items()}
+
+    def _next(self) -> Ints:
+        self._turn ^= 1
+        return self._arrays[self._turn]
+
+    def _send(self, length: int) -> None:
+        self._device[:length].copy_(self._hosts[self._turn][:length], non_blocking=True)
+
+
+def buffers_for(model: StepModel, sizes: BatchSizes, device: str) -> InputBuffers:
+    """Those that the model's kernels want."""
+    plan_tiles, where = _plan_tiles(model), torch.device(device)
+    return StepBuffers(sizes, where) if plan_tiles is None else DeviceBuffers(sizes, where, plan_tiles)
+
+
+def is_on_gpu(model: StepModel) -> bool:
+    """Whether steps run beside the host: what `forward` gives is still to come."""
+    return _plan_tiles(model) is not None
+
+
+def _plan_tiles(model: StepModel) -> PlanTiles | None:
+    return getattr(model, "plan_tiles", None)
+
+
+def take_ids(inputs: StepInputs, tokens: Tensor) -> None:
+    """Makes ids of what `fill` was given in their place: where each row's is in `tokens`, int32 on the device."""
+    ids = inputs.ids[: inputs.num_rows]
+    ids.copy_(tokens.index_select(0, ids))

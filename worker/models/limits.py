@@ -1,0 +1,14 @@
+"""How much a model's buffers must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """For what the buffers are made: tokens and rows of logits of a step, and tokens of a request."""
+
+    max_tokens: int
+    max_requests: int
+    max_model_len: int
