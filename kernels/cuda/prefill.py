@@ -60,6 +60,14 @@ def plan_prefill(queries: Sequence[int], kv_lens: Sequence[int], group: int, dev
     return PrefillPlan(torch.from_numpy(tiles).to(device), torch.from_numpy(indptr).to(device), sum(queries), group)
 
 
+def check_plan(plan: PrefillPlan, q: Tensor, kv_heads: int, table: PageTable, out: Tensor) -> None:
+    """Raises ValueError for one made for other sizes."""
+    group = plan.group if table.first_heads is not None else out.shape[1] // kv_heads
+    made_for = (len(plan.qo_indptr) - 1, plan.queries, plan.group)
+    if made_for != (wanted := (len(table.kv_lens), len(q), group)):
+        raise ValueError(f"plan: made for (requests, queries, group) {made_for}, not {wanted}")
+
+
 def paged_prefill(
     q: Tensor,
     cache: tuple[Tensor, Tensor],
@@ -80,10 +88,7 @@ def paged_prefill(
     heads, dim = out.shape[1:]
     kv_heads, page_size = keys.shape[1], keys.shape[2]
     check_pages(q, cache, table, out, lse, HEAD_DIMS)
-    group = plan.group if table.first_heads is not None else heads // kv_heads
-    made_for = (len(plan.qo_indptr) - 1, plan.queries, plan.group)
-    if made_for != (wanted := (len(table.kv_lens), len(q), group)):
-        raise ValueError(f"plan: made for (requests, queries, group) {made_for}, not {wanted}")
+    check_plan(plan, q, kv_heads, table, out)
     blocks = len(plan.tiles)
     if blocks == 0:
         return

@@ -35,9 +35,9 @@ class EmulatorDriver:
     """Takes the place of `allspan.kernels.cuda.modules.driver()`; tensors are the CPU's. Compiled kernels are kept in
     `folder`. A GPU of few multiprocessors, so that work is shared out over blocks in small cases, too."""
 
-    def __init__(self, folder: Path, multiprocessors: int = 5) -> None:
+    def __init__(self, folder: Path, multiprocessors: int = 5, capability: tuple[int, int] = (8, 0)) -> None:
         self._folder = folder
-        self._gpu = Gpu(multiprocessors, 232448 - 1024)
+        self._gpu = Gpu(multiprocessors, 232448 - 1024, capability)
         self._functions: dict[Kernel, Any] = {}
         self.launched: list[Kernel] = []
 

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -39,11 +40,18 @@ struct Barrier {
   long turn = 0;
 };
 
+// What a warpgroup set going: see hopper_words.h.
+struct Product {
+  float* sums;
+  std::function<void()> finish;
+};
+
 struct Warp {
   Barrier barrier;
   int alive = 0;
   alignas(16) char mail[2][kWarp][kMail];
   int kind[2][kWarp];
+  std::vector<uint16_t> operands[2];
 };
 
 struct Thread {
@@ -55,6 +63,11 @@ struct Thread {
   bool done = false;
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> groups;
+  bool is_unfenced = false;  // copies of its own came that products of others may not see yet
+  int products = 0;
+  std::vector<Product> started;
+  std::vector<std::vector<Product>> batches;
+  std::map<float*, std::vector<float>> sums;  // what sums that are being added to will be
 };
 
 struct Block {
@@ -64,7 +77,7 @@ struct Block {
   std::vector<char> stacks;
   std::vector<char> shared;
   char* base = nullptr;
-  Barrier barrier;
+  Barrier barrier, turns[16];
   int alive = 0;
   bool moved = false;
   std::string error;
@@ -118,6 +131,7 @@ const T& of_lane(const T* all, int lane) {
 
 inline void start() {
   block.body();
+  if (!me->sums.empty()) fail("a thread ends before its products");
   me->done = true;
   --me->warp->alive, --block.alive;
   block.moved = true;
@@ -129,6 +143,7 @@ inline void run_block() {
   block.threads.clear();
   block.warps.assign((count + kWarp - 1) / kWarp, Warp());
   block.barrier = Barrier(), block.alive = count;
+  std::fill(std::begin(block.turns), std::end(block.turns), Barrier());
   block.stacks.resize(static_cast<size_t>(count) * kStack);
   for (size_t i = 0; i + 4 <= block.shared.size(); i += 4) std::memcpy(&block.shared[i], "\xff\xff\xff\x7f", 4);
   for (int i = 0; i < count; ++i) {
@@ -143,15 +158,20 @@ inline void run_block() {
     makecontext(&thread->context, start, 0);
     block.threads.push_back(std::move(thread));
   }
-  while (block.alive > 0) {
+  // What only works when the first threads are the fastest, or all as fast as each other, is told in some of the
+  // blocks.
+  const unsigned turn = block_index.x % 6;
+  for (long round = 0, idle = 0; block.alive > 0; ++round) {
     block.moved = false;
-    for (auto& thread : block.threads) {
-      if (thread->done) continue;
-      me = thread.get();
+    for (int i = 0; i < count; ++i) {
+      me = block.threads[turn % 2 ? count - 1 - i : i].get();
+      const unsigned warpgroup = me->index.x / (4 * kWarp);
+      if (me->done || round % (1 + (warpgroup + turn) % 3 * 6)) continue;
       swapcontext(&block.scheduler, &me->context);
       if (!block.error.empty()) throw std::runtime_error(block.error);
     }
-    if (!block.moved) throw std::runtime_error("the threads of a block wait for each other in vain");
+    idle = block.moved ? 0 : idle + 1;
+    if (idle > 100) throw std::runtime_error("the threads of a block wait for each other in vain");
   }
 }
 
@@ -183,4 +203,5 @@ std::string run(void (*kernel)(A...), dim3 grid, dim3 threads, size_t shared, vo
 }  // namespace emulator
 
 #include "cuda_words.h"
+#include "hopper_words.h"
 #include "ptx_words.h"

@@ -26,6 +26,7 @@ void wait_for() {
     for (const auto& copy : groups.front()) {
       std::memset(copy.to, 0, copy.size);
       std::memcpy(copy.to, copy.from, copy.bytes);
+      emulator::me->is_unfenced = true;
     }
     groups.erase(groups.begin());
   }
