@@ -13,7 +13,7 @@ from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome
-from support.fake_model import FakeModel, FakeTiers
+from support.fake_model import FakeGpuModel, FakeModel, FakeTiers
 
 PAGE_SIZE = 4
 
@@ -71,6 +71,19 @@ def fake_core(
     model = FakeModel(num_pages, PAGE_SIZE, max_model_len, widths, world.rank)
     tiers = FakeTiers(model, num_host_pages) if num_host_pages else None
     core = EngineCore(config(**scheduler), model, num_pages, world, channel, eos, tiers)
+    core.on_outputs = collected or Collected()
+    return core, model
+
+
+def fake_gpu_core(
+    num_pages: int = 64,
+    collected: Callable[[list[Outcome]], None] | None = None,
+    eos: tuple[int, ...] = (),
+    **scheduler: int,
+) -> tuple[EngineCore, FakeGpuModel]:
+    """Its steps come as a GPU's, and rows go on ahead."""
+    model = FakeGpuModel(num_pages, PAGE_SIZE)
+    core = EngineCore(config(**scheduler), model, num_pages, LocalCollectives(), None, eos)
     core.on_outputs = collected or Collected()
     return core, model
 

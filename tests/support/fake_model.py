@@ -63,6 +63,39 @@ class FakeModel:
         return logits_after(entries[:, 0].tolist(), sum(self.vocab_widths))
 
 
+class FakeGpuModel(FakeModel):
+    """One whose steps come as a GPU's: decodes first, padded where there is nothing else."""
+
+    def __init__(
+        self, num_pages: int, page_size: int = 4, max_model_len: int = 64, widths: tuple[int, ...] = (97,)
+    ) -> None:
+        super().__init__(num_pages, page_size, max_model_len, widths)
+        self.buckets: list[int] = []
+
+    def plan_tiles(self, counts: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
+        """One a request, of its number and its tokens."""
+        assert (counts != 1).all() or (kv_lens >= counts).all()
+        return np.stack((np.arange(len(counts)), counts), 1).astype(np.int32)
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        self.buckets.append(inputs.bucket)
+        counts = inputs.qo_indptr.diff()
+        assert (counts[: inputs.num_decodes] == 1).all()
+        if not inputs.bucket:
+            assert inputs.tiles is not None
+            assert inputs.tiles[:, 0].tolist() == list(range(inputs.num_decodes, len(counts)))
+            assert torch.equal(inputs.tiles[:, 1], counts[inputs.num_decodes :])
+            return super().forward(inputs)
+        rows = inputs.num_rows
+        assert (inputs.slots[rows:] == -1).all()
+        assert (inputs.kv_lens[rows:] == 0).all()
+        assert len({len(t) for t in (inputs.ids, inputs.positions, inputs.slots, inputs.logits_rows)}) == 1
+        names = ("ids", "positions", "slots", "kv_lens", "logits_rows")
+        real = {name: getattr(inputs, name)[:rows] for name in names}
+        indptr = {name: getattr(inputs, name)[: rows + 1] for name in ("qo_indptr", "page_indptr")}
+        return super().forward(StepInputs(**real, **indptr, page_indices=inputs.page_indices))
+
+
 class FakeTiers:
     """Meets `allspan.worker.engine.model.PageTiers` for a FakeModel's pages."""
 

@@ -1,0 +1,180 @@
+"""Rows that go on ahead: a GPU's next step is on its way before this one's tokens are known, and nobody can tell."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allspan.protos.errors import Unavailable
+from allspan.worker.scheduler.plan import Operation, StepPlan
+from allspan.worker.scheduler.request import Request
+from support.cores import Collected, fake_gpu_core, request, step_until_idle
+from support.fake_model import greedy
+
+EOS = (3, 5, 8)
+
+
+def expected(one: Request, eos: tuple[int, ...] = EOS) -> list[int]:
+    tokens = greedy(list(one.prompt_token_ids), one.params.max_tokens)
+    ends = [i + 1 for i, token in enumerate(tokens) if token in eos]
+    return tokens[: ends[0]] if ends and not one.params.ignore_eos else tokens
+
+
+def plans_of(core: object) -> list[StepPlan]:
+    """Grows with each plan that the core runs."""
+    plans: list[StepPlan] = []
+    runner = core._runner  # type: ignore[attr-defined]
+    run = runner.run
+
+    def noted(plan: StepPlan, *rest: object) -> object:
+        plans.append(plan)
+        return run(plan, *rest)
+
+    runner.run = noted
+    return plans
+
+
+def test_decodes_go_on_ahead_until_their_last_token() -> None:
+    collected = Collected()
+    core, model = fake_gpu_core(collected=collected)
+    plans = plans_of(core)
+    ones = [request(i, [7, 8, 9 + i], max_tokens=9 + i, ignore_eos=True) for i in range(3)]
+    for one in ones:
+        core.submit(one)
+    step_until_idle(core)
+    assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
+    # The prompts' step makes first tokens; from the next one on each step but those that know their end goes ahead.
+    assert [len(plan.ahead) for plan in plans if plan.runs] == [0, 3, 3, 3, 3, 3, 3, 3, 2, 1, 0]
+    assert model.num_forwards == 11, "no step has run in vain"
+
+
+def test_a_row_that_ends_is_passed_over_in_the_step_that_runs_already() -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(collected=collected, eos=EOS)
+    ones = [request(i, [i, 2 * i, 3], max_tokens=40) for i in range(8)]
+    for one in ones:
+        core.submit(one)
+    step_until_idle(core)
+    assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
+    assert {collected.reason(one) for one in ones} == {"stop", "length"}
+
+
+def test_a_cancelled_row_leaves_while_its_next_step_runs() -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(collected=collected)
+    ones = [request(i, [5, 5, i], max_tokens=30, ignore_eos=True) for i in range(2)]
+    for one in ones:
+        core.submit(one)
+    for _ in range(6):
+        core.step()
+    core.cancel([ones[0].request_id])
+    late = request(9, [5, 5, 0, 1], max_tokens=12, ignore_eos=True)
+    core.submit(late)
+    step_until_idle(core)
+    assert collected.reason(ones[0]) == "cancelled"
+    assert collected.tokens(ones[0]) == expected(ones[0])[: len(collected.tokens(ones[0]))]
+    for one in (ones[1], late):
+        assert collected.tokens(one) == expected(one)
+
+
+def test_an_operation_in_between_runs_the_step_again() -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(collected=collected)
+    done: list[Operation] = []
+    core.on_operation = done.append
+    one = request(1, [4, 4, 4], max_tokens=20, ignore_eos=True)
+    core.submit(one)
+    for _ in range(5):
+        core.step()
+    core._operations.append(pending := _pending(Operation.START_PROFILE))
+    step_until_idle(core)
+    assert done == [Operation.START_PROFILE]
+    assert pending.is_done
+    assert collected.tokens(one) == expected(one)
+
+
+def _pending(operation: Operation) -> object:
+    from allspan.worker.engine.core import _Pending
+
+    return _Pending(operation)
+
+
+def test_nobody_goes_ahead_where_pages_are_short_and_nobody_is_put_out_for_it() -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(16, collected)
+    ones = [request(i, [1, i, 1, i, 2], max_tokens=25, ignore_eos=True) for i in range(4)]
+    for one in ones:
+        core.submit(one)
+    step_until_idle(core)
+    assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
+
+
+def test_a_shut_down_loop_tells_everybody() -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(collected=collected)
+    one = request(1, [4, 4, 4], max_tokens=50, ignore_eos=True)
+    core.submit(one)
+    for _ in range(5):
+        core.step()
+    core.shutdown()
+    core.run()
+    assert isinstance(collected.errors[one.request_id], Unavailable)
+
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 9), min_size=1, max_size=20),
+        st.integers(1, 30),
+        st.booleans(),
+        st.integers(0, 12),
+        st.sampled_from([None, None, 2, 5]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests, st.sampled_from([20, 40, 64]))
+def test_whoever_comes_and_goes_gets_the_tokens_of_a_plain_loop(days: list[tuple], pages: int) -> None:  # type: ignore[type-arg]
+    """Prompt, tokens, whether it heeds ends, steps before it comes, and steps after which it is cancelled."""
+    collected = Collected()
+    core, _ = fake_gpu_core(pages, collected, EOS)
+    ones, cancels = [], []
+    for number, (prompt, count, ignore_eos, pause, cancelled) in enumerate(days):
+        one = request(number, prompt, max_tokens=count, ignore_eos=ignore_eos)
+        core.submit(one)
+        ones.append(one)
+        for _ in range(pause):
+            core.step()
+            core.check()
+        if cancelled is not None:
+            core.cancel([one.request_id])
+            cancels.append(one)
+    step_until_idle(core)
+    for one in ones:
+        tokens, right = collected.tokens(one), expected(one)
+        if collected.reason(one) == "cancelled":
+            assert one in cancels
+            assert tokens == right[: len(tokens)]
+        else:
+            assert tokens == right
+
+
+def test_a_plain_loop_can_be_chosen() -> None:
+    core, model = fake_gpu_core(async_scheduling=0)
+    plans = plans_of(core)
+    core.submit(request(1, [4, 4, 4], max_tokens=10, ignore_eos=True))
+    step_until_idle(core)
+    assert not any(plan.ahead for plan in plans)
+    assert model.num_forwards == 10
+
+
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (5, 8), (17, 20)])
+def test_decodes_are_padded_to_the_next_bucket(rows: int, bucket: int) -> None:
+    core, model = fake_gpu_core(200, max_num_seqs=20, max_num_batched_tokens=64)
+    for i in range(rows):
+        core.submit(request(i, [i, 1], max_tokens=3, ignore_eos=True))
+    step_until_idle(core)
+    assert model.buckets == [0, bucket, bucket]
