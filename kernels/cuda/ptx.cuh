@@ -3,6 +3,7 @@
 // these.
 #ifndef ALLSPAN_PTX
 #define ALLSPAN_PTX
+#include "e4m3.cuh"
 
 typedef unsigned int uint32_t;
 typedef unsigned short bf16;
@@ -52,5 +53,15 @@ __device__ __forceinline__ bf16 narrow(float x) {
   bf16 bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
+}
+// Two bytes of e4m3, the first in the low one; what is too large becomes ±448.
+__device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return narrow_e4m3(low) | narrow_e4m3(high) << 8;
+#endif
 }
 #endif

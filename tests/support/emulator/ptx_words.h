@@ -2,6 +2,7 @@
 #pragma once
 
 #define ALLSPAN_PTX
+#include "e4m3.cuh"
 
 typedef unsigned short bf16;
 
@@ -39,6 +40,7 @@ inline bf16 narrow(float x) {
   return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 inline uint32_t pack(float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; }
+inline uint32_t pack_e4m3(float low, float high) { return narrow_e4m3(low) | narrow_e4m3(high) << 8; }
 inline float power(float x) { return std::exp2(x); }
 
 inline void load_matrices(uint32_t* r, uint32_t at, bool transposed) {

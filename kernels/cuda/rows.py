@@ -1,0 +1,148 @@
+"""What launches norm.cu and elementwise.cu; and what is refused before."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.modules import Kernel, kernel, launch
+
+FLOATS = (torch.float32, torch.bfloat16)
+CODES = (torch.int8, torch.float8_e4m3fn)
+"""Of quantised activations."""
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+NOTHING = 4
+"""The types' numbers in elements.cuh."""
+GROUP = 128
+"""Elements that share a scale, where a row has several."""
+
+_OPS = {
+    "norm.cu": {"plain": 0, "norm": 1, "silu": 2},
+    "elementwise.cu": {"plain": 0, "add": 1, "silu": 2, "gather": 3},
+}
+_BLOCK, _MOST_BLOCK, _MOST_UNITS = 512, 1024, 8
+
+
+def check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless it is contiguous, of one of these dtypes and of this shape."""
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} is not contiguous {kinds} {shape}")
+
+
+def is_whole(width: int, *tensors: Tensor | None) -> int:
+    """1 where rows of so many elements can be had in accesses of 16 bytes, else 0: macro WHOLE."""
+    return int(width % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors))
+
+
+def norm_rows(
+    op: str,
+    source: Tensor,
+    addend: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    out: Tensor,
+    scales: Tensor | None = None,
+) -> None:
+    """A thread block a row: see norm.cu."""
+    n, width = out.shape
+    if out.numel() == 0:
+        return
+    weight, eps = norm or (None, 0.0)
+    units = -(-width // _unit(source, addend, out))
+    most = _BLOCK if units <= _BLOCK * _MOST_UNITS else _MOST_BLOCK
+    each = -(-units // most)
+    is_grouped = scales is not None and scales.ndim == 2
+    types = (
+        source.dtype,
+        None if addend is None else addend.dtype,
+        None if weight is None else weight.dtype,
+        out.dtype,
+    )
+    whole = is_whole(width, source, addend, weight, out)
+    function = _norm_kernel(op, types, each, is_grouped, most, whole)
+    threads = -(-units // each // 32) * 32
+    arguments = [addend, source, weight, np.float32(eps), out, scales, *_strides(scales), np.int32(width)]
+    launch(function, (n,), threads, arguments)
+
+
+def elementwise(
+    op: str,
+    source: Tensor,
+    out: Tensor,
+    addend: Tensor | None = None,
+    gather: tuple[Tensor, int] | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """Several thread blocks a row: see elementwise.cu. With `add`, out is the source. gather: ids and the first."""
+    n, width = out.shape
+    if out.numel() == 0:
+        return
+    ids, first = gather or (None, 0)
+    types = (source.dtype, None if addend is None else addend.dtype, out.dtype)
+    function = _elementwise_kernel(op, types, is_whole(width, source, addend, out))
+    units = -(-width // _unit(source, addend, out))
+    threads = min(256, -(-units // 32) * 32)
+    pieces = -(-units // threads)
+    arguments = [
+        source, addend, ids, np.int32(first), np.int32(len(source)), out, scales, *_strides(scales), np.int32(width),
+        np.int32(pieces),
+    ]  # fmt: skip
+    launch(function, (n * pieces,), threads, arguments)
+
+
+def variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+    """Those of float32 streams up to 8,192 wide and bfloat16 around them; others compile when they are first used."""
+    f32, bf16, int8, e4m3 = TYPES
+    for addend in (None, bf16):
+        yield _norm_kernel("norm", (f32, addend, f32, bf16), 1, whole=0)
+        yield from (_norm_kernel("norm", (f32, addend, f32, bf16), each) for each in range(1, 5))
+        for each in (1, 2):
+            yield _norm_kernel("norm", (bf16, addend, bf16, bf16), each)
+            for out, is_grouped in ((int8, False), (e4m3, False), (e4m3, True)):
+                yield _norm_kernel("norm", (f32, addend, f32, out), each, is_grouped)
+    for op, out, each in itertools.product(("plain", "silu"), (int8, e4m3), (1, 2)):
+        yield _norm_kernel(op, (bf16, None, None, out), each)
+    for whole in (0, 1):
+        yield _elementwise_kernel("add", (f32, bf16, f32), whole)
+        yield _elementwise_kernel("silu", (bf16, None, bf16), whole)
+        yield from (_elementwise_kernel("gather", (bf16, None, dtype), whole) for dtype in (f32, bf16))
+    yield _elementwise_kernel("gather", (f32, None, f32), 1)
+    yield from (_elementwise_kernel(op, (bf16, None, e4m3), 1) for op in ("plain", "silu"))
+
+
+Types = tuple[torch.dtype | None, ...]
+
+
+def _norm_kernel(
+    op: str, types: Types, units: int, is_grouped: bool = False, threads: int = _BLOCK, whole: int = 1
+) -> Kernel:
+    """types: of source, addend, weight and out."""
+    source, addend, weight, out = (NOTHING if dtype is None else TYPES[dtype] for dtype in types)
+    return kernel(
+        "norm.cu", "norm_rows", OP=_OPS["norm.cu"][op], SOURCE=source, ADDEND=addend, WEIGHT=weight, OUT=out,
+        GROUPED=int(is_grouped), UNITS=units, THREADS=threads, WHOLE=whole,
+    )  # fmt: skip
+
+
+def _elementwise_kernel(op: str, types: Types, whole: int) -> Kernel:
+    """types: of source, addend and out."""
+    source, addend, out = (NOTHING if dtype is None else TYPES[dtype] for dtype in types)
+    return kernel(
+        "elementwise.cu", "elementwise", OP=_OPS["elementwise.cu"][op], SOURCE=source, ADDEND=addend, OUT=out,
+        WHOLE=whole,
+    )  # fmt: skip
+
+
+def _unit(*tensors: Tensor | None) -> int:
+    """Elements in 16 bytes of the widest type."""
+    return 4 if any(tensor is not None and tensor.dtype is torch.float32 for tensor in tensors) else 8
+
+
+def _strides(scales: Tensor | None) -> tuple[np.int64, np.int64]:
+    if scales is None:
+        return np.int64(0), np.int64(0)
+    return np.int64(scales.stride(0)), np.int64(scales.stride(1) if scales.ndim == 2 else 0)

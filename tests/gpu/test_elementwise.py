@@ -1,0 +1,169 @@
+"""Norms, sums, SwiGLU and gathered rows against float64, over widths, dtypes and numbers of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.elementwise import add, add_rms_norm, embedding, gather_rows, rms_norm, silu_mul
+from support import kernel_oracle
+from support.cuda_rows import BF16, F32, is_kept, poisoned, rows
+
+EPS = 1e-5
+SMALL = [(3, 576), (2, 2056), (3, 33)]
+"""One unit a thread, two, and rows that end anywhere."""
+LARGE = [(1, 896), (1, 4096), (7, 3584), (64, 8192), (513, 5120), (5, 18432), (3, 1), (4, 65), (0, 64), (2, 40000)]
+
+
+def agrees(out: Tensor, right: Tensor) -> None:
+    """With a float64 outcome that was not rounded."""
+    close = {BF16: (2.0**-8, 1e-6), F32: (2e-5, 1e-6)}[out.dtype]
+    torch.testing.assert_close(out.double(), right, rtol=close[0], atol=close[1])
+    assert is_kept(out)
+
+
+def check_norm(size: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], device: str) -> None:
+    """dtypes of the residual, of what is added and written, and of the weight."""
+    n, width = size
+    stream, other, of_weight = dtypes
+    weight = rows(width, dtype=of_weight, device=device, seed=1)
+    residual = rows(n, width, dtype=stream, device=device)
+    right = torch.empty(n, width, dtype=torch.float64, device=device)
+    kernel_oracle.rms_norm(residual.double(), weight.double(), EPS, right)
+    out = poisoned(n, width, dtype=other, device=device)
+    rms_norm(residual, weight, EPS, out)
+    agrees(out, right)
+
+    x = poisoned(n, width, dtype=other, device=device)
+    x.copy_(rows(n, width, dtype=other, device=device, seed=2))
+    total = (residual.float() + x.float()).to(stream)
+    kernel_oracle.rms_norm(total.double(), weight.double(), EPS, right)
+    add_rms_norm(x, residual, weight, EPS, x)
+    assert torch.equal(residual, total)
+    agrees(x, right)
+
+
+@pytest.mark.parametrize("size", SMALL)
+def test_norms_of_a_float32_stream_agree_with_float64(size: tuple[int, int], device: str) -> None:
+    check_norm(size, (F32, BF16, F32), device)
+
+
+def test_norms_of_a_bfloat16_stream_agree_with_float64(device: str) -> None:
+    check_norm((3, 576), (BF16, BF16, BF16), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight", [F32, BF16])
+@pytest.mark.parametrize("other", [F32, BF16])
+@pytest.mark.parametrize("stream", [F32, BF16])
+@pytest.mark.parametrize("size", LARGE)
+def test_norms_of_every_width_agree_with_float64(
+    size: tuple[int, int], stream: torch.dtype, other: torch.dtype, weight: torch.dtype
+) -> None:
+    check_norm(size, (stream, other, weight), "cuda")
+
+
+def check_add(size: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
+    n, width = size
+    residual = poisoned(n, width, dtype=dtypes[0], device=device)
+    residual.copy_(rows(n, width, dtype=dtypes[0], device=device))
+    x = rows(n, width, dtype=dtypes[1], device=device, seed=1)
+    total = (residual.float() + x.float()).to(dtypes[0])
+    add(x, residual)
+    assert torch.equal(residual, total)
+    assert is_kept(residual)
+
+
+def check_silu_mul(size: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
+    n, width = size
+    gate_up = rows(n, 2 * width, dtype=dtypes[0], device=device) * 8
+    out = poisoned(n, width, dtype=dtypes[1], device=device)
+    silu_mul(gate_up, out)
+    right = torch.empty(n, width, dtype=torch.float64, device=device)
+    kernel_oracle.silu_mul(gate_up.double(), right)
+    agrees(out, right)
+
+
+@pytest.mark.parametrize("size", [(3, 2056), (3, 33)])
+def test_sums_and_swiglu_agree_with_float64(size: tuple[int, int], device: str) -> None:
+    check_add(size, (F32, BF16), device)
+    check_silu_mul(size, (BF16, BF16), device)
+
+
+def test_swiglu_far_out_is_finite(device: str) -> None:
+    gate = [-3e38, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 3e38]
+    out = poisoned(1, 8, device=device)
+    silu_mul(torch.tensor([gate + [1.0] * 8], device=device).bfloat16(), out)
+    expected = torch.tensor([[max(x, 0.0) for x in gate]], device=device).bfloat16()
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("second", [F32, BF16])
+@pytest.mark.parametrize("first", [F32, BF16])
+@pytest.mark.parametrize("size", [*LARGE, (2, 18944), (70000, 8)])
+def test_sums_and_swiglu_of_every_width_agree_with_float64(
+    size: tuple[int, int], first: torch.dtype, second: torch.dtype
+) -> None:
+    check_add(size, (first, second), "cuda")
+    check_silu_mul(size, (first, second), "cuda")
+
+
+def check_embedding(width: int, dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
+    weight = rows(59, width, dtype=dtypes[0], device=device)
+    ids = torch.tensor([0, 40, 41, 99, 100, 7, 57, 41], dtype=torch.int32, device=device)
+    out, right = (poisoned(8, width, dtype=dtypes[1], device=device) for _ in range(2))
+    embedding(ids, weight, 41, out)
+    kernel_oracle.embedding(ids, weight, 41, right)
+    assert torch.equal(out, right)
+    assert is_kept(out)
+    embedding(ids, weight[:0], 41, out)
+    assert not out.any()
+
+
+def check_gather(width: int, dtype: torch.dtype, device: str) -> None:
+    x, out = rows(70, width, dtype=dtype, device=device), poisoned(4, width, dtype=dtype, device=device)
+    gather_rows(x, torch.tensor([69, 0, 0, 31], dtype=torch.int32, device=device), out)
+    assert torch.equal(out, x[[69, 0, 0, 31]])
+    assert is_kept(out)
+
+
+def test_rows_are_gathered(device: str) -> None:
+    check_embedding(64, (BF16, F32), device)
+    check_embedding(33, (BF16, F32), device)
+    check_gather(2056, BF16, device)
+    check_gather(64, F32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("width", [1, 64, 576, 1001, 5120, 16384])
+def test_rows_of_every_width_are_gathered(width: int, dtype: torch.dtype) -> None:
+    check_gather(width, dtype, "cuda")
+    for out in (F32, BF16):
+        check_embedding(width, (dtype, out), "cuda")
+
+
+def test_a_row_does_not_depend_on_the_others(device: str) -> None:
+    x, weight = rows(5, 576, dtype=F32, device=device), rows(576, dtype=F32, device=device)
+    together, alone = poisoned(5, 576, device=device), poisoned(1, 576, device=device)
+    rms_norm(x, weight, EPS, together)
+    rms_norm(x[3:4], weight, EPS, alone)
+    assert torch.equal(together[3:4], alone)
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    x, weight = rows(2, 64, device=device), rows(64, dtype=F32, device=device)
+    with pytest.raises(ValueError, match=r"out: .* is not contiguous float32 or bfloat16"):
+        rms_norm(x, weight, EPS, x.half())
+    with pytest.raises(ValueError, match="weight: "):
+        rms_norm(x, weight[:63], EPS, x)
+    with pytest.raises(ValueError, match="residual: "):
+        add_rms_norm(x, x[:1], weight, EPS, x)
+    with pytest.raises(ValueError, match="residual: "):
+        add(x, rows(64, 2, device=device).t())
+    with pytest.raises(ValueError, match="gate_up: "):
+        silu_mul(x, x)
+    with pytest.raises(ValueError, match="ids: "):
+        embedding(torch.zeros(2, dtype=torch.int64, device=device), x, 0, x)
