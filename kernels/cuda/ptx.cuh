@@ -64,4 +64,35 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
   return narrow_e4m3(low) | narrow_e4m3(high) << 8;
 #endif
 }
+
+// Memory of another GPU, or that another GPU writes: past the first-level cache. Each 4 bytes arrive as one; what was
+// stored before a release is there for whoever acquires the value that it stored.
+__device__ __forceinline__ void store16_far(void* to, uint4 value) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load16_far(const void* from) {
+  uint4 value;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void release(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t acquire(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+// Between two looks at what another GPU is to write.
+__device__ __forceinline__ void pause() {}
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
 #endif

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,59 @@ extern "C" const char* emulated_launch(const unsigned* grid, unsigned threads, u
   error = emulator::run(&{name}, dim3{{grid[0], grid[1], grid[2]}}, dim3{{threads, 1, 1}}, shared, given);
   return error.c_str();
 }}
+extern "C" void* emulated_begin(const unsigned* grid, unsigned threads, unsigned long shared, void** given) {{
+  return new emulator::Launch(emulator::bind(&{name}, given), dim3{{grid[0], grid[1], grid[2]}}, dim3{{threads, 1, 1}},
+                              shared);
+}}
+extern "C" const char* emulated_turn(void* launch, unsigned seed, int* done) {{
+  static std::string error;
+  auto* const it = static_cast<emulator::Launch*>(launch);
+  error.clear(), *done = 0;
+  try {{
+    if ((*done = it->turn(seed))) delete it;
+  }} catch (const std::exception& what) {{
+    error = what.what();
+  }}
+  return error.c_str();
+}}
 """
 
 
 class EmulatedFault(AssertionError):
     """A kernel did what no GPU would put up with."""
+
+
+class Streams:
+    """Launches of several GPUs that run beside each other: in the order of their stream, in turns that chance gives."""
+
+    def __init__(self, count: int) -> None:
+        self.current = 0
+        """Where the next launches go."""
+        self._queues: list[list[tuple[Kernel, Any, tuple[Any, ...]]]] = [[] for _ in range(count)]
+
+    def add(self, kernel: Kernel, library: Any, call: tuple[Any, ...]) -> None:
+        self._queues[self.current].append((kernel, library, call))
+
+    def run(self, seed: int) -> None:
+        """All of them to their end."""
+        chance = random.Random(seed)
+        running: dict[int, Any] = {}
+        done = ctypes.c_int()
+        while open_queues := [index for index, queue in enumerate(self._queues) if queue]:
+            late = chance.choice(open_queues)  # one of them stands still for a while
+            for _ in range(chance.choice((1, 10, 100))):
+                index = chance.choice(open_queues)
+                if (index == late and len(open_queues) > 1) or not self._queues[index]:
+                    continue
+                kernel, library, call = self._queues[index][0]
+                if index not in running:
+                    running[index] = ctypes.c_void_p(library.emulated_begin(*call))
+                error = library.emulated_turn(running[index], chance.getrandbits(32), ctypes.byref(done))
+                if error:
+                    raise EmulatedFault(f"stream {index}, {kernel}: {error.decode()}")
+                if done.value:
+                    del running[index]
+                    self._queues[index].pop(0)
 
 
 class EmulatorDriver:
@@ -38,7 +88,8 @@ class EmulatorDriver:
     def __init__(self, folder: Path, multiprocessors: int = 5, capability: tuple[int, int] = (8, 0)) -> None:
         self._folder = folder
         self._gpu = Gpu(multiprocessors, 232448 - 1024, capability)
-        self._functions: dict[Kernel, Any] = {}
+        self._libraries: dict[Kernel, Any] = {}
+        self._streams: Streams | None = None
         self.launched: list[Kernel] = []
 
     def gpu(self, device: torch.device) -> Gpu:
@@ -59,13 +110,26 @@ class EmulatorDriver:
         if not Path(kernel.file).is_absolute() and kernel not in all_variants(self._gpu.capability):
             raise EmulatedFault(f"{kernel} is not among the `variants` of its module in kernels/cuda: add it there")
         self.launched.append(kernel)
-        function = self._functions.get(kernel) or self._compile(kernel)
+        library = self._libraries.get(kernel) or self._compile(kernel)
         cells = [_cell(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
+        pointers.cells = cells  # type: ignore[attr-defined]  # which live as long
         grid = (ctypes.c_uint * 3)(*blocks, *[1] * (3 - len(blocks)))
-        error = function(grid, threads, shared_bytes, pointers)
-        if error:
+        call = (grid, threads, shared_bytes, pointers)
+        if self._streams is not None:
+            self._streams.add(kernel, library, call)
+        elif error := library.emulated_launch(*call):
             raise EmulatedFault(f"{kernel}: {error.decode()}")
+
+    @contextmanager
+    def streams(self, count: int, seed: int) -> Iterator[Streams]:
+        """What is launched inside runs at the end of it, on as many GPUs. Tensors must live until then."""
+        self._streams = streams = Streams(count)
+        try:
+            yield streams
+        finally:
+            self._streams = None
+        streams.run(seed)
 
     def _compile(self, kernel: Kernel) -> Any:
         text = _STUB.format(file=FOLDER / kernel.file, name=kernel.name)
@@ -80,11 +144,14 @@ class EmulatorDriver:
             if done.returncode:
                 raise EmulatedFault(f"{kernel} does not compile:\n{done.stderr[:4000]}")
             built.rename(library)
-        function = ctypes.CDLL(str(library)).emulated_launch
-        function.restype = ctypes.c_char_p
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_ulong, ctypes.c_void_p]
-        self._functions[kernel] = function
-        return function
+        opened = ctypes.CDLL(str(library))
+        call = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_ulong, ctypes.c_void_p]
+        opened.emulated_launch.restype, opened.emulated_launch.argtypes = ctypes.c_char_p, call
+        opened.emulated_begin.restype, opened.emulated_begin.argtypes = ctypes.c_void_p, call
+        turn = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p]
+        opened.emulated_turn.restype, opened.emulated_turn.argtypes = ctypes.c_char_p, turn
+        self._libraries[kernel] = opened
+        return opened
 
 
 def _cell(argument: Any) -> Any:

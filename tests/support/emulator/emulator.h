@@ -1,7 +1,8 @@
 // CUDA C++ on a processor: put before a kernel's source, it makes of it a program in which each thread of a block is a
-// fiber. Blocks run one after the other, so nothing here tells of races between them. What a block meets is checked:
-// shared memory starts as NaNs, asynchronous copies arrive no sooner than they are waited for, the lanes of a warp must
-// come to the same collective, and a block whose threads wait for each other in vain is an error.
+// fiber. Blocks run one after the other, so nothing here tells of races between them, but for launches that run beside
+// each other (`Launch`). What a block meets is checked: shared memory starts as NaNs, asynchronous copies arrive no
+// sooner than they are waited for, the lanes of a warp must come to the same collective, and a block whose threads wait
+// for each other in vain is an error.
 #pragma once
 
 #include <ucontext.h>
@@ -14,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -70,6 +72,12 @@ struct Thread {
   std::map<float*, std::vector<float>> sums;  // what sums that are being added to will be
 };
 
+// A store to another GPU's memory that has not arrived.
+struct Late {
+  char* to;
+  uint32_t word;
+};
+
 struct Block {
   ucontext_t scheduler;
   std::vector<std::unique_ptr<Thread>> threads;
@@ -82,11 +90,13 @@ struct Block {
   bool moved = false;
   std::string error;
   std::function<void()> body;
+  std::vector<Late> late;
 };
 
 inline Block block;
 inline Thread* me = nullptr;
 inline dim3 block_index, block_size, grid_size;
+inline bool beside_others = false;
 
 inline void yield() { swapcontext(&me->context, &block.scheduler); }
 
@@ -138,7 +148,7 @@ inline void start() {
   for (;;) yield();
 }
 
-inline void run_block() {
+inline void begin_block() {
   const int count = static_cast<int>(block_size.x * block_size.y * block_size.z);
   block.threads.clear();
   block.warps.assign((count + kWarp - 1) / kWarp, Warp());
@@ -158,6 +168,25 @@ inline void run_block() {
     makecontext(&thread->context, start, 0);
     block.threads.push_back(std::move(thread));
   }
+}
+
+// Lets `count` of the block's threads, from the `first` on, run until they wait.
+inline void go_on(size_t first, size_t count) {
+  const size_t all = block.threads.size();
+  block.moved = false;
+  for (size_t i = 0; i < count; ++i) {
+    Thread& thread = *block.threads[(first + i) % all];
+    if (thread.done) continue;
+    me = &thread;
+    swapcontext(&block.scheduler, &me->context);
+    if (!block.error.empty()) throw std::runtime_error(block.error);
+  }
+  if (count == all && !block.moved) throw std::runtime_error("the threads of a block wait for each other in vain");
+}
+
+inline void run_block() {
+  begin_block();
+  const int count = static_cast<int>(block.threads.size());
   // What only works when the first threads are the fastest, or all as fast as each other, is told in some of the
   // blocks.
   const unsigned turn = block_index.x % 6;
@@ -175,17 +204,99 @@ inline void run_block() {
   }
 }
 
-// Runs a kernel; `arguments` point at its parameters. Returns what went wrong, or "".
+inline void take_memory(size_t shared) {
+  block.shared.assign(shared + 256, 0);
+  block.base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(block.shared.data()) + 127) & ~uintptr_t{127});
+}
+
+inline void arrive(const Late& store) { std::memcpy(store.to, &store.word, sizeof store.word); }
+
+// A launch that runs beside others. Its blocks take turns, its stores to other GPUs arrive late and in any order, but
+// for what a release puts in order. Kernels of such launches have no static shared memory: there is one of it.
+class Launch {
+ public:
+  Launch(std::function<void()> body, dim3 grid, dim3 threads, size_t shared)
+      : body_(std::move(body)), grid_(grid), threads_(threads), shared_(shared) {}
+
+  // Lets one block go on; `seed` decides which, and how far. Whether all is done. Throws what went wrong.
+  bool turn(unsigned seed) {
+    std::mt19937 random(seed);
+    beside_others = true;
+    if (next_ < grid_.x && (running_.empty() || random() % 2)) begin();
+    if (!running_.empty()) {
+      const size_t which = random() % running_.size();
+      Running& running = running_[which];
+      enter(running);
+      const size_t all = threads_.x * threads_.y * threads_.z;
+      for (size_t passes = 1 + random() % 3; passes && block.alive; --passes)
+        go_on(random() % all, random() % 4 ? all : 1 + random() % all);
+      enter(running);
+      deliver(running.block.late, random);
+      if (!running.block.alive) {
+        late_.insert(late_.end(), running.block.late.begin(), running.block.late.end());
+        running_.erase(running_.begin() + which);
+      }
+    }
+    deliver(late_, random);
+    beside_others = false;
+    return running_.empty() && next_ == grid_.x && late_.empty();
+  }
+
+ private:
+  struct Running {
+    Block block;
+    unsigned index = 0;
+  };
+
+  void begin() {
+    Running& running = running_.emplace_back();
+    running.index = next_++;
+    running.block.body = body_;
+    enter(running);
+    take_memory(shared_);
+    begin_block();
+    enter(running);
+  }
+
+  // Puts the block in place of the one that is there; once more, and it is as before.
+  void enter(Running& running) {
+    std::swap(block, running.block);
+    block_index = {running.index, 0, 0}, block_size = threads_, grid_size = grid_;
+  }
+
+  static void deliver(std::vector<Late>& late, std::mt19937& random) {
+    if (random() % 3 == 0) return;
+    for (size_t count = late.size() - (late.empty() ? 0 : random() % late.size()); count; --count) {
+      std::swap(late[random() % late.size()], late.back());
+      arrive(late.back());
+      late.pop_back();
+    }
+  }
+
+  std::function<void()> body_;
+  dim3 grid_, threads_;
+  size_t shared_;
+  unsigned next_ = 0;
+  std::vector<Running> running_;
+  std::vector<Late> late_;
+};
+
 template <class... A>
-std::string run(void (*kernel)(A...), dim3 grid, dim3 threads, size_t shared, void** arguments) {
+std::function<void()> bind(void (*kernel)(A...), void** arguments) {
   std::tuple<std::decay_t<A>...> values;
   int at = 0;
   std::apply([&](auto&... value) { ((value = *static_cast<std::decay_t<decltype(value)>*>(arguments[at++])), ...); },
              values);
-  block.body = [&] { std::apply(kernel, values); };
+  return [=] { std::apply(kernel, values); };
+}
+
+// Runs a kernel; `arguments` point at its parameters. Returns what went wrong, or "".
+template <class... A>
+std::string run(void (*kernel)(A...), dim3 grid, dim3 threads, size_t shared, void** arguments) {
+  block.body = bind(kernel, arguments);
   block.error.clear();
-  block.shared.assign(shared + 256, 0);
-  block.base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(block.shared.data()) + 127) & ~uintptr_t{127});
+  beside_others = false;
+  take_memory(shared);
   block_size = threads, grid_size = grid;
   const auto where = [&] {
     return " (block " + std::to_string(block_index.x) + ", " + std::to_string(block_index.y) + ")";

@@ -83,3 +83,31 @@ void multiply_fragments(T* c, const uint32_t* a, uint32_t b0, uint32_t b1, int k
 inline void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
   multiply_fragments<2>(c, a, b0, b1, 22, [](uint32_t x, int i) { return wide(x >> 16 * i & 0xffff); });
 }
+
+// Memory of another GPU, or that another GPU writes.
+inline void store16_far(void* to, uint4 value) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) emulator::fail("a store of 16 bytes is not aligned");
+  const uint32_t words[] = {value.x, value.y, value.z, value.w};
+  for (int i = 0; i < 4; ++i) {
+    const emulator::Late store{static_cast<char*>(to) + 4 * i, words[i]};
+    if (emulator::beside_others)
+      emulator::block.late.push_back(store);
+    else
+      emulator::arrive(store);
+  }
+}
+inline uint4 load16_far(const void* from) { return *static_cast<const uint4*>(from); }
+inline void release(uint32_t* flag, uint32_t value) {
+  for (const auto& store : emulator::block.late) emulator::arrive(store);
+  emulator::block.late.clear();
+  *flag = value;
+}
+inline uint32_t acquire(const uint32_t* flag) { return *flag; }
+inline void pause() {
+  emulator::block.moved = true;
+  emulator::yield();
+}
+inline unsigned long long nanoseconds() {
+  static unsigned long long now = 0;
+  return now += 1000;
+}
