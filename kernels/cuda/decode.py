@@ -75,7 +75,7 @@ def paged_decode(
     launch(function, (_blocks(q.device),), warps * 32, arguments, shared)
 
 
-def variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
+def kernel_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
     return tuple(map(_kernel, HEAD_DIMS))
 
 

@@ -101,7 +101,7 @@ def paged_prefill(
     launch(_kernel(dim), (blocks, kv_heads), _THREADS, arguments, (_ROWS + 2 * _TOKENS) * dim * 2)
 
 
-def variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
+def kernel_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
     return tuple(map(_kernel, HEAD_DIMS))
 
 

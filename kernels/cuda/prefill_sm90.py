@@ -24,7 +24,7 @@ _ENDLESS = 30
 """Binary logarithm of a page that no request is longer than."""
 
 
-def variants(capability: tuple[int, int]) -> Iterable[Kernel]:
+def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     """See variants.py."""
     return [_kernel(dim) for dim in HEAD_DIMS] if capability == CAPABILITY else []
 

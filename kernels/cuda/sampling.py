@@ -3,6 +3,7 @@ compute, bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ SETTINGS_BYTES = 40
 """Of a row of settings, laid out as in worker/sampling/settings.py."""
 MOST_LIKELY = 256
 """So many of the most likely tokens can be asked for."""
+THREADS, CAPACITY = 512, 4096
 
 _GROUP, _BINS, _CUT_BYTES = 16, 512, 24
 
@@ -47,7 +49,7 @@ class SamplingWorkspace:
 
 
 def sampling_workspace(
-    rows: int, vocab: int, device: torch.device | str, threads: int = 512, capacity: int = 4096
+    rows: int, vocab: int, device: torch.device | str, threads: int = THREADS, capacity: int = CAPACITY
 ) -> SamplingWorkspace:
     """`threads` of a block look at 16 logits each; `capacity`: so many tokens fit into what a block draws from at once,
     more are gone over in global memory. A row takes about 0.75 * vocab + 33,000 bytes. Raises ValueError for a
@@ -156,9 +158,18 @@ def _scan(
     launch(_kernel("scan", w), (w.parts, len(logits)), w.threads, arguments)
 
 
+def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
+    """See variants.py."""
+    return [_variant(name, THREADS, CAPACITY) for name in ("scan", "weigh", "narrow", "draw", "likely")]
+
+
 def _kernel(name: str, workspace: SamplingWorkspace) -> Kernel:
+    return _variant(name, workspace.threads, workspace.capacity)
+
+
+def _variant(name: str, threads: int, capacity: int) -> Kernel:
     file = "sampling_draw.cu" if name in ("draw", "likely") else "sampling.cu"
-    return kernel(file, name, THREADS=workspace.threads, CAPACITY=workspace.capacity)
+    return kernel(file, name, THREADS=threads, CAPACITY=capacity)
 
 
 def _columns(out: Tensor) -> np.int32:

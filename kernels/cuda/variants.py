@@ -1,7 +1,7 @@
 """Every kernel with every set of macros: what `allspan warm` compiles, and the tests.
 
-A module of this folder that launches kernels has `variants(capability) -> Iterable[Kernel]`: those that it may launch
-on a GPU of this compute capability. It may have LEAST_CAPABILITY, below which it launches none.
+A module of this folder that launches kernels has `kernel_variants(capability) -> Iterable[Kernel]`: those that it may
+launch on a GPU of this compute capability. It may have LEAST_CAPABILITY, below which it launches none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ def all_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
         if info.name == "runtime":  # whose variants are the op set's
             continue
         module = importlib.import_module(f"allspan.kernels.cuda.{info.name}")
-        if capability >= getattr(module, "LEAST_CAPABILITY", LEAST_CAPABILITY) and hasattr(module, "variants"):
-            found |= dict.fromkeys(module.variants(capability))
+        if capability >= getattr(module, "LEAST_CAPABILITY", LEAST_CAPABILITY) and hasattr(module, "kernel_variants"):
+            found |= dict.fromkeys(module.kernel_variants(capability))
     return tuple(found)

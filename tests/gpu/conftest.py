@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from allspan.kernels.cuda import modules
 from support.emulator.driver import EmulatorDriver
@@ -13,6 +16,15 @@ def emulator(request: pytest.FixtureRequest) -> EmulatorDriver:
     """What it compiled stays with pytest's cache, for the next session."""
     cache: pytest.Cache = request.config.cache
     return EmulatorDriver(cache.mkdir("emulated"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is computed beside a kernel is small; threads that wait for more of it take the processors away."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])

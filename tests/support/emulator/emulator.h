@@ -5,8 +5,6 @@
 // for each other in vain is an error.
 #pragma once
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -22,6 +20,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "fiber.h"
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -57,7 +57,7 @@ struct Warp {
 };
 
 struct Thread {
-  ucontext_t context;
+  Fiber fiber;
   dim3 index;
   int lane = 0;
   Warp* warp = nullptr;
@@ -79,7 +79,7 @@ struct Late {
 };
 
 struct Block {
-  ucontext_t scheduler;
+  Fiber scheduler;
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
   std::vector<char> stacks;
@@ -98,7 +98,7 @@ inline Thread* me = nullptr;
 inline dim3 block_index, block_size, grid_size;
 inline bool beside_others = false;
 
-inline void yield() { swapcontext(&me->context, &block.scheduler); }
+inline void yield() { change(me->fiber, block.scheduler); }
 
 [[noreturn]] inline void fail(const std::string& what) {
   if (block.error.empty()) block.error = what;
@@ -161,11 +161,7 @@ inline void begin_block() {
     thread->index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
     thread->lane = i % kWarp, thread->warp = &block.warps[i / kWarp];
     ++thread->warp->alive;
-    getcontext(&thread->context);
-    thread->context.uc_stack.ss_sp = &block.stacks[static_cast<size_t>(i) * kStack];
-    thread->context.uc_stack.ss_size = kStack;
-    thread->context.uc_link = nullptr;
-    makecontext(&thread->context, start, 0);
+    begin(thread->fiber, &block.stacks[static_cast<size_t>(i) * kStack], kStack, start);
     block.threads.push_back(std::move(thread));
   }
 }
@@ -196,7 +192,7 @@ inline void run_block() {
       me = block.threads[turn % 2 ? count - 1 - i : i].get();
       const unsigned warpgroup = me->index.x / (4 * kWarp);
       if (me->done || round % (1 + (warpgroup + turn) % 3 * 6)) continue;
-      swapcontext(&block.scheduler, &me->context);
+      change(block.scheduler, me->fiber);
       if (!block.error.empty()) throw std::runtime_error(block.error);
     }
     idle = block.moved ? 0 : idle + 1;
