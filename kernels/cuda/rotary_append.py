@@ -148,7 +148,7 @@ def _run(
     launch(_kernel(lanes, format_, int(whole)), (-(-n * sum(counts) * lanes // _THREADS),), _THREADS, arguments)
 
 
-def variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for format_ in (*_FORMATS.values(), NOTHING):
         if format_ != _FORMATS[torch.float32]:
             yield _kernel(_LANES[0], format_, 0)  # heads that are no multiple of 8; larger ones compile when used

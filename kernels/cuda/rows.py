@@ -94,7 +94,7 @@ def elementwise(
     launch(function, (n * pieces,), threads, arguments)
 
 
-def variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     """Those of float32 streams up to 8,192 wide and bfloat16 around them; others compile when they are first used."""
     f32, bf16, int8, e4m3 = TYPES
     for addend in (None, bf16):
