@@ -104,6 +104,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
             yield _norm_kernel("norm", (bf16, addend, bf16, bf16), each)
             for out, is_grouped in ((int8, False), (e4m3, False), (e4m3, True)):
                 yield _norm_kernel("norm", (f32, addend, f32, out), each, is_grouped)
+    yield _norm_kernel("plain", (bf16, None, None, e4m3), 1, whole=0)
     for op, out, each in itertools.product(("plain", "silu"), (int8, e4m3), (1, 2)):
         yield _norm_kernel(op, (bf16, None, None, out), each)
     for whole in (0, 1):

@@ -53,17 +53,24 @@ def reads_as(out: Tensor, scales: Tensor, right: Tensor) -> None:
     assert is_kept(out)
 
 
-def check_norm(size: tuple[int, int], stream: torch.dtype, to: tuple[torch.dtype, bool], device: str) -> None:
-    n, width = size
-    weight, residual = rows(width, dtype=F32, device=device, seed=1), rows(n, width, dtype=stream, device=device)
-    x = rows(n, width, device=device, seed=2)
-    right = torch.empty(n, width, dtype=torch.float64, device=device)
-    kernel_oracle.rms_norm(residual.double(), weight.double(), EPS, right)
+To = tuple[torch.dtype, bool]
+"""The type, and whether scales are for groups."""
+
+
+def check_norm(size: tuple[int, int], stream: torch.dtype, to: To, device: str) -> None:
+    x, weight = rows(*size, dtype=stream, device=device), rows(size[1], dtype=F32, device=device, seed=1)
+    right = torch.empty(size, dtype=torch.float64, device=device)
+    kernel_oracle.rms_norm(x.double(), weight.double(), EPS, right)
     out, scales = buffers(size, *to, device)
-    rms_norm_quantised(residual, weight, EPS, out, scales)
+    rms_norm_quantised(x, weight, EPS, out, scales)
     reads_as(out, scales, right)
 
+
+def check_add_norm(size: tuple[int, int], stream: torch.dtype, to: To, device: str) -> None:
+    residual, weight = rows(*size, dtype=stream, device=device), rows(size[1], dtype=F32, device=device, seed=1)
+    x = rows(*size, device=device, seed=2)
     total = (residual.float() + x.float()).to(stream)
+    right = torch.empty(size, dtype=torch.float64, device=device)
     kernel_oracle.rms_norm(total.double(), weight.double(), EPS, right)
     out, scales = buffers(size, *to, device)
     add_rms_norm_quantised(x, residual, weight, EPS, out, scales)
@@ -71,7 +78,7 @@ def check_norm(size: tuple[int, int], stream: torch.dtype, to: tuple[torch.dtype
     reads_as(out, scales, right)
 
 
-def check_silu_mul(size: tuple[int, int], to: tuple[torch.dtype, bool], device: str) -> None:
+def check_silu_mul(size: tuple[int, int], to: To, device: str) -> None:
     n, width = size
     gate_up = rows(n, 2 * width, device=device) * 4
     right = torch.empty(n, width, dtype=torch.float64, device=device)
@@ -81,7 +88,7 @@ def check_silu_mul(size: tuple[int, int], to: tuple[torch.dtype, bool], device: 
     reads_as(out, scales, right)
 
 
-def check_exact(size: tuple[int, int], dtype: torch.dtype, to: tuple[torch.dtype, bool], device: str) -> None:
+def check_exact(size: tuple[int, int], dtype: torch.dtype, to: To, device: str) -> None:
     """A plain row has the very bits of the rule."""
     x = rows(*size, dtype=dtype, device=device)
     out, scales = buffers(size, *to, device)
@@ -94,24 +101,26 @@ def check_exact(size: tuple[int, int], dtype: torch.dtype, to: tuple[torch.dtype
     assert is_kept(out)
 
 
-@pytest.mark.parametrize("to", [(I8, False), (E4M3, True)], ids=["int8", "fp8 groups"])
-def test_small_rows_read_as_in_float64(to: tuple[torch.dtype, bool], device: str) -> None:
-    check_norm((3, 576), F32, to, device)
-    check_silu_mul((3, 576), to, device)
-    check_exact((3, 576), BF16, to, device)
+def test_small_rows_read_as_in_float64(device: str) -> None:
+    check_add_norm((3, 576), F32, (I8, False), device)
+    check_norm((3, 576), F32, (E4M3, True), device)
+    check_silu_mul((3, 576), (I8, False), device)
+    check_silu_mul((3, 576), (E4M3, True), device)
 
 
-def test_rows_that_end_anywhere(device: str) -> None:
+def test_plain_rows_have_the_bits_of_the_rule(device: str) -> None:
+    check_exact((3, 576), BF16, (I8, False), device)
     check_exact((3, 133), BF16, (E4M3, False), device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("to", [(I8, False), (I8, True), (E4M3, False), (E4M3, True)], ids=str)
 @pytest.mark.parametrize("size", LARGE)
-def test_rows_of_every_width_read_as_in_float64(size: tuple[int, int], to: tuple[torch.dtype, bool]) -> None:
+def test_rows_of_every_width_read_as_in_float64(size: tuple[int, int], to: To) -> None:
     check_silu_mul(size, to, "cuda")
     for dtype in (F32, BF16):
         check_norm(size, dtype, to, "cuda")
+        check_add_norm(size, dtype, to, "cuda")
         if size[0]:
             check_exact(size, dtype, to, "cuda")
 
@@ -119,7 +128,8 @@ def test_rows_of_every_width_read_as_in_float64(size: tuple[int, int], to: tuple
 def test_zeros_stay_zeros_and_what_is_not_finite_reads_as_nan(device: str) -> None:
     x = rows(4, 576, device=device)
     x[0], x[1, 5], x[2, 500] = 0, math.inf, math.nan
-    for to in ((I8, False), (E4M3, True)):
+    tos: list[To] = [(I8, False), (E4M3, True)]
+    for to in tos:
         out, scales = buffers((4, 576), *to, device)
         quantise_rows(x, out, scales)
         read = by_group(out.float(), to[1]) * scales.reshape(4, -1, 1)
