@@ -31,7 +31,7 @@ _PER = (1, 2, 4)
 """Packets of a row that a thread may hold."""
 
 
-def variants(capability: tuple[int, int]) -> Iterable[Kernel]:
+def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     """See variants.py."""
     for ranks in (1, *_CAPACITIES):
         yield from (_kernel("push_reduce", ranks, norm=1, per=per) for per in _PER)

@@ -21,8 +21,6 @@ def all_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
     """In order of the modules' names, each kernel once."""
     found: dict[Kernel, None] = {}
     for info in pkgutil.iter_modules([str(FOLDER)]):
-        if info.name == "runtime":  # whose variants are the op set's
-            continue
         module = importlib.import_module(f"allspan.kernels.cuda.{info.name}")
         if capability >= getattr(module, "LEAST_CAPABILITY", LEAST_CAPABILITY) and hasattr(module, "kernel_variants"):
             found |= dict.fromkeys(module.kernel_variants(capability))

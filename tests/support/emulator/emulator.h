@@ -174,7 +174,7 @@ inline void go_on(size_t first, size_t count) {
     Thread& thread = *block.threads[(first + i) % all];
     if (thread.done) continue;
     me = &thread;
-    swapcontext(&block.scheduler, &me->context);
+    change(block.scheduler, me->fiber);
     if (!block.error.empty()) throw std::runtime_error(block.error);
   }
   if (count == all && !block.moved) throw std::runtime_error("the threads of a block wait for each other in vain");
