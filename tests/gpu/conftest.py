@@ -34,3 +34,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, emul
         return "cuda"
     monkeypatch.setattr(modules, "driver", lambda: emulator)
     return "cpu"
+
+
+@pytest.fixture
+def small(device: str) -> dict[str, int]:
+    """Options of `sampling_workspace`: where kernels are emulated, blocks so small that small vocabularies have several
+    parts and more tokens than fit."""
+    return {} if device == "cuda" else {"threads": 64, "capacity": 288}

@@ -110,9 +110,9 @@ def check_draws(m: int, vocab: int, seed: int, device: str, workspace: SamplingW
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 257, 1024, 1031, 3000])
-def test_draws_of_small_vocabularies_are_those_of_numpy(vocab: int, device: str) -> None:
+def test_draws_of_small_vocabularies_are_those_of_numpy(vocab: int, device: str, small: dict[str, int]) -> None:
     """In small blocks with little room, so that there are several parts, and lists overflow."""
-    workspace = sampling_workspace(17, vocab, device, threads=64, capacity=288)
+    workspace = sampling_workspace(17, vocab, device, **small)
     for seed in range(2 if device == "cpu" else 20):
         check_draws(17, vocab, seed, device, workspace)
 
@@ -127,7 +127,9 @@ def test_draws_are_those_of_compiled_code(m: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 65, 1500])
-def test_the_best_tokens_are_those_of_numpy_and_bad_rows_have_none(vocab: int, device: str) -> None:
+def test_the_best_tokens_are_those_of_numpy_and_bad_rows_have_none(
+    vocab: int, device: str, small: dict[str, int]
+) -> None:
     logits = np.round(rows_of_logits(8, vocab, 3))
     logits[1, vocab // 2] = math.nan
     logits[2, vocab - 1] = math.inf
@@ -136,7 +138,7 @@ def test_the_best_tokens_are_those_of_numpy_and_bad_rows_have_none(vocab: int, d
     logits[4, 0] = math.nan
     logits[5] = -0.0
     logits[5, vocab // 3] = 0.0
-    workspace = sampling_workspace(9, vocab, device, threads=64, capacity=288)
+    workspace = sampling_workspace(9, vocab, device, **small)
     out = torch.full((8,), 77, dtype=torch.int32, device=device)
     best_tokens(on(device, logits, np.float32), out, workspace)
     wanted = np.zeros(8, dtype=np.int32)
@@ -148,8 +150,8 @@ def test_the_best_tokens_are_those_of_numpy_and_bad_rows_have_none(vocab: int, d
     assert found == expected(ReferenceKernel(), logits, params, positions, targets)
 
 
-def test_rows_that_nobody_has_are_left_alone(device: str) -> None:
-    workspace = sampling_workspace(3, 500, device, threads=64, capacity=288)
+def test_rows_that_nobody_has_are_left_alone(device: str, small: dict[str, int]) -> None:
+    workspace = sampling_workspace(3, 500, device, **small)
     settings = on(device, table([SamplingParams(seed=1)]).view(np.uint8).reshape(1, -1), np.uint8)
     out = torch.full((3,), 77, dtype=torch.int32, device=device)
     rows = torch.tensor([-1, 0, -1], dtype=torch.int32, device=device)
@@ -183,8 +185,8 @@ def check_likely(m: int, vocab: int, seed: int, device: str, workspace: Sampling
 
 
 @pytest.mark.parametrize("vocab", [1, 30, 700, 2000])
-def test_log_probabilities_are_those_of_numpy(vocab: int, device: str) -> None:
-    check_likely(14, vocab, 1, device, sampling_workspace(14, vocab, device, threads=64, capacity=288))
+def test_log_probabilities_are_those_of_numpy(vocab: int, device: str, small: dict[str, int]) -> None:
+    check_likely(14, vocab, 1, device, sampling_workspace(14, vocab, device, **small))
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ from allspan.worker.engine.model import PageTiers, StepModel
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.sampling.device import DeviceSampling
 from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.codec import decode, encode
@@ -68,10 +69,10 @@ class EngineCore:
         channel: PlanChannel | None = None,
         eos_token_ids: tuple[int, ...] = (),
         tiers: PageTiers | None = None,
-        kernel: SamplingKernel | None = None,
+        kernel: SamplingKernel | DeviceSampling | None = None,
     ) -> None:
         """`num_pages` must be the same on every rank. `channel` may be None in a world of one rank. `tiers` None: no
-        host tier. `kernel` samples; None: the fastest there is, on one thread."""
+        host tier. `kernel` samples; None: the fastest there is on one thread of the host."""
         if channel is None and collectives.size > 1:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
         page_size, most = config.cache.page_size, config.scheduler

@@ -24,6 +24,7 @@ from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.sampling.device import device_sampling
 from allspan.worker.sampling.kernel import sampling_kernel
 from allspan.worker.scheduler.limits import most_logits_rows
 from allspan.worker.scheduler.plan import Operation
@@ -69,6 +70,9 @@ def load_engine(
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     await_others()
+    vocab = sum(loaded.vocab_widths)
+    on_device = device_sampling(torch.device(model.device), most.max_num_seqs, vocab, collectives.size)
+    sampling = on_device or sampling_kernel(getattr(ops, "runtime", None))
     demand = CacheDemand(
         bytes_per_page=loaded.cache_spec.bytes_per_page,
         max_model_len=loaded.max_model_len,
@@ -82,7 +86,6 @@ def load_engine(
     host = _host_cache(cache, loaded, collectives)
     eos = ends_of(model, loaded.spec)
     tiers = Tiers(kv, host) if host else None
-    sampling = sampling_kernel(getattr(ops, "runtime", None))
     core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers, sampling)
     if model.device == "cuda" and not model.enforce_eager and collectives.size == 1:
         core.capture()

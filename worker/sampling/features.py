@@ -29,6 +29,8 @@ from allspan.worker.sampling.penalties import PresenceAndFrequency, RepetitionPe
 Logits = NDArray[np.float32]
 Change = Callable[[int, Logits], None]
 """Called with the position to be sampled and its logits [vocabulary], which it changes in place."""
+Ban = NoRepeatNgram | MaskedSequences | MinTokens
+"""A change that masks tokens: `ids(position)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,12 @@ def _bias(row: Row) -> Change | None:
     return add
 
 
-def _no_repeat_ngram(row: Row) -> Change | None:
+def _no_repeat_ngram(row: Row) -> Ban | None:
     size = row.params.no_repeat_ngram_size
     return NoRepeatNgram(row.tokens, size) if size else None
 
 
-def _bad_words(row: Row) -> Change | None:
+def _bad_words(row: Row) -> Ban | None:
     sequences = row.params.bad_words_ids
     return MaskedSequences(sequences, row.tokens) if sequences else None
 
@@ -90,7 +92,7 @@ def _allowed_tokens(row: Row) -> Change | None:
     return AllowedTokens(ids) if ids else None
 
 
-def _min_tokens(row: Row) -> Change | None:
+def _min_tokens(row: Row) -> Ban | None:
     params = row.params
     ends = set(params.stop_token_ids)
     if not params.ignore_eos:
@@ -116,3 +118,21 @@ CHANGES: tuple[Callable[[Row], Change | None], ...] = (
 def changes_of(row: Row) -> tuple[Change, ...]:
     """What the request asks for, in order; empty for most."""
     return tuple(change for make in CHANGES if (change := make(row)) is not None)
+
+
+def bans_of(row: Row) -> tuple[Ban, ...]:
+    """Those changes that mask what their tokens so far tell."""
+    return tuple(ban for make in (_no_repeat_ngram, _bad_words, _min_tokens) if (ban := make(row)) is not None)
+
+
+def needs_tokens(row: Row) -> bool:
+    """Whether a change looks at the tokens before the position, not only at the position."""
+    params = row.params
+    sequences = (*params.bad_words_ids, *(params.stop_words_ids if params.min_tokens else ()))
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.no_repeat_ngram_size > 0
+        or any(len(ids) > 1 for ids in sequences)
+    )

@@ -20,16 +20,20 @@ class NoRepeatNgram:
         self._size = size
 
     def __call__(self, position: int, logits: Logits) -> None:
+        logits[self.ids(position)] = -math.inf
+
+    def ids(self, position: int) -> Tokens:
+        """What is masked there; some more than once."""
         known = self._tokens[:position]
         begun = self._size - 1  # tokens of an n-gram that are there before its last
         if position <= begun:
-            return
+            return known[:0]
         starts = np.arange(position - begun)
         for i in range(begun):
             starts = starts[known[starts + i] == known[position - begun + i]]
             if not len(starts):
-                return
-        logits[known[starts + begun]] = -math.inf
+                break
+        return known[starts + begun]
 
 
 class MaskedSequences:
@@ -48,13 +52,18 @@ class MaskedSequences:
                 self._after.setdefault(ids[-2], []).append((begun, ids[-1]))
 
     def __call__(self, position: int, logits: Logits) -> None:
-        logits[self._always] = -math.inf
+        logits[self.ids(position)] = -math.inf
+
+    def ids(self, position: int) -> NDArray[np.int64]:
+        """What is masked there; some more than once."""
         if not self._after or position == 0:
-            return
+            return self._always
+        completed = []
         for begun, last in self._after.get(int(self._tokens[position - 1]), ()):
             start = position - len(begun)
             if start >= self._first and np.array_equal(self._tokens[start:position], begun):
-                logits[last] = -math.inf
+                completed.append(last)
+        return np.append(self._always, completed).astype(np.int64) if completed else self._always
 
 
 class AllowedTokens:
@@ -77,5 +86,8 @@ class MinTokens:
         self._first_end = first_end
 
     def __call__(self, position: int, logits: Logits) -> None:
-        if position < self._first_end:
-            self._ends(position, logits)
+        logits[self.ids(position)] = -math.inf
+
+    def ids(self, position: int) -> NDArray[np.int64]:
+        """What is masked there; some more than once."""
+        return self._ends.ids(position) if position < self._first_end else np.zeros(0, dtype=np.int64)

@@ -19,8 +19,9 @@ from torch import Tensor
 from allspan.protos.results import TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.parallel.base import Collectives
+from allspan.worker.sampling.device import DeviceSampling, DeviceStep
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
-from allspan.worker.sampling.features import Change, Logits, Row, changes_of
+from allspan.worker.sampling.features import Change, Logits, Row, changes_of, needs_tokens
 from allspan.worker.sampling.kernel import SamplingKernel, sampling_kernel
 from allspan.worker.sampling.settings import SETTINGS, settings_of
 
@@ -73,6 +74,19 @@ class _Greedy:
         return Sampled(self.tokens.cpu().numpy(), {})
 
 
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    step: DeviceStep
+    wanted: _Wanted
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.step.tokens
+
+    def result(self) -> Sampled:
+        return _unpack(self.step.result(), self.wanted)
+
+
 class Sampler:
     """Keeps what each row asked for; the same on every rank."""
 
@@ -82,14 +96,16 @@ class Sampler:
         widths: tuple[int, ...],
         collectives: Collectives,
         eos_token_ids: tuple[int, ...] = (),
-        kernel: SamplingKernel | None = None,
+        kernel: SamplingKernel | DeviceSampling | None = None,
     ) -> None:
-        """`widths`: columns of each rank's logits; together the vocabulary. `kernel` None: the fastest there is."""
+        """`widths`: columns of each rank's logits; together the vocabulary. `kernel` None: the fastest there is on the
+        host; one for a device, where logits then are, takes whole rows only: it is for one rank."""
         self._widths = widths
         self._vocab_size = sum(widths)
         self._collectives = collectives
         self._eos = eos_token_ids
-        self._kernel = kernel or sampling_kernel()
+        self._device = kernel if isinstance(kernel, DeviceSampling) else None
+        self._kernel = kernel if kernel and not isinstance(kernel, DeviceSampling) else sampling_kernel()
         self._settings = np.zeros(max_rows, dtype=SETTINGS)
         self._changes: dict[int, tuple[Change, ...]] = {}
         """Of those rows that have any."""
@@ -97,6 +113,8 @@ class Sampler:
         self._num_prompt_logprobs = np.zeros(max_rows, dtype=np.int64)
         self._demanding: set[int] = set()
         """Rows that want more than the most likely token. While there are none, a step takes a short way."""
+        self._waiting: set[int] = set()
+        """Rows that want to know their last token on the host, or that of a prompt, before the next one is sampled."""
         self._seen: Tensor | None = None
         self._seen_as: Logits = np.zeros((0, 0), dtype=np.float32)
         """`_seen` for numpy: a model gives out the same tensor at every step of as many rows."""
@@ -116,10 +134,17 @@ class Sampler:
         self._num_prompt_logprobs[row] = min(params.prompt_logprobs or 0, self._vocab_size)
         if changes or not params.is_greedy or params.logprobs is not None:
             self._demanding.add(row)
+        if self._device:
+            self._device.add(row, asked)
+            if needs_tokens(asked) or self._num_prompt_logprobs[row] > 0:
+                self._waiting.add(row)
 
     def remove(self, row: int) -> None:
         self._changes.pop(row, None)
         self._demanding.discard(row)
+        self._waiting.discard(row)
+        if self._device:
+            self._device.remove(row)
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """A token, or its log-probabilities, for each row of logits.
@@ -129,7 +154,7 @@ class Sampler:
         `targets` [m] is -1 (None: everywhere) the token is sampled; else it is known, a prompt's, and only its
         log-probability and the most likely tokens there are wanted.
         """
-        if targets is None and not self._demanding:
+        if targets is None and not self._demanding and not self._device:
             return Sampled(self._greedy(logits), {})
         counts = self._num_logprobs[rows]
         if targets is None:
@@ -137,6 +162,8 @@ class Sampler:
         else:
             counts = np.where(targets < 0, counts, self._num_prompt_logprobs[rows])
         wanted = _Wanted(rows, positions, targets, counts)
+        if self._device:
+            return self._launch_on(self._device, logits, wanted).result()
         most = int(counts.max(initial=-1))
         # The token; then, if any row asked, its log-probability, the most likely ids and theirs (floats as their bits).
         columns = 1 if most < 0 else 2 + 2 * most
@@ -155,12 +182,21 @@ class Sampler:
     @property
     def can_launch(self) -> bool:
         """Whether `launch` can sample for all rows that are here."""
-        return self._collectives.size == 1 and not self._demanding
+        return self._collectives.size == 1 and not (self._waiting if self._device else self._demanding)
 
     def launch(self, logits: Tensor, rows: Rows, positions: Rows) -> Launched:
         """As `sample`, for logits on a GPU: returns while they are still being computed."""
+        if self._device:
+            wanted = _Wanted(rows, positions, np.full(len(rows), -1, dtype=np.int64), self._num_logprobs[rows])
+            return self._launch_on(self._device, logits, wanted)
         values, ids = logits.max(dim=1)
         return _Greedy(torch.where(values.isfinite(), ids, NOT_FINITE).int())
+
+    def _launch_on(self, device: DeviceSampling, logits: Tensor, wanted: _Wanted) -> _OnDevice:
+        if not self._demanding and wanted.counts.max(initial=-1) < 0 and wanted.targets.max(initial=-1) < 0:
+            return _OnDevice(device.launch_best(logits), wanted)
+        step = device.launch(logits, wanted.rows, wanted.positions, wanted.targets, self._settings, wanted.counts)
+        return _OnDevice(step, wanted)
 
     def _greedy(self, logits: Tensor) -> NDArray[np.int32]:
         """The most likely token of each row, int32 [m]: what `_sample_rows` says of rows that want no more."""

@@ -1,0 +1,288 @@
+"""Sampling where the logits are: on a GPU. What `sample_rows` and `log_softmax_rows` of `reference` give, bit for bit;
+tokens stay on the GPU, and one small copy brings them to the host.
+
+What rows ask for is held on the GPU: their settings, and for those that change their logits how often each token has
+come, their biases and their masks. A step uploads only what is new.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from allspan.kernels.cuda.changes import CHANGES, ban_tokens, change_rows, note_tokens
+from allspan.kernels.cuda.modules import driver
+from allspan.kernels.cuda.sampling import best_tokens, likely_tokens, sample_rows, sampling_workspace
+from allspan.kernels.errors import BackendUnavailable
+from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
+from allspan.worker.sampling.features import Ban, Row, bans_of
+from allspan.worker.sampling.settings import Settings
+
+Rows = NDArray[np.int64]
+
+_MOST_ROWS = 512
+"""Of logits, that are sampled at once."""
+
+
+class _Table:
+    """Rows of equal width on the GPU, given out and taken back; it grows."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = torch.zeros((0, width), dtype=dtype, device=device)
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """A row of zeros."""
+        if not self._free:
+            count = len(self.rows)
+            self.rows = torch.cat((self.rows, self.rows.new_zeros((max(count, 4), self.rows.shape[1]))))
+            self._free = list(range(count, len(self.rows)))[::-1]
+        row = self._free.pop()
+        self.rows[row].zero_()
+        return row
+
+    def give_back(self, row: int) -> None:
+        if row >= 0:
+            self._free.append(row)
+
+
+@dataclass(slots=True)
+class _Changed:
+    """A row that changes its logits."""
+
+    asked: Row
+    entry: NDArray[np.void]
+    """[1] of CHANGES; its row is that of the step's logits."""
+    bans: tuple[Ban, ...]
+    noted: int = 0
+    """Tokens that have been counted, where any are."""
+
+    def new_entries(self, position: int) -> NDArray[np.int32]:
+        """For `note_tokens`: those before `position` that have not been counted yet."""
+        slot = int(self.entry["words"][0])
+        if slot < 0 or position <= self.noted:
+            return np.zeros((0, 2), dtype=np.int32)
+        tokens = self.asked.tokens[self.noted : position].copy()
+        tokens[: max(self.asked.prompt_len - self.noted, 0)] ^= -1
+        self.noted = position
+        return np.stack((np.full_like(tokens, slot), tokens), axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """What a step is making of its m rows of logits."""
+
+    tokens: Tensor
+    """int32 [m] on the device, valid until the next step is launched; negative where there is none, and ALL_MASKED for
+    all that have no finite number."""
+    host: Tensor
+    """Where they go, and what `likely_tokens` has found."""
+    arrived: torch.cuda.Event | None
+    counts: Rows
+    changed: frozenset[int]
+    """Rows of logits whose request changed them."""
+    vocab_size: int
+
+    def result(self) -> NDArray[np.int32]:
+        """Waits. int32 [m, 1]; or, where some of `counts` are not negative, with what `log_softmax_rows` adds."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        m, flat = len(self.tokens), self.host.numpy()
+        tokens: NDArray[np.int32] = flat[:m]
+        for i in np.flatnonzero(tokens == ALL_MASKED).tolist():
+            if i not in self.changed:  # it came so from the model
+                tokens[i] = NOT_FINITE
+        if len(flat) == m:
+            return tokens[:, None]
+        return self._log_softmax(tokens, flat[m:].reshape(m, -1))
+
+    def _log_softmax(self, tokens: NDArray[np.int32], found: NDArray[np.int32]) -> NDArray[np.int32]:
+        """`tokens` and `found`, what `likely_tokens` has, as `reference.log_softmax_rows` writes it. Logarithms are the
+        host's, so that they are the same everywhere."""
+        counts = self.counts
+        places = (found.shape[1] - 4) // 2
+        result = np.zeros((len(tokens), 2 + 2 * places), dtype=np.int32)
+        result[:, 0] = tokens
+        values, words = result.view(np.float32), found.view(np.float32)
+        for i in np.flatnonzero((counts >= 0) & (tokens >= 0)).tolist():
+            total = int(found[i, :2].copy().view(np.uint64)[0])
+            highest = float(words[i, 2])
+            normaliser = math.log(math.ldexp(total, self.vocab_size.bit_length() - 53)) + highest
+            values[i, 1] = float(words[i, 3]) - normaliser
+            result[i, 2 : 2 + places] = found[i, 4 : 4 + places]
+            values[i, 2 + places :] = words[i, 4 + places :].astype(np.float64) - normaliser
+            result[i, 2 + int(counts[i]) : 2 + places] = 0
+            result[i, 2 + places + int(counts[i]) :] = 0
+        return result
+
+
+def device_sampling(device: torch.device, max_rows: int, vocab_size: int, ranks: int) -> DeviceSampling | None:
+    """None where the host samples: without a GPU, of several ranks, each of which has a part of every row, and where
+    kernels for the GPU cannot be launched."""
+    if device.type != "cuda" or ranks > 1:
+        return None
+    try:
+        driver()
+    except BackendUnavailable as error:
+        logging.getLogger(__name__).warning("logits are copied to the host to be sampled there: %s", error)
+        return None
+    return DeviceSampling(max_rows, vocab_size, device)
+
+
+class DeviceSampling:
+    """Rows of logits on one device to tokens."""
+
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, workspace_options: dict[str, int] | None = None
+    ) -> None:
+        """`workspace_options`: of `sampling_workspace`. Raises BackendUnavailable at the first step
+        without CuPy."""
+        self._device = device
+        self._vocab = vocab_size
+        self._workspace = sampling_workspace(min(max_rows, _MOST_ROWS), vocab_size, device, **(workspace_options or {}))
+        self._counts = _Table(vocab_size, torch.int32, device)
+        self._biases = _Table(vocab_size, torch.float32, device)
+        self._masks = _Table(-(-vocab_size // 32), torch.int32, device)
+        self._changed: dict[int, _Changed] = {}
+        self._settings = torch.zeros((max_rows, 40), dtype=torch.uint8, device=device)
+        self._is_stale = True
+        self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    def add(self, row: int, asked: Row) -> None:
+        """As `Sampler.add`; the row of the settings has changed, too."""
+        self._is_stale = True
+        params = asked.params
+        entry = np.zeros(1, dtype=CHANGES)
+        entry["repetition"], entry["output_only"] = params.repetition_penalty, params.suppress_repetition_in_generation
+        entry["presence"], entry["frequency"] = params.presence_penalty, params.frequency_penalty
+        counts = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        entry["words"] = self._counts.take() if counts else -1
+        entry["bias"] = self._take_bias(params.biases)
+        entry["mask"] = self._take_mask(params.allowed_token_ids)
+        bans = bans_of(asked)
+        if bans or max(int(entry[name][0]) for name in ("words", "bias", "mask")) >= 0:
+            self._changed[row] = _Changed(asked, entry, bans)
+
+    def remove(self, row: int) -> None:
+        changed = self._changed.pop(row, None)
+        if changed is not None:
+            for table, name in ((self._counts, "words"), (self._biases, "bias"), (self._masks, "mask")):
+                table.give_back(int(changed.entry[name][0]))
+
+    def launch_best(self, logits: Tensor) -> DeviceStep:
+        """The most likely token of each row of `logits` float32 [m, vocabulary]."""
+        m = len(logits)
+        out = self._room(m)
+        for begin in range(0, m, self._workspace.rows):
+            part = slice(begin, begin + self._workspace.rows)
+            best_tokens(logits[part], out[part], self._workspace)
+        return self._step(out, m, np.full(m, -1), frozenset())
+
+    def launch(
+        self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows, settings: Settings, counts: Rows
+    ) -> DeviceStep:
+        """A token for each row of `logits` float32 [m, vocabulary], which are changed; where `counts` [m] are not
+        negative its log-probability, too, and those of so many of the most likely: of the logits as they came.
+        `settings` is the sampler's table."""
+        m, most = len(rows), int(counts.max(initial=-1))
+        width = 0 if most < 0 else 4 + 2 * most
+        room = self._room(m * (1 + width))
+        tokens, found = room[:m], room[m:].view(m, width)
+        if self._is_stale:
+            self._settings.copy_(self._upload(settings.view(np.uint8).reshape(len(settings), -1)))
+            self._is_stale = False
+        changing = [
+            (i, self._changed[row])
+            for i, row in enumerate(rows.tolist() if self._changed else ())
+            if row in self._changed and targets[i] < 0
+        ]
+        ints = self._upload(np.stack((rows, positions, targets, counts)).astype(np.int32))
+        for begin in range(0, m, self._workspace.rows):
+            part = slice(begin, min(begin + self._workspace.rows, m))
+            mine = [(i - begin, each) for i, each in changing if part.start <= i < part.stop]
+            raw = self._change(logits[part], mine, positions[part], counts[part])
+            who, where, known, wanted = (each[part] for each in ints)
+            self._sample(logits[part], (who, where, known), tokens[part], bool(mine))
+            if width:
+                for i, row in raw.items():
+                    logits[begin + i] = row
+                likely_tokens(logits[part], tokens[part], wanted, found[part], self._workspace)
+        return self._step(room, m, counts, frozenset(i for i, _ in changing))
+
+    def _step(self, room: Tensor, m: int, counts: Rows, changed: frozenset[int]) -> DeviceStep:
+        is_gpu = self._device.type == "cuda"
+        host = torch.empty(len(room), dtype=torch.int32, pin_memory=is_gpu)
+        host.copy_(room, non_blocking=True)
+        arrived = None
+        if is_gpu:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return DeviceStep(room[:m], host, arrived, counts, changed, self._vocab)
+
+    def _sample(self, logits: Tensor, ints: Sequence[Tensor], out: Tensor, is_changed: bool) -> None:
+        rows, positions, targets = ints
+        sample_rows(logits, rows, positions, targets, self._settings, out, self._workspace, is_changed)
+
+    def _change(
+        self, logits: Tensor, changing: list[tuple[int, _Changed]], positions: Rows, counts: Rows
+    ) -> dict[int, Tensor]:
+        """Applies the rows' changes; the raw logits of those that need them later."""
+        if not changing:
+            return {}
+        raw = {i: logits[i].clone() for i, _ in changing if counts[i] >= 0}
+        changes, new, banned = [], [], []
+        for i, each in changing:
+            position = int(positions[i])
+            each.entry["row"] = i
+            changes.append(each.entry)
+            new.append(each.new_entries(position))
+            for ban in each.bans:
+                ids = ban.ids(position)
+                banned.append(np.stack((np.full(len(ids), i), ids), axis=1).astype(np.int32))
+        note_tokens(self._counts.rows, self._upload(np.concatenate(new)))
+        table = self._upload(np.concatenate(changes).view(np.uint8).reshape(len(changes), -1))
+        flags = self._workspace.flags
+        change_rows(logits, table, self._counts.rows, self._biases.rows, self._masks.rows, flags)
+        if banned:
+            ban_tokens(logits, self._upload(np.concatenate(banned)))
+        return raw
+
+    def _take_bias(self, biases: tuple[tuple[int, float], ...]) -> int:
+        if not biases:
+            return -1
+        row = self._biases.take()
+        ids, values = zip(*biases, strict=True)
+        self._biases.rows[row, torch.tensor(ids, device=self._device)] = torch.tensor(
+            values, dtype=torch.float32, device=self._device
+        )
+        return row
+
+    def _take_mask(self, allowed: tuple[int, ...]) -> int:
+        if not allowed:
+            return -1
+        row = self._masks.take()
+        bits = np.zeros(32 * self._masks.rows.shape[1], dtype=np.uint8)
+        bits[list(allowed)] = 1
+        words = np.packbits(bits, bitorder="little").view(np.int32)
+        self._masks.rows[row] = torch.from_numpy(words).to(self._device)
+        return row
+
+    def _room(self, count: int) -> Tensor:
+        if len(self._tokens) < count:
+            self._tokens = torch.zeros(count, dtype=torch.int32, device=self._device)
+        return self._tokens[:count]
+
+    def _upload(self, array: NDArray[Any]) -> Tensor:
+        """Through pinned memory, which torch keeps until the copy is done."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True, copy=True)
