@@ -59,11 +59,10 @@ __device__ __forceinline__ int item_of(int round) {
   return round * blocks + (round % 2 ? blocks - 1 - me : me);
 }
 
-// Copies of a warp of the first warpgroup: rows 32 warp to 32 warp + 31 of each tile. What is copied is announced once
-// the next copies are on their way.
+// Copies of a warp of the first warpgroup: rows 32 warp to 32 warp + 31 of each tile.
 struct Copies {
   int lane, chunk_of_lane, row_of_lane, first;
-  uint32_t at, swizzled, announced = 0;
+  uint32_t at, swizzled;
 
   __device__ Copies() {
     lane = threadIdx.x % 32, row_of_lane = lane / kChunks, chunk_of_lane = lane % kChunks;
@@ -73,23 +72,6 @@ struct Copies {
   // Copy `step` of kChunks has row first + step * kAtOnce.
   __device__ __forceinline__ uint32_t place(uint32_t tile, int step) const {
     return tile + at + step * kAtOnce * 128 + (swizzled ^ (step * kAtOnce % 8 << 4));
-  }
-  __device__ __forceinline__ void announce() {
-    if (announced == 0) return;
-    fence_shared();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(announced);
-  }
-  __device__ __forceinline__ void sent(uint32_t barrier) {
-    commit();
-    wait_for<1>();
-    announce();
-    announced = barrier;
-  }
-  __device__ __forceinline__ void all_sent() {
-    wait_for<0>();
-    announce();
-    announced = 0;
   }
 };
 
@@ -109,10 +91,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Shared shared(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots; ++i) {
-      barrier_init(shared.full + i * 8, 4);   // warps that copy
-      barrier_init(shared.empty + i * 8, 8);  // warps that multiply
+      barrier_init(shared.full + i * 8, kGroup);  // threads that copy
+      barrier_init(shared.empty + i * 8, 8);      // warps that multiply
     }
-    barrier_init(shared.queries_full, 4);
+    barrier_init(shared.queries_full, kGroup + 1);  // and the item
     barrier_init(shared.queries_empty, 8);
   }
   __syncthreads();
@@ -125,7 +107,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const auto give = [&](const Item& item) {
       barrier_wait(shared.queries_empty, parity);
       parity ^= 1;
-      if (threadIdx.x == 0) *shared.item = item;
+      if (threadIdx.x == 0) {
+        *shared.item = item;
+        barrier_arrive(shared.queries_full);
+      }
     };
     for (int round = 0; item_of(round) < cut * kv_heads; ++round) {
       const int tile = item_of(round) / kv_heads, kv_head = item_of(round) % kv_heads;
@@ -168,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             row += kAtOnce * token_stride;
           }
         }
-        copies.sent(shared.full + ring.slot * 8);
+        barrier_arrive_with_copies(shared.full + ring.slot * 8);
         ring.next();
       };
 
@@ -186,21 +171,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 (first_query + row / group) * q_stride + (head0 + row % group) * D + copies.chunk_of_lane * 8;
             copy16(copies.place(smem(shared.queries), step), q + (is_there ? from : 0), is_there);
           }
-          copies.sent(shared.queries_full);
+          barrier_arrive_with_copies(shared.queries_full);
         } else {
           copy(v_cache, at + 1, last);
         }
         last = now, now = next;
       }
       copy(v_cache, 0, last);
-      copies.all_sent();
     }
     give({});
-    copies.sent(shared.queries_full);
-    copies.all_sent();
+    barrier_arrive_with_copies(shared.queries_full);
   } else {
     take_registers<224>();
-    const int side = threadIdx.x / kGroup - 1, thread = threadIdx.x % kGroup, lane = thread % 32;
+    const int side = __shfl_sync(~0u, threadIdx.x / kGroup, 0) - 1, thread = threadIdx.x % kGroup, lane = thread % 32;
     const int my_turn = 1 + side, other_turn = 2 - side;
     const uint64_t queries = matrix(kAlong, smem(shared.queries) + side * 64 * 128);
     const uint64_t keys = matrix(kAlong, smem(shared.slots)), values = matrix(kAcross, smem(shared.slots));
@@ -212,8 +195,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const auto release = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
-    const auto multiply_scores = [&] {
-      const uint64_t at = keys + (ring.slot * kTile >> 4);
+    const auto multiply_scores = [&](int slot) {
+      const uint64_t at = keys + (slot * kTile >> 4);
 #pragma unroll
       for (int step = 0; step < D / 16; ++step) {
         const int ahead = (step / 4 * kColumn + step % 4 * 32) >> 4;
@@ -232,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (;; parity ^= 1) {
       barrier_wait(shared.queries_full, parity);
       const Item item = *shared.item;
-      if (item.tiles == 0) break;
+      const int tiles_of = __shfl_sync(~0u, item.tiles, 0);
+      if (tiles_of == 0) break;
       const int my_row = item.row0 + side * 64 + thread / 32 * 16 + lane / 4;  // and eight further on
       int sees[2];
 #pragma unroll
@@ -281,8 +265,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       };
 
       wait_full();
+      fence_shared();
       begin_products();
-      multiply_scores();
+      multiply_scores(ring.slot);
       wait_products<0>();
       settle(s);
       release(shared.empty + ring.slot * 8);
@@ -291,31 +276,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       soften(item.tiles - 1);
       pack_weights();
 
-      for (int tile = item.tiles - 2; tile >= 0; --tile) {
+      for (int tile = tiles_of - 2; tile >= 0; --tile) {
+        const int keys_slot = ring.slot;
         wait_full();
-        turn_wait(my_turn, 2 * kGroup);
-        begin_products();
-        multiply_scores();
-        const uint32_t keys_empty = shared.empty + ring.slot * 8;
         ring.next();
         wait_full();
+        fence_shared();
+        turn_wait(my_turn, 2 * kGroup);
         begin_products();
+        multiply_scores(keys_slot);
         multiply_weights();
         turn_arrive(other_turn, 2 * kGroup);
         wait_products<1>();
         settle(s);
-        release(keys_empty);
+        release(shared.empty + keys_slot * 8);
         if (tile == 0) release(shared.queries_empty);
         soften(tile);
+        hold(total[0] + total[1]);
         wait_products<0>();
         settle(o);
         release(shared.empty + ring.slot * 8);
         ring.next();
+        if (__any_sync(~0u, keep[0] != 1 || keep[1] != 1)) {  // seldom, once a row has seen its highest score
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) o[i] *= keep[i / 2 % 2];
+          for (int i = 0; i < D / 2; ++i) o[i] *= keep[i / 2 % 2];
+        }
         pack_weights();
       }
       wait_full();
+      fence_shared();
       begin_products();
       multiply_weights();
       wait_products<0>();

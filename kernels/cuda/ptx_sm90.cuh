@@ -13,6 +13,10 @@ __device__ __forceinline__ void barrier_init(uint32_t at, int count) {
 __device__ __forceinline__ void barrier_arrive(uint32_t at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
+// Once all copies that this thread has asked for are there, as one of the `count`.
+__device__ __forceinline__ void barrier_arrive_with_copies(uint32_t at) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+}
 // Until the phase of this parity is done; of a new barrier the one before the first is.
 __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity) {
   asm volatile(
@@ -35,7 +39,7 @@ __device__ __forceinline__ void turn_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// What this thread has put into shared memory is there for products that other threads start once they know of it.
+// Between what came into shared memory, of other threads too that this one waited for, and products that read it.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int N>
@@ -60,6 +64,11 @@ template <int N>
 __device__ __forceinline__ void settle(float (&sums)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// Has the compiler compute x before what follows, which it could do later. x is not negative.
+__device__ __forceinline__ void hold(float x) {
+  if (__any_sync(~0u, x < 0)) asm volatile("trap;" ::: "memory");
 }
 
 #define ALLSPAN_8(d, i)                                                                                       \

@@ -37,6 +37,11 @@ struct Copy {
   int bytes, size;
 };
 
+inline void land(const Copy& copy) {
+  std::memset(copy.to, 0, copy.size);
+  std::memcpy(copy.to, copy.from, copy.bytes);
+}
+
 struct Barrier {
   int waiting = 0;
   long turn = 0;
@@ -86,6 +91,7 @@ struct Block {
   std::vector<char> shared;
   char* base = nullptr;
   Barrier barrier, turns[16];
+  std::vector<std::function<void()>> later;  // what goes on by itself, and comes two rounds after it began
   int alive = 0;
   bool moved = false;
   std::string error;
@@ -186,8 +192,13 @@ inline void run_block() {
   // What only works when the first threads are the fastest, or all as fast as each other, is told in some of the
   // blocks.
   const unsigned turn = block_index.x % 6;
+  std::vector<std::function<void()>> due;
+  block.later.clear();
   for (long round = 0, idle = 0; block.alive > 0; ++round) {
     block.moved = false;
+    for (const auto& come : due) come();
+    due = std::move(block.later);
+    block.later.clear();
     for (int i = 0; i < count; ++i) {
       me = block.threads[turn % 2 ? count - 1 - i : i].get();
       const unsigned warpgroup = me->index.x / (4 * kWarp);

@@ -9,29 +9,44 @@
 
 struct PhaseBarrier {
   uint16_t count, missing;
-  uint32_t phase;
+  uint16_t phase : 1, is_unfenced : 1, : 14;  // is_unfenced: tells of copies that products may not see yet
+  uint16_t magic;
 };
 inline PhaseBarrier& phase_barrier(uint32_t at, bool must_be = true) {
   if (at % 8) emulator::fail("a barrier is not aligned");
   auto& barrier = *reinterpret_cast<PhaseBarrier*>(emulator::block.base + at);
-  if (must_be && barrier.phase >> 16 != 0x5a5a) emulator::fail("there is no barrier where one is used");
+  if (must_be && barrier.magic != 0x5a5a) emulator::fail("there is no barrier where one is used");
   return barrier;
 }
 inline void barrier_init(uint32_t at, int count) {
   const auto many = static_cast<uint16_t>(count);
-  phase_barrier(at, false) = {many, many, 0x5a5a0000};
+  phase_barrier(at, false) = {many, many, 0, 0, 0x5a5a};
 }
-inline void barrier_arrive(uint32_t at) {
-  if (emulator::me->is_unfenced) emulator::fail("what a thread tells of came by a copy and is not fenced");
+inline void barrier_count(uint32_t at, bool is_unfenced) {
   PhaseBarrier& barrier = phase_barrier(at);
+  barrier.is_unfenced |= is_unfenced;
   if (--barrier.missing == 0) barrier.missing = barrier.count, barrier.phase ^= 1;
   emulator::block.moved = true;
+}
+inline void barrier_arrive(uint32_t at) {
+  barrier_count(at, emulator::me->is_unfenced);
   emulator::yield();  // those that waited may be faster than what this thread does next
+}
+inline void barrier_arrive_with_copies(uint32_t at) {
+  commit();
+  auto& groups = emulator::me->groups;
+  emulator::block.later.push_back([at, came = std::move(groups)] {
+    for (const auto& group : came)
+      for (const auto& copy : group) emulator::land(copy);
+    barrier_count(at, true);
+  });
+  groups.clear();
 }
 inline void barrier_wait(uint32_t at, uint32_t parity) {
   do {
     emulator::yield();
-  } while ((phase_barrier(at).phase & 1) == parity);
+  } while (phase_barrier(at).phase == parity);
+  emulator::me->is_unfenced |= phase_barrier(at).is_unfenced;
   emulator::block.moved = true;
 }
 
@@ -100,6 +115,7 @@ void start_product(float (&sums)[kSums], const uint32_t* registers, uint64_t a_m
                    bool is_b_across, bool adds) {
   constexpr int kColumns = 2 * kSums;
   emulator::Thread& me = *emulator::me;
+  if (me.is_unfenced) emulator::fail("a product reads what came by copies, without a fence between them");
   const int lane = me.lane, row0 = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   auto& b = me.warp->operands[me.products++ % 2];
   if (lane == 0) b = matrix_elements(b_matrix, 0, kColumns, is_b_across);
@@ -168,5 +184,6 @@ void wait_products() {
     }
   }
 }
+inline void hold(float) {}
 template <int N>
 void settle(float (&)[N]) {}

@@ -24,11 +24,8 @@ template <int N>
 void wait_for() {
   auto& groups = emulator::me->groups;
   while (static_cast<int>(groups.size()) > N) {
-    for (const auto& copy : groups.front()) {
-      std::memset(copy.to, 0, copy.size);
-      std::memcpy(copy.to, copy.from, copy.bytes);
-      emulator::me->is_unfenced = true;
-    }
+    for (const auto& copy : groups.front()) emulator::land(copy);
+    emulator::me->is_unfenced |= !groups.front().empty();
     groups.erase(groups.begin());
   }
 }
