@@ -159,7 +159,7 @@ class PackedSpec:
     def row_bytes(self) -> int:
         """Codes and scales of a feature in rows."""
         kind = FORMATS[self.format]
-        return self.depth * kind.bits // 8 + self.groups * (kind.scale_bytes + kind.head_bytes) // FEATURES
+        return self.depth * kind.bits // 8 + self.groups * (8 if kind.head_bytes else 4)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,22 +3,23 @@
 A weight is one contiguous uint8 tensor of `PackedSpec.shape`, its parts one below the other:
 
     codes    [features][slabs of 64 bytes]
-    numbers  [groups][features][scale, offset], without offsets in formats that have none: all features of a group
-             together, since threads that work on neighbouring features need them at once
+    numbers  [groups][features][scale, offset]: all features of a group together, since threads that work on
+             neighbouring features need them at once; where a format has a zero, offset = zero · scale
 
 A slab holds 32 inputs of 16 bits, 64 of 8 or 128 of 4: some sets of 32. Each of its four 16-byte chunks is what one of
 four threads loads at once; chunk t holds inputs 8·t … 8·t + 7 of every set, so that the four have whole sets between
 them (groups are made of whole sets), and x is read 16 bytes at a time, too. 8 codes of 4 bits are a little-endian
 uint32, in which code 2·j is at bit 4·j and code 2·j + 1 at bit 4·j + 16: two neighbours come out of a shift and a mask.
 
-Codes are unsigned; before the first input lie `lead` codes, after the last zeros up to the end of the slab.
+Codes are unsigned, but those of 8 bits lie less 128, as int8: products of whole numbers take them as they are. Before
+the first input lie `lead` codes, after the last zeros up to the end of the slab.
 
 | format | numbers |
 |---|---|
 | bf16 | none: rows are those of a plain matrix |
-| channel8, channel4 | float32 scale and offset, one group |
-| group8, group4 | float16 scale and offset for each `group` inputs |
-| q8_0 (zero 128), q4_0 (zero 8) | float16 scale for each 32 |
+| channel8, channel4 | float32, one group |
+| group8, group4 | float16 for each `group` inputs |
+| q8_0 (zero 128), q4_0 (zero 8) | float16 for each 32 |
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
 
 
 def numbers_of(weight: Tensor, spec: PackedSpec) -> Tensor:
-    """[groups, features, 1 or 2]: a view of the scales, and offsets."""
+    """[groups, features, 2]: a view of the scales and offsets."""
     kind = FORMATS[spec.format]
     dtype = torch.float32 if kind.head_bytes else torch.float16
     begin = spec.features * spec.depth * kind.bits // 8
-    return weight.view(-1)[begin:].view(dtype).view(spec.groups, spec.features, 1 if kind.zero is not None else 2)
+    return weight.view(-1)[begin:].view(dtype).view(spec.groups, spec.features, 2 if spec.groups else 0)
 
 
 def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, first: int) -> None:
@@ -63,8 +64,9 @@ def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, fi
     packed = _pack_codes(functional.pad(codes, (0, spec.depth - codes.shape[1])), FORMATS[spec.format].bits)
     codes_of(weight, spec)[first : first + len(codes)] = packed
     numbers = numbers_of(weight, spec)[:, first : first + len(codes)]
-    for i, name in enumerate(("scales", "offsets")[: numbers.shape[2]]):
-        numbers[:, :, i] = fields[name].to(weight.device, numbers.dtype).T
+    for i, name in enumerate(("scales", "offsets")):
+        values = fields[name] if name in fields else fields["scales"] * (FORMATS[spec.format].zero or 0)
+        numbers[:, :, i] = values.to(weight.device, numbers.dtype).T
 
 
 def fields_of_rows(weight: Tensor, spec: PackedSpec, rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
@@ -76,9 +78,8 @@ def fields_of_rows(weight: Tensor, spec: PackedSpec, rows: slice | Tensor = slic
     codes = _unpack_codes(codes_of(weight, spec)[rows], kind.bits)[:, :depth]
     fields = {"codes": functional.pad(codes, (0, depth - codes.shape[1]))}
     numbers = numbers_of(weight, spec)[:, rows]
-    for i, name in enumerate(("scales", "offsets")[: numbers.shape[2]]):
-        fields[name] = numbers[:, :, i].T
-    return fields
+    fields["scales"] = numbers[:, :, 0].T
+    return fields if kind.zero is not None else fields | {"offsets": numbers[:, :, 1].T}
 
 
 def _pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -86,7 +87,7 @@ def _pack_codes(codes: Tensor, bits: int) -> Tensor:
     rows = len(codes)
     chunks = codes.view(rows, -1, 16 // bits, 4, 8).transpose(2, 3)
     if bits == 8:
-        return chunks.reshape(rows, -1)
+        return chunks.reshape(rows, -1) ^ 128
     pairs = chunks.reshape(rows, -1, 2, 2, 2)  # of 8 codes: [half of the four pairs][pair][of a pair]
     return (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).transpose(2, 3).reshape(rows, -1)
 
@@ -97,4 +98,6 @@ def _unpack_codes(packed: Tensor, bits: int) -> Tensor:
     if bits == 4:
         halves = packed.view(rows, -1, 2, 2).transpose(2, 3)
         packed = torch.stack((halves & 15, halves >> 4), 3)
+    else:
+        packed = packed ^ 128
     return packed.reshape(rows, -1, 4, 16 // bits, 8).transpose(2, 3).reshape(rows, -1)

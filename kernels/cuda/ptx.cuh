@@ -16,6 +16,9 @@ __device__ __forceinline__ uint32_t smem(const void* p) { return static_cast<uin
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0));
 }
+__device__ __forceinline__ void copy4(uint32_t to, const void* from, bool is_there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0));
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N>
 __device__ __forceinline__ void wait_for() {
@@ -94,5 +97,34 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
   unsigned long long now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
+}
+// A float16 in the lower bits.
+__device__ __forceinline__ float half_wide(uint32_t bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(bits)));
+  return x;
+}
+// Pairs of bfloat16, one by one; subnormal numbers stay.
+__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
+  return pair;
+}
+// 16 bytes, asked for here and not later: what follows a barrier cannot go before, nor this after it.
+__device__ __forceinline__ uint4 load16(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+// 16 bytes that are read once: not kept in L1.
+__device__ __forceinline__ uint4 stream16(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
+  return x;
 }
 #endif

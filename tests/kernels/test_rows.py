@@ -49,7 +49,7 @@ def code_of(data: bytes, bits: int, i: int) -> int:
     group, chunk, place = within // 32, within % 32 // 8, within % 8
     start = slab * 64 + chunk * 16 + group * bits
     if bits == 8:
-        return data[start + place]
+        return data[start + place] ^ 128
     word = int.from_bytes(data[start : start + 4], "little")
     return word >> (place // 2 * 4 + place % 2 * 16) & 15
 

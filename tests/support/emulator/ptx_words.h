@@ -16,6 +16,10 @@ inline void copy16(uint32_t to, const void* from, bool is_there) {
   if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a copy of 16 bytes is not aligned");
   emulator::me->open.push_back({emulator::block.base + to, static_cast<const char*>(from), is_there ? 16 : 0, 16});
 }
+inline void copy4(uint32_t to, const void* from, bool is_there) {
+  if (to % 4 || reinterpret_cast<uintptr_t>(from) % 4) emulator::fail("a copy of 4 bytes is not aligned");
+  emulator::me->open.push_back({emulator::block.base + to, static_cast<const char*>(from), is_there ? 4 : 0, 4});
+}
 inline void commit() {
   emulator::me->groups.push_back(std::move(emulator::me->open));
   emulator::me->open.clear();
@@ -39,6 +43,24 @@ inline bf16 narrow(float x) {
 inline uint32_t pack(float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; }
 inline uint32_t pack_e4m3(float low, float high) { return narrow_e4m3(low) | narrow_e4m3(high) << 8; }
 inline float power(float x) { return std::exp2(x); }
+inline float half_wide(uint32_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                    : std::ldexp(static_cast<float>(exponent ? 1024 + fraction : fraction),
+                                                 (exponent ? exponent : 1) - 25);
+  return bits & 0x8000 ? -size : size;
+}
+inline uint32_t times(uint32_t a, uint32_t b) {
+  return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
+}
+inline uint4 load16(const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a load of 16 bytes is not aligned");
+  return *static_cast<const uint4*>(from);
+}
+inline uint4 stream16(const uint4* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a load of 16 bytes is not aligned");
+  return *from;
+}
 
 inline void load_matrices(uint32_t* r, uint32_t at, bool transposed) {
   if (at % 16) emulator::fail("a row of a matrix is not aligned");

@@ -1,0 +1,209 @@
+// What goes with products of many rows, which cuBLAS multiplies, and with packed embeddings; weights lie in rows
+// (kernels/rows.py). All of it is bound by memory: 16 bytes a thread, one pass.
+//
+// Compiled with BITS and FLOATS (codes.cuh) and GROUPED (float16 numbers for each group, else float32 for all inputs);
+// of products with FROM_CODES (sums of codes in int32, else bfloat16) and WIDTH, features of a thread (8, or 1 where
+// rows are not aligned).
+#include "codes.cuh"
+
+#ifndef GROUPED
+#define GROUPED 0
+#endif
+#ifndef FROM_CODES
+#define FROM_CODES 0
+#endif
+#ifndef WIDTH
+#define WIDTH 8
+#endif
+
+// A decoded code times `scale`, less `offset`, is the weight.
+__device__ __forceinline__ void numbers_of(const void* numbers, long long at, float& scale, float& offset) {
+  float least = 0;
+  if (BITS == 16) {
+    scale = 1;
+  } else if (GROUPED) {
+    const uint32_t pair = static_cast<const uint32_t*>(numbers)[at];
+    scale = half_wide(pair & 0xffff), least = half_wide(pair >> 16);
+  } else {
+    const float2 pair = static_cast<const float2*>(numbers)[at];
+    scale = pair.x, least = pair.y;
+  }
+  offset = kBase * scale + least;
+}
+
+// The 8 inputs of a set that a chunk holds, of a feature.
+__device__ __forceinline__ void weights_of(const uint4& chunk, const void* numbers, int features, int groups,
+                                           int group_sets, int feature, int slab, int set, float* values) {
+  uint32_t pairs[4];
+  decode(chunk, set, pairs);
+  float scale, offset;
+  // Of what fills the last slab, the last one.
+  const long long group = GROUPED ? min((slab * kSets + set) / group_sets, groups - 1) : 0;
+  numbers_of(numbers, group * features + feature, scale, offset);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    values[j * 2] = scale * wide(pairs[j] & 0xffff) - offset;
+    values[j * 2 + 1] = scale * wide(pairs[j] >> 16) - offset;
+  }
+}
+
+__device__ __forceinline__ uint4 packed(const float* v) {
+  return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+}
+
+// out bfloat16 [features, slabs · 32 · kSets], inputs in their order.
+extern "C" __global__ void dequantise(const uint4* weight, const void* numbers, uint4* out, int features, int groups,
+                                      int group_sets, int slabs) {
+  const long long chunks = static_cast<long long>(features) * slabs * 4;
+  for (long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; at < chunks;
+       at += static_cast<long long>(gridDim.x) * blockDim.x) {
+    const int feature = static_cast<int>(at / (slabs * 4)), slab = static_cast<int>(at / 4 % slabs);
+    const uint4 chunk = stream16(weight + at);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      float values[8];
+      weights_of(chunk, numbers, features, groups, group_sets, feature, slab, set, values);
+      out[(at / 4 * kSets + set) * 4 + at % 4] = packed(values);
+    }
+  }
+}
+
+// A block a token: out [tokens, inputs] = feature id - first_row, or 0.
+extern "C" __global__ void embed(const int* ids, const uint4* weight, const void* numbers, void* out, int features,
+                                 int groups, int group_sets, int inputs, int slabs, int lead, int first_row,
+                                 int out_floats) {
+  const int feature = ids[blockIdx.x] - first_row;
+  const bool is_ours = feature >= 0 && feature < features;
+  const long long row = static_cast<long long>(blockIdx.x) * inputs;
+  for (int at = threadIdx.x; at < slabs * 4; at += blockDim.x) {
+    const uint4 chunk = is_ours ? weight[static_cast<long long>(feature) * slabs * 4 + at] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      float values[8] = {};
+      if (is_ours) weights_of(chunk, numbers, features, groups, group_sets, feature, at / 4, set, values);
+      const int input = (at / 4 * kSets + set) * 32 + at % 4 * 8 - lead;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (input + e < 0 || input + e >= inputs) continue;
+        if (out_floats)
+          static_cast<float*>(out)[row + input + e] = values[e];
+        else
+          static_cast<bf16*>(out)[row + input + e] = narrow(values[e]);
+      }
+    }
+  }
+}
+
+// A block a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, in the order of a slab. int8: scale = most /
+// 127, and `sums` are those of the row's codes; e4m3: scale = most / 448. A row with a NaN or an infinity gets the
+// scale NaN.
+extern "C" __global__ void __launch_bounds__(256)
+    quantise(const uint4* x, uint2* codes, float* scales, float* sums, int inputs, int slabs) {
+  __shared__ float most_of[8], sum_of[8];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint4* const from = x + static_cast<long long>(blockIdx.x) * (inputs / 8);
+  uint32_t most_bits = 0;  // magnitudes of bfloat16, as numbers, are in order, with NaN above all
+  for (int at = threadIdx.x; at < inputs / 8; at += blockDim.x) {
+    const uint4 eight = from[at];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t pair = word(eight, j);
+      most_bits = max(most_bits, max(pair & 0x7fff, pair >> 16 & 0x7fff));
+    }
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) most_bits = max(most_bits, __shfl_xor_sync(~0u, most_bits, o));
+  if (lane == 0) most_of[warp] = __uint_as_float(most_bits);
+  __syncthreads();
+  most_bits = 0;
+#pragma unroll
+  for (int w = 0; w < 8; ++w) most_bits = max(most_bits, __float_as_uint(most_of[w]));
+  const float most = wide(most_bits), largest = FLOATS ? 448.0f : 127.0f;
+  const bool usable = most_bits < 0x7f80 && most >= 1e-30f;
+  const float factor = usable ? largest / most : 0.0f;
+  float sum = 0;
+  uint2* const to = codes + static_cast<long long>(blockIdx.x) * slabs * 8;
+  for (int at = threadIdx.x; at < slabs * 8; at += blockDim.x) {
+    const int slab = at / 8, set = at / 4 % 2, t = at % 4;
+    const uint4 eight = at < inputs / 8 && usable ? from[at] : make_uint4(0, 0, 0, 0);
+    uint32_t halves[2] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float low = wide(word(eight, j) & 0xffff) * factor, high = wide(word(eight, j) >> 16) * factor;
+      if (FLOATS) {
+        halves[j / 2] |= pack_e4m3(low, high) << (j % 2 * 16);
+      } else {
+        const int a = __float2int_rn(low), b = __float2int_rn(high);
+        sum += static_cast<float>(a + b);
+        halves[j / 2] |= ((a & 0xff) | (b & 0xff) << 8) << (j % 2 * 16);
+      }
+    }
+    to[slab * 8 + t * 2 + set] = make_uint2(halves[0], halves[1]);
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+  if (lane == 0) sum_of[warp] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  scales[blockIdx.x] = most_bits >= 0x7f80 ? __uint_as_float(0x7fffffff) : usable ? most / largest : 0.0f;
+  if (sums) {
+    sum = 0;
+    for (int w = 0; w < 8; ++w) sum += sum_of[w];
+    sums[blockIdx.x] = sum;
+  }
+}
+
+// WIDTH features of a row of a product, as floats.
+__device__ __forceinline__ void read(const void* products, const float* scales, const float* sums, const void* numbers,
+                                     const float* bias, long long row, int features, int feature, float* values) {
+  const long long at = row * features + feature;
+  if (FROM_CODES) {
+    const int* const from = static_cast<const int*>(products) + at;
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) {
+      float scale, offset;
+      numbers_of(numbers, feature + e, scale, offset);
+      values[e] = scales[row] * (scale * static_cast<float>(from[e]) - offset * sums[row]);
+    }
+  } else if (WIDTH == 8) {
+    const uint4 eight = *reinterpret_cast<const uint4*>(static_cast<const bf16*>(products) + at);
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) values[e] = wide(word(eight, e / 2) >> e % 2 * 16 & 0xffff);
+  } else {
+    values[0] = wide(static_cast<const bf16*>(products)[at]);
+  }
+  if (bias)
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) values[e] += bias[feature + e];
+}
+
+// products [rows, features] → out [rows, out_stride] from `column` on. `scales` and `sums` of the rows of x, and
+// `numbers`, are those of products of codes.
+extern "C" __global__ void finish(const void* products, const float* scales, const float* sums, const void* numbers,
+                                  const float* bias, void* out, int rows, int features, int epilogue, int out_floats,
+                                  int out_stride, int column) {
+  const int outputs = epilogue == kGated ? features / 2 : features, across = outputs / WIDTH;
+  for (long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+       at < static_cast<long long>(rows) * across; at += static_cast<long long>(gridDim.x) * blockDim.x) {
+    const long long row = at / across;
+    const int feature = static_cast<int>(at % across) * WIDTH;
+    float values[8];
+    read(products, scales, sums, numbers, bias, row, features, feature, values);
+    if (epilogue == kGated) {
+      float others[8];
+      read(products, scales, sums, numbers, bias, row, features, outputs + feature, others);
+#pragma unroll
+      for (int e = 0; e < WIDTH; ++e) values[e] = values[e] / (1.0f + __expf(-values[e])) * others[e];
+    }
+    const long long to = row * out_stride + column + feature;
+    if (out_floats) {
+      float* const into = static_cast<float*>(out) + to;
+#pragma unroll
+      for (int e = 0; e < WIDTH; ++e) into[e] = epilogue == kAdd ? into[e] + values[e] : values[e];
+    } else if (WIDTH == 8) {
+      *reinterpret_cast<uint4*>(static_cast<bf16*>(out) + to) = packed(values);
+    } else {
+      static_cast<bf16*>(out)[to] = narrow(values[0]);
+    }
+  }
+}

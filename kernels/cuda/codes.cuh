@@ -1,0 +1,56 @@
+// What rows of packed weights hold (kernels/rows.py), as pairs of bfloat16. Compiled with BITS (16: bfloat16 itself, 8
+// or 4) and, of 8 bits, FLOATS (e4m3) or not.
+#pragma once
+#include "ptx.cuh"
+
+#ifndef BITS
+#define BITS 16
+#endif
+#ifndef FLOATS
+#define FLOATS 0
+#endif
+constexpr int kSets = 16 / BITS;  // of 32 inputs, in a slab
+// What a decoded code is more than the code: small whole numbers are cheapest as 128 + code, and bytes lie less 128.
+constexpr float kBase = BITS == 4 ? 128.0f : BITS == 8 && !FLOATS ? -128.0f : 0.0f;
+
+__device__ __forceinline__ uint32_t word(const uint4& chunk, int i) {
+  return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
+}
+
+// Bytes `low` and `high` of four, as what they are: signed whole numbers. 2^23 + (byte + 128) is exact.
+__device__ __forceinline__ uint32_t pair_of_bytes(uint32_t bytes, int low, int high) {
+  const float offset = 8388608.0f + 128.0f;
+  return pack(__uint_as_float(__byte_perm(bytes, 0x4b000000, 0x7440 + low)) - offset,
+              __uint_as_float(__byte_perm(bytes, 0x4b000000, 0x7440 + high)) - offset);
+}
+
+// Two e4m3 numbers in the upper bytes of halves: their bits are those of a bfloat16 2^120 times smaller.
+__device__ __forceinline__ uint32_t pair_of_floats(uint32_t halves) {
+  return times((halves >> 4 & 0x07f007f0) | (halves & 0x80008000), 0x7b807b80);
+}
+
+// What becomes of a product: it is stored, or added to what is there, or silu(first half) · second half is stored.
+constexpr int kAdd = 1, kGated = 2;
+
+// The chunk's 8 inputs of a set: four pairs.
+__device__ __forceinline__ void decode(const uint4& chunk, int set, uint32_t* pairs) {
+  if (BITS == 16) {
+    pairs[0] = chunk.x, pairs[1] = chunk.y, pairs[2] = chunk.z, pairs[3] = chunk.w;
+  } else if (BITS == 4) {
+    const uint32_t codes = word(chunk, set);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pairs[j] = (codes >> 4 * j & 0x000f000f) | 0x43004300;
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t bytes = word(chunk, set * 2 + half);
+      if (FLOATS) {
+        pairs[half * 2] = pair_of_floats(__byte_perm(bytes, 0, 0x1404));
+        pairs[half * 2 + 1] = pair_of_floats(__byte_perm(bytes, 0, 0x3424));
+      } else {
+        pairs[half * 2] = pair_of_bytes(bytes ^ 0x80808080, 0, 1);
+        pairs[half * 2 + 1] = pair_of_bytes(bytes ^ 0x80808080, 2, 3);
+      }
+    }
+  }
+}

@@ -1,0 +1,203 @@
+"""Products with weights in rows against float64: every format, few rows and many, whatever becomes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from allspan.kernels.cuda import linear
+from allspan.kernels.packed import FORMATS, PackedSpec
+from allspan.kernels.reference.packed import unpack
+from support.packed_cases import random_weight
+
+FORMATS_AND_GROUPS = [
+    ("bf16", 0),
+    ("channel8", 0),
+    ("channel4", 0),
+    ("group8", 32),
+    ("group8", 512),
+    ("group4", 32),
+    ("group4", 128),
+    ("q8_0", 0),
+    ("q4_0", 0),
+]
+
+
+def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, lead: int = 0) -> PackedSpec:
+    activation = "a16" if FORMATS[name].is_quantised else name
+    return PackedSpec(name, activation, parts, inputs, lead, group, memory="rows")
+
+
+class Case:
+    """A random weight, x and bias, and what an op should write into columns `column` and on of 2 more than needed."""
+
+    def __init__(self, spec: PackedSpec, rows: int, device: str, has_bias: bool = True, column: int = 1) -> None:
+        generator = torch.Generator().manual_seed(rows + spec.features)
+        self.spec, self.column = spec, column
+        weight = random_weight(spec)
+        x = torch.randn((rows, spec.inputs), generator=generator).bfloat16()
+        bias = torch.randn(spec.features, generator=generator) if has_bias else None
+        self.product = x.double() @ unpack(weight, spec, torch.float64).T
+        self.product += 0 if bias is None else bias
+        self.arguments = (x.to(device), weight.to(device), None if bias is None else bias.to(device), spec, column)
+        self.device = device
+
+    def out(self, dtype: torch.dtype, width: int, value: float = math.nan) -> Tensor:
+        return torch.full((len(self.product), width + 2), value, dtype=dtype, device=self.device)
+
+    def check(self, out: Tensor, expected: Tensor, slack: float = 1.0) -> None:
+        """The columns beside are as they were. Many rows: weights, or what biases are added to, are bfloat16."""
+        end = self.column + expected.shape[1]
+        inside = out[:, self.column : end].cpu().double()
+        tolerance = 2e-2 if len(out) > 32 else 1e-2 if out.dtype == torch.bfloat16 else 1e-3
+        torch.testing.assert_close(inside, expected, rtol=tolerance, atol=slack * tolerance)
+        beside = torch.cat((out[:, : self.column], out[:, end:]), 1)
+        assert (beside.isnan() | (beside == 0.5)).all()
+
+
+def check_store(case: Case) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        out = case.out(dtype, case.spec.features)
+        linear.packed_linear(*case.arguments, out)
+        case.check(out, case.product)
+
+
+def check_add(case: Case) -> None:
+    out = case.out(torch.float32, case.spec.features, 0.5)
+    linear.packed_linear_add(*case.arguments, out)
+    case.check(out, case.product + 0.5)
+
+
+def check_gated(case: Case) -> None:
+    gate, up = case.product.chunk(2, 1)
+    out = case.out(torch.bfloat16, gate.shape[1])
+    linear.packed_gated_linear(*case.arguments, out)
+    case.check(out, functional.silu(gate) * up, slack=4.0)  # the error of each, times the other
+
+
+def check_odd_sizes(name: str, group: int, device: str) -> None:
+    """A rank's inputs may begin within a group."""
+    lead = 24 + 5 if FORMATS[name].scale_bytes else 0
+    case = Case(spec_of(name, group, (21, 18), 301 if group != 512 else 700, lead), 3, device)
+    out = case.out(torch.float32, 39)
+    linear.packed_linear(*case.arguments, out)
+    case.check(out, case.product)
+
+
+@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("channel8", 0), ("group4", 32), ("q8_0", 0)])
+def test_odd_sizes_agree_with_float64(name: str, group: int, device: str) -> None:
+    check_odd_sizes(name, group, device)
+
+
+@pytest.mark.parametrize(("check", "rows"), [(check_store, 1), (check_add, 9), (check_gated, 33)])
+def test_few_rows_agree_with_float64(check: Callable[[Case], None], rows: int, device: str) -> None:
+    check(Case(spec_of("group4", 64, (19, 19), 200), rows, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes", [((3, 3), 8), ((19, 19), 200), ((640, 640), 1024), ((4736, 4736), 896), ((80, 80), 8192)]
+)
+@pytest.mark.parametrize(("name", "group"), FORMATS_AND_GROUPS)
+def test_every_format_agrees_with_float64(name: str, group: int, sizes: tuple[tuple[int, int], int]) -> None:
+    check_odd_sizes(name, group, "cuda")
+    parts, inputs = sizes
+    for rows in (1, 2, 8, 9, 16, 17, 31, 33, 64, 65, 130):
+        for check in (check_store, check_add, check_gated):
+            check(Case(spec_of(name, group, parts, inputs), rows, "cuda", column=rows % 2))
+            check(Case(spec_of(name, group, parts, inputs), rows, "cuda", has_bias=False, column=0))
+
+
+@pytest.mark.parametrize(("check", "has_bias"), [(check_store, False), (check_add, False), (check_gated, True)])
+def test_many_rows_agree_with_float64(check: Callable[[Case], None], has_bias: bool, device: str) -> None:
+    """Aligned and not."""
+    check(Case(spec_of("bf16", 0, (24, 24), 64), 40, device, has_bias, column=0))
+    check(Case(spec_of("group8", 32, (19, 19), 90, 5), 70, device, has_bias))
+
+
+@pytest.mark.parametrize("check", [check_add, check_gated])
+def test_rows_of_eight_bits_agree_with_float64(check: Callable[[Case], None], device: str) -> None:
+    """As far as a scale for each of them lets them."""
+    case = Case(replace(spec_of("channel8", 0, (24, 24), 90), activation="a8"), 70, device, column=0)
+    x = case.arguments[0].cpu().double()
+    most = x.abs().amax(1, keepdim=True)
+    seen = (x / most * 127).round() * most / 127
+    case.product = seen @ unpack(case.arguments[1].cpu(), case.spec, torch.float64).T + case.arguments[2].cpu()
+    check(case)
+
+
+def test_wide_weights_agree_with_float64(device: str) -> None:
+    """Whose blocks have 32 features, and their warps many slabs."""
+    check_add(Case(spec_of("group4", 32, (330,), 700), 2, device))
+    check_add(Case(spec_of("bf16", 0, (20,), 2100), 2, device))
+
+
+def check_embedding(name: str, group: int, device: str) -> None:
+    spec = spec_of(name, group, (20,), 77, 13 if FORMATS[name].scale_bytes else 0)
+    weight = random_weight(spec)
+    ids = torch.tensor([4, 30, 23, 24, 3], dtype=torch.int32)
+    values = unpack(weight, spec)
+    expected = torch.stack([values[i - 4] if 4 <= i < 24 else torch.zeros(77) for i in ids.tolist()])
+    out = torch.full((5, 77), math.nan, device=device)
+    linear.packed_embedding(ids.to(device), weight.to(device), spec, 4, out)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("group4", 32)])
+def test_embeddings_are_the_rows_that_are_there(name: str, group: int, device: str) -> None:
+    check_embedding(name, group, device)
+
+
+@pytest.mark.gpu
+def test_embeddings_of_every_format() -> None:
+    for name, group in FORMATS_AND_GROUPS:
+        check_embedding(name, group, "cuda")
+
+
+def test_a_rank_without_inputs_or_features_gives_its_bias_or_nothing(device: str) -> None:
+    for rows in (2, 70):
+        check_add(Case(spec_of("channel8", 0, (5,), 0), rows, device))
+    check_add(Case(spec_of("bf16", 0, (0,), 64), 2, device))
+
+
+def test_a_row_that_is_not_finite_says_so_alone(device: str) -> None:
+    case = Case(replace(spec_of("channel8", 0, (24,), 64), activation="a8"), 70, device)
+    case.arguments[0][3, 5] = math.inf
+    out = case.out(torch.float32, 24)
+    linear.packed_linear(*case.arguments, out)
+    finite = out[:, 1:25].isfinite().all(1).tolist()
+    assert [row for row in range(70) if not finite[row]] == [3]
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    case = Case(spec_of("bf16", 0, (16,), 64), 2, device)
+    x, weight, bias, spec, _ = case.arguments
+    out = case.out(torch.float32, 16)
+    wrongs = {
+        "x: torch.float32": (x.float(), weight, bias, spec, 1, out),
+        "x: .* is not bfloat16": (x[:, :32].contiguous(), weight, bias, spec, 1, out),
+        "weight: torch.uint8": (x, weight[:8], bias, spec, 1, out),
+        "weight: lies in panels": (
+            x,
+            torch.zeros(1, 2048, dtype=torch.uint8),
+            bias,
+            replace(spec, memory="panels"),
+            1,
+            out,
+        ),
+        "bias: ": (x, weight, bias[:3], spec, 1, out),
+        "out: .* does not take 2 rows of 19": (x, weight, bias, spec, 3, out),
+    }
+    for message, arguments in wrongs.items():
+        with pytest.raises(ValueError, match=message):
+            linear.packed_linear(*arguments)
+    with pytest.raises(ValueError, match="two of one size"):
+        linear.packed_gated_linear(x, weight, bias, spec, 1, out)
+    with pytest.raises(ValueError, match=r"out: torch\.bfloat16"):
+        linear.packed_linear_add(x, weight, bias, spec, 1, out.bfloat16())
