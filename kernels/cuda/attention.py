@@ -31,7 +31,7 @@ def attention(
     out: Tensor,
 ) -> None:
     """See `allspan.kernels.ops.OpSet.attention`. q and out bfloat16; rows of `out` that no request has are left."""
-    cache = k_cache, v_cache
+    cache = k_cache, v_cache, k_scales, v_scales
     if meta.decodes is not None:
         count = len(meta.decodes.kv_lens)
         paged_decode(q[:count], cache, meta.decodes, meta.scale, out[:count], None, meta.workspace)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
-from allspan.kernels.cuda.pages import PageTable, check_pages
+from allspan.kernels.cuda.pages import Cache, PageTable, Scores, check_rows, kv_of, pitch
 
-HEAD_DIMS = (64, 128, 256)
 MOST_GROUP = 16
 """Query heads that read one KV head."""
 
-_TILE, _ROWS = 16, 16  # tokens that a warp takes at a time; rows of a tile of queries
+_ROWS = 16  # of a tile of queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,9 @@ def decode_workspace(requests: int, kv_heads: int, head_dim: int, device: torch.
 
 def paged_decode(
     q: Tensor,
-    cache: tuple[Tensor, Tensor],
+    cache: Cache,
     table: PageTable,
-    scale: float,
+    scale: Scores | float,
     out: Tensor,
     lse: Tensor | None,
     workspace: DecodeWorkspace,
@@ -47,41 +46,67 @@ def paged_decode(
 
     q: bfloat16 [rows, heads or more, head_dim], of which the first heads are read: it may be a fused buffer of queries,
     keys and values. out: bfloat16 [rows, heads, head_dim], contiguous; rows that are no request's (`PageTable.rows`)
-    are left alone. cache: keys and values, bfloat16 [pages, kv_heads, page_size, head_dim] in any strides but the last,
-    both alike; page_size is a power of two. A KV head is read by 1 to 16 query heads. scale: of q · k. lse: float32
-    [rows, heads], contiguous: the logarithm to base 2 of the sum of the powers of e (-inf for none), or None.
+    are left alone. A KV head is read by 1 to 16 query heads; head_dim is a multiple of 16 up to 256, with pages of 8
+    bits of 32, of 4 bits of 64. scale: of q · k, or `Scores`. lse: float32 [rows, heads], contiguous: the logarithm to
+    base 2 of the sum of the powers of e (-inf for none), or None.
 
     Lengths are read on the GPU only: a graph that was captured serves other ones, as long as the tensors stay. Not
     batch-invariant: where a request is cut depends on the others.
 
     Raises ValueError for what does not fit, BackendUnavailable without CuPy.
     """
-    keys, values = cache
+    kv, scores = kv_of(cache, q.shape[2]), Scores.of(scale)
     heads, dim = out.shape[1:]
-    requests, kv_heads, page_size = len(table.kv_lens), keys.shape[1], keys.shape[2]
-    check_pages(q, cache, table, out, lse, HEAD_DIMS)
-    _check(q, kv_heads, heads // kv_heads if table.first_heads is None else 1, workspace, table)
-    function = _kernel(dim)
-    stages, warps = (dict(function.defines)[macro] for macro in ("STAGES", "WARPS"))
-    tiles = warps * stages * 2 * _TILE * dim * 2
-    merged = warps * _ROWS * (dim + 2) * 4
-    shared = max(tiles, merged) + (requests + 1) * 4 + 12
+    requests = len(table.kv_lens)
+    check_rows(q, kv.heads, table, out, lse)
+    group = heads // kv.heads if table.first_heads is None else table.most_heads
+    _check(q, kv.heads, group, workspace, table)
+    device = gpu(q.device)
+    shape = _shape(kv.format, kv.is_scaled, dim, device.shared_bytes)
+    function = _kernel(kv.format, kv.is_scaled, dim, shape, halves=1 + (group > 8), soft_cap=int(scores.soft_cap > 0))
     arguments = [
-        q, np.int64(q.stride(0)), keys, values, *(np.int64(keys.stride(i)) for i in range(3)), table.indptr,
-        table.indices, table.kv_lens, table.rows, table.first_heads, out, lse, workspace.partial, workspace.counters,
-        np.int32(requests), np.int32(kv_heads), np.int32(heads), np.int32(page_size.bit_length() - 1),
-        np.float32(scale * math.log2(math.e)),
+        q, np.int64(q.stride(0)), *kv.arguments(), table.indptr, table.indices, table.kv_lens, table.rows,
+        table.first_heads, out, lse, workspace.partial, workspace.counters, np.int32(requests), np.int32(kv.heads),
+        np.int32(heads), np.int32(kv.page_size.bit_length() - 1), *scores.arguments(),
     ]  # fmt: skip
-    launch(function, (_blocks(q.device),), warps * 32, arguments, shared)
+    launch(function, (device.multiprocessors,), shape.warps * 32, arguments, shape.shared + (3 * requests + 1) * 4)
 
 
-def kernel_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
-    return tuple(map(_kernel, HEAD_DIMS))
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+    """Of the head sizes and groups that are common; others are compiled when they come."""
+    limit = {0: 166_912, 6: 101_376, 9: 101_376}.get(capability[1], 101_376) if capability[0] == 8 else 232_448
+    for dim in (64, 128, 256):
+        for form in range(3) if dim < 256 else range(1):
+            shape = _shape(form, form > 0, dim, limit)
+            for halves in (1, 2) if form == 0 else (1,):
+                yield _kernel(form, form > 0, dim, shape, halves, 0)
 
 
-def _kernel(dim: int) -> Kernel:
-    """Two stages of eight warps keep 64 KB on their way; a GPU has no room for so many rows of 256."""
-    return kernel("decode.cu", "decode", HEAD_DIM=dim, STAGES=4 if dim == 64 else 2, WARPS=4 if dim == 256 else 8)
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    warps: int
+    stages: int
+    shared: int
+    """Bytes, without what there is for each request."""
+
+
+def _shape(form: int, is_scaled: bool, dim: int, limit: int) -> _Shape:
+    """64 KB and more are on their way if there is room for them; 16 KB are left for what there is for each request."""
+    tile, row = (16, dim * 2) if form == 0 else (32, dim // 2 if form == 2 else dim)
+    stage = 2 * tile * pitch(row) + is_scaled * 16 * tile
+    for warps in (8, 4, 2, 1):
+        for stages in range(max(2, min(6, 131072 // (warps * stage))), 1, -1):
+            shared = warps * (stages * stage + _ROWS * (dim + 10) * 4)
+            if shared <= limit - 16384 or (warps, stages) == (1, 2):
+                return _Shape(warps, stages, shared)
+    raise AssertionError
+
+
+def _kernel(form: int, is_scaled: bool, dim: int, shape: _Shape, halves: int, soft_cap: int) -> Kernel:
+    return kernel(
+        "decode.cu", "decode", HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), STAGES=shape.stages,
+        WARPS=shape.warps, HALVES=halves, SOFT_CAP=soft_cap,
+    )  # fmt: skip
 
 
 def _blocks(device: torch.device) -> int:

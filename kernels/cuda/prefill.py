@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, kernel, launch
-from allspan.kernels.cuda.pages import PageTable, check_pages
+from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
 
-HEAD_DIMS = (64, 128)
-
-_ROWS, _TOKENS, _THREADS = 128, 64, 128
+_ROWS = 128  # of a tile of queries
 
 Ints = NDArray[np.int32]
 
@@ -70,40 +67,67 @@ def check_plan(plan: PrefillPlan, q: Tensor, kv_heads: int, table: PageTable, ou
 
 def paged_prefill(
     q: Tensor,
-    cache: tuple[Tensor, Tensor],
+    cache: Cache | KV,
     table: PageTable,
     plan: PrefillPlan,
-    scale: float,
+    scale: Scores | float,
     is_causal: bool,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
     """out[i, h] = attention of query i; causal: over the tokens up to itself, the last query being the last token.
 
-    q, out, cache, table, scale and lse as for `paged_decode`, but that the plan says which rows are whose, and that a
-    KV head is read by up to plan.group query heads. Rows of requests that have no tiles are left alone.
-    Raises ValueError for what does not fit, BackendUnavailable without CuPy.
+    q, out, cache, table, scale and lse as for `paged_decode`, but that the plan says which rows are whose, that a KV
+    head is read by up to plan.group query heads, and that the cache may be `dense` tensors. Rows of requests that have
+    no tiles are left alone. Raises ValueError for what does not fit, BackendUnavailable without CuPy.
     """
-    keys, values = cache
-    heads, dim = out.shape[1:]
-    kv_heads, page_size = keys.shape[1], keys.shape[2]
-    check_pages(q, cache, table, out, lse, HEAD_DIMS)
-    check_plan(plan, q, kv_heads, table, out)
-    blocks = len(plan.tiles)
-    if blocks == 0:
+    kv = kv_of(cache, q.shape[2])
+    check_rows(q, kv.heads, table, out, lse)
+    check_plan(plan, q, kv.heads, table, out)
+    attend(q, kv, table, plan, Scores.of(scale), is_causal, (out, lse), 1)
+
+
+def attend(
+    q: Tensor,
+    kv: KV,
+    table: PageTable,
+    plan: PrefillPlan,
+    scores: Scores,
+    is_causal: bool,
+    into: tuple[Tensor, Tensor | None],
+    parts: int,
+) -> None:
+    """The launch alone. With a float32 out of [parts, rows, heads, head_dim], and lse likewise, each holds the state of
+    one part of the tokens."""
+    out, lse = into
+    heads, dim = out.shape[-2:]
+    if len(plan.tiles) == 0:
         return
     arguments = [
-        q, np.int64(q.stride(0)), keys, values, *(np.int64(keys.stride(i)) for i in range(3)), plan.tiles,
-        plan.qo_indptr, table.indptr, table.indices, table.kv_lens, table.first_heads, out, lse, np.int32(heads),
-        np.int32(page_size.bit_length() - 1), np.int32(is_causal),
-        np.float32(scale * math.log2(math.e)),
+        q, np.int64(q.stride(0)), *kv.arguments(), plan.tiles, plan.qo_indptr, table.indptr, table.indices,
+        table.kv_lens, table.first_heads, out, lse, np.int32(len(q)), np.int32(heads),
+        np.int32(kv.page_size.bit_length() - 1), np.int32(is_causal), *scores.arguments(),
     ]  # fmt: skip
-    launch(_kernel(dim), (blocks, kv_heads), _THREADS, arguments, (_ROWS + 2 * _TOKENS) * dim * 2)
+    function = _kernel(kv.format, kv.is_scaled, dim, int(scores.soft_cap > 0), int(out.dtype is torch.float32))
+    blocks = (len(plan.tiles), kv.heads, parts)
+    launch(function, blocks, 128 if dim <= 128 else 256, arguments, _shared(kv.format, kv.is_scaled, dim))
 
 
-def kernel_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
-    return tuple(map(_kernel, HEAD_DIMS))
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+    """Of the head sizes that are common; others are compiled when they come."""
+    for dim in (64, 128):
+        for form in range(3):
+            yield _kernel(form, form > 0, dim, 0, 0)
+    yield _kernel(0, False, 256, 0, 0)
 
 
-def _kernel(dim: int) -> Kernel:
-    return kernel("prefill.cu", "prefill", HEAD_DIM=dim)
+def _shared(form: int, is_scaled: bool, dim: int) -> int:
+    tokens, row = (64 if dim <= 128 else 32), pitch(2 * dim)
+    stage = 2 * tokens * (row if form == 0 else pitch(dim // (2 if form == 2 else 1))) + 16 * tokens * is_scaled
+    return _ROWS * row + (form != 0) * 2 * tokens * row + 2 * stage + 2 * tokens * 8
+
+
+def _kernel(form: int, is_scaled: bool, dim: int, soft_cap: int, partial: int) -> Kernel:
+    return kernel(
+        "prefill.cu", "prefill", HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), SOFT_CAP=soft_cap, PARTIAL=partial
+    )

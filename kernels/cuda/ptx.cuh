@@ -22,7 +22,7 @@ __device__ __forceinline__ void copy4(uint32_t to, const void* from, bool is_the
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N>
 __device__ __forceinline__ void wait_for() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N));
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 __device__ __forceinline__ void load4(uint32_t* r, uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -43,6 +43,17 @@ __device__ __forceinline__ void multiply(float* c, const uint32_t* a, uint32_t b
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// Of pairs of bfloat16, each rounded.
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(0x3f803f80), "r"(b));
+  return pair;
+}
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000));
   return pair;
 }
 __device__ __forceinline__ float power(float x) {

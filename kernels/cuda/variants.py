@@ -1,7 +1,8 @@
 """Every kernel with every set of macros: what `allspan warm` compiles, and the tests.
 
 A module of this folder that launches kernels has `kernel_variants(capability) -> Iterable[Kernel]`: those that it may
-launch on a GPU of this compute capability. It may have LEAST_CAPABILITY, below which it launches none.
+launch on a GPU of this compute capability, but for rare values of the same macros (an uncommon head size), which are
+compiled when they come. It may have LEAST_CAPABILITY, below which it launches none.
 """
 
 from __future__ import annotations

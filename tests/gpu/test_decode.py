@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.decode import decode_workspace, paged_decode
+from allspan.kernels.cuda.pages import Scores
 from support.cuda_pages import Pages, random_pages, random_queries
 from support.cuda_pages import expected as attended
 
@@ -31,7 +32,7 @@ def case(lengths: list[int], kv_heads: int, group: int, dim: int, page: int, dev
     )
 
 
-def expected(q: Tensor, pages: Pages, scale: float) -> tuple[Tensor, Tensor]:
+def expected(q: Tensor, pages: Pages, scale: float | Scores) -> tuple[Tensor, Tensor]:
     return attended(q, pages, [1] * len(q), scale, is_causal=False)
 
 
@@ -57,10 +58,9 @@ def test_decode_agrees_with_float32(lengths: list[int], dim: int, page: int) -> 
         check(lengths, heads, dim, page, "cuda")
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("heads", [(3, 2), (1, 7), (1, 16)])
+@pytest.mark.parametrize(("dim", "heads"), [(64, (3, 2)), (80, (1, 7)), (128, (1, 7)), (128, (1, 16)), (256, (2, 3))])
 @pytest.mark.parametrize("lengths", [[1], [0], [17, 0, 64, 65, 127, 128], [700, 3, 1, 130]])
-def test_small_batches_agree_with_float32(lengths: list[int], heads: tuple[int, int], dim: int, device: str) -> None:
+def test_small_batches_agree_with_float32(lengths: list[int], dim: int, heads: tuple[int, int], device: str) -> None:
     check(lengths, heads, dim, 16, device)
 
 
@@ -76,6 +76,16 @@ def test_a_captured_graph_serves_other_lengths() -> None:
     table.kv_lens.copy_(torch.tensor([3, 33]))
     graph.replay()
     torch.testing.assert_close(out.float(), expected(q, (keys, values, table), 0.1)[0], rtol=1e-2, atol=8e-3)
+
+
+@pytest.mark.parametrize("scores", [Scores(0.1, window_left=40), Scores(0.1, window_left=0), Scores(0.3, 200, 2.0)])
+def test_windows_and_caps_agree_with_float32(scores: Scores, device: str) -> None:
+    q, (keys, values, table) = case([1, 41, 42, 300], 2, 3, 64, 16, device)
+    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
+    paged_decode(q, (keys, values), table, scores, out, lse, decode_workspace(4, 2, 64, device))
+    right, right_lse = expected(q, (keys, values, table), scores)
+    torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
 
 
 def test_a_fused_buffer_uneven_heads_and_requests_left_out(device: str) -> None:
@@ -110,7 +120,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     q, (keys, values, table) = case([10], 1, 2, 128, 16, device)
     workspace = decode_workspace(1, 1, 128, device)
     wrongs = {
-        "head_dim 96": q[..., :96].contiguous(),
+        "head_dim 100": q[..., :100].contiguous(),
         "float32": q.float(),
         "34 query heads": q.repeat(1, 17, 1),
         "3 queries": q.repeat(3, 1, 1),

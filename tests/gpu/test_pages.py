@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from allspan.kernels.cuda.pages import PageTable, check_pages
+from allspan.kernels.cuda.pages import PageTable, check_rows, kv_of
 
 
 def arguments() -> dict[str, Any]:
     q, pages = torch.zeros(1, 4, 128, dtype=torch.bfloat16), torch.zeros(3, 2, 16, 128, dtype=torch.bfloat16)
     table = PageTable(*(torch.zeros(count, dtype=torch.int32) for count in (2, 1, 1)))
     return {"q": q, "cache": (pages, pages.clone()), "table": table, "out": q.clone(), "lse": torch.zeros(1, 4)}
+
+
+def check(q: torch.Tensor, cache: Any, table: PageTable, out: torch.Tensor, lse: torch.Tensor) -> None:
+    check_rows(q, kv_of(cache, q.shape[2]).heads, table, out, lse)
 
 
 def table_with(**tensors: torch.Tensor) -> Callable[[dict[str, Any]], PageTable]:
@@ -26,7 +30,20 @@ def table_with(**tensors: torch.Tensor) -> Callable[[dict[str, Any]], PageTable]
 
 
 SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    "head_dim 96": ("q", lambda good: good["q"][..., :96].contiguous()),
+    "head_dim 100": ("q", lambda good: good["q"][..., :100].contiguous()),
+    "need zeros and scales": ("cache", lambda good: tuple(pages.to(torch.int8) for pages in good["cache"])),
+    "bfloat16 pages have no scales": ("cache", lambda good: (*good["cache"], torch.zeros(3), torch.zeros(3))),
+    "float16 and torch.float16 are not one of": ("cache", lambda good: tuple(x.half() for x in good["cache"])),
+    "scales torch.float32": (
+        "cache",
+        lambda good: (*(x.to(torch.int8) for x in good["cache"]), *(torch.zeros(3, 2, 2, 8) for _ in range(2))),
+    ),
+    "multiples of 16 bytes": (
+        "cache",
+        lambda good: tuple(
+            torch.zeros(999999).bfloat16().as_strided(x.shape, (4100, 2050, 128, 1)) for x in good["cache"]
+        ),
+    ),
     "3 heads are no multiple": ("out", lambda good: good["out"][:, :3].contiguous()),
     "does not hold 4 heads": ("q", lambda good: good["q"][:, :3].contiguous()),
     "table.rows": ("table", table_with(rows=torch.zeros(2, dtype=torch.int32))),
@@ -42,7 +59,7 @@ SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 
 
 def test_what_fits_is_taken() -> None:
-    check_pages(**arguments(), head_dims=(128,))
+    check(**arguments())
 
 
 @pytest.mark.parametrize("message", SPOILT)
@@ -50,4 +67,4 @@ def test_what_does_not_fit_is_refused(message: str) -> None:
     good = arguments()
     name, spoil = SPOILT[message]
     with pytest.raises(ValueError, match=message):
-        check_pages(**(good | {name: spoil(good)}), head_dims=(128,))
+        check(**(good | {name: spoil(good)}))

@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.pages import PageTable
+from allspan.kernels.cuda.pages import Cache, PageTable, Scores
+from allspan.kernels.reference.attention import QUANTISED, append_kv
 
 Pages = tuple[Tensor, Tensor, PageTable]
 
@@ -30,9 +31,12 @@ def random_queries(count: int, heads: int, dim: int, device: str) -> Tensor:
     return torch.randn(count, heads, dim, generator=generator).bfloat16().to(device)
 
 
-def expected(q: Tensor, pages: Pages, queries: list[int], scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+def expected(
+    q: Tensor, pages: Pages, queries: list[int], scale: float | Scores, is_causal: bool
+) -> tuple[Tensor, Tensor]:
     """In float32: outputs and base-2 logarithms of the sums, for so many queries of each request."""
     keys, values, table = pages
+    of = Scores.of(scale)
     kv_heads, dim = keys.shape[1], q.shape[2]
     if table.first_heads is None:
         kv_head_of = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // kv_heads)
@@ -47,11 +51,42 @@ def expected(q: Tensor, pages: Pages, queries: list[int], scale: float, is_causa
         held = table.indices[table.indptr[r] : table.indptr[r + 1]].long()
         k, v = (c[held].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].float() for c in (keys, values))
         k, v = k[kv_head_of], v[kv_head_of]
-        scores = torch.einsum("qhd,hnd->qhn", q[begin:end].float(), k) * scale
+        scores = torch.einsum("qhd,hnd->qhn", q[begin:end].float(), k) * of.scale
+        if of.soft_cap:
+            scores = of.soft_cap * (scores / of.soft_cap).tanh()
+        last = length - count + torch.arange(count, device=q.device)[:, None]
+        tokens = torch.arange(length, device=q.device)
         if is_causal:
-            last = length - count + torch.arange(count, device=q.device)
-            hidden = torch.arange(length, device=q.device) > last[:, None]
-            scores.masked_fill_(hidden[:, None], -math.inf)
+            scores.masked_fill_((tokens > last)[:, None], -math.inf)
+        if of.window_left >= 0:
+            scores.masked_fill_((tokens < last - of.window_left)[:, None], -math.inf)
         out[begin:end] = torch.einsum("qhn,hnd->qhd", scores.softmax(-1), v)
         lse[begin:end] = scores.logsumexp(-1) * math.log2(math.e)
     return out, lse
+
+
+def coded(keys: Tensor, values: Tensor, dtype: torch.dtype) -> Cache:
+    """The same pages in codes: int8, uint8 (two elements a byte), float8_e4m3fn."""
+    if dtype is torch.float8_e4m3fn:
+        return keys.to(dtype), values.to(dtype)
+    pages, kv_heads, page_size, dim = keys.shape
+    held = dim // 2 if dtype is torch.uint8 else dim
+    caches = [torch.empty(pages, kv_heads, page_size, held, dtype=dtype, device=keys.device) for _ in range(2)]
+    scales = [torch.empty(pages, kv_heads, 2, page_size, device=keys.device) for _ in range(2)]
+    slots = torch.arange(pages * page_size, device=keys.device)
+    k, v = (x.transpose(1, 2).flatten(0, 1).float() for x in (keys, values))
+    append_kv(k, v, caches[0], caches[1], scales[0], scales[1], slots)
+    return caches[0], caches[1], scales[0], scales[1]
+
+
+def decoded(cache: Cache) -> tuple[Tensor, Tensor]:
+    """What such pages hold, in float32."""
+    keys, values, *scales = cache
+    if not scales or scales[0] is None or scales[1] is None:
+        return keys.float(), values.float()
+    held = []
+    for codes, zero_scale in ((keys, scales[0]), (values, scales[1])):
+        zero, scale = zero_scale[..., None].unbind(2)
+        size = codes.shape[-1] * (2 if codes.dtype is torch.uint8 else 1)
+        held.append((QUANTISED[codes.dtype].unpack(codes, size).float() - zero) * scale)
+    return held[0], held[1]

@@ -42,6 +42,12 @@ inline bf16 narrow(float x) {
 }
 inline uint32_t pack(float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; }
 inline uint32_t pack_e4m3(float low, float high) { return narrow_e4m3(low) | narrow_e4m3(high) << 8; }
+inline uint32_t add_pairs(uint32_t a, uint32_t b) {
+  return pack(wide(a & 0xffff) + wide(b & 0xffff), wide(a >> 16) + wide(b >> 16));
+}
+inline uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
+}
 inline float power(float x) { return std::exp2(x); }
 inline float half_wide(uint32_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;

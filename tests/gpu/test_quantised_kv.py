@@ -1,0 +1,82 @@
+"""Attention over pages of int8, of 4 bits and of float8, against float32 over what those pages hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from allspan.kernels.cuda.decode import decode_workspace, paged_decode
+from allspan.kernels.cuda.prefill import paged_prefill, plan_prefill
+from support.cuda_pages import coded, decoded, expected, random_pages, random_queries
+
+DTYPES = {"int8": torch.int8, "uint4": torch.uint8, "float8": torch.float8_e4m3fn}
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def check_decode(lengths: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str) -> None:
+    kv_heads, group = heads
+    q = random_queries(len(lengths), kv_heads * group, dim, device)
+    keys, values, table = random_pages(lengths, kv_heads, dim, 16, device)
+    cache = coded(keys * 2 + 1, values * 2 - 3, dtype)
+    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
+    paged_decode(q, cache, table, dim**-0.5, out, lse, decode_workspace(len(lengths), kv_heads, dim, device))
+    right, right_lse = expected(q, (*decoded(cache), table), [1] * len(q), dim**-0.5, is_causal=False)
+    torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [[1], [17, 0, 64, 65, 127, 128], [5000], [4096, 3, 1, 900], [77] * 512])
+def test_decode_agrees_with_float32(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
+    for heads in ((1, 1), (3, 2), (4, 7), (8, 8), (1, 16)):
+        check_decode(lengths, heads, dim, dtype, "cuda")
+
+
+@dtypes
+@pytest.mark.parametrize(("dim", "heads"), [(64, (2, 3)), (128, (1, 9))])
+@pytest.mark.parametrize("lengths", [[1, 0], [33, 700, 31]])
+def test_small_batches_agree_with_float32(
+    lengths: list[int], dim: int, heads: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    check_decode(lengths, heads, dim, dtype, device)
+
+
+def check_prefill(
+    queries: list[int], lengths: list[int], heads: int, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    q = random_queries(sum(queries), heads, dim, device)
+    keys, values, table = random_pages(lengths, 2, dim, 16, device)
+    cache = coded(keys * 2 + 1, values * 2 - 3, dtype)
+    out = torch.full_like(q, math.nan)
+    paged_prefill(q, cache, table, plan_prefill(queries, lengths, heads // 2, device), dim**-0.5, True, out, None)
+    right, _ = expected(q, (*decoded(cache), table), queries, dim**-0.5, is_causal=True)
+    torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("batch", [([1], [3000]), ([33, 129, 257], [500, 129, 300])])
+def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: int, dtype: torch.dtype) -> None:
+    for heads in (2, 6, 14):
+        check_prefill(*batch, heads, dim, dtype, "cuda")
+
+
+@dtypes
+@pytest.mark.parametrize("dim", [64, 128])
+def test_small_prefills_agree_with_float32(dim: int, dtype: torch.dtype, device: str) -> None:
+    check_prefill([33, 1, 0], [150, 1, 4], 4, dim, dtype, device)
+
+
+def test_a_token_that_could_not_be_quantised_is_told_to_whoever_reads_it(device: str) -> None:
+    q = random_queries(2, 2, 64, device)
+    keys, values, table = random_pages([20, 20], 1, 64, 16, device)
+    values[table.indices[0], :, 3, 5] = math.inf
+    out = torch.zeros_like(q)
+    paged_decode(q, coded(keys, values, torch.int8), table, 0.1, out, None, decode_workspace(2, 1, 64, device))
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
