@@ -80,45 +80,54 @@ __device__ __forceinline__ void decode(const uint32_t* words, float* x) {
   }
 }
 
-// x = elements at … of an array, of which `left` are there; the others are 0.
+// Elements at … of an array, of which `left` are there; the others are 0.
 template <int kType, int kCount>
-__device__ __forceinline__ void load(const void* base, long long at, int left, float* x) {
+__device__ __forceinline__ void load_words(const void* base, long long at, int left, uint32_t* words) {
+  constexpr int kSize = kBytes<kType>;
   if constexpr (WHOLE) {
-    uint32_t words[kCount * kBytes<kType> / 4];
-    fetch<kCount * kBytes<kType>>(static_cast<const char*>(base) + at * kBytes<kType>, words);
-    decode<kType, kCount>(words, x);
+    fetch<kCount * kSize>(static_cast<const char*>(base) + at * kSize, words);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (i >= left)
-        x[i] = 0;
-      else if constexpr (kType == kFloat32)
-        x[i] = static_cast<const float*>(base)[at + i];
-      else
-        x[i] = wide(static_cast<const bf16*>(base)[at + i]);
+      uint32_t bits = 0;
+      if (i < left)
+        bits = kSize == 4 ? static_cast<const uint32_t*>(base)[at + i] : static_cast<const bf16*>(base)[at + i];
+      const int shift = i * kSize % 4 * 8;
+      words[i * kSize / 4] = shift ? words[i * kSize / 4] | bits << shift : bits;
     }
   }
 }
+template <int kType, int kCount>
+__device__ __forceinline__ void load(const void* base, long long at, int left, float* x) {
+  uint32_t words[kCount * kBytes<kType> / 4];
+  load_words<kType, kCount>(base, at, left, words);
+  decode<kType, kCount>(words, x);
+}
 
 template <int kType, int kCount>
-__device__ __forceinline__ void store(void* base, long long at, int left, const float* x) {
-  uint32_t words[kCount * kBytes<kType> / 4];
-  encode<kType, kCount>(x, words);
+__device__ __forceinline__ void store_words(void* base, long long at, int left, const uint32_t* words) {
+  constexpr int kSize = kBytes<kType>;
   if constexpr (WHOLE) {
-    put<kCount * kBytes<kType>>(static_cast<char*>(base) + at * kBytes<kType>, words);
+    put<kCount * kSize>(static_cast<char*>(base) + at * kSize, words);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if (i >= left) continue;
-      const uint32_t word = words[i * kBytes<kType> / 4] >> i * kBytes<kType> % 4 * 8;
-      if constexpr (kBytes<kType> == 4)
+      const uint32_t word = words[i * kSize / 4] >> i * kSize % 4 * 8;
+      if constexpr (kSize == 4)
         static_cast<uint32_t*>(base)[at + i] = word;
-      else if constexpr (kBytes<kType> == 2)
-        static_cast<unsigned short*>(base)[at + i] = static_cast<unsigned short>(word);
+      else if constexpr (kSize == 2)
+        static_cast<bf16*>(base)[at + i] = static_cast<bf16>(word);
       else
         static_cast<unsigned char*>(base)[at + i] = static_cast<unsigned char>(word);
     }
   }
+}
+template <int kType, int kCount>
+__device__ __forceinline__ void store(void* base, long long at, int left, const float* x) {
+  uint32_t words[kCount * kBytes<kType> / 4];
+  encode<kType, kCount>(x, words);
+  store_words<kType, kCount>(base, at, left, words);
 }
 
 // What an element of this type keeps of x.

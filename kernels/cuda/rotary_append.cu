@@ -13,6 +13,7 @@ constexpr int kUint4 = 5;
 constexpr int kLanes = LANES, kRuns = 2, kThreads = 128, kRows = kThreads / kLanes, kMostDim = kLanes * kRuns * 8;
 
 typedef float Row[kRuns][8];
+typedef uint32_t Words[kRuns][4];  // of bfloat16: what a row is between two steps
 
 template <class F>
 __device__ __forceinline__ void for_all(Row& x, F&& each) {
@@ -21,13 +22,13 @@ __device__ __forceinline__ void for_all(Row& x, F&& each) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) each(x[r][j], r, j);
 }
-__device__ __forceinline__ void round(Row& x) {
+__device__ __forceinline__ void open(const Words& words, Row& x) {
 #pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
-    uint32_t words[4];
-    encode<kBfloat16, 8>(x[r], words);
-    decode<kBfloat16, 8>(words, x[r]);
-  }
+  for (int r = 0; r < kRuns; ++r) decode<kBfloat16, 8>(words[r], x[r]);
+}
+__device__ __forceinline__ void round(const Row& x, Words& words) {
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) encode<kBfloat16, 8>(x[r], words[r]);
 }
 template <class F>
 __device__ __forceinline__ float over_lanes(float x, F&& join) {
@@ -36,20 +37,20 @@ __device__ __forceinline__ float over_lanes(float x, F&& join) {
   return x;
 }
 
-__device__ __forceinline__ void turn(Row& x, const float* angles, int rot, int lane, bf16* staged) {
-  const int half = rot / 2;
-  if (WHOLE && half == kLanes * 8) {
-    float cosine[8], sine[8];
-    load<kFloat32, 8>(angles, lane * 8, 8, cosine);
-    load<kFloat32, 8>(angles, half + lane * 8, 8, sine);
+// Elements of float32 that go with those of a lane; 0 where the head has ended.
+__device__ __forceinline__ void load_beside(const float* from, int dim, int lane, Row& x) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float low = x[0][j], high = x[1][j];
-      x[0][j] = low * cosine[j] - high * sine[j];
-      x[1][j] = high * cosine[j] + low * sine[j];
-    }
-    return;
+  for (int r = 0; r < kRuns; ++r) {
+    const int i = (lane + r * kLanes) * 8;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[r][j] = 0;
+    if (i < dim) load<kFloat32, 8>(from, i, dim - i, x[r]);
   }
+}
+
+// Any pairs of elements, through shared memory.
+__device__ __forceinline__ void turn_far(Row& x, const float* angles, int rot, int lane, bf16* staged) {
+  const int half = rot / 2;
   for_all(x, [&](float value, int r, int j) { staged[(lane + r * kLanes) * 8 + j] = narrow(value); });
   __syncwarp();
   for_all(x, [&](float& value, int r, int j) {
@@ -98,12 +99,14 @@ struct Place {
 };
 
 // Writes whole numbers and their zero and scale; all lanes of a warp come here, those that write nothing, too.
-__device__ __forceinline__ void append(const Row& x, void* cache, float* scales, Place to, int dim, int lane,
+__device__ __forceinline__ void append(const Words& words, void* cache, float* scales, Place to, int dim, int lane,
                                        bool is_there) {
   constexpr float kLow = FORMAT == kInt8 ? -128.0f : 0.0f, kHigh = FORMAT == kInt8 ? 127.0f : 15.0f;
   constexpr bool kIsInteger = FORMAT == kInt8 || FORMAT == kUint4;
   float zero = 0, scale = 1, inverse = 1;
   bool is_sound = true;
+  Row x;
+  open(words, x);
   if (kIsInteger || (FORMAT == kE4m3 && scales)) {
     float least = kInf, most = -kInf, odd = 0;
 #pragma unroll
@@ -162,7 +165,7 @@ __device__ __forceinline__ void append(const Row& x, void* cache, float* scales,
       for (int j = 0; j < 8; ++j) n[j] = !is_sound ? 0 : scales ? quotient(x[r][j], scale, inverse) : x[r][j];
       store<kE4m3, 8>(cache, to.element + at, left, n);
     } else {
-      store<FORMAT, 8>(cache, to.element + at, left, x[r]);
+      store_words<kBfloat16, 8>(cache, to.element + at, left, words[r]);
     }
   }
 }
@@ -178,77 +181,85 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
                   long long head_stride, long long token_stride, int page_size, const int* slots) {
   __shared__ bf16 staged[kRows][kMostDim];
   const int lane = threadIdx.x % kLanes;
-  const unsigned row = blockIdx.x * kRows + threadIdx.x / kLanes, per_token = heads + key_heads + value_heads;
-  const bool is_there = row < tokens * per_token;
-  const int token = is_there ? row / per_token : 0, head = is_there ? row % per_token : 0;
-  const bool is_query = head < heads, is_value = head >= heads + key_heads, is_key = !is_query && !is_value;
-  const int kv_head = is_query ? 0 : is_key ? head - heads : head - heads - key_heads;
+  // Values come last: they are not turned, so their warps have less to do.
+  const unsigned row = blockIdx.x * kRows + threadIdx.x / kLanes, turning = heads + key_heads;
+  const bool is_value = row >= tokens * turning;
+  const unsigned mine = is_value ? row - tokens * turning : row, per_token = is_value ? value_heads : turning;
+  const bool is_there = row < tokens * (turning + value_heads);
+  const int token = is_there ? mine / per_token : 0, head = is_there ? mine - token * per_token : 0;
+  const bool is_query = !is_value && head < heads, is_key = !is_value && !is_query;
+  const int kv_head = is_key ? head - heads : head;  // not of queries
   bf16* const at = is_query ? q + token * q_stride + head * dim
                    : is_key ? k + token * k_stride + kv_head * dim
                             : v + token * v_stride + kv_head * dim;
   const int slot = FORMAT != kNothing && is_there && !is_query ? slots[token] : -1;
-  const float* const angles = rot ? cos_sin + static_cast<long long>(positions[token]) * rot : nullptr;
 
-  Row x;
+  Words words;
   const auto read = [&] {
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
       const int i = (lane + r * kLanes) * 8;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[r][j] = 0;
-      if (is_there && i < dim) load<kBfloat16, 8>(at, i, dim - i, x[r]);
+      for (int w = 0; w < 4; ++w) words[r][w] = 0;
+      if (is_there && i < dim) load_words<kBfloat16, 8>(at, i, dim - i, words[r]);
     }
   };
   read();
 
   if ((q_norm || k_norm || rot || spread != 0) && __any_sync(~0u, is_there && !is_value)) {
+    const float* const angles = rot ? cos_sin + static_cast<long long>(positions[token]) * rot : nullptr;
+    const bool is_near = WHOLE && rot == kLanes * 16;  // a lane has both elements of each pair
+    Row x;
+    open(words, x);
     if (q_norm || k_norm) {
       const float* const weight = is_query ? q_norm : k_norm;
       float sum = 0;
       for_all(x, [&](float value, int, int) { sum = fmaf(value, value, sum); });
       const float by = rsqrtf(over_lanes(sum, [](float a, float b) { return a + b; }) / dim + eps);
       if (weight) {
-#pragma unroll
-        for (int r = 0; r < kRuns; ++r) {
-          const int i = (lane + r * kLanes) * 8;
-          float w[8] = {};
-          if (i < dim) load<kFloat32, 8>(weight, i, dim - i, w);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) x[r][j] = x[r][j] * by * w[j];
-        }
-        round(x);
+        Row w;
+        load_beside(weight, dim, lane, w);
+        for_all(x, [&](float& value, int r, int j) { value = value * by * w[r][j]; });
+        round(x, words);
+        open(words, x);
       }
     }
-    if (rot) {
-      turn(x, angles, rot, lane, staged[threadIdx.x / kLanes]);
-      round(x);
+    if (is_near) {
+      float cosine[8], sine[8];
+      load<kFloat32, 8>(angles, lane * 8, 8, cosine);
+      load<kFloat32, 8>(angles, kLanes * 8 + lane * 8, 8, sine);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float low = x[0][j], high = x[1][j];
+        x[0][j] = low * cosine[j] - high * sine[j];
+        x[1][j] = high * cosine[j] + low * sine[j];
+      }
+    } else if (rot) {
+      turn_far(x, angles, rot, lane, staged[threadIdx.x / kLanes]);
     }
+    round(x, words);
     if (spread != 0) {
+      open(words, x);
       if (center && is_key) {
-#pragma unroll
-        for (int r = 0; r < kRuns; ++r) {
-          const int i = (lane + r * kLanes) * 8;
-          float less[8] = {};
-          if (i < dim) load<kFloat32, 8>(center, static_cast<long long>(kv_head) * dim + i, dim - i, less);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) x[r][j] -= less[j];
-        }
+        Row less;
+        load_beside(center + static_cast<long long>(kv_head) * dim, dim, lane, less);
+        for_all(x, [&](float& value, int r, int j) { value -= less[r][j]; });
       }
       spread_out(x, dim & -dim, spread, lane);
-      round(x);
+      round(x, words);
     }
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
       const int i = (lane + r * kLanes) * 8;
-      if (is_there && !is_value && i < dim) store<kBfloat16, 8>(at, i, dim - i, x[r]);
+      if (is_there && !is_value && i < dim) store_words<kBfloat16, 8>(at, i, dim - i, words[r]);
     }
-    if (is_value) read();  // what came along with others of its warp
+    if (is_value) read();  // in the one warp that has some beside keys
   }
 
   if (FORMAT != kNothing && __any_sync(~0u, slot >= 0)) {
     const long long page = slot / page_size, offset = slot % page_size;
     const Place to = {page * page_stride + kv_head * head_stride + offset * token_stride,
                       (page * key_heads + kv_head) * 2 * page_size + offset, page_size};
-    append(x, is_value ? v_cache : k_cache, is_value ? v_scales : k_scales, to, dim, lane, slot >= 0);
+    append(words, is_value ? v_cache : k_cache, is_value ? v_scales : k_scales, to, dim, lane, slot >= 0);
   }
 }
