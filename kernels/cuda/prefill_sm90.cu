@@ -23,10 +23,11 @@ __device__ __forceinline__ uint64_t matrix(uint64_t kind, uint32_t at) { return 
 
 // What one round of a block is about.
 struct Item {
-  int head0, group;          // of the query heads that share these keys
-  int first_query, rows;     // of the request; row i is query i / group and head head0 + i % group
-  int row0, tiles;           // first row, and tiles of tokens, the last of which comes first
-  int before, end, all_see;  // tokens before the first query; those that any row sees, and that all rows see
+  int head0, group;                    // of the query heads that share these keys
+  int first_query, rows;               // of the request; row i is query i / group and head head0 + i % group
+  int row0, begin, tiles;              // first row; tiles of tokens that it sees, the last of which comes first
+  int before, end, all_see, all_from;  // tokens before the first query; up to where rows see, up to where and from
+                                       // where all do
 };
 
 struct Shared {
@@ -83,10 +84,11 @@ struct Pages {
 // query i / group and head i % group of the KV head's. first_heads: [kv_heads + 1], or null: as many query heads for
 // each.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    prefill_sm90(const bf16* q, long long q_stride, const bf16* k_cache, const bf16* v_cache, long long page_stride,
+    prefill_sm90(const bf16* q, long long q_stride, const char* k_cache, const char* v_cache, long long page_stride,
                  long long head_stride, long long token_stride, const int* tiles, const int* qo_indptr,
                  const int* page_indptr, const int* indices, const int* kv_lens, const int* first_heads, bf16* out,
-                 float* lse, int heads, int kv_heads, int cut, int page_shift, int is_causal, float scale_log2) {
+                 float* lse, int heads, int kv_heads, int cut, int page_shift, int is_causal, int window,
+                 float scale_log2) {
   DYNAMIC_SHARED(memory);
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -124,10 +126,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int last_row = min(row0 + kRows, rows) - 1;
       const int end = is_causal ? min(length, before + last_row / group + 1) : length;
       const int all_see = is_causal ? min(end, before + row0 / group + 1) : length;
+      const int all_from = window < 0 ? 0 : before + last_row / group - window;
       const int count = max(1, (end + kTokens - 1) / kTokens);
+      const int begin = window < 0 ? 0 : min(max(0, before + row0 / group - window) / kTokens, count - 1);
       const int* pages = indices + page_indptr[request];
       const long long lane_offset =
-          kv_head * head_stride + copies.row_of_lane * token_stride + copies.chunk_of_lane * 8;
+          kv_head * head_stride + copies.row_of_lane * token_stride + copies.chunk_of_lane * 16;
 
       const auto look_up = [&](int tile) {
         Pages found;
@@ -138,14 +142,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         return found;
       };
-      const auto copy = [&](const bf16* cache, int tile, const Pages& from) {
+      const auto copy = [&](const char* cache, int tile, const Pages& from) {
         barrier_wait(shared.empty + ring.slot * 8, ring.parity ^ 1);
         const uint32_t to = smem(shared.slots) + ring.slot * kTile;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int token = tile * kTokens + copies.first + half * 16;
           const int in_page = (token - copies.row_of_lane) & ((1 << page_shift) - 1);
-          const bf16* row = cache + (from.of[half] * page_stride + in_page * token_stride + lane_offset);
+          const char* row = cache + (from.of[half] * page_stride + in_page * token_stride + lane_offset);
 #pragma unroll
           for (int step = 0; step < kChunks / 2; ++step) {
             const bool is_there = token + step * kAtOnce < end;
@@ -158,11 +162,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       };
 
       Pages now = look_up(count - 1), last = now;
-      for (int at = count - 1; at >= 0; --at) {
+      for (int at = count - 1; at >= begin; --at) {
         const Pages next = look_up(at - 1);
         copy(k_cache, at, now);
         if (at == count - 1) {
-          give({head0, group, first_query, rows, row0, count, before, end, all_see});
+          give({head0, group, first_query, rows, row0, begin, count, before, end, all_see, all_from});
 #pragma unroll 4
           for (int step = 0; step < kChunks; ++step) {
             const int row = row0 + copies.first + step * kAtOnce;
@@ -177,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         last = now, now = next;
       }
-      copy(v_cache, 0, last);
+      copy(v_cache, begin, last);
     }
     give({});
     barrier_arrive_with_copies(shared.queries_full);
@@ -215,28 +219,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (;; parity ^= 1) {
       barrier_wait(shared.queries_full, parity);
       const Item item = *shared.item;
-      const int tiles_of = __shfl_sync(~0u, item.tiles, 0);
-      if (tiles_of == 0) break;
+      // The same for all lanes, which the compiler is to know: then what products read is in uniform registers.
+      const int begin = __shfl_sync(~0u, item.begin, 0), last = __shfl_sync(~0u, item.tiles, 0) - 1;
+      if (last < 0) break;
       const int my_row = item.row0 + side * 64 + thread / 32 * 16 + lane / 4;  // and eight further on
-      int sees[2];
+      int from[2], seen[2];  // column from which a row sees, for this lane's first one, and how many columns
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        sees[h] =
-            (is_causal ? min(item.end, item.before + (my_row + h * 8) / item.group + 1) : item.end) - lane % 4 * 2;
+      for (int h = 0; h < 2; ++h) {
+        const int at = item.before + (my_row + h * 8) / item.group;
+        from[h] = window < 0 ? 0 : max(0, at - window);
+        seen[h] = max(0, (is_causal ? min(item.end, at + 1) : item.end) - from[h]);
+        from[h] -= lane % 4 * 2;
+      }
       float top[2] = {-kInf, -kInf}, total[2] = {0, 0}, keep[2];
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) o[i] = 0;
 
       // Of the scores s of a tile: hides what a row may not see, and makes of them weights, raising `top`.
       const auto soften = [&](int tile) {
-        if ((tile + 1) * kTokens > item.all_see) {
+        if ((tile + 1) * kTokens > item.all_see || tile * kTokens < item.all_from) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int n = 0; n < kTokens / 8; ++n)
-#pragma unroll
-              for (int e = 0; e < 2; ++e)
-                if (n * 8 + e >= sees[h] - tile * kTokens) s[n * 4 + h * 2 + e] = -kInf;
+          for (int i = 0; i < kTokens / 2; ++i) {
+            const int h = i / 2 % 2, column = i / 4 * 8 + i % 2;
+            const unsigned in_row = tile * kTokens - from[h] + column;  // large before the first
+            if (in_row >= seen[h]) s[i] = -kInf;
+          }
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -272,11 +279,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       settle(s);
       release(shared.empty + ring.slot * 8);
       ring.next();
-      if (item.tiles == 1) release(shared.queries_empty);
-      soften(item.tiles - 1);
+      if (last == begin) release(shared.queries_empty);
+      soften(last);
       pack_weights();
 
-      for (int tile = tiles_of - 2; tile >= 0; --tile) {
+      for (int tile = last - 1; tile >= begin; --tile) {
         const int keys_slot = ring.slot;
         wait_full();
         ring.next();
@@ -290,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         wait_products<1>();
         settle(s);
         release(shared.empty + keys_slot * 8);
-        if (tile == 0) release(shared.queries_empty);
+        if (tile == begin) release(shared.queries_empty);
         soften(tile);
         hold(total[0] + total[1]);
         wait_products<0>();

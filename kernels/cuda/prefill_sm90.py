@@ -1,27 +1,69 @@
-"""Prefill (and append) attention on Hopper, over paged or contiguous KV: see prefill_sm90.cu."""
+"""Prefill (and append) attention on Hopper over bfloat16 keys and values: see prefill_sm90.cu."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
-from allspan.kernels.cuda.pages import PageTable, check_pages
+from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of
 from allspan.kernels.cuda.prefill import PrefillPlan, check_plan
 from allspan.kernels.errors import BackendUnavailable
 
 HEAD_DIMS = (64, 128)
 CAPABILITY = (9, 0)
 LEAST_PAGE = 16
+"""Tokens: fewer would be looked up one by one."""
 
 _ROWS, _THREADS, _SLOTS, _REST = 128, 384, 6, 1024 + 256
-_ENDLESS = 30
-"""Binary logarithm of a page that no request is longer than."""
+
+
+def paged_prefill_sm90(
+    q: Tensor,
+    cache: Cache | KV,
+    table: PageTable,
+    plan: PrefillPlan,
+    scale: Scores | float,
+    is_causal: bool,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """`paged_prefill`, with its arguments, results and errors, on GPUs of compute capability 9.0 alone, for what
+    `why_not` has nothing against."""
+    scores = Scores.of(scale)
+    kv = kv_of(cache, q.shape[2])
+    if reason := why_not(kv, q.shape[2], scores):
+        raise ValueError(f"{reason}; paged_prefill takes that")
+    check_rows(q, kv.heads, table, out, lse)
+    check_plan(plan, q, kv.heads, table, out)
+    if len(plan.tiles) == 0:
+        return
+    device = gpu(q.device)
+    if device.capability != CAPABILITY:
+        raise BackendUnavailable("prefill_sm90: made for compute capability 9.0, not {}.{}".format(*device.capability))
+    heads, dim = out.shape[1:]
+    window, factor, _ = scores.arguments()
+    arguments = [
+        q, np.int64(q.stride(0)), *kv.tensors[:2], *map(np.int64, kv.strides), plan.tiles, plan.qo_indptr,
+        table.indptr, table.indices, table.kv_lens, table.first_heads, out, lse, np.int32(heads), np.int32(kv.heads),
+        np.int32(len(plan.tiles)), np.int32(kv.page_size.bit_length() - 1), np.int32(is_causal), window, factor,
+    ]  # fmt: skip
+    blocks = min(len(plan.tiles) * kv.heads, device.multiprocessors)
+    launch(_kernel(dim), (blocks,), _THREADS, arguments, (1 + _SLOTS) * _ROWS * dim * 2 + _REST)
+
+
+def why_not(kv: KV, head_dim: int, scores: Scores) -> str:
+    """What of these the kernel is not made for; "" for nothing."""
+    if kv.tensors[0].dtype is not torch.bfloat16:
+        return f"cache: {kv.tensors[0].dtype} is not bfloat16"
+    if head_dim not in HEAD_DIMS:
+        return f"q: head_dim {head_dim} is not one of {HEAD_DIMS}"
+    if kv.page_size < LEAST_PAGE:
+        return f"cache: pages of {kv.page_size} tokens are below {LEAST_PAGE}"
+    return "scale: a soft cap is not known" if scores.soft_cap else ""
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
@@ -31,85 +73,3 @@ def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
 
 def _kernel(head_dim: int) -> Kernel:
     return kernel("prefill_sm90.cu", "prefill_sm90", HEAD_DIM=head_dim)
-
-
-def paged_prefill_sm90(
-    q: Tensor,
-    cache: tuple[Tensor, Tensor],
-    table: PageTable,
-    plan: PrefillPlan,
-    scale: float,
-    is_causal: bool,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """`paged_prefill`, with its arguments, results and errors, on GPUs of compute capability 9.0 alone, and for pages
-    of 16 tokens or more."""
-    keys = cache[0]
-    page_size = keys.shape[2]
-    check_pages(q, cache, table, out, lse, HEAD_DIMS)
-    if page_size < LEAST_PAGE:
-        raise ValueError(f"cache: pages of {page_size} tokens are below {LEAST_PAGE}; paged_prefill takes them")
-    check_plan(plan, q, keys.shape[1], table, out)
-    kv = _Kv(*cache, (keys.stride(0), keys.stride(1), keys.stride(2)), page_size.bit_length() - 1)
-    _launch(q, kv, table, plan, scale, is_causal, out, lse)
-
-
-def ragged_prefill_sm90(
-    q: Tensor,
-    kv: tuple[Tensor, Tensor],
-    kv_indptr: Tensor,
-    plan: PrefillPlan,
-    scale: float,
-    is_causal: bool,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """`paged_prefill_sm90` over keys and values that lie one request after the other: bfloat16 [tokens, kv_heads,
-    head_dim], request r having rows kv_indptr[r] … kv_indptr[r + 1] - 1 (int32 [requests + 1])."""
-    pages = kv[0].unsqueeze(2), kv[1].unsqueeze(2)
-    requests = len(kv_indptr) - 1
-    one_each = torch.arange(requests + 1, dtype=torch.int32, device=kv_indptr.device)
-    table = PageTable(one_each, kv_indptr[:-1], kv_indptr.diff())
-    check_pages(q, pages, table, out, lse, HEAD_DIMS)
-    check_plan(plan, q, kv[0].shape[1], table, out)
-    one_page_each = _Kv(*kv, (kv[0].stride(0), kv[0].stride(1), kv[0].stride(0)), _ENDLESS)
-    _launch(q, one_page_each, table, plan, scale, is_causal, out, lse)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kv:
-    keys: Tensor
-    values: Tensor
-    strides: tuple[int, int, int]
-    """Elements from one page, KV head, token to the next."""
-    page_shift: int
-
-
-def _launch(
-    q: Tensor,
-    kv: _Kv,
-    table: PageTable,
-    plan: PrefillPlan,
-    scale: float,
-    is_causal: bool,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    heads, dim = out.shape[1:]
-    kv_heads, cut = kv.keys.shape[1], len(plan.tiles)
-    if cut == 0:
-        return
-    arguments = [
-        q, np.int64(q.stride(0)), kv.keys, kv.values, *map(np.int64, kv.strides), plan.tiles, plan.qo_indptr,
-        table.indptr, table.indices, table.kv_lens, table.first_heads, out, lse, np.int32(heads), np.int32(kv_heads),
-        np.int32(cut), np.int32(kv.page_shift), np.int32(is_causal), np.float32(scale * math.log2(math.e)),
-    ]  # fmt: skip
-    device = gpu(q.device)
-    if device.capability != CAPABILITY:
-        raise BackendUnavailable(
-            f"prefill_sm90: made for compute capability 9.0, not {'.'.join(map(str, device.capability))}"
-        )
-    blocks = min(cut * kv_heads, device.multiprocessors)
-    shared_bytes = (1 + _SLOTS) * _ROWS * dim * 2 + _REST
-    launch(_kernel(dim), (blocks,), _THREADS, arguments, shared_bytes)

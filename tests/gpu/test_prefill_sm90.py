@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from allspan.kernels.cuda import modules
-from allspan.kernels.cuda.pages import PageTable
+from allspan.kernels.cuda.pages import PageTable, Scores, dense, dense_table
 from allspan.kernels.cuda.prefill import PrefillPlan, plan_prefill
-from allspan.kernels.cuda.prefill_sm90 import paged_prefill_sm90, ragged_prefill_sm90
+from allspan.kernels.cuda.prefill_sm90 import paged_prefill_sm90
 from allspan.kernels.errors import BackendUnavailable
 from support.cuda_pages import expected, random_pages, random_queries
 from support.emulator.driver import EmulatorDriver
@@ -84,6 +84,20 @@ def test_small_batches_agree_with_float32(
     check(batch, heads, dim, page, device)
 
 
+@pytest.mark.parametrize(("batch", "window"), [(([300], [600]), 130), (([70, 3], [70, 500]), 0), (([130], [200]), 500)])
+def test_sliding_windows(batch: tuple[list[int], list[int]], window: int, device: str) -> None:
+    queries, lengths = batch
+    q, scores = random_queries(sum(queries), 4, 64, device), Scores(0.1, window_left=window)
+    keys, values, table = pages = random_pages(lengths, 2, 64, 32, device)
+    plan = plan_prefill(queries, lengths, 2, device)
+    for is_causal in (True, False):
+        out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
+        paged_prefill_sm90(q, (keys, values), table, plan, scores, is_causal, out, lse)
+        right, right_lse = expected(q, pages, queries, scores, is_causal)
+        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
+        torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
+
+
 def test_uneven_heads_and_tiles_that_are_none(device: str) -> None:
     """As the engine has it: tiles lie in a buffer that is larger than they are, q in one with keys and values."""
     queries, lengths = [70, 0, 2], [300, 4, 2]
@@ -107,10 +121,10 @@ def test_contiguous_keys_and_values(dim: int, device: str) -> None:
     both = torch.randn(sum(lengths), 4, dim, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
     keys, values = both[:, :2], both[:, 2:]
     q = random_queries(sum(queries), 6, dim, device)
-    indptr = torch.tensor(begins, dtype=torch.int32, device=device)
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in (begins[:-1], lengths))
     plan = plan_prefill(queries, lengths, 3, device)
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
-    ragged_prefill_sm90(q, (keys, values), indptr, plan, 0.1, True, out, lse)
+    paged_prefill_sm90(q, dense(keys, values), dense_table(starts, lens), plan, 0.1, True, out, lse)
     for r, (first, length) in enumerate(zip(begins, lengths, strict=False)):
         mine = slice(sum(queries[:r]), sum(queries[: r + 1]))
         page = tuple(x[first : first + length].transpose(0, 1)[None] for x in (keys, values))
@@ -154,15 +168,18 @@ def test_a_prompt_longer_than_two_gigabytes_of_pages() -> None:
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:
-    keys, values, table = random_pages([10], 1, 128, 8, device)
     plan = plan_prefill([10], [10], 2, device)
     q = random_queries(10, 2, 128, device)
-    with pytest.raises(ValueError, match="pages of 8 tokens are below 16"):
-        paged_prefill_sm90(q, (keys, values), table, plan, 0.1, True, torch.empty_like(q), None)
-    keys, values, table = random_pages([10], 1, 128, 16, device)
-    q = random_queries(10, 4, 128, device)
-    with pytest.raises(ValueError, match="plan: made for"):
-        paged_prefill_sm90(q, (keys, values), table, plan, 0.1, True, torch.empty_like(q), None)
+
+    def run(q: torch.Tensor, page: int, scale: Scores | float, message: str) -> None:
+        keys, values, table = random_pages([10], 1, q.shape[2], page, device)
+        with pytest.raises(ValueError, match=message):
+            paged_prefill_sm90(q, (keys, values), table, plan, scale, True, torch.empty_like(q), None)
+
+    run(q, 8, 0.1, "pages of 8 tokens are below 16")
+    run(q, 16, Scores(0.1, soft_cap=30.0), "a soft cap is not known")
+    run(q[..., :80].contiguous(), 16, 0.1, "head_dim 80 is not one of")
+    run(random_queries(10, 4, 128, device), 16, 0.1, "plan: made for")
 
 
 def test_other_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
