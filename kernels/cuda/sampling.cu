@@ -23,17 +23,17 @@ __device__ Mode mode_of(const Settings& settings, int vocab) {
   return settings.top_p < 1 ? kShare : kPlain;
 }
 
-// Is this the last block of `count` to come here? The counter is left at zero.
+// Is this the last block of `count` to come here? What others have written is there then. The counter is left at zero.
 __device__ bool is_last(int* counter, int count) {
   __shared__ int last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     last = atomicAdd(counter, 1) == count - 1;
     if (last) *counter = 0;
+    __threadfence();
   }
   __syncthreads();
-  if (last) __threadfence();
   return last;
 }
 

@@ -70,6 +70,18 @@ def sampling_workspace(
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What m rows of logits are for. All int32 [m]."""
+
+    rows: Tensor
+    """Whose settings each is drawn by; nothing is written for -1."""
+    positions: Tensor
+    """Of the tokens, in their requests."""
+    targets: Tensor | None = None
+    """Tokens that are known, or -1; None: none is."""
+
+
 def best_tokens(logits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> None:
     """out[i] = the most likely token of logits[i], of equals the first; -1 where a logit is NaN or +inf; else -2 where
     all are -inf. logits: float32 [m, vocab]; out: int32 [m] or [m, columns], of which the first is written.
@@ -77,44 +89,44 @@ def best_tokens(logits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> No
     Raises ValueError for what does not fit, as all functions here do, and BackendUnavailable without CuPy."""
     m = _check(logits, out, workspace)
     if m:
-        _scan(logits, None, None, None, out, workspace, is_changed=False)
+        _scan(logits, None, None, out, workspace, is_changed=False)
 
 
 def sample_rows(
     logits: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    targets: Tensor | None,
+    wanted: Wanted,
     settings: Tensor,
     out: Tensor,
     workspace: SamplingWorkspace,
     is_changed: bool = False,
+    needs_totals: bool = True,
 ) -> None:
     """Writes a token for each row of `logits` float32 [m, vocab] into the first column of `out` int32 [m, columns], or
-    [m]: what the reference does, of which this has the bits, with indices in int32.
+    [m]: what the reference does, of which this has the bits.
 
-    `rows` [m] say which row of `settings` uint8 [n, 40] each is; nothing is written for -1. `positions` [m] are those
-    of the tokens, targets [m] (None: none) those that are known, or -1. is_changed: `change_rows` came before.
+    `settings` uint8 [n, 40] are laid out as in worker/sampling/settings.py. is_changed: `change_rows` came before.
+    needs_totals: False promises that all rows are greedy, known or drawn from their top-k, which takes fewer launches.
 
     Nothing of this is read on the host: a captured graph serves whatever the tensors hold then.
     """
     m = _check(logits, out, workspace)
-    _check_ints("rows", rows, m)
-    _check_ints("positions", positions, m)
-    if targets is not None:
-        _check_ints("targets", targets, m)
+    _check_ints("rows", wanted.rows, m)
+    _check_ints("positions", wanted.positions, m)
+    if wanted.targets is not None:
+        _check_ints("targets", wanted.targets, m)
     if settings.dtype is not torch.uint8 or settings.shape[1:] != (SETTINGS_BYTES,) or not settings.is_contiguous():
         raise ValueError(f"settings: {settings.dtype} {tuple(settings.shape)} is not uint8 [n, {SETTINGS_BYTES}]")
     if not m:
         return
     w, vocab, grid = workspace, np.int32(workspace.vocab), (workspace.parts, m)
-    _scan(logits, rows, settings, targets, out, w, is_changed)
-    shared = [logits, vocab, rows, settings, w.groups, w.highest, w.modes]
-    launch(_kernel("weigh", w), grid, w.threads, [*shared, w.counters, w.sums, w.bins, w.cuts])
-    launch(_kernel("narrow", w), grid, w.threads, [*shared, w.bins, w.cuts, w.sums, w.tokens, w.counts])
+    _scan(logits, wanted, settings, out, w, is_changed)
+    shared = [logits, vocab, wanted.rows, settings, w.groups, w.highest, w.modes]
+    if needs_totals:
+        launch(_kernel("weigh", w), grid, w.threads, [*shared, w.counters, w.sums, w.bins, w.cuts])
+        launch(_kernel("narrow", w), grid, w.threads, [*shared, w.bins, w.cuts, w.sums, w.tokens, w.counts])
     arguments = [
-        logits, vocab, np.int32(w.parts), rows, settings, positions, w.groups, w.highest, w.modes, w.sums, w.cuts,
-        w.tokens, w.counts, out, _columns(out),
+        logits, vocab, np.int32(w.parts), wanted.rows, settings, wanted.positions, w.groups, w.highest, w.modes, w.sums,
+        w.cuts, w.tokens, w.counts, out, _columns(out),
     ]  # fmt: skip
     launch(_kernel("draw", w), (m,), w.threads, arguments, w.capacity * 12)
 
@@ -132,7 +144,7 @@ def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, w
     if not m:
         return
     w, vocab = workspace, np.int32(workspace.vocab)
-    _scan(logits, None, None, None, None, w, is_changed=False)
+    _scan(logits, None, None, None, w, is_changed=False)
     arguments = [logits, vocab, None, None, w.groups, w.highest, w.modes, w.counters, w.sums, w.bins, w.cuts]
     launch(_kernel("weigh", w), (w.parts, m), w.threads, arguments)
     arguments = [
@@ -144,16 +156,16 @@ def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, w
 
 def _scan(
     logits: Tensor,
-    rows: Tensor | None,
+    wanted: Wanted | None,
     settings: Tensor | None,
-    targets: Tensor | None,
     out: Tensor | None,
     w: SamplingWorkspace,
     is_changed: bool,
 ) -> None:
     arguments = [
-        logits, np.int32(w.vocab), rows, settings, targets, w.flags if is_changed else None, w.groups, w.partial,
-        w.counters, w.highest, w.modes, out, np.int32(0) if out is None else _columns(out),
+        logits, np.int32(w.vocab), wanted and wanted.rows, settings, wanted and wanted.targets,
+        w.flags if is_changed else None, w.groups, w.partial, w.counters, w.highest, w.modes, out,
+        np.int32(0) if out is None else _columns(out),
     ]  # fmt: skip
     launch(_kernel("scan", w), (w.parts, len(logits)), w.threads, arguments)
 

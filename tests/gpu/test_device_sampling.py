@@ -150,7 +150,7 @@ def test_a_full_batch_of_a_large_vocabulary_agrees_with_the_host(vocab: int) -> 
 
 @pytest.mark.gpu
 def test_a_captured_graph_draws_for_other_settings_and_positions() -> None:
-    from allspan.kernels.cuda.sampling import sample_rows, sampling_workspace
+    from allspan.kernels.cuda.sampling import Wanted, sample_rows, sampling_workspace
     from allspan.worker.sampling.kernel import sampling_kernel
     from allspan.worker.sampling.settings import SETTINGS, settings_of
 
@@ -162,7 +162,7 @@ def test_a_captured_graph_draws_for_other_settings_and_positions() -> None:
     settings = torch.zeros((m, 40), dtype=torch.uint8, device="cuda")
 
     def step() -> None:
-        sample_rows(logits, rows, positions, None, settings, out, workspace)
+        sample_rows(logits, Wanted(rows, positions), settings, out, workspace)
 
     step()
     torch.cuda.synchronize()

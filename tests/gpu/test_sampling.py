@@ -12,6 +12,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.sampling import (
     SamplingWorkspace,
+    Wanted,
     best_tokens,
     likely_tokens,
     sample_rows,
@@ -81,7 +82,9 @@ def sampled(
     rows = on(device, np.arange(m)[::-1], np.int32)
     settings = on(device, table(params).view(np.uint8).reshape(len(params), -1), np.uint8)
     known = None if targets is None else on(device, targets, np.int32)
-    sample_rows(on(device, logits, np.float32), rows, on(device, positions, np.int32), known, settings, out, workspace)
+    wanted = Wanted(rows, on(device, positions, np.int32), known)
+    top_ks = [each.is_greedy or 0 < each.top_k < logits.shape[1] for each in params]
+    sample_rows(on(device, logits, np.float32), wanted, settings, out, workspace, needs_totals=not all(top_ks))
     assert (out[:, 1:] == 77).all()
     assert not workspace.counters.any()
     assert not workspace.counts.any()
@@ -115,6 +118,15 @@ def test_draws_of_small_vocabularies_are_those_of_numpy(vocab: int, device: str,
     workspace = sampling_workspace(17, vocab, device, **small)
     for seed in range(2 if device == "cpu" else 20):
         check_draws(17, vocab, seed, device, workspace)
+
+
+def test_a_batch_that_draws_from_its_top_k_only_takes_two_launches(device: str, small: dict[str, int]) -> None:
+    logits = rows_of_logits(6, 1500, 5)
+    params = [SamplingParams(seed=i, top_k=(1, 7, 60, 270, 299, 1000)[i], top_p=0.9) for i in range(6)]
+    positions, targets = np.arange(6), np.full(6, -1)
+    workspace = sampling_workspace(6, 1500, device, **small)
+    found = sampled(logits, params, positions, targets, device, workspace)
+    assert found == expected(ReferenceKernel(), logits, params, positions, targets)
 
 
 @pytest.mark.gpu
@@ -156,7 +168,7 @@ def test_rows_that_nobody_has_are_left_alone(device: str, small: dict[str, int])
     out = torch.full((3,), 77, dtype=torch.int32, device=device)
     rows = torch.tensor([-1, 0, -1], dtype=torch.int32, device=device)
     logits = on(device, rows_of_logits(3, 500, 1), np.float32)
-    sample_rows(logits, rows, torch.zeros_like(rows), None, settings, out, workspace)
+    sample_rows(logits, Wanted(rows, torch.zeros_like(rows)), settings, out, workspace)
     assert out[0] == out[2] == 77
     assert 0 <= int(out[1]) < 500
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.changes import CHANGES, ban_tokens, change_rows, note_tokens
 from allspan.kernels.cuda.modules import driver
-from allspan.kernels.cuda.sampling import best_tokens, likely_tokens, sample_rows, sampling_workspace
+from allspan.kernels.cuda.sampling import Wanted, best_tokens, likely_tokens, sample_rows, sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.features import Ban, Row, bans_of
@@ -204,17 +203,20 @@ class DeviceSampling:
             for i, row in enumerate(rows.tolist() if self._changed else ())
             if row in self._changed and targets[i] < 0
         ]
+        top_k, is_random = settings["top_k"][rows], settings["is_random"][rows]
+        needs_totals = bool(((is_random != 0) & ((top_k <= 0) | (top_k >= self._vocab))).any())
         ints = self._upload(np.stack((rows, positions, targets, counts)).astype(np.int32))
         for begin in range(0, m, self._workspace.rows):
             part = slice(begin, min(begin + self._workspace.rows, m))
             mine = [(i - begin, each) for i, each in changing if part.start <= i < part.stop]
             raw = self._change(logits[part], mine, positions[part], counts[part])
-            who, where, known, wanted = (each[part] for each in ints)
-            self._sample(logits[part], (who, where, known), tokens[part], bool(mine))
+            wanted = Wanted(*(each[part] for each in ints[:3]))
+            w = self._workspace
+            sample_rows(logits[part], wanted, self._settings, tokens[part], w, bool(mine), needs_totals)
             if width:
                 for i, row in raw.items():
                     logits[begin + i] = row
-                likely_tokens(logits[part], tokens[part], wanted, found[part], self._workspace)
+                likely_tokens(logits[part], tokens[part], ints[3, part], found[part], w)
         return self._step(room, m, counts, frozenset(i for i, _ in changing))
 
     def _step(self, room: Tensor, m: int, counts: Rows, changed: frozenset[int]) -> DeviceStep:
@@ -226,10 +228,6 @@ class DeviceSampling:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         return DeviceStep(room[:m], host, arrived, counts, changed, self._vocab)
-
-    def _sample(self, logits: Tensor, ints: Sequence[Tensor], out: Tensor, is_changed: bool) -> None:
-        rows, positions, targets = ints
-        sample_rows(logits, rows, positions, targets, self._settings, out, self._workspace, is_changed)
 
     def _change(
         self, logits: Tensor, changing: list[tuple[int, _Changed]], positions: Rows, counts: Rows
