@@ -41,10 +41,15 @@ def cut_prefill(queries: Ints, kv_lens: Ints, group: int, least: int = 1) -> Int
         raise ValueError(
             f"queries: request {request} has {queries[request]}, of {kv_lens[request]} tokens in its pages"
         )
-    counts = np.where(queries >= least, (queries * group + (_ROWS - 1)) // _ROWS, 0)
+    return cut_rows(np.where(queries >= least, queries, 0), kv_lens - queries, group)
+
+
+def cut_rows(queries: Ints, before: Ints, group: int) -> Ints:
+    """Tiles of requests of so many queries, the first of which sees `before` tokens beside itself."""
+    counts = (queries * group + (_ROWS - 1)) // _ROWS
     requests = np.repeat(np.arange(len(counts)), counts)
     rows = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * _ROWS
-    seen = (kv_lens - queries)[requests] + rows // group
+    seen = before[requests] + rows // group
     order = np.argsort(-seen, kind="stable")
     return np.stack((requests[order], rows[order]), 1).astype(np.int32)
 
@@ -118,6 +123,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dim in (64, 128):
         for form in range(3):
             yield _kernel(form, form > 0, dim, 0, 0)
+        yield _kernel(0, False, dim, 0, 1)
     yield _kernel(0, False, 256, 0, 0)
 
 
