@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,16 +54,22 @@ class AllReduce:
     """
 
     def __init__(
-        self, rank: int, arenas: Sequence[int], device: torch.device | str, patience_s: float = PATIENCE_S
+        self,
+        rank: int,
+        arenas: Sequence[int],
+        device: torch.device | str,
+        patience_s: float = PATIENCE_S,
+        most_blocks: int = _MOST_BLOCKS,
     ) -> None:
         """`arenas`: where this device sees each rank's arena, this one's own included, filled as `arena_parts` says
-        before any rank makes a call. Raises ValueError for more than MOST_RANKS."""
+        before any rank makes a call. All blocks of a launch, at most `most_blocks`, must find room on the device at
+        once, those of ranks that share it too. Raises ValueError for more than MOST_RANKS."""
         ranks = len(arenas)
         if not 0 <= rank < ranks <= MOST_RANKS:
             raise ValueError(f"rank {rank} of {ranks}: at most {MOST_RANKS} GPUs can sum without NCCL")
         self.rank, self.ranks = rank, ranks
         self.push_bytes = PUSH_BYTES[ranks]
-        self._blocks = min(gpu(torch.device(device)).multiprocessors, _MOST_BLOCKS)
+        self._blocks = min(gpu(torch.device(device)).multiprocessors, most_blocks, _MOST_BLOCKS)
         self._state = torch.zeros(4, dtype=torch.int32, device=device)
         self._error = torch.zeros(1, dtype=torch.int32, pin_memory=self._state.is_cuda)
         self._error_view = self._error.numpy()
@@ -83,14 +88,17 @@ class AllReduce:
 
         Raises ValueError for what does not fit, BackendUnavailable without CuPy.
         """
-        flat, packet = _flat(x), _packet(x)
+        flat, packet = _flat(x), 16 // x.element_size()  # elements that are sent as one
         if self.ranks == 1 or not len(flat):
             return
         if x.nbytes <= self.push_bytes:
             packets = -(-len(flat) // packet)
             threads = min(_THREADS, -(-packets // 32) * 32)
             rows = -(-packets // threads)
-            self._push(x, (rows, threads, len(flat)), threads, ())
+            what = _kernel("push_reduce", _capacity(self.ranks), int(packet == 4))
+            sizes = (np.int64(rows), np.int32(threads), np.int64(len(flat)))
+            nothing = (None, None, np.float32(0), None)
+            launch(what, (min(self._blocks, rows),), threads, (self._shared, x, *sizes, *nothing), shared_bytes=256)
             return
         for piece in torch.split(flat, STAGING_BYTES // x.element_size()):
             packets = -(-len(piece) // (packet * self.ranks))  # of a slice
@@ -107,25 +115,26 @@ class AllReduce:
 
         Raises ValueError for what does not fit, BackendUnavailable without CuPy.
         """
+        fits = x.nbytes <= self.push_bytes
+        if not fits:
+            self.all_reduce(x)
+        self._norm(_capacity(self.ranks) if fits else 1, x, residual, weight, eps, out)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """What comes after the sum, for an x that has been summed: with the bits of `all_reduce_add_rms_norm`."""
+        self._norm(1, x, residual, weight, eps, out)
+
+    def _norm(self, ranks: int, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         _check_norm(x, residual, weight, out)
         rows, width = x.shape
-        if not rows:
-            return
-        if x.nbytes > self.push_bytes:
-            self.all_reduce(x)
-        packets = width // 8
-        per = next(per for per in _PER if packets <= per * _most_threads(self.ranks))
-        threads = -(-packets // (32 * per)) * 32
-        self._push(x, (rows, packets, x.numel()), threads, (residual, weight, np.float32(eps), out))
-
-    def _push(self, x: Tensor, sizes: tuple[int, int, int], threads: int, norm: tuple[Any, ...]) -> None:
-        """`sizes`: rows, packets of a row, elements. A sum that is longer than an inbox has been made before."""
-        rows, packets, count = sizes
-        ranks = _capacity(self.ranks) if x.nbytes <= self.push_bytes else 1
-        what = _kernel("push_reduce", ranks, int(x.dtype is torch.float32), int(bool(norm)), -(-packets // threads))
-        after = norm or (None, None, np.float32(0), None)
-        numbers = (np.int64(rows), np.int32(packets), np.int64(count))
-        launch(what, (min(self._blocks, rows),), threads, (self._shared, x, *numbers, *after), shared_bytes=256)
+        if rows:
+            packets = width // 8
+            per = next(per for per in _PER if packets <= per * _most_threads(self.ranks))
+            threads = -(-packets // (32 * per)) * 32
+            what = _kernel("push_reduce", ranks, norm=1, per=per)
+            sizes = (np.int64(rows), np.int32(packets), np.int64(x.numel()))
+            after = (residual, weight, np.float32(eps), out)
+            launch(what, (min(self._blocks, rows),), threads, (self._shared, x, *sizes, *after), shared_bytes=256)
 
 
 def _capacity(ranks: int) -> int:
@@ -135,11 +144,6 @@ def _capacity(ranks: int) -> int:
 def _most_threads(ranks: int) -> int:
     """Of a block: more ranks take more registers."""
     return 512 if ranks > 4 else 1024
-
-
-def _packet(x: Tensor) -> int:
-    """Elements of 16 bytes."""
-    return 16 // x.element_size()
 
 
 def _flat(x: Tensor) -> Tensor:

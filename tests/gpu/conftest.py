@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from allspan.kernels.cuda import modules
 from support.emulator.driver import EmulatorDriver
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+"""Streams that wait for each other (ranks of one GPU) must not share a queue."""
 
 
 @pytest.fixture(scope="session")

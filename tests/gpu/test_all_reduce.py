@@ -30,8 +30,14 @@ class Ranks:
             arena[flags : flags + inboxes] = 0xFF
         addresses = [arena.data_ptr() for arena in self.arenas]
         patience_s = patience_s or (10.0 if device == "cuda" else 0.02)  # emulated time passes with each look
-        self.ends = [AllReduce(rank, addresses, device, patience_s) for rank in range(count)]
+        blocks = 60 // count if device == "cuda" else 128  # all ranks' at once
+        self.ends = [AllReduce(rank, addresses, device, patience_s, blocks) for rank in range(count)]
         self.device, self.count, self._emulator = device, count, emulator
+        if device == "cuda":
+            _load_kernels(AllReduce(0, addresses, device, 1e-6, blocks))
+            for arena in self.arenas:
+                arena[:flags] = 0
+                arena[flags : flags + inboxes] = 0xFF
         self._streams = [torch.cuda.Stream() for _ in range(count)] if device == "cuda" else []
 
     def run(self, call: Call, seed: int = 0) -> None:
@@ -47,6 +53,21 @@ class Ranks:
             for rank in range(self.count):
                 streams.current = rank
                 call(rank)
+
+
+def _load_kernels(end: AllReduce) -> None:
+    """Each once, for nothing: a kernel that is loaded may wait for those that run, and these wait for each other."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for count in (8, 9_000_000):
+            end.all_reduce(torch.zeros(count, dtype=dtype, device="cuda"))
+    for width in (64, 16384):
+        x, residual = (
+            torch.zeros(300, width, dtype=torch.bfloat16, device="cuda"),
+            torch.zeros(300, width, device="cuda"),
+        )
+        for rows in (1, 300):
+            end.all_reduce_add_rms_norm(x[:rows], residual[:rows], residual[0], EPS, x[:rows])
+    torch.cuda.synchronize()
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +120,8 @@ def test_messages_of_any_length_in_any_order_are_summed_in_rank_order(
 def test_many_rounds_meet_whoever_is_delayed(seed: int, device: str, emulator: EmulatorDriver) -> None:
     world = Ranks(2, device, emulator)
     chance = np.random.default_rng(seed)
-    lengths = [int(n) for n in chance.choice([3, 100, 1500], 150 if device == "cpu" else 2000, p=[0.5, 0.4, 0.1])]
+    rounds = 150 if device == "cpu" else 400  # a stream takes a thousand launches ahead
+    lengths = [int(n) for n in chance.choice([3, 100, 1500], rounds, p=[0.5, 0.4, 0.1])]
     data = [[random((n,), torch.bfloat16, i + 7 * r, device) for r in range(2)] for i, n in enumerate(lengths)]
     sums = [in_rank_order(parts) for parts in data]
 
@@ -169,7 +191,7 @@ def test_a_peer_that_never_comes_is_named_and_later_rounds_do_not_wait(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("width", [896, 3584, 4096, 8192])
 def test_real_widths_and_requests(ranks: int, width: int, emulator: EmulatorDriver) -> None:
     world = Ranks(ranks, "cuda", emulator)

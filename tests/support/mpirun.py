@@ -56,3 +56,12 @@ def mpirun(ranks: int, arguments: list[str], folder: Path, timeout: float = 90.0
         timeout=timeout,
         check=False,
     )
+
+
+def set_visible_gpu() -> None:
+    """Gives this rank one of the GPUs, in turn; to be called before torch looks for them."""
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else [str(i) for i in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]

@@ -17,7 +17,6 @@ from allspan.protos.errors import ConfigError
 from allspan.worker.host import place
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.parallel.staged import StagedCollectives
 from allspan.worker.parallel.window import (
     PLAN_SPIN_S,
     SPINS,
@@ -40,7 +39,7 @@ class World(Protocol):
     rank: int
     size: int
     kind: str
-    """Of the collectives: "local", "window" or "mpi"."""
+    """Of the collectives: "local"; "window" or "mpi"; on GPUs "ipc", "nccl" or "staged"."""
     groups: dict[str, Collectives]
     channel: PlanChannel | None
 
@@ -114,7 +113,7 @@ class MpiWorld:
         collectives: Collectives
         self.channel: PlanChannel | None
         collectives, self.channel = self._mpi_pair() if memory is None else self._window_pair(memory, native)
-        self.groups = _groups(collectives if device == "cpu" else StagedCollectives(collectives))
+        self.groups = _groups(collectives if device == "cpu" else self._on_gpus(collectives))
 
     def all_values(self, value: int) -> tuple[int, ...]:
         mine, everyone = np.array([value], dtype=np.int64), np.empty(self.size, dtype=np.int64)
@@ -177,6 +176,29 @@ class MpiWorld:
             WindowCollectives(native, memory, min(self._threads), 0 if crowded else SPINS, timeout),
             WindowPlanChannel(native, memory, 0.0 if crowded else PLAN_SPIN_S, timeout),
         )
+
+    def _on_gpus(self, host: Collectives) -> Collectives:
+        from allspan.worker.parallel.gpu import join_gpus  # its kernels are of no use elsewhere
+
+        several = "the ranks are on several hosts" if self._on_several_hosts() else ""
+        collectives, self.kind, why_not = join_gpus(host, self._share, self._config.timeout_s, several)
+        if why_not and self.rank == 0:
+            way = {"nccl": "by NCCL", "staged": "through the host's memory"}[self.kind]
+            print(f"allspan: GPUs sum {way}: {why_not}", file=sys.stderr, flush=True)
+        return collectives
+
+    def _on_several_hosts(self) -> bool:
+        host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        sizes = self.all_values(host.size)
+        host.Free()
+        return min(sizes) < self.size
+
+    def _share(self, data: bytes) -> list[bytes]:
+        """Every rank's data, in rank order, on every rank; as for `gather`."""
+        mine = np.frombuffer(data.ljust(_GATHER_BYTES, b"\0"), dtype=np.uint8).copy()
+        everyone = np.empty(self.size * _GATHER_BYTES, dtype=np.uint8)
+        self._wait(self._comm.Iallgather([mine, self._mpi.BYTE], [everyone, self._mpi.BYTE]), "share")
+        return [part.tobytes().rstrip(b"\0") for part in everyone.reshape(-1, _GATHER_BYTES)]
 
     def _mpi_pair(self) -> tuple[Collectives, PlanChannel]:
         from allspan.worker.parallel.mpi import MpiCollectives, MpiPlanChannel
