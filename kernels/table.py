@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import torch
+
 from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.ops import OpSet
 
@@ -33,6 +35,10 @@ class Backend:
     module: str | None = None
     program: str | None = None
     """What runs a whole program in one call; made of the runtime, the number of slots and the ranks' window or None."""
+    activations: torch.dtype = torch.float32
+    """Of what goes from op to op; the residual stream and logits are float32 everywhere."""
+    device: str = "cpu"
+    """Where its tensors lie."""
 
 
 REFERENCE = {
@@ -57,9 +63,30 @@ REFERENCE = {
 
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in REFERENCE}
 
+CUDA = {
+    "embedding": "allspan.kernels.cuda.elementwise:embedding",
+    "head_norm": "allspan.kernels.cuda.rotary_append:head_norm",
+    "rotary": "allspan.kernels.cuda.rotary_append:rotary",
+    "hadamard": "allspan.kernels.cuda.rotary_append:hadamard",
+    "append_kv": "allspan.kernels.cuda.rotary_append:append_kv",
+    "linear": REFERENCE["linear"],  # torch's own is cuBLAS there
+    "add": "allspan.kernels.cuda.elementwise:add",
+    "rms_norm": "allspan.kernels.cuda.elementwise:rms_norm",
+    "add_rms_norm": "allspan.kernels.cuda.elementwise:add_rms_norm",
+    "silu_mul": "allspan.kernels.cuda.elementwise:silu_mul",
+    "gather_rows": "allspan.kernels.cuda.elementwise:gather_rows",
+    "rotary_append": "allspan.kernels.cuda.rotary_append:rotary_append",
+    "attention": "allspan.kernels.cuda.attention:attention",
+    "packed_linear": "allspan.kernels.cuda.linear:packed_linear",
+    "packed_linear_add": "allspan.kernels.cuda.linear:packed_linear_add",
+    "packed_gated_linear": "allspan.kernels.cuda.linear:packed_gated_linear",
+    "packed_embedding": "allspan.kernels.cuda.linear:packed_embedding",
+}
+
 BACKENDS: Mapping[str, Backend] = {
     "cpu": Backend(CPU, module="allspan.kernels.cpu.runtime", program="allspan.kernels.cpu._native:Program"),
     "reference": Backend(REFERENCE),
+    "cuda": Backend(CUDA, module="allspan.kernels.cuda.runtime", activations=torch.bfloat16, device="cuda"),
 }
 """In order of preference."""
 
@@ -75,8 +102,10 @@ class LoadedOps:
         ops: Mapping[str, Callable[..., None]],
         runtime: Any = None,
         program: Callable[..., Any] | None = None,
+        activations: torch.dtype = torch.float32,
     ) -> None:
         self.name = name
+        self.activations = activations
         self.runtime = runtime
         self.program = program
         for op, implementation in ops.items():
@@ -87,7 +116,8 @@ class LoadedOps:
 
 
 def op_set(backend: str = "auto", threads: int = 1, cpus: tuple[int, ...] = ()) -> OpSet:
-    """The op set of a backend: "cpu", "reference", one variant as in "cpu/avx2", or "auto": the best that runs here.
+    """The op set of a backend: "cpu", "reference", "cuda", one variant as in "cpu/avx2", or "auto": the best for the
+    CPU's tensors that runs here.
 
     `threads` work on each op, the calling one included; they are pinned to `cpus`, one each, when these are given.
     Raises BackendUnavailable for a backend that cannot run here (never for "auto"), ValueError for bad arguments and
@@ -97,7 +127,7 @@ def op_set(backend: str = "auto", threads: int = 1, cpus: tuple[int, ...] = ()) 
         raise ValueError(f"threads: {threads} is not a number of threads (at least 1)")
     if backend != "auto":
         return _open(backend, threads, cpus)
-    for name in BACKENDS:
+    for name in (name for name, backend in BACKENDS.items() if backend.device == "cpu"):
         try:
             return _open(name, threads, cpus)
         except BackendUnavailable as error:
@@ -106,9 +136,12 @@ def op_set(backend: str = "auto", threads: int = 1, cpus: tuple[int, ...] = ()) 
 
 
 def backends() -> tuple[str, ...]:
-    """Every backend and variant that this machine can run, best first: ("cpu/avx512", …, "reference")."""
+    """Every backend and variant for the CPU's tensors that this machine can run, best first: ("cpu/avx512", …,
+    "reference")."""
     names: list[str] = []
     for name, backend in BACKENDS.items():
+        if backend.device != "cpu":
+            continue
         if backend.module is None:
             names.append(name)
         else:
@@ -122,10 +155,11 @@ def _open(name: str, threads: int, cpus: tuple[int, ...]) -> OpSet:
         raise ValueError(f"backend: {name!r} is not known (auto, {', '.join(BACKENDS)})")
     backend = BACKENDS[family]
     if backend.module is None:
-        return cast(OpSet, LoadedOps(family, _resolve(family, backend, None)))
+        return cast(OpSet, LoadedOps(family, _resolve(family, backend, None), activations=backend.activations))
     opened, runtime = importlib.import_module(backend.module).open_runtime(variant or None, threads, cpus)
     program = partial(_load(backend.program), runtime) if backend.program else None
-    return cast(OpSet, LoadedOps(f"{family}/{opened}", _resolve(family, backend, runtime), runtime, program))
+    ops = _resolve(family, backend, runtime)
+    return cast(OpSet, LoadedOps(f"{family}/{opened}", ops, runtime, program, backend.activations))
 
 
 def _resolve(name: str, backend: Backend, runtime: Any) -> dict[str, Callable[..., None]]:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from allspan.kernels.cuda import prefill_sm90
 from allspan.kernels.cuda.decode import DecodeWorkspace, paged_decode
-from allspan.kernels.cuda.pages import PageTable
+from allspan.kernels.cuda.modules import gpu
+from allspan.kernels.cuda.pages import MOST_HEAD_DIM, PageTable
 from allspan.kernels.cuda.prefill import PrefillPlan, paged_prefill
+from allspan.kernels.cuda.prefill_sm90 import paged_prefill_sm90
+
+HEAD_STEPS = {"bfloat16": 16, "int8": 32, "uint4": 64}
+"""By the format of the pages: what a head's size is a multiple of, up to MOST_HEAD_DIM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +44,19 @@ def attention(
         paged_decode(q[:count], cache, meta.decodes, meta.scale, out[:count], None, meta.workspace)
     if meta.prefills is not None:
         table, plan = meta.prefills
-        paged_prefill(q, cache, table, plan, meta.scale, True, out, None)
+        if _runs_on_hopper(k_cache, q.device):
+            paged_prefill_sm90(q, (k_cache, v_cache), table, plan, meta.scale, True, out, None)
+        else:
+            paged_prefill(q, cache, table, plan, meta.scale, True, out, None)
+
+
+def runs(head_dim: int, pages: str) -> bool:
+    """Whether the kernels are for this head size and format of pages."""
+    return pages in HEAD_STEPS and head_dim % HEAD_STEPS[pages] == 0 and head_dim <= MOST_HEAD_DIM
+
+
+def _runs_on_hopper(cache: Tensor, device: torch.device) -> bool:
+    is_made_for = cache.dtype is torch.bfloat16 and cache.shape[3] in prefill_sm90.HEAD_DIMS
+    return (
+        is_made_for and cache.shape[2] >= prefill_sm90.LEAST_PAGE and gpu(device).capability == prefill_sm90.CAPABILITY
+    )

@@ -39,6 +39,7 @@ from allspan.worker.engine.settings import EngineSettings, worker_config
 from allspan.worker.engine.setup import load_engine
 from allspan.worker.engine.weights import Weights
 from allspan.worker.host import host_name, peak_rss_bytes
+from allspan.worker.models.loader import open_ops
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
@@ -59,7 +60,7 @@ class Engine:
 
     `model`: a Hugging Face folder, a GGUF file, or the name of a model that `allspan pull` has fetched.
     `tokenizer`: a folder or GGUF file, when it does not lie beside the weights.
-    `kernels`: "auto", or a backend of `allspan.kernels.table` ("cpu", "reference").
+    `kernels`: "auto" (the best for `device`), or a backend of `allspan.kernels.table` ("cpu", "reference", "cuda").
     Further settings are the fields of `allspan.protos.config` (`threads`, `dtype`, `max_model_len`, `max_num_seqs` …).
     Raises ModelNotFound, CheckpointError or ConfigError.
     """
@@ -74,7 +75,10 @@ class Engine:
     ) -> None:
         config = worker_config(model, settings)
         try:
-            ops = op_set(kernels, config.parallel.threads, config.parallel.cpus)
+            if kernels == "auto":
+                ops = open_ops(config)
+            else:
+                ops = op_set(kernels, config.parallel.threads, config.parallel.cpus)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(f"kernels is {kernels!r}: {error}") from error
         self.model = config.model.name

@@ -81,11 +81,12 @@ class _Gpu:
         return cut_prefill(counts.astype(np.int32), kv_lens.astype(np.int32), self._group)
 
     def of(self, inputs: StepInputs) -> Any:
-        count, pages, heads = inputs.num_decodes, inputs.page_indices, self._first_heads
+        count, pages = inputs.num_decodes, inputs.page_indices
+        heads: dict[str, Any] = {"first_heads": self._first_heads, "most_heads": self._group}
         decodes = prefills = None
         if count:
-            decodes = PageTable(inputs.page_indptr[: count + 1], pages, inputs.kv_lens[:count], first_heads=heads)
+            decodes = PageTable(inputs.page_indptr[: count + 1], pages, inputs.kv_lens[:count], **heads)
         if inputs.tiles is not None and len(inputs.tiles):
-            table = PageTable(inputs.page_indptr, pages, inputs.kv_lens, first_heads=heads)
+            table = PageTable(inputs.page_indptr, pages, inputs.kv_lens, **heads)
             prefills = table, PrefillPlan(inputs.tiles, inputs.qo_indptr, len(inputs.ids), self._group)
         return StepAttention(decodes, prefills, self._scale, self._workspace)

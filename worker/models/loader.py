@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from allspan.kernels.cuda.attention import HEAD_STEPS, runs
+from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packing import Packer
 from allspan.kernels.table import op_set
@@ -167,14 +169,38 @@ def check_device(device: str) -> None:
 
 
 def open_ops(config: WorkerConfig) -> OpSet:
-    """The op set for the model's device. ConfigError for threads or an instruction set that cannot be had."""
-    backend = "auto" if config.model.device == "cpu" else "reference"
+    """The op set for the model's device and dtype. ConfigError for threads, an instruction set or a library that cannot
+    be had."""
+    backend = "auto"
+    if config.model.device == "cuda":
+        check_device("cuda")
+        backend = _gpu_backend(prepare(config.model, config.cache, 0, 1))
     try:
         return op_set(backend, config.parallel.threads, config.parallel.cpus)
+    except BackendUnavailable as error:
+        raise ConfigError(
+            f"device is cuda with bfloat16 weights: {error}; or use --dtype float32, which is slow"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
     except RuntimeError as error:  # the system's limit of threads, or processors that are not this process's
         raise ConfigError(f"threads is {config.parallel.threads}, which cannot be started: {error}") from error
+
+
+def _gpu_backend(prepared: Prepared) -> str:
+    """The kernels are for bfloat16 and some head sizes; whatever else runs on the reference ops, which is slow."""
+    size, held, pages = prepared.source.spec.head_dim, prepared.held["dtype"], prepared.cache_spec.dtype
+    if held == "bfloat16" and runs(size, pages):
+        return "cuda"
+    logger.warning(
+        "the CUDA kernels are for bfloat16 and, by the format of KV pages, head sizes in steps of %s; "
+        "dtype %s, pages of %s and a head size of %d run on torch's own, slowly",
+        HEAD_STEPS,
+        held,
+        pages,
+        size,
+    )
+    return "reference"
 
 
 def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Checkpoint:

@@ -1,0 +1,77 @@
+"""The engine on the CUDA kernels: the tokens of transformers' model, whatever runs beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allspan import Engine, SamplingParams
+from allspan.worker.models import loader
+from support.tiny_models import prompt, reference_logits, save_tiny
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64, "hidden_size": 144, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "qwen2": {"hidden_size": 448, "num_attention_heads": 7, "num_key_value_heads": 1},
+    "qwen3": {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64},
+}
+PROMPTS = [3, 1, 70]
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 128,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 64,
+    "page_size": 16,
+    "kv_cache_bytes": 4_000_000,
+}
+
+
+@pytest.fixture
+def on(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of an engine on the CUDA kernels; emulated, its tensors lie on the CPU as they would on a GPU."""
+    if device == "cuda":
+        return {"device": "cuda"}
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: "rows")
+    return {"kernels": "cuda"}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
+    """A random checkpoint in bfloat16, and transformers' model of it in float32."""
+    reference = save_tiny(tmp_path / "model", request.param, torch.bfloat16, **FAMILIES[request.param])
+    return tmp_path / "model", reference.float()
+
+
+def assert_likely(output: tuple[int, ...], asked: list[int], reference: Any) -> None:
+    """Each token is the reference's best after those before it, or as good but for what bfloat16 rounds away."""
+    logits = reference_logits(reference, [*asked, *output])[len(asked) - 1 : -1]
+    for i, (token, row) in enumerate(zip(output, logits, strict=True)):
+        miss = float(row.max() - row[token])
+        assert miss <= 0.05 * float(row.std()), f"token {i} of {len(output)}: {miss} below the best"
+
+
+@pytest.mark.parametrize("pages", ["int8", "uint4"])
+def test_quantised_pages_change_little(pages: str, tmp_path: Path, on: dict[str, Any]) -> None:
+    reference = save_tiny(tmp_path / "model", "qwen2", torch.bfloat16, **FAMILIES["qwen2"]).float()
+    asked = prompt(20, reference.config.vocab_size)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    with Engine(tmp_path / "model", kv_cache_dtype=pages, **on, **SETTINGS) as engine:
+        (output,) = engine.generate([asked], params)
+    right = reference_logits(reference, asked).log_softmax(-1)
+    told = [entry.logprob for entry in output.prompt_logprobs]
+    expected = [float(right[i, token]) for i, token in enumerate(asked[1:])]
+    assert told == pytest.approx(expected, abs={"int8": 0.4, "uint4": 2.0}[pages])
+
+
+def test_greedy_tokens_are_those_of_transformers(model: tuple[Path, Any], on: dict[str, Any]) -> None:
+    folder, reference = model
+    vocab = reference.config.vocab_size
+    asked = [prompt(length, vocab, seed) for seed, length in enumerate(PROMPTS)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with Engine(folder, **on, **SETTINGS) as engine:
+        outputs = engine.generate(asked, params)
+    for one, output in zip(asked, outputs, strict=True):
+        assert len(output.token_ids) == 4
+        assert_likely(output.token_ids, one, reference)
