@@ -66,6 +66,8 @@ class Format:
     """Before the first block of a panel."""
     scale_bytes: int = 0
     """Before the codes of a block."""
+    is_e4m3: bool = False
+    """Codes are floating-point numbers of 8 bits."""
 
     @property
     def is_quantised(self) -> bool:
@@ -88,9 +90,15 @@ FORMATS: Mapping[str, Format] = {
     "q6_k": Format(6, zero=32, block=256, scale_bytes=288),
 }
 
+ROW_FORMATS: Mapping[str, Format] = {
+    **{name: FORMATS[name] for name in ("bf16", "channel8", "channel4", "group8", "group4", "q8_0", "q4_0")},
+    "fp8": Format(8, zero=0, head_bytes=128, is_e4m3=True),
+}
+"""Those that rows hold; `allspan.kernels.rows` says how."""
+
 ACTIVATIONS = ("f32", "bf16", "a8", "a16")
 """What a linear layer's input is turned into: with f32 and bf16 weights the same; with codes, whole numbers of 8 bits
-(a8) or 16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs."""
+(a8) or 16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs. Of fp8, "e4m3": the same, a scale a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +121,17 @@ class PackedSpec:
     """Or "rows"."""
 
     @property
+    def kind(self) -> Format:
+        return (ROW_FORMATS if self.memory == "rows" else FORMATS)[self.format]
+
+    @property
     def block(self) -> int:
-        return FORMATS[self.format].block or self.group
+        return self.kind.block or self.group
 
     @property
     def x_group(self) -> int:
         """Inputs of which whole numbers share a scale: more where the weights' scales are not for each group."""
-        return 128 if FORMATS[self.format].head_bytes else 32
+        return 128 if self.kind.head_bytes else 32
 
     @property
     def blocks(self) -> int:
@@ -128,12 +140,12 @@ class PackedSpec:
 
     @property
     def block_bytes(self) -> int:
-        kind = FORMATS[self.format]
+        kind = self.kind
         return kind.scale_bytes + self.block * FEATURES * kind.bits // 8
 
     @property
     def panel_bytes(self) -> int:
-        return FORMATS[self.format].head_bytes + self.blocks * self.block_bytes
+        return self.kind.head_bytes + self.blocks * self.block_bytes
 
     @property
     def panels(self) -> int:
@@ -146,19 +158,19 @@ class PackedSpec:
     @property
     def depth(self) -> int:
         """Codes of a feature in rows: the lead, the inputs, and what fills the last `SLAB` bytes."""
-        slab = 8 * SLAB // FORMATS[self.format].bits
+        slab = 8 * SLAB // self.kind.bits
         return -(-(self.lead + self.inputs) // slab) * slab
 
     @property
     def groups(self) -> int:
         """Of a feature's inputs, each with a scale."""
-        kind = FORMATS[self.format]
+        kind = self.kind
         return self.blocks if kind.scale_bytes else int(bool(kind.head_bytes))
 
     @property
     def row_bytes(self) -> int:
         """Codes and scales of a feature in rows."""
-        kind = FORMATS[self.format]
+        kind = self.kind
         return self.depth * kind.bits // 8 + self.groups * (8 if kind.head_bytes else 4)
 
     @property

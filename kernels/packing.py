@@ -50,8 +50,9 @@ class Packer:
         For each feature and group (all of `values`, per channel) with codes up to most: scale = (max - min) / most, and
         1 for 0; offset = -min; code = round((w + offset) / scale) within 0 … most, halves to even. Scales and offsets
         of groups are rounded to float16 first; the offset of channel8 is rounded to a whole number of scales, so that
-        0 is exact. A NaN or an infinity makes both NaN. `values` begins `before` inputs before this rank's; with
-        groups, that is the spec's lead.
+        0 is exact. Of fp8, scale = max |w| / 448 and code = w / scale, the nearest e4m3 number. A NaN or an infinity
+        makes scale and offset NaN. `values` begins `before` inputs before this rank's; with groups, that is the spec's
+        lead.
         """
         spec, inputs = target.spec, values.shape[1]
         if before < 0 or before + spec.inputs > inputs or (spec.group and before != spec.lead):

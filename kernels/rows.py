@@ -20,6 +20,7 @@ the first input lie `lead` codes, after the last zeros up to the end of the slab
 | channel8, channel4 | float32, one group |
 | group8, group4 | float16 for each `group` inputs |
 | q8_0 (zero 128), q4_0 (zero 8) | float16 for each 32 |
+| fp8 | float32, one group; codes are e4m3 numbers, as they are |
 """
 
 from __future__ import annotations
@@ -30,15 +31,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.packed import FORMATS, PackedSpec
-
-ROW_FORMATS = ("bf16", "channel8", "channel4", "group8", "group4", "q8_0", "q4_0")
-"""Formats that rows hold; others only lie in panels."""
+from allspan.kernels.packed import Format, PackedSpec
 
 
 def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
     """[features, bytes] uint8 or, of bf16, [features, depth] bfloat16: a view of where codes lie."""
-    kind = FORMATS[spec.format]
+    kind = spec.kind
     size = spec.depth * kind.bits // 8
     codes = weight.view(-1)[: spec.features * size].view(spec.features, size)
     return codes if kind.is_quantised else codes.view(torch.bfloat16)
@@ -46,7 +44,7 @@ def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
 
 def numbers_of(weight: Tensor, spec: PackedSpec) -> Tensor:
     """[groups, features, 2]: a view of the scales and offsets."""
-    kind = FORMATS[spec.format]
+    kind = spec.kind
     dtype = torch.float32 if kind.head_bytes else torch.float16
     begin = spec.features * spec.depth * kind.bits // 8
     return weight.view(-1)[begin:].view(dtype).view(spec.groups, spec.features, 2 if spec.groups else 0)
@@ -54,50 +52,55 @@ def numbers_of(weight: Tensor, spec: PackedSpec) -> Tensor:
 
 def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, first: int) -> None:
     """Stores features `first` and on, given as `allspan.kernels.reference.packed` has them."""
-    if not FORMATS[spec.format].is_quantised:
+    if not spec.kind.is_quantised:
         values = fields["weight"]
         into = codes_of(weight, spec)[first : first + len(values)]
         into[:, spec.lead : spec.lead + spec.inputs] = values.to(weight.device)
         into[:, : spec.lead], into[:, spec.lead + spec.inputs :] = 0, 0
         return
     codes = fields["codes"].to(weight.device, torch.uint8)[:, : spec.depth]
-    packed = _pack_codes(functional.pad(codes, (0, spec.depth - codes.shape[1])), FORMATS[spec.format].bits)
+    packed = _pack_codes(functional.pad(codes, (0, spec.depth - codes.shape[1])), spec.kind)
     codes_of(weight, spec)[first : first + len(codes)] = packed
     numbers = numbers_of(weight, spec)[:, first : first + len(codes)]
     for i, name in enumerate(("scales", "offsets")):
-        values = fields[name] if name in fields else fields["scales"] * (FORMATS[spec.format].zero or 0)
+        values = fields[name] if name in fields else fields["scales"] * (spec.kind.zero or 0)
         numbers[:, :, i] = values.to(weight.device, numbers.dtype).T
 
 
 def fields_of_rows(weight: Tensor, spec: PackedSpec, rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
     """What was packed of some features, without what fills the last slab; codes as far as scales reach."""
-    kind = FORMATS[spec.format]
+    kind = spec.kind
     if not kind.is_quantised:
         return {"weight": codes_of(weight, spec)[rows, spec.lead : spec.lead + spec.inputs]}
     depth = spec.blocks * spec.block
-    codes = _unpack_codes(codes_of(weight, spec)[rows], kind.bits)[:, :depth]
+    codes = _unpack_codes(codes_of(weight, spec)[rows], kind)[:, :depth]
     fields = {"codes": functional.pad(codes, (0, depth - codes.shape[1]))}
     numbers = numbers_of(weight, spec)[:, rows]
     fields["scales"] = numbers[:, :, 0].T
     return fields if kind.zero is not None else fields | {"offsets": numbers[:, :, 1].T}
 
 
-def _pack_codes(codes: Tensor, bits: int) -> Tensor:
+def _pack_codes(codes: Tensor, kind: Format) -> Tensor:
     """[rows, depth] → [rows, bytes]."""
-    rows = len(codes)
+    rows, bits = len(codes), kind.bits
     chunks = codes.view(rows, -1, 16 // bits, 4, 8).transpose(2, 3)
     if bits == 8:
-        return chunks.reshape(rows, -1) ^ 128
+        return chunks.reshape(rows, -1) ^ _lack(kind)
     pairs = chunks.reshape(rows, -1, 2, 2, 2)  # of 8 codes: [half of the four pairs][pair][of a pair]
     return (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).transpose(2, 3).reshape(rows, -1)
 
 
-def _unpack_codes(packed: Tensor, bits: int) -> Tensor:
+def _unpack_codes(packed: Tensor, kind: Format) -> Tensor:
     """The inverse of `_pack_codes`."""
-    rows = len(packed)
+    rows, bits = len(packed), kind.bits
     if bits == 4:
         halves = packed.view(rows, -1, 2, 2).transpose(2, 3)
         packed = torch.stack((halves & 15, halves >> 4), 3)
     else:
-        packed = packed ^ 128
+        packed = packed ^ _lack(kind)
     return packed.reshape(rows, -1, 4, 16 // bits, 8).transpose(2, 3).reshape(rows, -1)
+
+
+def _lack(kind: Format) -> int:
+    """What 8 bits are changed by."""
+    return 0 if kind.is_e4m3 else 128

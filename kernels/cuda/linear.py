@@ -4,8 +4,8 @@ x is bfloat16 [n, K]; out is bfloat16, or float32 (logits, and what `packed_line
 
 - Few rows: a kernel that reads the weight once, at the speed of memory; codes meet x as it is, whatever the spec's
   activation: at these sizes rounding x would save nothing.
-- Many: cuBLAS, through torch. Codes become bfloat16 first; with activation a8 and scales a channel, x becomes int8 (one
-  scale a row) and codes are multiplied as they are.
+- Many: cuBLAS, through torch. Codes become bfloat16 first; but with scales a channel and activation a8 or e4m3, x
+  becomes int8 or e4m3 (sm_89 and later), with a scale a row, and codes are multiplied as they are.
 
 So a row's bits depend on how many come with it, unlike on the CPU.
 """
@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
-from allspan.kernels.packed import FORMATS, PackedSpec
+from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import codes_of, numbers_of
 
 FEW_ROWS = {16: 32, 8: 64, 4: 64}
 """By the bits of a code, the most rows that are not left to cuBLAS, which would need codes as bfloat16 first."""
 
-_QUANTISE = kernel("codes.cu", "quantise", BITS=8)
 _STORE, _ADD, _GATED = 0, 1, 2
 _ELEMENTWISE_BLOCKS = 16
 """Of a multiprocessor, for kernels that go through a tensor once."""
@@ -84,11 +83,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
     _check(x, weight, bias, spec, into)
     if len(x) == 0 or spec.features == 0:
         return
-    bits = FORMATS[spec.format].bits
+    bits = spec.kind.bits
     if len(x) <= FEW_ROWS[bits] or spec.inputs == 0:
         _few(_aligned(x, spec), weight, bias, spec, into)
     elif spec.activation == "a8" and spec.format == "channel8" and spec.features % 8 == 0:
         _of_codes(_aligned(x, spec), weight, bias, spec, into)
+    elif spec.activation == "e4m3" and spec.features % 16 == 0 and gpu(x.device).capability >= (8, 9):
+        _of_e4m3(_aligned(x, spec), weight, bias, spec, into)
     else:
         matrix = codes_of(weight, spec) if bits == 16 else _dequantised(weight, spec)
         _of_floats(x, matrix[:, spec.lead : spec.lead + spec.inputs], bias, spec, into)
@@ -103,7 +104,7 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into:
     sizes = (rows, spec.features, x.shape[1], _slabs(spec), _groups(spec)[1], into.epilogue, _is_float(into.out))
     strides = (x.stride(0), into.out.stride(0), into.column)
     arguments = (weight, numbers_of(weight, spec), x, bias, into.out, *map(np.int32, (*sizes, *strides)))
-    launch(skinny, (blocks,), warps * 32, arguments, warps * warp_bytes)
+    launch(skinny, (blocks,), warps * 32, arguments, warps * warp_bytes, is_early=True)
 
 
 def _skinny(bits: Mapping[str, int], group_sets: int, tiles: int, is_wide: bool) -> tuple[Kernel, int, int]:
@@ -119,13 +120,20 @@ def _skinny(bits: Mapping[str, int], group_sets: int, tiles: int, is_wide: bool)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    kinds = [(16, 0), (8, 0), (8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (4, 4)]
-    for (bits, group_sets), tiles, is_wide in itertools.product(kinds, (1, 2, 4), (False, True)):
-        yield _skinny({"BITS": bits}, group_sets, tiles, is_wide)[0]
-    for name, group in (("bf16", 0), ("channel8", 0), ("group8", 32), ("channel4", 0), ("group4", 32)):
-        spec = PackedSpec(name, "", (), 0, group=group)
-        yield from (_codes(function, spec) for function in ("embed", "dequantise"))
-    yield _QUANTISE
+    groups = {
+        "bf16": (0,),
+        "fp8": (0,),
+        "channel8": (0,),
+        "channel4": (0,),
+        "group8": (32, 64),
+        "group4": (32, 64, 128),
+    }
+    for name, sizes in groups.items():
+        specs = [PackedSpec(name, "", (), 0, group=group, memory="rows") for group in sizes]
+        for spec, tiles, is_wide in itertools.product(specs, (1, 2, 4), (False, True)):
+            yield _skinny(_bits(spec), _group_sets(spec), tiles, is_wide)[0]
+        yield from (_codes(function, specs[0]) for function in ("embed", "dequantise"))
+    yield from (_quantise_kernel(floats) for floats in (0, 1))
     yield from (_finish_kernel(is_of_codes, width) for is_of_codes in (False, True) for width in (1, 8))
 
 
@@ -148,12 +156,34 @@ def _of_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, spec: PackedSpec,
 
 def _of_codes(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: _Into) -> None:
     """Whole numbers of 8 bits on both sides; both in a slab's order."""
-    codes = torch.empty(len(x), spec.depth, dtype=torch.int8, device=x.device)
-    scales, sums = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
-    sizes = np.int32(x.shape[1]), np.int32(_slabs(spec))
-    launch(_QUANTISE, (len(x),), 256, (x, codes, scales, sums, *sizes))
+    codes, scales, sums = _quantised(x, spec, torch.int8)
     products = torch._int_mm(codes, codes_of(weight, spec).view(torch.int8).T)
     _finish(products, bias, spec, into, (scales, sums, numbers_of(weight, spec)))
+
+
+def _of_e4m3(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: _Into) -> None:
+    """e4m3 numbers on both sides, in a slab's order."""
+    codes, scales, _ = _quantised(x, spec, torch.float8_e4m3fn)
+    matrix, numbers = codes_of(weight, spec).view(torch.float8_e4m3fn).T, numbers_of(weight, spec)[0, :, 0]
+    if x.is_cuda:
+        factors = scales.view(-1, 1), numbers.contiguous().view(1, -1)
+        products = torch._scaled_mm(codes, matrix, *factors, out_dtype=torch.bfloat16, use_fast_accum=True)
+    else:
+        products = (codes.float() @ matrix.float() * scales.view(-1, 1) * numbers).bfloat16()
+    _finish(products, bias, spec, into)
+
+
+def _quantised(x: Tensor, spec: PackedSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [n, depth] in a slab's order, their scales [n], and the sums of codes [n] if they are whole numbers."""
+    codes = torch.empty(len(x), spec.depth, dtype=dtype, device=x.device)
+    scales, sums = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
+    sizes = np.int32(x.shape[1]), np.int32(_slabs(spec))
+    launch(_quantise_kernel(int(spec.kind.is_e4m3)), (len(x),), 256, (x, codes, scales, sums, *sizes))
+    return codes, scales, sums
+
+
+def _quantise_kernel(floats: int) -> Kernel:
+    return kernel("codes.cu", "quantise", BITS=8, FLOATS=floats)
 
 
 def _dequantised(weight: Tensor, spec: PackedSpec) -> Tensor:
@@ -190,12 +220,12 @@ def _codes(name: str, spec: PackedSpec) -> Kernel:
 
 
 def _bits(spec: PackedSpec) -> dict[str, int]:
-    return {"BITS": FORMATS[spec.format].bits}
+    return {"BITS": spec.kind.bits, "FLOATS": int(spec.kind.is_e4m3)}
 
 
 def _group_sets(spec: PackedSpec) -> int:
     """Sets of 32 inputs that share numbers, 0 where all do."""
-    return spec.block // 32 if FORMATS[spec.format].scale_bytes else 0
+    return spec.block // 32 if spec.kind.scale_bytes else 0
 
 
 def _groups(spec: PackedSpec) -> tuple[int, int]:
@@ -204,7 +234,7 @@ def _groups(spec: PackedSpec) -> tuple[int, int]:
 
 
 def _slabs(spec: PackedSpec) -> int:
-    return spec.depth * FORMATS[spec.format].bits // 512
+    return spec.depth * spec.kind.bits // 512
 
 
 def _blocks(threads: int, tensor: Tensor) -> int:

@@ -20,6 +20,18 @@ __device__ __forceinline__ void copy4(uint32_t to, const void* from, bool is_the
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
+// Of programmatic dependent launches (sm_90 and later): the kernel behind may begin, as far as it does not wait; this
+// one goes on when all ahead of it have ended, with all that they wrote.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_ahead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 template <int N>
 __device__ __forceinline__ void wait_for() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.packed import FEATURES, FORMATS, PackedSpec
+from allspan.kernels.packed import FEATURES, PackedSpec
 from allspan.kernels.rows import fields_of_rows, pack_rows
 
 Fields = Mapping[str, Tensor]
@@ -54,6 +54,7 @@ FIELDS: Mapping[str, tuple[Field, ...]] = {
     "channel4": _CHANNEL,
     "group8": (_SCALES, _OFFSETS),
     "group4": (_SCALES, _OFFSETS),
+    "fp8": (_CHANNEL[0],),
     "q8_0": (_SCALES,),
     "q4_0": (_SCALES,),
     "q5_0": (_SCALES,),
@@ -66,7 +67,7 @@ FIELDS: Mapping[str, tuple[Field, ...]] = {
 
 def pack(spec: PackedSpec, fields: Fields) -> Tensor:
     """The packed weight, uint8 of `spec.shape`, on the fields' device."""
-    kind = FORMATS[spec.format]
+    kind = spec.kind
     if spec.memory == "rows":
         weight = next(iter(fields.values())).new_zeros(spec.shape, dtype=torch.uint8)
         pack_rows(fields, weight, spec, 0)
@@ -83,7 +84,7 @@ def pack(spec: PackedSpec, fields: Fields) -> Tensor:
 
 def fields_of(weight: Tensor, spec: PackedSpec) -> dict[str, Tensor]:
     """What was packed: the inverse of `pack`."""
-    kind = FORMATS[spec.format]
+    kind = spec.kind
     if spec.memory == "rows":
         return fields_of_rows(weight, spec)
     if not kind.is_quantised:
@@ -111,7 +112,8 @@ def _values(fields: Fields, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
     """[features, spec.inputs]."""
     if "codes" not in fields:
         return fields["weight"].to(dtype)
-    zero, codes = FORMATS[spec.format].zero, fields["codes"].to(dtype)
+    zero = spec.kind.zero
+    codes = (fields["codes"].view(torch.float8_e4m3fn) if spec.kind.is_e4m3 else fields["codes"]).to(dtype)
     scales, offsets = _scales(fields, dtype)
     grouped = codes.reshape(len(codes), scales.shape[1], -1) if scales.shape[1] else codes.unsqueeze(2)
     if zero is None:
@@ -146,7 +148,7 @@ def activations(x: Tensor, spec: PackedSpec) -> Tensor:
     """x as the product sees it, float64."""
     if spec.activation == "f32":
         return x.double()
-    if spec.activation == "bf16":
+    if spec.activation in ("bf16", "e4m3"):
         return x.bfloat16().double()
     numbers, scales = quantise_activations(x, spec)
     return numbers.double() * scales.double()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.packed import FEATURES, FORMATS, PackedSpec
+from allspan.kernels.packed import FEATURES, PackedSpec
 from allspan.kernels.reference.packed import Fields, pack
 from allspan.kernels.rows import pack_rows
 
@@ -37,8 +37,11 @@ def pack_floats(values: Tensor, weight: Tensor, spec: PackedSpec, part: int, fir
 
 def pack_quantised(values: Tensor, before: int, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
     """values float32 [rows, inputs of this rank and others], from `before` inputs before this rank's first."""
-    most = (1 << FORMATS[spec.format].bits) - 1
+    most = (1 << spec.kind.bits) - 1
     columns = values.shape[1]
+    if spec.kind.is_e4m3:
+        _pack_e4m3(values, before, weight, spec, part, first)
+        return
     group = spec.group or max(1, columns)
     grouped = functional.pad(values, (0, -columns % group)).reshape(len(values), -1, group)
     inside = torch.arange(grouped.shape[1] * group, device=values.device).view(1, -1, group) < columns
@@ -59,6 +62,14 @@ def pack_quantised(values: Tensor, before: int, weight: Tensor, spec: PackedSpec
     depth = spec.blocks * spec.block
     codes = functional.pad(codes[:, :wanted], (0, depth - wanted)).to(torch.uint8)
     _store({"codes": codes, "scales": scale.flatten(1), "offsets": offset.flatten(1)}, weight, spec, part, first)
+
+
+def _pack_e4m3(values: Tensor, before: int, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
+    """scale = largest magnitude / 448, the largest e4m3 number; NaN for a NaN or an infinity."""
+    largest = values.abs().amax(1, keepdim=True) if values.shape[1] else values.new_zeros(len(values), 1)
+    scale = torch.where(largest.isfinite(), (largest / 448.0).clamp(min=2.0**-126), torch.nan)
+    codes = (values[:, before : before + spec.inputs] / scale).nan_to_num(0.0).to(torch.float8_e4m3fn)
+    _store({"codes": codes.view(torch.uint8), "scales": scale}, weight, spec, part, first)
 
 
 def pack_blocks(blocks: Tensor, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:

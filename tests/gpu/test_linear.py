@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.cuda import linear
-from allspan.kernels.packed import FORMATS, PackedSpec
+from allspan.kernels.packed import ROW_FORMATS, PackedSpec
 from allspan.kernels.reference.packed import unpack
 from support.packed_cases import random_weight
 
 FORMATS_AND_GROUPS = [
     ("bf16", 0),
+    ("fp8", 0),
     ("channel8", 0),
     ("channel4", 0),
     ("group8", 32),
@@ -30,7 +31,7 @@ FORMATS_AND_GROUPS = [
 
 
 def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, lead: int = 0) -> PackedSpec:
-    activation = "a16" if FORMATS[name].is_quantised else name
+    activation = {"bf16": "bf16", "fp8": "e4m3"}.get(name, "a16")
     return PackedSpec(name, activation, parts, inputs, lead, group, memory="rows")
 
 
@@ -83,14 +84,14 @@ def check_gated(case: Case) -> None:
 
 def check_odd_sizes(name: str, group: int, device: str) -> None:
     """A rank's inputs may begin within a group."""
-    lead = 24 + 5 if FORMATS[name].scale_bytes else 0
+    lead = 24 + 5 if ROW_FORMATS[name].scale_bytes else 0
     case = Case(spec_of(name, group, (21, 18), 301 if group != 512 else 700, lead), 3, device)
     out = case.out(torch.float32, 39)
     linear.packed_linear(*case.arguments, out)
     case.check(out, case.product)
 
 
-@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("channel8", 0), ("group4", 32), ("q8_0", 0)])
+@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("fp8", 0), ("channel8", 0), ("group4", 32), ("q8_0", 0)])
 def test_odd_sizes_agree_with_float64(name: str, group: int, device: str) -> None:
     check_odd_sizes(name, group, device)
 
@@ -132,6 +133,22 @@ def test_rows_of_eight_bits_agree_with_float64(check: Callable[[Case], None], de
     check(case)
 
 
+@pytest.mark.parametrize("check", [check_add, check_gated])
+def test_rows_of_e4m3_agree_with_float64(
+    check: Callable[[Case], None], device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as a scale for each of them lets them."""
+    if device == "cpu":
+        driver = request.getfixturevalue("emulator")
+        monkeypatch.setattr(driver, "_gpu", replace(driver.gpu(torch.device("cpu")), capability=(9, 0)))
+    case = Case(spec_of("fp8", 0, (24, 24), 90), 70, device, column=0)
+    x = case.arguments[0].cpu().double()
+    scale = x.abs().amax(1, keepdim=True) / 448
+    seen = (x / scale).float().to(torch.float8_e4m3fn).double() * scale
+    case.product = seen @ unpack(case.arguments[1].cpu(), case.spec, torch.float64).T + case.arguments[2].cpu()
+    check(case)
+
+
 def test_wide_weights_agree_with_float64(device: str) -> None:
     """Whose blocks have 32 features, and their warps many slabs."""
     check_add(Case(spec_of("group4", 32, (330,), 700), 2, device))
@@ -139,7 +156,7 @@ def test_wide_weights_agree_with_float64(device: str) -> None:
 
 
 def check_embedding(name: str, group: int, device: str) -> None:
-    spec = spec_of(name, group, (20,), 77, 13 if FORMATS[name].scale_bytes else 0)
+    spec = spec_of(name, group, (20,), 77, 13 if ROW_FORMATS[name].scale_bytes else 0)
     weight = random_weight(spec)
     ids = torch.tensor([4, 30, 23, 24, 3], dtype=torch.int32)
     values = unpack(weight, spec)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from allspan.kernels.packed import FORMATS, PackedSpec
+from allspan.kernels.packed import FORMATS, ROW_FORMATS, PackedSpec
 from allspan.kernels.packing import Packer, Target
 from allspan.kernels.reference import packed
-from allspan.kernels.rows import ROW_FORMATS, codes_of
+from allspan.kernels.rows import codes_of
 from support.packed_cases import QUANTISED, activations_of, random_fields
 
 IN_ROWS = [name for name in ROW_FORMATS if name in FORMATS]
@@ -83,6 +83,20 @@ def test_the_packer_fills_rows_of_several_parts_in_several_goes(name: str) -> No
     in_panels, rows = (packed.unpack(weight, each) for each, weight in weights.items())
     assert torch.equal(in_panels, rows)
     assert not rows.isnan().any()
+
+
+def test_e4m3_numbers_are_off_by_a_sixteenth_at_most() -> None:
+    """A rank's slice of the inputs has the scale of all; what is not finite says so."""
+    values = torch.randn((21, 700), generator=torch.Generator().manual_seed(1)) * 0.1
+    values[3], values[4, 5] = 0.0, torch.inf
+    spec = PackedSpec("fp8", "e4m3", (21,), 300, memory="rows")
+    weight = torch.full(spec.shape, 255, dtype=torch.uint8)
+    Packer().quantise(values, 200, Target(spec, 0, 0, weight))
+    found, expected = packed.unpack(weight, spec), values[:, 200:500]
+    assert found[4].isnan().all()
+    rows = [row for row in range(21) if row != 4]
+    least = values[rows].abs().amax(1, keepdim=True) / 448 * 2**-10
+    assert ((found - expected)[rows].abs() <= expected[rows].abs() / 16 + least).all()
 
 
 @pytest.mark.parametrize("name", IN_ROWS)

@@ -13,6 +13,8 @@ QUANTISED = tuple(name for name, kind in FORMATS.items() if kind.is_quantised)
 
 def activations_of(name: str) -> tuple[str, ...]:
     """What a format's input can be turned into."""
+    if name == "fp8":
+        return ("e4m3",)
     if not FORMATS[name].is_quantised:
         return (name,)
     return "a8", "a16"
@@ -21,12 +23,14 @@ def activations_of(name: str) -> tuple[str, ...]:
 def random_fields(spec: PackedSpec, seed: int = 0) -> Fields:
     """What weights are made of, at random; weights are about 1 / sqrt(inputs) large."""
     generator = torch.Generator().manual_seed(seed + 31 * spec.features + spec.inputs)
-    kind, size = FORMATS[spec.format], max(1, spec.inputs) ** -0.5
+    kind, size = spec.kind, max(1, spec.inputs) ** -0.5
     if not kind.is_quantised:
         return {"weight": torch.randn(spec.features, spec.inputs, generator=generator) * size}
     depth = spec.blocks * spec.block
     fields = {"codes": torch.randint(0, 1 << kind.bits, (spec.features, depth), generator=generator).to(torch.uint8)}
     step = 4 * size / (1 << kind.bits)
+    if kind.is_e4m3:
+        fields["codes"][fields["codes"] & 0x7F == 0x7F] = 0x80  # no NaN
     for field in FIELDS[spec.format]:
         shape = spec.features, field.count * (1 if kind.head_bytes else spec.blocks)
         near_one = torch.rand(shape, generator=generator) + 0.5

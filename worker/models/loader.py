@@ -27,7 +27,7 @@ from allspan.worker.models.shard import Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.quant.gguf import native
-from allspan.worker.quant.table import COMPACT, METHODS, group_of
+from allspan.worker.quant.table import COMPACT, METHODS, ROWS_ONLY, group_of
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
 from allspan.worker.weights.random_weights import RandomWeights
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
@@ -63,6 +63,11 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization)
     memory = memory_of(config.device, dtype)
+    if quantization in ROWS_ONLY and memory != "rows":
+        raise ConfigError(
+            f"quantization {quantization!r} is for bfloat16 models on GPUs; device is {config.device}, dtype {dtype}: "
+            "use --device cuda, or --quantization a8w8"
+        )
     if source.converted is not None and memory != "panels":
         raise ConfigError(
             f"{config.path} is converted, and converted weights lie in panels, for CPUs; device is {config.device}: "

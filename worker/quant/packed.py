@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from allspan.kernels.packed import FEATURES, FORMATS, PackedSpec
+from allspan.kernels.packed import FEATURES, PackedSpec
 from allspan.kernels.packing import Packer, Target
 from allspan.worker.models.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, HeldTensor, LinearShape, Source
@@ -150,7 +150,7 @@ def packed_spec(layout: Layout, shape: LinearShape, parts: Sequence[int]) -> Pac
         interleaved=shape.interleaved and len(parts) == 2 and shape.memory == "panels",
         memory=shape.memory,
     )
-    shares = bool(FORMATS[layout.format].scale_bytes)
+    shares = bool(spec.kind.scale_bytes)
     return replace(spec, lead=shape.inputs.start % spec.block if shape.inputs and shares else 0)
 
 

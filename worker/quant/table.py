@@ -9,6 +9,7 @@ import torch
 
 from allspan.protos.errors import ConfigError
 from allspan.worker.quant.base import LinearMethod
+from allspan.worker.quant.fp8 import Fp8
 from allspan.worker.quant.gguf import Gguf
 from allspan.worker.quant.instant import SCHEMES, InstantQuant
 from allspan.worker.quant.plain import Plain
@@ -47,9 +48,13 @@ def _instant(name: str, dtype: torch.dtype, group: int) -> LinearMethod:
 METHODS: dict[str, MakeMethod] = {
     "none": _without_group("none", Plain),
     **{name: partial(_instant, name) for name in SCHEMES},
+    "fp8": _without_group("fp8", Fp8),
     "gguf": _without_group("gguf", Gguf),
 }
 """`quantization` → its method."""
 
-COMPACT = frozenset({*SCHEMES, "gguf"})
+ROWS_ONLY = frozenset({"fp8"})
+"""Methods for GPUs alone."""
+
+COMPACT = frozenset({*SCHEMES, *ROWS_ONLY, "gguf"})
 """Methods with which dtype "auto" is bfloat16, whatever the checkpoint's: the rest should not outweigh them."""

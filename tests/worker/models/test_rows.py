@@ -42,6 +42,15 @@ def test_logits_are_those_with_panels(quantization: str, ranks: int, tmp_path: P
     torch.testing.assert_close(found, logits(tmp_path, ranks, quantization=quantization), rtol=1e-4, atol=1e-4)
 
 
+def test_fp8_is_near_bfloat16_and_refused_where_weights_lie_in_panels(tmp_path: Path, rows: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path, "llama")
+    plain, found = logits(tmp_path, 2), logits(tmp_path, 2, quantization="fp8")
+    assert 0 < (plain - found).abs().max() / plain.abs().max() < 0.15
+    rows.undo()
+    with pytest.raises(ConfigError, match="quantization 'fp8' is for bfloat16 models on GPUs; device is cpu"):
+        logits(tmp_path, 1, quantization="fp8")
+
+
 def test_gguf_types_that_rows_do_not_hold_are_decoded(
     tmp_path: Path, rows: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
