@@ -23,8 +23,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long row = blockIdx.x;
   const long long first = row * width, from = OP == kSilu ? 2 * first : first;
 
-  // All loads before the first store, which the compiler cannot move them over.
+  // Weights are there from the beginning. All loads come before the first store, which the compiler cannot move them
+  // over.
   float x[UNITS][kUnit], y[UNITS][kUnit], w[UNITS][kUnit];
+#pragma unroll
+  for (int i = 0; i < UNITS; ++i) {
+    const int at = (threadIdx.x + i * blockDim.x) * kUnit;
+    if constexpr (OP == kNorm)
+      if (at < width) load<WEIGHT, kUnit>(weight, at, width - at, w[i]);
+  }
+  wait_for_kernel_ahead();
 #pragma unroll
   for (int i = 0; i < UNITS; ++i) {
     const int at = (threadIdx.x + i * blockDim.x) * kUnit;
@@ -33,13 +41,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (at >= width) continue;
     load<SOURCE, kUnit>(source, from + at, width - at, x[i]);
     if constexpr (ADDEND != kNothing) load<ADDEND, kUnit>(addend, first + at, width - at, y[i]);
-    if constexpr (OP == kNorm) load<WEIGHT, kUnit>(weight, at, width - at, w[i]);
     if constexpr (OP == kSilu) {
       load<SOURCE, kUnit>(source, from + width + at, width - at, y[i]);
 #pragma unroll
       for (int j = 0; j < kUnit; ++j) x[i][j] = silu(x[i][j]) * y[i][j];
     }
   }
+  let_next_kernel_begin();
   float sum = 0;
   unsigned top = 0;
 #pragma unroll

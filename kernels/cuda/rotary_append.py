@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, kernel, launch
-from allspan.kernels.cuda.rows import NOTHING, TYPES, check, is_whole
+from allspan.kernels.cuda.rows import EARLY, NOTHING, TYPES, check, is_whole
 from allspan.kernels.ops import Norms, Pages
 
 MOST_DIM = 256
@@ -145,7 +145,8 @@ def _run(
         np.float32((dim & -dim) ** -0.5 if is_spread else 0), center, *pages, *map(np.int64, strides),
         np.int32(page_size), slots,
     ]  # fmt: skip
-    launch(_kernel(lanes, format_, int(whole)), (-(-n * sum(counts) * lanes // _THREADS),), _THREADS, arguments)
+    blocks = -(-n * sum(counts) * lanes // _THREADS)
+    launch(_kernel(lanes, format_, int(whole)), (blocks,), _THREADS, arguments, is_early=EARLY)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:

@@ -17,6 +17,8 @@ CODES = (torch.int8, torch.float8_e4m3fn)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 NOTHING = 4
 """The types' numbers in elements.cuh."""
+EARLY = True
+"""Blocks begin while the kernel ahead ends: these kernels wait for it themselves."""
 GROUP = 128
 """Elements that share a scale, where a row has several."""
 
@@ -66,7 +68,7 @@ def norm_rows(
     function = _norm_kernel(op, types, each, is_grouped, most, whole)
     threads = -(-units // each // 32) * 32
     arguments = [addend, source, weight, np.float32(eps), out, scales, *_strides(scales), np.int32(width)]
-    launch(function, (n,), threads, arguments)
+    launch(function, (n,), threads, arguments, is_early=EARLY)
 
 
 def elementwise(
@@ -91,7 +93,7 @@ def elementwise(
         source, addend, ids, np.int32(first), np.int32(len(source)), out, scales, *_strides(scales), np.int32(width),
         np.int32(pieces),
     ]  # fmt: skip
-    launch(function, (n * pieces,), threads, arguments)
+    launch(function, (n * pieces,), threads, arguments, is_early=EARLY)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -146,6 +148,36 @@ def test_rows_of_every_width_are_gathered(width: int, dtype: torch.dtype) -> Non
     check_gather(width, dtype, "cuda")
     for out in (F32, BF16):
         check_embedding(width, (dtype, out), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 64, 4096])
+def test_a_chain_in_a_graph_has_the_bits_of_one_that_is_awaited_at_every_step(n: int) -> None:
+    """In the graph, blocks begin before the kernel ahead has ended."""
+    weight, begin = rows(4096, dtype=F32, device="cuda"), rows(n, 4096, dtype=F32, device="cuda")
+    residual, x, other = begin.clone(), *(torch.zeros(n, 4096, dtype=BF16, device="cuda") for _ in range(2))
+    back = torch.arange(n, dtype=torch.int32, device="cuda").flip(0)
+
+    def run(awaited: Callable[[], None]) -> None:
+        for _ in range(30):
+            rms_norm(residual, weight, EPS, x)
+            awaited()
+            gather_rows(x, back, other)
+            awaited()
+            add_rms_norm(other, residual, weight, EPS, other)
+            awaited()
+            add(other, residual)
+            awaited()
+
+    run(torch.cuda.synchronize)
+    right = residual.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(lambda: None)
+    for _ in range(5):
+        residual.copy_(begin)
+        graph.replay()
+        assert torch.equal(residual, right)
 
 
 def test_a_row_does_not_depend_on_the_others(device: str) -> None:
