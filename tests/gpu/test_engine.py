@@ -53,16 +53,20 @@ def assert_likely(output: tuple[int, ...], asked: list[int], reference: Any) -> 
 
 
 @pytest.mark.parametrize("pages", ["int8", "uint4"])
-def test_quantised_pages_change_little(pages: str, tmp_path: Path, on: dict[str, Any]) -> None:
-    reference = save_tiny(tmp_path / "model", "qwen2", torch.bfloat16, **FAMILIES["qwen2"]).float()
+def test_quantised_pages_hold_what_the_cpu_s_do(pages: str, tmp_path: Path, on: dict[str, Any]) -> None:
+    reference = save_tiny(tmp_path / "model", "qwen2", torch.bfloat16, **FAMILIES["qwen2"])
     asked = prompt(20, reference.config.vocab_size)
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-    with Engine(tmp_path / "model", kv_cache_dtype=pages, **on, **SETTINGS) as engine:
-        (output,) = engine.generate([asked], params)
-    right = reference_logits(reference, asked).log_softmax(-1)
-    told = [entry.logprob for entry in output.prompt_logprobs]
-    expected = [float(right[i, token]) for i, token in enumerate(asked[1:])]
-    assert told == pytest.approx(expected, abs={"int8": 0.4, "uint4": 2.0}[pages])
+    told = []
+    for here in ({"kernels": "reference"}, on):
+        settings = SETTINGS | {"dtype": "bfloat16" if here is on else "float32", "kv_cache_dtype": pages}
+        with Engine(tmp_path / "model", **here, **settings) as engine:
+            (output,) = engine.generate([asked], params)
+        told.append([entry.logprob for entry in output.prompt_logprobs])
+    differences = (torch.tensor(told[0]) - torch.tensor(told[1])).abs()
+    rounding = {"int8": 0.15, "uint4": 1.0}[pages]  # bfloat16 rounds, and a key that is rounded may get another code
+    assert float(differences.median()) < rounding
+    assert float(differences.max()) < 5 * rounding
 
 
 def test_greedy_tokens_are_those_of_transformers(model: tuple[Path, Any], on: dict[str, Any]) -> None:
