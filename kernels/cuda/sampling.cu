@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // grid: (parts, rows). sums [rows, parts]: the weight in bins before the cut. Tokens in that bin: tokens
-// [rows, CAPACITY] of logit and id, counts [rows] of them, more if they do not fit.
+// [rows, kInBin] of logit and id, counts [rows] of them, more if they do not fit.
 extern "C" __global__ void __launch_bounds__(THREADS)
     narrow(const float* logits, int vocab, const int* owners, const Settings* settings, const float* groups,
            const float* highest, const int* modes, const u64* bins, const Cut* cuts, u64* sums, float2* tokens,
@@ -219,8 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (guess < from || !(guess < to) || scale.bin(scale.y(values[j])) != cut) continue;
       const int at = atomicAdd(counts + row, 1);
       const int id = part * kPart + (i * kThreads + threadIdx.x) * 4 + j;
-      if (at < CAPACITY)
-        tokens[static_cast<long long>(row) * CAPACITY + at] = make_float2(values[j], __int_as_float(id));
+      if (at < kInBin) tokens[static_cast<long long>(row) * kInBin + at] = make_float2(values[j], __int_as_float(id));
     }
   }
 }

@@ -10,10 +10,12 @@
 
 #include "ptx.cuh"
 
-// THREADS: of a block. CAPACITY: tokens that a block keeps in shared memory when it draws from few.
+// THREADS: of a block. CAPACITY: tokens that a block keeps in shared memory when it draws from few; of the bin that
+// top-p cuts, half as many.
 typedef unsigned long long u64;
 
 constexpr int kThreads = THREADS, kWarps = kThreads / 32, kPart = kThreads * 16;
+constexpr int kInBin = CAPACITY / 2;
 constexpr int kGroup = 16;  // logits; each group's highest is kept
 constexpr int kBins = 512;  // of y = -z, up to where weights are 0
 constexpr int kFew = 256;   // keys that are compared each with each

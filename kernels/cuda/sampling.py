@@ -16,7 +16,7 @@ SETTINGS_BYTES = 40
 """Of a row of settings, laid out as in worker/sampling/settings.py."""
 MOST_LIKELY = 256
 """So many of the most likely tokens can be asked for."""
-THREADS, CAPACITY = 512, 4096
+THREADS, CAPACITY = 512, 8192
 
 _GROUP, _BINS, _CUT_BYTES = 16, 512, 24
 
@@ -55,8 +55,9 @@ def sampling_workspace(
     more are gone over in global memory. A row takes about 0.75 * vocab + 33,000 bytes. Raises ValueError for a
     vocabulary that is too large."""
     parts = -(-vocab // (threads * _GROUP))
-    if not 0 < parts <= _BINS:
-        raise ValueError(f"vocab: {vocab} is not between 1 and {_BINS * threads * _GROUP}")
+    most = min(_BINS * threads * _GROUP, _GROUP << 16)
+    if not 0 < vocab <= most:
+        raise ValueError(f"vocab: {vocab} is not between 1 and {most}")
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -66,7 +67,7 @@ def sampling_workspace(
         vocab, rows, threads, capacity, zeros(rows, parts * threads, dtype=real), zeros(rows, parts, dtype=wide),
         zeros(rows), zeros(rows, dtype=real), zeros(rows), zeros(rows, parts, dtype=wide),
         zeros(rows, parts, _BINS, dtype=wide), zeros(rows, _CUT_BYTES, dtype=torch.uint8),
-        zeros(rows, capacity, 2, dtype=real), zeros(rows), zeros(rows),
+        zeros(rows, capacity // 2, 2, dtype=real), zeros(rows), zeros(rows),
     )  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def sample_rows(
         logits, vocab, np.int32(w.parts), wanted.rows, settings, wanted.positions, w.groups, w.highest, w.modes, w.sums,
         w.cuts, w.tokens, w.counts, out, _columns(out),
     ]  # fmt: skip
-    launch(_kernel("draw", w), (m,), w.threads, arguments, w.capacity * 12)
+    launch(_kernel("draw", w), (m,), w.threads, arguments, w.capacity * 10)
 
 
 def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> None:
@@ -151,7 +152,7 @@ def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, w
         logits, vocab, np.int32(w.parts), limits, tokens, _columns(tokens), w.groups, w.highest, w.sums,
         np.int32(places), out,
     ]  # fmt: skip
-    launch(_kernel("likely", w), (m,), w.threads, arguments, w.capacity * 12)
+    launch(_kernel("likely", w), (m,), w.threads, arguments, w.capacity * 10)
 
 
 def _scan(

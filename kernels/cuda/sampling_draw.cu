@@ -4,11 +4,27 @@
 
 namespace {
 
-// Into shared memory, all tokens of the row among which are the `wanted` most likely, and those equal to the last of
+// Tokens in shared memory, and groups of the row. Ten bytes for each of CAPACITY.
+struct Room {
+  float* logits;
+  int* ids;
+  unsigned short* groups;
+  __device__ explicit Room(char* at)
+      : logits(reinterpret_cast<float*>(at)),
+        ids(reinterpret_cast<int*>(at) + CAPACITY),
+        groups(reinterpret_cast<unsigned short*>(at + CAPACITY * 8)) {}
+  // By all threads that have one; s.count is how many there would be.
+  __device__ void put(float x, int id, Shared& s) const {
+    const int at = atomicAdd(&s.count, 1);
+    if (at < CAPACITY) logits[at] = x, ids[at] = id;
+  }
+};
+
+// Into the room, all tokens of the row among which are the `wanted` most likely, and those equal to the last of
 // them, but for tokens that weigh nothing: `wanted` groups, at least, reach the bin that is the last one taken. Returns
 // whether they fit; s.count of them.
 __device__ bool gather(const float* x, int vocab, const float* groups, int num_groups, int wanted, const Scale& scale,
-                       float* logits, int* ids, int* taken, Shared& s) {
+                       const Room& room, Shared& s) {
   clear_bins(s, kBins);
   if (threadIdx.x == 0) s.count = s.groups = 0;
 #pragma unroll 4
@@ -28,20 +44,18 @@ __device__ bool gather(const float* x, int vocab, const float* groups, int num_g
   for (int g = threadIdx.x; g < num_groups; g += kThreads) {
     if (scale.bin(scale.y(groups[g])) > last) continue;
     const int at = atomicAdd(&s.groups, 1);
-    if (at < CAPACITY) taken[at] = g;
+    if (at < CAPACITY) room.groups[at] = static_cast<unsigned short>(g);
   }
   __syncthreads();
   const int count = s.groups;
   if (count > CAPACITY) return false;
   const bool aligned = vocab % 4 == 0;
   for (int i = threadIdx.x; i < count * (kGroup / 4); i += kThreads) {
-    const int from = taken[i / (kGroup / 4)] * kGroup + i % (kGroup / 4) * 4;
+    const int from = room.groups[i / (kGroup / 4)] * kGroup + i % (kGroup / 4) * 4;
     const float4 four = load_four(x, from, vocab, aligned);
     const float values[4] = {four.x, four.y, four.z, four.w};
     for (int j = 0; j < 4; ++j) {
-      if (scale.bin(scale.y(values[j])) > last) continue;
-      const int at = atomicAdd(&s.count, 1);
-      if (at < CAPACITY) logits[at] = values[j], ids[at] = from + j;
+      if (scale.bin(scale.y(values[j])) <= last) room.put(values[j], from + j, s);
     }
   }
   __syncthreads();
@@ -129,45 +143,55 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int row = gridDim.x - 1 - blockIdx.x, mode = modes[row];
   if (mode == kDone) return;
   __shared__ Shared s;
-  DYNAMIC_SHARED(room);
-  float* const its_logits = reinterpret_cast<float*>(room);
-  int* const ids = reinterpret_cast<int*>(room) + CAPACITY;
+  DYNAMIC_SHARED(memory);
+  const Room room(memory);
   const Settings its = settings[owners[row]];
   const Scale scale(highest[row], its.temperature, vocab);
   const double share = uniform(its.seed, positions[row]);
   const float* const x = logits + static_cast<long long>(row) * vocab;
   const Items whole = {x, nullptr, vocab};
-  Items list = {its_logits, ids, 0};
+  Items list = {room.logits, room.ids, 0};
   int token;
   if (mode == kList) {
     const int num_groups = parts * (kPart / kGroup);
-    const bool fits = gather(x, vocab, groups + static_cast<long long>(row) * num_groups, num_groups, its.top_k, scale,
-                             its_logits, ids, ids + CAPACITY, s);
+    const bool fits =
+        gather(x, vocab, groups + static_cast<long long>(row) * num_groups, num_groups, its.top_k, scale, room, s);
     list.count = s.count;
     int limit = its.top_k;
     __syncthreads();
-    if (fits && list.count > kFew && limit < list.count) {
-      // Fewer are compared faster.
+    if (!fits || (list.count > kFew && limit < list.count)) {
+      // To those of the top-k: fewer are compared faster, and may fit where the others do not.
       Kept kept;
       const Goal goal = {static_cast<double>(limit), false};
-      kept.least = ~static_cast<uint32_t>(choose(list, scale, kept, kLogit, goal, 0, s));
-      list.count = compact(its_logits, ids, list.count, s, [&](float v) { return ordered(v) >= kept.least; });
-      limit = 0;
+      kept.least = ~static_cast<uint32_t>(choose(fits ? list : whole, scale, kept, kLogit, goal, 0, s));
+      const auto is_kept = [&](float v) { return ordered(v) >= kept.least; };
+      if (fits) {
+        list.count = compact(room.logits, room.ids, list.count, s, is_kept);
+      } else {
+        if (threadIdx.x == 0) s.count = 0;
+        __syncthreads();
+        whole.each([&](float v, int id, int) {
+          if (is_kept(v)) room.put(v, id, s);
+        });
+        __syncthreads();
+        list.count = s.count;
+      }
+      if (list.count <= CAPACITY) limit = 0;
       __syncthreads();
     }
-    token = draw_from(fits ? list : whole, scale, its, limit, share, s);
+    token = draw_from(list.count <= CAPACITY ? list : whole, scale, its, limit, share, s);
   } else if (mode == kPlain) {
     clear_bins(s, kBins);
     token = draw_by_parts(x, vocab, sums + static_cast<long long>(row) * parts, parts, share, s, [&](float v) {
       const float y = scale.y(v);
       return -y >= its.min_z ? scale.weight(y) : 0;
     });
-  } else if (mode == kShare && counts[row] <= CAPACITY) {
+  } else if (mode == kShare && counts[row] <= kInBin) {
     const Cut cut = cuts[row];
     const int count = counts[row];
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const float2 each = tokens[static_cast<long long>(row) * CAPACITY + i];
-      its_logits[i] = each.x, ids[i] = __float_as_int(each.y);
+      const float2 each = tokens[static_cast<long long>(row) * kInBin + i];
+      room.logits[i] = each.x, room.ids[i] = __float_as_int(each.y);
     }
     __syncthreads();
     list.count = count;
@@ -201,9 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int row = blockIdx.x, limit = limits[row], token = tokens[static_cast<long long>(row) * columns];
   if (limit < 0 || token < 0) return;
   __shared__ Shared s;
-  DYNAMIC_SHARED(room);
-  float* const its_logits = reinterpret_cast<float*>(room);
-  int* const ids = reinterpret_cast<int*>(room) + CAPACITY;
+  DYNAMIC_SHARED(memory);
+  const Room room(memory);
   const float* const x = logits + static_cast<long long>(row) * vocab;
   int* const to = found + static_cast<long long>(row) * (4 + 2 * places);
   u64 mine = 0;
@@ -217,10 +240,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Scale scale(highest[row], 1.0f, vocab);
   const int num_groups = parts * (kPart / kGroup);
   // Too few weigh anything, or too many are as likely as the last: by all tokens.
-  const bool fits = gather(x, vocab, groups + static_cast<long long>(row) * num_groups, num_groups, limit, scale,
-                           its_logits, ids, ids + CAPACITY, s) &&
-                    s.count >= limit;
-  const Items items = fits ? Items{its_logits, ids, s.count} : Items{x, nullptr, vocab};
+  const bool fits =
+      gather(x, vocab, groups + static_cast<long long>(row) * num_groups, num_groups, limit, scale, room, s) &&
+      s.count >= limit;
+  const Items items = fits ? Items{room.logits, room.ids, s.count} : Items{x, nullptr, vocab};
   __syncthreads();
   const u64 last = choose(items, scale, Kept(), kRank, Goal{static_cast<double>(limit), false}, 0, s);
   if (threadIdx.x == 0) s.count = 0;
