@@ -302,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         hold(total[0] + total[1]);
         wait_products<0>();
         settle(o);
+        settle(s);  // weights go where the products just read the last ones
         release(shared.empty + ring.slot * 8);
         ring.next();
         if (__any_sync(~0u, keep[0] != 1 || keep[1] != 1)) {  // seldom, once a row has seen its highest score
