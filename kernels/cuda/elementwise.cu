@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int at = (blockIdx.x % static_cast<unsigned>(pieces) * blockDim.x + threadIdx.x) * kUnit, left = width - at;
   const long long to = row * width + at;
   float x[kUnit] = {}, y[kUnit];
-  wait_for_kernel_ahead();
+  wait_for_ahead();
   if (left > 0) {
     if constexpr (OP == kGather) {
       const long long from = static_cast<long long>(ids[row]) - first_id;
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256)
       load<SOURCE, kUnit>(source, to, left, x);
     }
   }
-  let_next_kernel_begin();
+  let_next_begin();
   if constexpr (kIsQuantised) {
     unsigned top = 0;
 #pragma unroll

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (OP == kNorm)
       if (at < width) load<WEIGHT, kUnit>(weight, at, width - at, w[i]);
   }
-  wait_for_kernel_ahead();
+  wait_for_ahead();
 #pragma unroll
   for (int i = 0; i < UNITS; ++i) {
     const int at = (threadIdx.x + i * blockDim.x) * kUnit;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int j = 0; j < kUnit; ++j) x[i][j] = silu(x[i][j]) * y[i][j];
     }
   }
-  let_next_kernel_begin();
+  let_next_begin();
   float sum = 0;
   unsigned top = 0;
 #pragma unroll

@@ -150,17 +150,4 @@ __device__ __forceinline__ uint4 stream16(const uint4* from) {
                : "l"(from));
   return x;
 }
-// Of a kernel whose blocks may begin before the one ahead has ended (`is_early` of a launch; otherwise these do
-// nothing): waits until that one has, and what it wrote is there; and lets the next one's blocks begin, once all blocks
-// of this one have come here.
-__device__ __forceinline__ void wait_for_kernel_ahead() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
 #endif

@@ -43,8 +43,6 @@ inline bf16 narrow(float x) {
   return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 inline uint32_t pack(float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; }
-inline void wait_for_kernel_ahead() {}
-inline void let_next_kernel_begin() {}
 inline uint32_t pack_e4m3(float low, float high) { return narrow_e4m3(low) | narrow_e4m3(high) << 8; }
 inline uint32_t add_pairs(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) + wide(b & 0xffff), wide(a >> 16) + wide(b >> 16));
