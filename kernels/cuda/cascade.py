@@ -17,6 +17,7 @@ from allspan.kernels.cuda.decode import DecodeWorkspace, decode_workspace, paged
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
 from allspan.kernels.cuda.pages import Cache, PageTable, Scores, check_rows, kv_of
 from allspan.kernels.cuda.prefill import PrefillPlan, attend, check_plan, cut_rows
+from allspan.kernels.cuda.prefill_sm90 import CAPABILITY, attend_sm90, why_not
 
 _THREADS = 256
 MOST_PARTS = 8
@@ -71,7 +72,8 @@ def plan_level(
 
 def parts_of(blocks: int, tokens: int, device: torch.device) -> int:
     """In how many parts the shared tokens are cut so that `blocks` for each part leave little of the GPU idle."""
-    slots = 2 * gpu(device).multiprocessors
+    this = gpu(device)
+    slots = this.multiprocessors * (1 if this.capability == CAPABILITY else 2)
     most = max(1, min(MOST_PARTS, tokens // _LEAST_PART))
     return min(range(1, most + 1), key=lambda parts: (-(-blocks * parts // slots) / parts, parts))
 
@@ -104,12 +106,14 @@ def paged_cascade(
     states = workspace.states[: parts * rows * heads * dim].view(parts, rows, heads, dim)
     state_lse = workspace.state_lse[: parts * rows * heads].view(parts, rows, heads)
     lse = workspace.lse[: rows * heads].view(rows, heads) if lse is None else lse
+    is_hopper = gpu(q.device).capability == CAPABILITY and not why_not(kv, dim, scores)
     done = 0
     for level in levels:
         check_rows(q, kv.heads, level.table, out, None)
         check_plan(level.plan, q, kv.heads, level.table, out)
         into = states[done : done + level.parts], state_lse[done : done + level.parts]
-        attend(q, kv, level.table, level.plan, scores, False, into, level.parts)
+        run = attend_sm90 if is_hopper else attend
+        run(q, kv, level.table, level.plan, scores, False, into, level.parts)
         done += level.parts
     paged_decode(q, cache, own, scores, out, lse, workspace.decode)
     if parts:

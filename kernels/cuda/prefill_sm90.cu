@@ -3,12 +3,15 @@
 // others have 64 rows each and take turns, so that the tensor cores multiply for one while the other is at its softmax.
 // Within one, too, the scores of a tile are multiplied while the values of the tile before are. Bound by the tensor
 // cores; next come exponentials (16 a cycle: half the time of the products at a head_dim of 128). Compiled with
-// HEAD_DIM (64 or 128).
+// HEAD_DIM (64 or 128) and PARTIAL (1: float32 states of parts of the tokens, to be merged).
 #include "ptx.cuh"
 #include "ptx_sm90.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
+#endif
+#ifndef PARTIAL
+#define PARTIAL 0
 #endif
 constexpr int D = HEAD_DIM, kTokens = 128, kRows = 128, kGroup = 128, kThreads = 3 * kGroup;
 // A tile is columns of 64 elements; a column is 128 rows of 128 bytes, their 16-byte chunks swizzled by the row.
@@ -25,6 +28,7 @@ __device__ __forceinline__ uint64_t matrix(uint64_t kind, uint32_t at) { return 
 struct Item {
   int head0, group;                    // of the query heads that share these keys
   int first_query, rows;               // of the request; row i is query i / group and head head0 + i % group
+  long long first_out;                 // row of out
   int row0, begin, tiles;              // first row; tiles of tokens that it sees, the last of which comes first
   int before, end, all_see, all_from;  // tokens before the first query; up to where rows see, up to where and from
                                        // where all do
@@ -82,13 +86,13 @@ struct Pages {
 
 // tiles: [cut][2]: request (-1: none), and first row of the tile, those that see most first; row i of a request is
 // query i / group and head i % group of the KV head's. first_heads: [kv_heads + 1], or null: as many query heads for
-// each.
+// each. Part i of a tile's tokens goes to out and lse from row i * q_rows on.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefill_sm90(const bf16* q, long long q_stride, const char* k_cache, const char* v_cache, long long page_stride,
                  long long head_stride, long long token_stride, const int* tiles, const int* qo_indptr,
-                 const int* page_indptr, const int* indices, const int* kv_lens, const int* first_heads, bf16* out,
-                 float* lse, int heads, int kv_heads, int cut, int page_shift, int is_causal, int window,
-                 float scale_log2) {
+                 const int* page_indptr, const int* indices, const int* kv_lens, const int* first_heads, void* out,
+                 float* lse, int parts, int q_rows, int heads, int kv_heads, int cut, int page_shift, int is_causal,
+                 int window, float scale_log2) {
   DYNAMIC_SHARED(memory);
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -114,8 +118,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         barrier_arrive(shared.queries_full);
       }
     };
-    for (int round = 0; item_of(round) < cut * kv_heads; ++round) {
-      const int tile = item_of(round) / kv_heads, kv_head = item_of(round) % kv_heads;
+    for (int round = 0; item_of(round) < cut * kv_heads * parts; ++round) {
+      const int tile = item_of(round) / parts / kv_heads, kv_head = item_of(round) / parts % kv_heads;
+      const int part = item_of(round) % parts;
       const int request = tiles[2 * tile], row0 = tiles[2 * tile + 1];
       if (request < 0) continue;
       const int even = heads / kv_heads, head0 = first_heads ? first_heads[kv_head] : even * kv_head;
@@ -124,11 +129,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int length = kv_lens[request], rows = queries * group, before = length - queries;
       if (row0 >= rows) continue;
       const int last_row = min(row0 + kRows, rows) - 1;
-      const int end = is_causal ? min(length, before + last_row / group + 1) : length;
+      int end = is_causal ? min(length, before + last_row / group + 1) : length;
       const int all_see = is_causal ? min(end, before + row0 / group + 1) : length;
       const int all_from = window < 0 ? 0 : before + last_row / group - window;
-      const int count = max(1, (end + kTokens - 1) / kTokens);
-      const int begin = window < 0 ? 0 : min(max(0, before + row0 / group - window) / kTokens, count - 1);
+      int count = max(1, (end + kTokens - 1) / kTokens);
+      int begin = window < 0 ? 0 : min(max(0, before + row0 / group - window) / kTokens, count - 1);
+      if (PARTIAL) {
+        const int each = (count - begin + parts - 1) / parts;
+        begin += part * each, count = min(count, begin + each), end = min(end, count * kTokens);
+        if (begin >= count) begin = 0, count = 1, end = 0;  // a part of none
+      }
       const int* pages = indices + page_indptr[request];
       const long long lane_offset =
           kv_head * head_stride + copies.row_of_lane * token_stride + copies.chunk_of_lane * 16;
@@ -166,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const Pages next = look_up(at - 1);
         copy(k_cache, at, now);
         if (at == count - 1) {
-          give({head0, group, first_query, rows, row0, begin, count, before, end, all_see, all_from});
+          give({head0, group, first_query, rows, static_cast<long long>(part) * q_rows + first_query, row0, begin,
+                count, before, end, min(end, all_see), all_from});
 #pragma unroll 4
           for (int step = 0; step < kChunks; ++step) {
             const int row = row0 + copies.first + step * kAtOnce;
@@ -328,12 +339,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int row = my_row + h * 8;
         if (row >= item.rows) continue;
         const float by = sum > 0 ? 1.0f / sum : 0;
-        const long long head =
-            static_cast<long long>(item.first_query + row / item.group) * heads + item.head0 + row % item.group;
+        const long long head = (item.first_out + row / item.group) * heads + item.head0 + row % item.group;
 #pragma unroll
-        for (int n = 0; n < D / 8; ++n)
-          *reinterpret_cast<uint32_t*>(out + head * D + n * 8 + lane % 4 * 2) =
-              pack(o[n * 4 + h * 2] * by, o[n * 4 + h * 2 + 1] * by);
+        for (int n = 0; n < D / 8; ++n) {
+          const long long at = head * D + n * 8 + lane % 4 * 2;
+          const float x = o[n * 4 + h * 2] * by, y = o[n * 4 + h * 2 + 1] * by;
+          if (PARTIAL)
+            *reinterpret_cast<float2*>(static_cast<float*>(out) + at) = make_float2(x, y);
+          else
+            *reinterpret_cast<uint32_t*>(static_cast<bf16*>(out) + at) = pack(x, y);
+        }
         if (lse && lane % 4 == 0) lse[head] = sum > 0 ? top[h] * scale_log2 + log2f(sum) : -kInf;
       }
     }

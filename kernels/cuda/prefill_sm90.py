@@ -39,20 +39,42 @@ def paged_prefill_sm90(
         raise ValueError(f"{reason}; paged_prefill takes that")
     check_rows(q, kv.heads, table, out, lse)
     check_plan(plan, q, kv.heads, table, out)
+    attend_sm90(q, kv, table, plan, scores, is_causal, (out, lse), 1)
+
+
+def attend_sm90(
+    q: Tensor,
+    kv: KV,
+    table: PageTable,
+    plan: PrefillPlan,
+    scores: Scores,
+    is_causal: bool,
+    into: tuple[Tensor, Tensor | None],
+    parts: int,
+) -> None:
+    """`attend` of prefill.py: the launch alone."""
+    out, lse = into
     if len(plan.tiles) == 0:
         return
     device = gpu(q.device)
     if device.capability != CAPABILITY:
         raise BackendUnavailable("prefill_sm90: made for compute capability 9.0, not {}.{}".format(*device.capability))
-    heads, dim = out.shape[1:]
+    heads, dim = out.shape[-2:]
     window, factor, _ = scores.arguments()
     arguments = [
         q, np.int64(q.stride(0)), *kv.tensors[:2], *map(np.int64, kv.strides), plan.tiles, plan.qo_indptr,
-        table.indptr, table.indices, table.kv_lens, table.first_heads, out, lse, np.int32(heads), np.int32(kv.heads),
-        np.int32(len(plan.tiles)), np.int32(kv.page_size.bit_length() - 1), np.int32(is_causal), window, factor,
+        table.indptr, table.indices, table.kv_lens, table.first_heads, out, lse, np.int32(parts), np.int32(len(q)),
+        np.int32(heads), np.int32(kv.heads), np.int32(len(plan.tiles)), np.int32(kv.page_size.bit_length() - 1),
+        np.int32(is_causal), window, factor,
     ]  # fmt: skip
-    blocks = min(len(plan.tiles) * kv.heads, device.multiprocessors)
-    launch(_kernel(dim), (blocks,), _THREADS, arguments, (1 + _SLOTS) * _ROWS * dim * 2 + _REST)
+    blocks = min(len(plan.tiles) * kv.heads * parts, device.multiprocessors)
+    launch(
+        _kernel(dim, int(out.dtype is torch.float32)),
+        (blocks,),
+        _THREADS,
+        arguments,
+        (1 + _SLOTS) * _ROWS * dim * 2 + _REST,
+    )
 
 
 def why_not(kv: KV, head_dim: int, scores: Scores) -> str:
@@ -68,8 +90,8 @@ def why_not(kv: KV, head_dim: int, scores: Scores) -> str:
 
 def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     """See variants.py."""
-    return [_kernel(dim) for dim in HEAD_DIMS] if capability == CAPABILITY else []
+    return [_kernel(dim, partial) for dim in HEAD_DIMS for partial in (0, 1)] if capability == CAPABILITY else []
 
 
-def _kernel(head_dim: int) -> Kernel:
-    return kernel("prefill_sm90.cu", "prefill_sm90", HEAD_DIM=head_dim)
+def _kernel(head_dim: int, partial: int) -> Kernel:
+    return kernel("prefill_sm90.cu", "prefill_sm90", HEAD_DIM=head_dim, PARTIAL=partial)
