@@ -46,6 +46,7 @@ __device__ bool is_last(int* counter, int count) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     scan(const float* logits, int vocab, const int* owners, const Settings* settings, const int* targets, int* flags,
          float* groups, u64* partial, int* counters, float* highest, int* modes, int* out, int columns) {
+  begin();
   const int row = blockIdx.y, parts = gridDim.x;
   const float* const x = logits + static_cast<long long>(row) * vocab;
   const bool aligned = vocab % 4 == 0;
@@ -111,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     weigh(const float* logits, int vocab, const int* owners, const Settings* settings, const float* groups,
           const float* highest, const int* modes, int* counters, u64* sums, u64* bins, Cut* cuts) {
+  begin();
   const int row = gridDim.y - 1 - blockIdx.y, part = gridDim.x - 1 - blockIdx.x, parts = gridDim.x;
   const int mode = settings ? modes[row] : kPlain;
   if (mode != kPlain && mode != kShare) return;
@@ -182,6 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     narrow(const float* logits, int vocab, const int* owners, const Settings* settings, const float* groups,
            const float* highest, const int* modes, const u64* bins, const Cut* cuts, u64* sums, float2* tokens,
            int* counts) {
+  begin();
   const int row = blockIdx.y, part = blockIdx.x, parts = gridDim.x;
   if (modes[row] != kShare) return;
   __shared__ Shared s;

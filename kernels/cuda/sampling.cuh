@@ -43,6 +43,12 @@ struct Cut {
   double wanted;
 };
 
+// Every pass waits for the one ahead before all else, so that nothing is read too early; what this saves is the launch.
+__device__ __forceinline__ void begin() {
+  let_next_kernel_begin();
+  wait_for_kernel_ahead();
+}
+
 // Four logits from column `at`; -inf beyond the row.
 __device__ __forceinline__ float4 load_four(const float* row, int at, int vocab, bool aligned) {
   if (aligned && at + 4 <= vocab) return *reinterpret_cast<const float4*>(row + at);

@@ -123,13 +123,15 @@ def sample_rows(
     _scan(logits, wanted, settings, out, w, is_changed)
     shared = [logits, vocab, wanted.rows, settings, w.groups, w.highest, w.modes]
     if needs_totals:
-        launch(_kernel("weigh", w), grid, w.threads, [*shared, w.counters, w.sums, w.bins, w.cuts])
-        launch(_kernel("narrow", w), grid, w.threads, [*shared, w.bins, w.cuts, w.sums, w.tokens, w.counts])
+        launch(_kernel("weigh", w), grid, w.threads, [*shared, w.counters, w.sums, w.bins, w.cuts], is_early=True)
+        launch(
+            _kernel("narrow", w), grid, w.threads, [*shared, w.bins, w.cuts, w.sums, w.tokens, w.counts], is_early=True
+        )
     arguments = [
         logits, vocab, np.int32(w.parts), wanted.rows, settings, wanted.positions, w.groups, w.highest, w.modes, w.sums,
         w.cuts, w.tokens, w.counts, out, _columns(out),
     ]  # fmt: skip
-    launch(_kernel("draw", w), (m,), w.threads, arguments, w.capacity * 10)
+    launch(_kernel("draw", w), (m,), w.threads, arguments, w.capacity * 10, is_early=True)
 
 
 def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> None:
@@ -147,12 +149,12 @@ def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, w
     w, vocab = workspace, np.int32(workspace.vocab)
     _scan(logits, None, None, None, w, is_changed=False)
     arguments = [logits, vocab, None, None, w.groups, w.highest, w.modes, w.counters, w.sums, w.bins, w.cuts]
-    launch(_kernel("weigh", w), (w.parts, m), w.threads, arguments)
+    launch(_kernel("weigh", w), (w.parts, m), w.threads, arguments, is_early=True)
     arguments = [
         logits, vocab, np.int32(w.parts), limits, tokens, _columns(tokens), w.groups, w.highest, w.sums,
         np.int32(places), out,
     ]  # fmt: skip
-    launch(_kernel("likely", w), (m,), w.threads, arguments, w.capacity * 10)
+    launch(_kernel("likely", w), (m,), w.threads, arguments, w.capacity * 10, is_early=True)
 
 
 def _scan(

@@ -140,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     draw(const float* logits, int vocab, int parts, const int* owners, const Settings* settings, const int* positions,
          const float* groups, const float* highest, const int* modes, const u64* sums, const Cut* cuts,
          const float2* tokens, int* counts, int* out, int columns) {
+  begin();
   const int row = gridDim.x - 1 - blockIdx.x, mode = modes[row];
   if (mode == kDone) return;
   __shared__ Shared s;
@@ -222,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     likely(const float* logits, int vocab, int parts, const int* limits, const int* tokens, int columns,
            const float* groups, const float* highest, const u64* sums, int places, int* found) {
+  begin();
   const int row = blockIdx.x, limit = limits[row], token = tokens[static_cast<long long>(row) * columns];
   if (limit < 0 || token < 0) return;
   __shared__ Shared s;
