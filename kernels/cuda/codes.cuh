@@ -39,7 +39,7 @@ __device__ __forceinline__ void decode(const uint4& chunk, int set, uint32_t* pa
   } else if (BITS == 4) {
     const uint32_t codes = word(chunk, set);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) pairs[j] = (codes >> 4 * j & 0x000f000f) | 0x43004300;
+    for (int j = 0; j < 4; ++j) pairs[j] = and_or(codes >> 4 * j, 0x000f000f, 0x43004300);
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -20,18 +20,6 @@ __device__ __forceinline__ void copy4(uint32_t to, const void* from, bool is_the
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
-// Of programmatic dependent launches (sm_90 and later): the kernel behind may begin, as far as it does not wait; this
-// one goes on when all ahead of it have ended, with all that they wrote.
-__device__ __forceinline__ void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_ahead() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 template <int N>
 __device__ __forceinline__ void wait_for() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
@@ -126,6 +114,12 @@ __device__ __forceinline__ float half_wide(uint32_t bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(bits)));
   return x;
+}
+// (a & b) | c in one instruction, which two constants would make two.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(a), "r"(b), "r"(c));
+  return bits;
 }
 // Pairs of bfloat16, one by one; subnormal numbers stay.
 __device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {

@@ -20,8 +20,6 @@ inline void copy4(uint32_t to, const void* from, bool is_there) {
   if (to % 4 || reinterpret_cast<uintptr_t>(from) % 4) emulator::fail("a copy of 4 bytes is not aligned");
   emulator::me->open.push_back({emulator::block.base + to, static_cast<const char*>(from), is_there ? 4 : 0, 4});
 }
-inline void let_next_begin() {}
-inline void wait_for_ahead() {}
 inline void commit() {
   emulator::me->groups.push_back(std::move(emulator::me->open));
   emulator::me->open.clear();
@@ -58,6 +56,7 @@ inline float half_wide(uint32_t bits) {
                                                  (exponent ? exponent : 1) - 25);
   return bits & 0x8000 ? -size : size;
 }
+inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 inline uint32_t times(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
 }
