@@ -45,8 +45,8 @@ struct Cut {
 
 // Every pass waits for the one ahead before all else, so that nothing is read too early; what this saves is the launch.
 __device__ __forceinline__ void begin() {
-  let_next_kernel_begin();
-  wait_for_kernel_ahead();
+  let_next_begin();
+  wait_for_ahead();
 }
 
 // Four logits from column `at`; -inf beyond the row.
