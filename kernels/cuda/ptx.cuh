@@ -20,6 +20,19 @@ __device__ __forceinline__ void copy4(uint32_t to, const void* from, bool is_the
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
+// Of a kernel whose blocks may begin before the one ahead has ended (`is_early` of a launch; otherwise these do
+// nothing; sm_90 and later): waits until that one has, and what it wrote is there; and lets the next one's blocks
+// begin, once all blocks of this one have come here.
+__device__ __forceinline__ void wait_for_ahead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 template <int N>
 __device__ __forceinline__ void wait_for() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");

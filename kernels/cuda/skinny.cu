@@ -89,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float sum[PARTS][TILES][4] = {}, group_sum[PARTS][TILES][4] = {}, x_sum[TILES][4] = {};
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) ask(i);
-  let_next_kernel_begin();
-  wait_for_kernel_ahead();  // the weight is there before any kernel; x and out are not
+  let_next_begin();
+  wait_for_ahead();  // the weight is there before any kernel; x and out are not
   for (int i = 0; i < count; ++i) {
     uint4 b[kSets][TILES];
 #pragma unroll
