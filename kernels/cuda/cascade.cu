@@ -34,6 +34,8 @@ extern "C" __global__ void __launch_bounds__(256)
   const long long place = static_cast<long long>(blockIdx.x) * each + threadIdx.x / eighths;  // of a row and a head
   const int column = threadIdx.x % eighths * 8;
   const bool is_there = threadIdx.x < each * eighths && place < static_cast<long long>(rows) * heads;
+  wait_for_ahead();
+  let_next_begin();
   const float mine = own && is_there ? own_lse[place] : -kInf;
   __syncthreads();  // before lse is written, which may be own_lse
   if (!is_there) return;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
-from allspan.kernels.cuda.pages import Cache, PageTable, Scores, check_rows, kv_of, pitch
+from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
 
 MOST_GROUP = 16
 """Query heads that read one KV head."""
@@ -35,7 +35,7 @@ def decode_workspace(requests: int, kv_heads: int, head_dim: int, device: torch.
 
 def paged_decode(
     q: Tensor,
-    cache: Cache,
+    cache: Cache | KV,
     table: PageTable,
     scale: Scores | float,
     out: Tensor,
@@ -46,9 +46,9 @@ def paged_decode(
 
     q: bfloat16 [rows, heads or more, head_dim], of which the first heads are read: it may be a fused buffer of queries,
     keys and values. out: bfloat16 [rows, heads, head_dim], contiguous; rows that are no request's (`PageTable.rows`)
-    are left alone. A KV head is read by 1 to 16 query heads; head_dim is a multiple of 16 up to 256, with pages of 8
-    bits of 32, of 4 bits of 64. scale: of q · k, or `Scores`. lse: float32 [rows, heads], contiguous: the logarithm to
-    base 2 of the sum of the powers of e (-inf for none), or None.
+    are left alone. The cache may be `dense` tensors. A KV head is read by 1 to 16 query heads; head_dim is a multiple
+    of 16 up to 256, with pages of 8 bits of 32, of 4 bits of 64. scale: of q · k, or `Scores`. lse: float32 [rows,
+    heads], contiguous: the logarithm to base 2 of the sum of the powers of e (-inf for none), or None.
 
     Lengths are read on the GPU only: a graph that was captured serves other ones, as long as the tensors stay. Not
     batch-invariant: where a request is cut depends on the others.
@@ -69,7 +69,8 @@ def paged_decode(
         table.first_heads, out, lse, workspace.partial, workspace.counters, np.int32(requests), np.int32(kv.heads),
         np.int32(heads), np.int32(kv.page_size.bit_length() - 1), *scores.arguments(),
     ]  # fmt: skip
-    launch(function, (device.multiprocessors,), shape.warps * 32, arguments, shape.shared + (3 * requests + 1) * 4)
+    shared = shape.shared + (3 * requests + 1) * 4
+    launch(function, (device.multiprocessors,), shape.warps * 32, arguments, shared, is_early=True)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:

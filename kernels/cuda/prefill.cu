@@ -63,6 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
             int window, float scale, float cap) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  wait_for_ahead();
+  let_next_begin();
   const int request = tiles[2 * blockIdx.x], row0 = tiles[2 * blockIdx.x + 1], kv_head = blockIdx.y;
   if (request < 0) return;
   const int kv_heads = gridDim.y, even = heads / kv_heads;

@@ -115,7 +115,7 @@ def attend(
     ]  # fmt: skip
     function = _kernel(kv.format, kv.is_scaled, dim, int(scores.soft_cap > 0), int(out.dtype is torch.float32))
     blocks = (len(plan.tiles), kv.heads, parts)
-    launch(function, blocks, 128 if dim <= 128 else 256, arguments, _shared(kv.format, kv.is_scaled, dim))
+    launch(function, blocks, 128 if dim <= 128 else 256, arguments, _shared(kv.format, kv.is_scaled, dim), True)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
