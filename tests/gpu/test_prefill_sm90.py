@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from allspan.kernels.cuda import modules
-from allspan.kernels.cuda.pages import PageTable, Scores, dense, dense_table
+from allspan.kernels.cuda.pages import PageTable, Scores, dense, dense_table, kv_of
 from allspan.kernels.cuda.prefill import PrefillPlan, plan_prefill
-from allspan.kernels.cuda.prefill_sm90 import paged_prefill_sm90
+from allspan.kernels.cuda.prefill_sm90 import attend_sm90, paged_prefill_sm90
 from allspan.kernels.errors import BackendUnavailable
 from support.cuda_pages import expected, random_pages, random_queries
 from support.emulator.driver import EmulatorDriver
@@ -103,6 +103,22 @@ def test_sliding_windows(batch: tuple[list[int], list[int]], window: int, device
         right, right_lse = expected(q, pages, queries, scores, is_causal)
         torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
         torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("is_causal", "window"), [(False, -1), (True, -1), (True, 300)])
+def test_parts_of_the_tokens_add_up(is_causal: bool, window: int, device: str) -> None:
+    """Those with nothing to see are told by their logarithms, also those of requests without tokens."""
+    queries, lengths, parts = [3, 70, 2], [700, 70, 0 if not is_causal else 2], 4
+    q, scores = random_queries(sum(queries), 4, 64, device), Scores(0.1, window_left=window)
+    keys, values, table = pages = random_pages(lengths, 2, 64, 16, device)
+    made = plan_prefill(queries, [max(x) for x in zip(queries, lengths, strict=True)], 2, device)
+    out, lse = torch.full((parts, *q.shape), math.nan, device=device), torch.empty(parts, *q.shape[:2], device=device)
+    attend_sm90(q, kv_of((keys, values), 64), table, made, scores, is_causal, (out, lse), parts)
+    right, right_lse = expected(q, pages, queries, scores, is_causal)
+    weights = (lse * math.log(2)).softmax(0).nan_to_num(0)
+    torch.testing.assert_close((out * weights[..., None]).sum(0), right, rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close((lse * math.log(2)).logsumexp(0) / math.log(2), right_lse, rtol=1e-3, atol=1e-3)
+    assert lse[3, 3:].isneginf().all()
 
 
 def test_uneven_heads_and_tiles_that_are_none(device: str) -> None:
