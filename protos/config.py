@@ -49,7 +49,10 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     """"float32", "bfloat16", "int8", "uint4" (both a scale a token and KV head), or "auto" (as the weights)."""
     kv_cache_bytes: int = 0
-    """Bytes of KV on this rank; 0: min(25 % of the node's free memory / ranks on it, max_num_seqs full contexts)."""
+    """Bytes of KV on this rank; 0: min(25 % of the node's free memory / ranks on it, max_num_seqs full contexts), or
+    what `gpu_memory_utilization` leaves on a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that is taken in all: by weights, buffers, graphs and KV."""
     enable_prefix_caching: bool = True
     """Keep the KV of full pages for requests that begin with the same tokens."""
     host_kv_cache_bytes: int = 0
@@ -136,6 +139,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "max_model_len": (0, 2**31 - 1),
     "kv_cache_bytes": (0, 2**50),
     "host_kv_cache_bytes": (0, 2**50),
+    "gpu_memory_utilization": (0.05, 1.0),
     "max_num_seqs": (1, 4096),
     "max_num_batched_tokens": (1, 1 << 20),
     "max_queued_requests": (1, 1 << 20),

@@ -251,6 +251,9 @@ def _prepare_run_dir(config: WorkerConfig, rank: int) -> Heart:
 
 def _ranks_on_node(config: WorkerConfig, world: World) -> int:
     """How many ranks share the memory that this rank takes from."""
+    if config.model.device == "cuda":
+        gpu = zlib.crc32(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).encode())
+        return world.all_values(gpu).count(gpu)
     if config.parallel.ranks_on_node:
         return config.parallel.ranks_on_node
     place_name = ":".join((host.host_name(), *host.memory_nodes(config.parallel.cpus)))

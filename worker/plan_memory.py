@@ -17,8 +17,8 @@ from allspan.protos.config import WorkerConfig
 from allspan.protos.config_json import from_json
 from allspan.protos.errors import AllspanError, ConfigError
 from allspan.worker.cache.budget import CacheDemand, num_kv_pages, pages_of
-from allspan.worker.cache.memory import available_bytes
-from allspan.worker.models.loader import prepare
+from allspan.worker.cache.memory import Room, room
+from allspan.worker.models.loader import check_device, prepare
 from allspan.worker.models.spec import ModelSpec
 
 
@@ -51,8 +51,8 @@ class MemoryPlan:
     ranks: tuple[RankMemory, ...]
 
 
-def plan_memory(config: WorkerConfig, num_ranks: int, available: int, ranks_on_node: int) -> MemoryPlan:
-    """`available` bytes are those of a node before any weight is loaded; its ranks' weights are taken off first.
+def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_node: int) -> MemoryPlan:
+    """`available` is what a node or GPU has before any weight is loaded; its ranks' weights are taken off first.
 
     Raises ModelNotFound, CheckpointError or ConfigError as loading would.
     """
@@ -60,7 +60,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: int, ranks_on_n
     first = prepared[0]
     widest = max(rank.cache_spec.bytes_per_page for rank in prepared)
     heaviest = max(rank.weight_bytes for rank in prepared)
-    left = max(0, available - heaviest * ranks_on_node)
+    left = Room(max(0, available.available - heaviest * ranks_on_node), available.total)
     page_size, num_seqs = config.cache.page_size, config.scheduler.max_num_seqs
 
     def pages(max_model_len: int) -> int:
@@ -84,7 +84,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: int, ranks_on_n
         largest_model_len=_largest(pages, first.source.spec.max_position_embeddings, page_size),
         num_pages=num_pages,
         host_pages=host_pages,
-        available_bytes=available,
+        available_bytes=available.available,
         refusal=refusal,
         ranks=tuple(
             RankMemory(
@@ -125,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.ranks < 1:
             raise ConfigError(f"--ranks {arguments.ranks}: must be at least 1")
         config = from_json(Path(arguments.config).read_text(encoding="utf-8"))
-        available = available_bytes(config.parallel.cpus)
+        check_device(config.model.device)
+        available = room(config.model.device, config.parallel.cpus)
         plan = plan_memory(config, arguments.ranks, available, arguments.ranks_on_node or arguments.ranks)
     except AllspanError as error:
         print(json.dumps({"error": error.code, "message": error.message}))

@@ -13,6 +13,7 @@ from allspan.kernels.table import op_set
 from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError
 from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.memory import Room
 from allspan.worker.models.loader import load_model
 from allspan.worker.plan_memory import main, plan_memory
 from support.threads import ThreadWorld
@@ -34,7 +35,7 @@ def config_for(folder: Path, **cache: Any) -> WorkerConfig:
 def test_planned_bytes_are_those_of_the_loaded_ranks(kv_cache_dtype: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     config = config_for(tmp_path, kv_cache_dtype=kv_cache_dtype)
-    plan = plan_memory(config, 2, ROOM, 2)
+    plan = plan_memory(config, 2, Room(ROOM), 2)
     for collectives in ThreadWorld(2).collectives:
         model = load_model(config.model, collectives, op_set("reference"), 8, 1, cache=config.cache)
         planned = plan.ranks[collectives.rank]
@@ -47,7 +48,7 @@ def test_planned_bytes_are_those_of_the_loaded_ranks(kv_cache_dtype: str, tmp_pa
 
 def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    plan = plan_memory(config_for(tmp_path), 1, ROOM, 1)
+    plan = plan_memory(config_for(tmp_path), 1, Room(ROOM), 1)
     assert (plan.num_pages, plan.max_model_len, plan.largest_model_len) == (3 * 256 // 16, 256, 256)
     assert plan.ranks[0].kv_bytes == plan.num_pages * plan.ranks[0].kv_bytes_per_page
     assert not plan.refusal
@@ -56,33 +57,33 @@ def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None
 def test_a_budget_below_one_context_is_refused_with_the_largest_that_fits(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     config = config_for(tmp_path)
-    page = plan_memory(config, 1, ROOM, 1).ranks[0].kv_bytes_per_page
-    small = plan_memory(config_for(tmp_path, kv_cache_bytes=5 * page + 1), 1, ROOM, 1)
+    page = plan_memory(config, 1, Room(ROOM), 1).ranks[0].kv_bytes_per_page
+    small = plan_memory(config_for(tmp_path, kv_cache_bytes=5 * page + 1), 1, Room(ROOM), 1)
     assert (small.num_pages, small.largest_model_len) == (0, 80)
     assert "max_model_len to at most 80" in small.refusal
-    nothing = plan_memory(config, 1, 0, 1)
+    nothing = plan_memory(config, 1, Room(0), 1)
     assert (nothing.num_pages, nothing.largest_model_len) == (0, 0)
 
 
 def test_weights_are_taken_off_the_memory_before_the_cache_gets_its_share(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     config = replace(config_for(tmp_path), scheduler=SchedulerConfig(max_num_seqs=4096))
-    free = plan_memory(config, 2, ROOM, 2)
+    free = plan_memory(config, 2, Room(ROOM), 2)
     heaviest = max(rank.weight_bytes for rank in free.ranks)
     page = max(rank.kv_bytes_per_page for rank in free.ranks)
     budget = 40 * page
-    assert plan_memory(config, 2, 2 * heaviest + 2 * 4 * budget, 2).num_pages == 40
+    assert plan_memory(config, 2, Room(2 * heaviest + 2 * 4 * budget), 2).num_pages == 40
 
 
 def test_the_host_tier_has_as_many_pages_as_every_rank_has_bytes_for(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    page = max(rank.kv_bytes_per_page for rank in plan_memory(config_for(tmp_path), 2, ROOM, 2).ranks)
-    plan = plan_memory(config_for(tmp_path, host_kv_cache_bytes=5 * page + 1), 2, ROOM, 2)
+    page = max(rank.kv_bytes_per_page for rank in plan_memory(config_for(tmp_path), 2, Room(ROOM), 2).ranks)
+    plan = plan_memory(config_for(tmp_path, host_kv_cache_bytes=5 * page + 1), 2, Room(ROOM), 2)
     assert plan.host_pages == 5
     assert [rank.host_kv_bytes for rank in plan.ranks] == [5 * rank.kv_bytes_per_page for rank in plan.ranks]
     off = config_for(tmp_path, host_kv_cache_bytes=5 * page, enable_prefix_caching=False)
-    assert plan_memory(off, 2, ROOM, 2).host_pages == 0
-    small = plan_memory(config_for(tmp_path, host_kv_cache_bytes=1), 1, ROOM, 1)
+    assert plan_memory(off, 2, Room(ROOM), 2).host_pages == 0
+    small = plan_memory(config_for(tmp_path, host_kv_cache_bytes=1), 1, Room(ROOM), 1)
     assert "host_kv_cache_bytes is 1, must be at least a page" in small.refusal
 
 
@@ -104,4 +105,4 @@ def test_what_cannot_be_loaded_cannot_be_planned(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     config = config_for(tmp_path)
     with pytest.raises(ConfigError, match="max_model_len 300"):
-        plan_memory(replace(config, model=replace(config.model, max_model_len=300)), 1, ROOM, 1)
+        plan_memory(replace(config, model=replace(config.model, max_model_len=300)), 1, Room(ROOM), 1)

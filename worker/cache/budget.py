@@ -6,22 +6,25 @@ from dataclasses import dataclass
 
 from allspan.protos.config import CacheConfig
 from allspan.protos.errors import ConfigError
+from allspan.worker.cache.memory import Room
 
 DEFAULT_SHARE = 0.25
 """Of the node's available memory, for the KV of all ranks on it."""
+GPU_RESERVE = 1 << 30
+"""Of a GPU's memory, for what comes after the KV: captured graphs, workspaces, kernels that are loaded."""
 MOST_SLOTS = 2**31
 """Tokens of the whole cache: their places are int32."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDemand:
-    """What one rank's cache has to hold. `available_bytes` (0: unknown) is the node's, shared by `ranks_on_node`."""
+    """What one rank's cache has to hold, and what is left (`available`; 0 bytes: unknown) where `ranks` share it."""
 
     bytes_per_page: int
     max_model_len: int
     max_num_seqs: int
-    available_bytes: int
-    ranks_on_node: int = 1
+    room: Room
+    ranks: int = 1
 
 
 def pages_of(num_tokens: int, page_size: int) -> int:
@@ -30,22 +33,15 @@ def pages_of(num_tokens: int, page_size: int) -> int:
 
 
 def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
-    """Pages of this rank's cache: `kv_cache_bytes` of them if given, else min(25 % of the node's available memory /
-    ranks on it, max_num_seqs full contexts). Raises ConfigError when one full context does not fit, with the largest
-    max_model_len that does, and when the node has less memory than is asked for. All ranks of a world take the smallest
-    of their answers."""
+    """Pages of this rank's cache: `kv_cache_bytes` of them if given; else on a node min(25 % of its available memory /
+    ranks on it, max_num_seqs full contexts), and on a GPU all that `gpu_memory_utilization` leaves. Raises ConfigError
+    when one full context does not fit, with the largest max_model_len that does, and when there is less memory than is
+    asked for. All ranks of a world take the smallest of their answers."""
     context = pages_of(demand.max_model_len, cache.page_size)
-    if cache.kv_cache_bytes:
-        budget = cache.kv_cache_bytes
-        pages = budget // demand.bytes_per_page
-        source = f"kv_cache_bytes is {budget}"
-    else:
-        budget = int(demand.available_bytes * DEFAULT_SHARE) // demand.ranks_on_node
-        pages = min(budget // demand.bytes_per_page, demand.max_num_seqs * context)
-        source = (
-            f"the budget is {_size(budget)} ({DEFAULT_SHARE:.0%} of {_size(demand.available_bytes)} available memory"
-            f" / {demand.ranks_on_node} rank(s) on the node)"
-        )
+    budget, source = _budget(cache, demand)
+    pages = budget // demand.bytes_per_page
+    if not cache.kv_cache_bytes and not demand.room.total:
+        pages = min(pages, demand.max_num_seqs * context)
     pages = min(pages, MOST_SLOTS // cache.page_size)
     if pages < context:
         needed = context * demand.bytes_per_page
@@ -54,23 +50,45 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
             f"the KV cache of one context of {demand.max_model_len} tokens takes {_size(needed)} on this rank, but "
             f"{source}: {way_out}kv_cache_bytes to at least {needed}"
         )
-    wanted = pages * demand.bytes_per_page * demand.ranks_on_node
-    if 0 < demand.available_bytes < wanted:
-        most = demand.available_bytes // demand.ranks_on_node
+    wanted = pages * demand.bytes_per_page * demand.ranks
+    if 0 < demand.room.available < wanted:
+        place, most = demand.room.place, demand.room.available // demand.ranks
         raise ConfigError(
-            f"kv_cache_bytes is {cache.kv_cache_bytes}, {_size(wanted)} for {demand.ranks_on_node} rank(s) on the node,"
-            f" which has {_size(demand.available_bytes)} available: set it to at most {most}"
+            f"kv_cache_bytes is {cache.kv_cache_bytes}, {_size(wanted)} for {demand.ranks} rank(s) on the {place},"
+            f" which has {_size(demand.room.available)} available: set it to at most {most}"
         )
     return pages
 
 
-def check_weights_fit(weight_bytes: int, available: int, ranks_on_node: int) -> None:
-    """ConfigError when the weights of a node's ranks, of `weight_bytes` each, are more than its memory (0: unknown)."""
-    needed = weight_bytes * ranks_on_node
-    if 0 < available < needed:
+def _budget(cache: CacheConfig, demand: CacheDemand) -> tuple[int, str]:
+    """Bytes of this rank's KV, and in words where they come from."""
+    room, ranks = demand.room, demand.ranks
+    if cache.kv_cache_bytes:
+        return cache.kv_cache_bytes, f"kv_cache_bytes is {cache.kv_cache_bytes}"
+    if not room.total:
+        budget = int(room.available * DEFAULT_SHARE) // ranks
+        return budget, (
+            f"the budget is {_size(budget)} ({DEFAULT_SHARE:.0%} of {_size(room.available)} available memory"
+            f" / {ranks} rank(s) on the node)"
+        )
+    used = room.total - room.available
+    budget = max(0, int(room.total * cache.gpu_memory_utilization) - used - ranks * GPU_RESERVE) // ranks
+    return budget, (
+        f"the budget is {_size(budget)} (gpu_memory_utilization {cache.gpu_memory_utilization:g} of "
+        f"{_size(room.total)}, less {_size(used)} that weights, buffers and others hold and {_size(GPU_RESERVE)} for graphs and workspaces"
+        f", / {ranks} rank(s) on the GPU; raise it, or end other programs)"
+    )
+
+
+def check_weights_fit(weight_bytes: int, room: Room, ranks: int) -> None:
+    """ConfigError when the weights of the ranks that share `room`, of `weight_bytes` each, are more than it (0:
+    unknown)."""
+    needed = weight_bytes * ranks
+    if 0 < room.available < needed:
+        more = "take more GPUs (--ranks)" if room.total else "raise the container's limit"
         raise ConfigError(
-            f"the weights of {ranks_on_node} rank(s) on this node take {_size(needed)} of memory, {_size(available)} "
-            "are available: end other programs, raise the container's limit, or take a smaller model"
+            f"the weights of {ranks} rank(s) on this {room.place} take {_size(needed)} of memory, "
+            f"{_size(room.available)} are available: end other programs, {more}, or take a smaller model"
         )
 
 

@@ -4,7 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that can still be taken. `total`: of the GPU, all that it has; 0 for host memory."""
+
+    available: int
+    total: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where that is, in words."""
+        return "GPU" if self.total else "node"
+
+
+def room(device: str, cpus: Sequence[int] = ()) -> Room:
+    """On the GPU as the driver measures it, whoever holds the rest, once torch has given back what it does not use;
+    or in host memory, see `available_bytes`."""
+    if device != "cuda":
+        return Room(available_bytes(cpus))
+    torch.cuda.empty_cache()
+    return Room(*torch.cuda.mem_get_info())
 
 
 def available_bytes(cpus: Sequence[int] = (), root: Path = Path("/")) -> int:

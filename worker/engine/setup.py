@@ -16,7 +16,7 @@ from allspan.protos.errors import ConfigError
 from allspan.protos.text.generation import generation_defaults
 from allspan.worker.cache.budget import CacheDemand, check_weights_fit, num_kv_pages
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.cache.memory import available_bytes
+from allspan.worker.cache.memory import room
 from allspan.worker.cache.tiers import Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
@@ -54,8 +54,8 @@ def load_engine(
     on_progress: OnProgress | None = None,
     await_others: Callable[[], None] = lambda: None,
 ) -> LoadedEngine:
-    """Every rank of a world calls it at once. `ranks_on_node` share this node's memory; `await_others` waits until
-    each of them has read its weights, however long that takes.
+    """Every rank of a world calls it at once. `ranks_on_node` share the memory of the node or GPU; `await_others` waits
+    until each of them has read its weights, however long that takes.
 
     Raises ModelNotFound, CheckpointError, or ConfigError (also when one full context does not fit the cache).
     """
@@ -65,7 +65,7 @@ def load_engine(
     logits = most_logits_rows(most.max_num_seqs)
 
     def check_room(weight_bytes: int) -> None:
-        check_weights_fit(weight_bytes, available_bytes(config.parallel.cpus), ranks_on_node)
+        check_weights_fit(weight_bytes, room(model.device, config.parallel.cpus), ranks_on_node)
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
@@ -77,8 +77,8 @@ def load_engine(
         bytes_per_page=loaded.cache_spec.bytes_per_page,
         max_model_len=loaded.max_model_len,
         max_num_seqs=most.max_num_seqs,
-        available_bytes=available_bytes(config.parallel.cpus),
-        ranks_on_node=ranks_on_node,
+        room=room(model.device, config.parallel.cpus),
+        ranks=ranks_on_node,
     )
     num_pages = agreed_pages(config, demand, collectives)
     kv = KVCache(loaded.cache_spec, num_pages, model.device)

@@ -6,14 +6,15 @@ import pytest
 
 from allspan.protos.config import CacheConfig
 from allspan.protos.errors import ConfigError
-from allspan.worker.cache.budget import CacheDemand, num_kv_pages
+from allspan.worker.cache.budget import GPU_RESERVE, CacheDemand, check_weights_fit, num_kv_pages
+from allspan.worker.cache.memory import Room
 
 MIB = 2**20
 
 
-def demand(available=64 * MIB, ranks=1, context=100, seqs=4, page=MIB // 16):
+def demand(available=64 * MIB, ranks=1, context=100, seqs=4, page=MIB // 16, total=0):
     return CacheDemand(
-        bytes_per_page=page, max_model_len=context, max_num_seqs=seqs, available_bytes=available, ranks_on_node=ranks
+        bytes_per_page=page, max_model_len=context, max_num_seqs=seqs, room=Room(available, total), ranks=ranks
     )
 
 
@@ -58,3 +59,31 @@ def test_more_than_the_node_has_is_refused_with_what_it_has():
 def test_nothing_fits_when_not_even_a_page_does():
     with pytest.raises(ConfigError, match="kv_cache_bytes is 1: set kv_cache_bytes to at least"):
         num_kv_pages(CacheConfig(kv_cache_bytes=1), demand())
+
+
+GIB = 2**30
+
+
+def test_a_gpu_gives_what_its_share_leaves_beside_weights_and_a_reserve():
+    on_gpu = demand(available=60 * GIB, total=80 * GIB, page=MIB)
+    expected = (int(0.9 * 80 * GIB) - 20 * GIB - GPU_RESERVE) // MIB
+    assert num_kv_pages(CacheConfig(), on_gpu) == expected  # more than all rows can fill: the prefix cache's
+    assert num_kv_pages(CacheConfig(gpu_memory_utilization=0.5), on_gpu) == (20 * GIB - GPU_RESERVE) // MIB
+    shared = demand(available=60 * GIB, total=80 * GIB, page=MIB, ranks=2)
+    assert num_kv_pages(CacheConfig(), shared) == (int(0.9 * 80 * GIB) - 20 * GIB - 2 * GPU_RESERVE) // MIB // 2
+
+
+def test_a_gpu_that_is_full_is_refused_with_the_numbers_and_the_ways_out():
+    words = r"gpu_memory_utilization 0.9 of 80.00 GiB, less 79.00 GiB .* raise it, or end other.*kv_cache_bytes"
+    with pytest.raises(ConfigError, match=words):
+        num_kv_pages(CacheConfig(), demand(available=GIB, total=80 * GIB))
+    with pytest.raises(ConfigError, match=r"on the GPU, which has 1.00 GiB available: set it to at most 1073741824"):
+        num_kv_pages(CacheConfig(kv_cache_bytes=2 * GIB), demand(available=GIB, total=80 * GIB))
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read():
+    check_weights_fit(30 * GIB, Room(60 * GIB, 80 * GIB), 2)
+    with pytest.raises(ConfigError, match=r"on this GPU take 70.00 GiB of memory, 60.00 GiB are available: .*--ranks"):
+        check_weights_fit(70 * GIB, Room(60 * GIB, 80 * GIB), 1)
+    with pytest.raises(ConfigError, match=r"on this node .* container's limit"):
+        check_weights_fit(70 * GIB, Room(60 * GIB), 1)

@@ -5,6 +5,7 @@ import pytest
 from allspan.protos.config import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError
 from allspan.worker.cache.budget import CacheDemand
+from allspan.worker.cache.memory import Room
 from allspan.worker.engine.setup import agreed_pages
 from support.threads import ThreadWorld
 
@@ -12,7 +13,7 @@ CONFIG = WorkerConfig(ModelConfig("m", "m"), ServiceConfig("-"), CacheConfig(kv_
 
 
 def demand(bytes_per_page):
-    return CacheDemand(bytes_per_page, max_model_len=64, max_num_seqs=4, available_bytes=0)
+    return CacheDemand(bytes_per_page, max_model_len=64, max_num_seqs=4, room=Room(0))
 
 
 def test_the_rank_with_the_largest_pages_decides():
