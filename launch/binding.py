@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from allspan.launch import mpi
-from allspan.launch.placement import Placement, PlacementConfig, place
+from allspan.launch.gpus import find_gpus
+from allspan.launch.placement import Placement, PlacementConfig, place, place_on_gpus
 from allspan.launch.topology import Topology, read_topology
 
 
@@ -18,13 +19,16 @@ class Bound:
     memory: str
 
 
-def lay_out(config: PlacementConfig, topology: Topology | None = None) -> Bound:
-    """Raises ConfigError as `place` does."""
+def lay_out(config: PlacementConfig, device: str = "cpu", topology: Topology | None = None) -> Bound:
+    """With "cuda" each rank has a GPU. Raises ConfigError as `place` and `place_on_gpus` do."""
     topology = topology or read_topology()
     numactl, why_not = None, ""
     if config.bind != "none":
         numactl, why_not = mpi.find_numactl([node.index for node in topology.nodes])
-    placement = place(topology, config, can_bind=numactl is not None)
+    if device == "cuda":
+        placement = place_on_gpus(topology, config, find_gpus(), can_bind=numactl is not None)
+    else:
+        placement = place(topology, config, can_bind=numactl is not None)
     return Bound(placement, numactl, _memory(topology, config, numactl, why_not))
 
 

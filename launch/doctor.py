@@ -17,7 +17,8 @@ from pathlib import Path
 from allspan.client.gateway.sockets import port_owner
 from allspan.launch import mpi
 from allspan.launch.console import size
-from allspan.launch.topology import available_memory, find_gpus, read_topology
+from allspan.launch.gpus import find_gpus
+from allspan.launch.topology import available_memory, read_topology
 from allspan.protos.errors import ConfigError
 
 OK, WARN, FAIL = "ok", "warn", "fail"

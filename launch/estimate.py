@@ -19,6 +19,10 @@ NODE_BYTES_PER_S = 150e9
 """What all threads of a node reach together at most."""
 ALL_REDUCE_S = 8e-6
 """Of a row or a few, through a window of shared memory."""
+GPU_BYTES_PER_S = 3.5e12
+"""Of a GPU with HBM3e; an H100 or A100 has two thirds or half of it."""
+GPU_ALL_REDUCE_S = 5e-6
+"""Of a row or a few over NVLink, with the residual stream and its norm."""
 SIZEABLE = 0.15
 """Share of a step that all-reduces may take before replicas are advised."""
 
@@ -30,6 +34,7 @@ class DecodeStep:
     read_s: float
     all_reduce_s: float
     alone_s: float
+    on_gpu: bool = False
 
     @property
     def step_s(self) -> float:
@@ -44,6 +49,10 @@ def decode_step(plan: Mapping[str, Any]) -> DecodeStep:
     """Of a plan as `allspan plan --json` prints it, for its first replica."""
     weights = [rank["weight_bytes"] for rank in plan["ranks"]]
     count, nodes, threads = len(weights), plan["nodes"], plan["threads"][0]
+    if plan["gpus"]:
+        reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
+        read_s, alone_s = max(weights) / GPU_BYTES_PER_S, sum(weights) / GPU_BYTES_PER_S
+        return DecodeStep(read_s, reduces * GPU_ALL_REDUCE_S, alone_s, on_gpu=True)
     on_node = max(nodes[:count].count(node) for node in nodes[:count])
     together = min(NODE_BYTES_PER_S, on_node * threads * THREAD_BYTES_PER_S)
     reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
@@ -81,6 +90,8 @@ def advice(plan: Mapping[str, Any]) -> list[str]:
 def formula(step: DecodeStep) -> str:
     """The estimate in one line."""
     assumed = f"{THREAD_BYTES_PER_S / 1e9:g} GB/s a thread, {NODE_BYTES_PER_S / 1e9:g} a node"
+    if step.on_gpu:
+        assumed = f"{GPU_BYTES_PER_S / 1e9:g} GB/s a GPU"
     return (
         f"{1e3 * step.step_s:.2f} ms = {1e3 * step.read_s:.2f} reading weights (assumed: {assumed}) + "
         f"{1e3 * step.all_reduce_s:.2f} all-reduces"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from allspan.launch.gpus import VISIBLE
 from allspan.launch.placement import Placement
 from allspan.protos.errors import ConfigError
 
@@ -92,6 +93,8 @@ def command(
         words += ["-n", "1"]
         if numactl is not None and place.node is not None:
             words += [numactl, f"--cpunodebind={place.node}", f"--membind={place.node}"]
+        if place.gpu is not None:
+            words += ["env", f"{VISIBLE}={place.gpu.visible}"]
         words += [python, "-m", "allspan.worker", str(config)]
     return words
 

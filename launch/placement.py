@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from allspan.launch.gpus import Gpu, gpus_for
 from allspan.launch.topology import Node, Topology, parse_list
 from allspan.protos.errors import ConfigError
 
+MOST_GPU_THREADS = 8
+"""Of a rank whose work a GPU does: for reading weights, sampling on the host, what torch does on the side."""
 MAX_OVERSUBSCRIPTION = 16
 """Threads a core, with --oversubscribe: for trying things out; beyond it a typing error would fell the machine."""
 
@@ -16,7 +19,8 @@ class PlacementConfig:
     """How the ranks are laid over this machine."""
 
     ranks: int = 0
-    """Tensor-parallel ranks (processes that share the model); 0: one a NUMA node, divided over the replicas."""
+    """Tensor-parallel ranks (processes that share the model), each with a GPU of its own with --device cuda; 0: one a
+    NUMA node, divided over the replicas, or a single one with a GPU."""
     data_parallel_size: int = 1
     """Replicas: copies of the model, each with ranks of its own, behind one address."""
     threads: int = 0
@@ -38,6 +42,8 @@ class RankPlace:
     cpus: tuple[int, ...] = ()
     sharing: int = 0
     """Ranks of all replicas that take from the same memory as this one; 0: there is one replica."""
+    gpu: Gpu | None = None
+    """Its alone, and the only one that it sees."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,14 @@ class Placement:
         count = len(self.ranks) // self.replicas
         replicas = f"{self.replicas} replicas of " if self.replicas > 1 else ""
         words = f"{replicas}{count} rank{'s' if count > 1 else ''}, {'/'.join(map(str, threads))} threads each"
-        return f"{words}{where}{' (oversubscribed)' if self.oversubscribed else ''}"
+        return f"{words}{where}{self._gpus()}{' (oversubscribed)' if self.oversubscribed else ''}"
+
+    def _gpus(self) -> str:
+        gpus = [place.gpu for place in self.ranks if place.gpu is not None]
+        if not gpus:
+            return ""
+        names = "/".join(sorted({gpu.name for gpu in gpus}))
+        return f", GPU{'s' if len(gpus) > 1 else ''} {', '.join(str(gpu.index) for gpu in gpus)} ({names})"
 
 
 def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) -> Placement:
@@ -104,6 +117,37 @@ def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) ->
         for i in range(count):
             cpus = node.processors[i * threads : (i + 1) * threads] if pin else ()
             places.append(RankPlace(len(places), node.index if auto else None, threads, cpus))
+    return Placement(tuple(places), oversubscribed, replicas)
+
+
+def place_on_gpus(
+    topology: Topology, config: PlacementConfig, gpus: tuple[Gpu, ...], can_bind: bool = True
+) -> Placement:
+    """Rank i of all replicas on the i-th visible GPU, with cores of the NUMA node that it hangs on.
+
+    The work is the GPU's: without `threads` a rank has up to MOST_GPU_THREADS, and too few cores are no reason to
+    refuse. Raises ConfigError for too few GPUs, and as `place` does.
+    """
+    replicas, ranks = config.data_parallel_size, config.ranks or 1
+    flags = f"--data-parallel-size x --ranks is {replicas} x {ranks}" if replicas > 1 else f"--ranks is {ranks}"
+    mine = gpus_for(replicas * ranks, flags, gpus)
+    if config.bind not in ("auto", "none"):
+        placed = _place_by_list(topology, replace(config, ranks=ranks))
+        return replace(placed, ranks=tuple(replace(p, gpu=gpu) for p, gpu in zip(placed.ranks, mine, strict=True)))
+    nodes = {node.index: node for node in topology.nodes if node.cores}
+    where = [gpu.node if gpu.node in nodes else (next(iter(nodes)) if len(nodes) == 1 else None) for gpu in mine]
+    cores = min(len(nodes[node].cores) if node in nodes else topology.num_cores for node in where)
+    threads = config.threads or max(1, min(MOST_GPU_THREADS, cores // len(mine)))
+    if config.threads:
+        _check_cores(config, len(mine), threads, topology)
+    oversubscribed = len(mine) * threads > topology.num_processors
+    places: list[RankPlace] = []
+    for rank, (gpu, node) in enumerate(zip(mine, where, strict=True)):
+        before = where[:rank].count(node)
+        pin = config.bind == "auto" and not oversubscribed and not can_bind and node is not None
+        cpus = nodes[node].processors[before * threads : (before + 1) * threads] if pin and node is not None else ()
+        pinned = cpus if len(cpus) == threads else ()
+        places.append(RankPlace(rank, node if config.bind == "auto" else None, threads, pinned, gpu=gpu))
     return Placement(tuple(places), oversubscribed, replicas)
 
 

@@ -126,7 +126,7 @@ def serve(settings: ServeSettings) -> int:
     """
     _check(settings)
     settings = with_its_ranks(settings)
-    bound = lay_out(settings.placement)
+    bound = lay_out(settings.placement, settings.weights.device)
     mpirun = mpi.find_mpirun()
     model = resolve_model(settings.model)
     if settings.weights.load_format != "dummy":
@@ -160,11 +160,8 @@ def _check(settings: ServeSettings) -> None:
             f"a cluster needs Linux, this is {sys.platform}; the client alone works here (on Windows: WSL2)"
         )
     length = settings.weights.max_model_len
-    ranks = max(settings.placement.ranks, settings.placement.data_parallel_size)
     if length and length < 2:
         raise ConfigError(f"--max-model-len is {length}, must be at least 2 (a prompt token and an output token)")
-    if settings.weights.device == "cuda" and ranks > 1:
-        raise ConfigError(f"--device cuda runs one rank and one replica in this version, {ranks} are asked for")
 
 
 def _prepare_gateway(model: FoundModel, config: GatewayConfig) -> Tokenizer:

@@ -1,14 +1,11 @@
-"""What this machine has that a rank can be placed on: NUMA nodes, physical cores, memory, GPUs.
+"""What this machine has that a rank can be placed on: NUMA nodes, physical cores, memory (`gpus` knows GPUs).
 
 Only what this process may use counts: its CPU affinity, its allowed memory nodes and its cgroup's CPU quota.
 """
 
 from __future__ import annotations
 
-import csv
 import os
-import shutil
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +27,10 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    index: int
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
 class Topology:
     """`cpu_limit`: how many processors' time the cgroup grants, None without a quota."""
 
     nodes: tuple[Node, ...]
-    gpus: tuple[Gpu, ...] = ()
     cpu_limit: float | None = None
 
     @property
@@ -83,7 +72,7 @@ def read_topology(
         nodes = [Node(0, _cores(sys_root, sorted(cpus)), available_memory(proc_root))]
     if len(nodes) == 1:
         nodes = [Node(nodes[0].index, nodes[0].cores, available_memory(proc_root) or nodes[0].memory_available)]
-    return Topology(tuple(nodes), (), cpu_quota(sys_root, proc_root))
+    return Topology(tuple(nodes), cpu_quota(sys_root, proc_root))
 
 
 def available_memory(proc_root: Path = Path("/proc")) -> int:
@@ -128,20 +117,6 @@ def _quota(folder: Path) -> float | None:
         return None if quota_us <= 0 else quota_us / int((folder / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return None
-
-
-def find_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:
-    """NVIDIA GPUs as nvidia-smi lists them; none when it is missing or fails."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    query = [tool, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        run = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True)
-        rows = list(csv.reader(run.stdout.splitlines(), skipinitialspace=True))
-        return tuple(Gpu(int(index), name, int(mib) << 20) for index, name, mib in rows)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ()
 
 
 def _node_index(folder: Path) -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 from allspan.protos.config import WorkerConfig
 from allspan.protos.config_json import from_json
 from allspan.protos.errors import AllspanError, ConfigError
-from allspan.worker.cache.budget import CacheDemand, num_kv_pages, pages_of
-from allspan.worker.cache.memory import Room, room
+from allspan.worker.cache.budget import CacheDemand, Room, num_kv_pages, pages_of
+from allspan.worker.cache.memory import room
 from allspan.worker.models.loader import check_device, prepare
 from allspan.worker.models.spec import ModelSpec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from allspan.launch.binding import lay_out
 from allspan.launch.console import size
 from allspan.launch.convert import with_its_ranks
 from allspan.launch.estimate import DecodeStep, advice, decode_step, formula
+from allspan.launch.gpus import VISIBLE
 from allspan.launch.models import FoundModel, resolve_model
 from allspan.launch.placement import Placement
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
@@ -31,13 +33,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     namespace = parser.parse(argv)
     settings = with_its_ranks(serve_settings(namespace))
-    bound = lay_out(settings.placement)
+    bound = lay_out(settings.placement, settings.weights.device)
     placement = bound.placement
     model = resolve_model(settings.model)
     plan = plan_memory(settings, placement, model)
     plan |= {"model_name": model.name, "model_path": str(model.path), "threads": [p.threads for p in placement.ranks]}
     plan |= {"nodes": [p.node for p in placement.ranks], "placement": placement.describe()}
     plan |= {"replicas": placement.replicas, "cpus": [p.cpus for p in placement.ranks], "memory": bound.memory}
+    plan |= {"gpus": [asdict(p.gpu) for p in placement.ranks if p.gpu is not None]}
     step = decode_step(plan)
     plan |= {"decode_step": asdict(step), "advice": advice(plan)}
     print(json.dumps(plan) if namespace.json else table(plan))
@@ -57,7 +60,7 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
         scheduler=settings.scheduler,
         parallel=replace(settings.parallel, threads=first.threads, cpus=first.cpus),
     )
-    on_node = max(Counter(p.node for p in placement.ranks).values())
+    on_node = 1 if first.gpu else max(Counter(p.node for p in placement.ranks).values())
     with tempfile.TemporaryDirectory(prefix="allspan-plan-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(asdict(config)), encoding="utf-8")
@@ -65,7 +68,8 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
         words = [sys.executable, "-m", "allspan.worker.plan_memory", str(path), "--ranks", str(ranks)]
         words += ["--ranks-on-node", str(on_node)]
         try:
-            run = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+            seen = {VISIBLE: first.gpu.visible} if first.gpu else {}
+            run = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ | seen)
         except subprocess.TimeoutExpired as error:
             raise DeadlineExceeded(f"planning {model.name} took more than {TIMEOUT_S} s") from error
     try:
@@ -100,10 +104,12 @@ def table(plan: dict[str, Any]) -> str:
             f"  {size(weights):>12}  {size(cache):>12}  {size(tier):>12}  {size(weights + cache + tier):>12}"
             f"  {ranges(plan['cpus'][index]) or 'not pinned'}"
         )
+    gpus = [f"{gpu['index']} ({gpu['name']})" for gpu in plan["gpus"]]
     lines += [
         "",
         f"  memory of the nodes        {plan['memory']}",
-        f"  memory available           {size(plan['available_bytes'])}",
+        *([f"  GPUs of the ranks          {', '.join(gpus)}"] if gpus else []),
+        f"  memory available           {size(plan['available_bytes'])}{' on a GPU' if gpus else ''}",
         f"  KV cache size              {plan['num_pages'] * plan['page_size']:,} tokens ({plan['num_pages']} pages)",
         f"  host tier                  {plan['host_pages'] * plan['page_size']:,} tokens ({plan['host_pages']} pages)",
         f"  context of a request       {plan['max_model_len']:,} tokens",

@@ -32,13 +32,13 @@ def test_it_is_said_who_binds_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mpi, "find_numactl", lambda nodes: found)
-    bound = lay_out(PlacementConfig(bind=bind), topology)
+    bound = lay_out(PlacementConfig(bind=bind), topology=topology)
     assert bound.memory == words
     assert bound.numactl == (found[0] if bind == "auto" else None)
 
 
 def test_without_numactl_threads_are_pinned_although_cores_are_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "find_numactl", lambda nodes: MISSING)
-    assert [rank.cpus for rank in lay_out(PlacementConfig(threads=1), TWO).placement.ranks] == [(0,), (2,)]
+    assert [rank.cpus for rank in lay_out(PlacementConfig(threads=1), topology=TWO).placement.ranks] == [(0,), (2,)]
     monkeypatch.setattr(mpi, "find_numactl", lambda nodes: THERE)
-    assert [rank.cpus for rank in lay_out(PlacementConfig(threads=1), TWO).placement.ranks] == [(), ()]
+    assert [rank.cpus for rank in lay_out(PlacementConfig(threads=1), topology=TWO).placement.ranks] == [(), ()]

@@ -8,6 +8,8 @@ import pytest
 
 from allspan.launch.estimate import (
     ALL_REDUCE_S,
+    GPU_ALL_REDUCE_S,
+    GPU_BYTES_PER_S,
     NODE_BYTES_PER_S,
     THREAD_BYTES_PER_S,
     advice,
@@ -22,6 +24,7 @@ def plan(weights: list[int], nodes: list[int], threads: int = 1, heads: tuple[in
         "nodes": nodes,
         "threads": [threads] * len(nodes),
         "replicas": 1,
+        "gpus": [],
         "model": {"num_layers": 30, "num_heads": heads[0], "num_kv_heads": heads[1]},
     }
 
@@ -60,3 +63,13 @@ def test_heads_that_do_not_divide_are_told() -> None:
     assert "9 query heads do not divide by 2 ranks: the rank with 5 sets the pace" in query
     assert "10%" in query
     assert "3 KV heads" in kv
+
+
+def test_gpus_read_with_bandwidth_of_their_own() -> None:
+    on_gpus = plan([7 * 10**9] * 2, [0, 0]) | {"gpus": [{"index": 0}, {"index": 1}]}
+    step = decode_step(on_gpus)
+    assert step.read_s == pytest.approx(7e9 / GPU_BYTES_PER_S)
+    assert step.alone_s == pytest.approx(2 * step.read_s)
+    assert step.all_reduce_s == pytest.approx(61 * GPU_ALL_REDUCE_S)
+    assert "3500 GB/s a GPU" in formula(step)
+    assert not [words for words in advice(on_gpus) if "bandwidth" in words]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from allspan.launch.gpus import Gpu
 from allspan.launch.mpi import MPICH, OPEN_MPI, Mpirun, command, environment, find_mpirun, find_numactl, identify
 from allspan.launch.mpi_notices import NoticeFilter, RankDeath, find_death
 from allspan.launch.placement import Placement, RankPlace
@@ -137,3 +138,11 @@ def test_notices_and_last_words_are_kept_from_the_terminal_and_bars_pass_at_once
     notices = NoticeFilter()
     shown = b"".join(notices.pass_on(data[i : i + step]) for i in range(0, len(data), step))
     assert shown == b"one\n50%\r99%\rtwo\n- item\nlast"
+
+
+def test_a_rank_with_a_gpu_sees_no_other() -> None:
+    gpus = [Gpu(0, "H200", 0, "GPU-a"), Gpu(1, "H200", 0)]
+    placed = Placement(tuple(RankPlace(rank, None, 1, gpu=gpu) for rank, gpu in enumerate(gpus)))
+    words = " ".join(command(OPEN_MPI_5, placed, CONFIGS, None, "python"))
+    assert "-n 1 env CUDA_VISIBLE_DEVICES=GPU-a python -m allspan.worker /run/worker-0.e1.json" in words
+    assert "-n 1 env CUDA_VISIBLE_DEVICES=1 python -m allspan.worker /run/worker-1.e1.json" in words

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from allspan.launch.placement import Placement, PlacementConfig, place
+from allspan.launch.gpus import Gpu
+from allspan.launch.placement import Placement, PlacementConfig, place, place_on_gpus
 from allspan.launch.topology import Node, Topology
 from allspan.protos.errors import ConfigError
 
@@ -175,3 +176,45 @@ def test_threads_take_a_physical_core_each_and_siblings_only_when_there_are_more
         ConfigError, match=r"NUMA node 0 has 3 cores \(6 hardware threads\), 2 ranks x 4 threads want 8"
     ):
         place(machine, PlacementConfig(ranks=3, threads=4))
+
+
+def gpus_on(*nodes: int | None) -> tuple[Gpu, ...]:
+    return tuple(Gpu(index, "NVIDIA H200", 141 << 30, f"GPU-{index}", node) for index, node in enumerate(nodes))
+
+
+def on_gpus(topology: Topology, config: PlacementConfig, *nodes: int | None, can_bind: bool = True) -> Placement:
+    return place_on_gpus(topology, config, gpus_on(*nodes), can_bind)
+
+
+def test_rank_i_gets_gpu_i_and_cores_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    placement = on_gpus(FOUR_NODES, PlacementConfig(ranks=4), 0, 0, 11, None)
+    assert [rank.gpu.index for rank in placement.ranks if rank.gpu] == [0, 1, 2, 3]
+    assert summary(placement) == [(0, 2), (0, 2), (11, 2), (None, 2)]
+    assert "GPUs 0, 1, 2, 3 (NVIDIA H200)" in placement.describe()
+    unbound = on_gpus(FOUR_NODES, PlacementConfig(ranks=3, threads=2), 0, 0, 11, can_bind=False)
+    assert [rank.cpus for rank in unbound.ranks] == [(0, 1), (2, 3), (24, 25)]
+
+
+def test_without_a_number_there_is_one_rank_a_replica_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
+    assert [rank.gpu.index for rank in on_gpus(FOUR_NODES, PlacementConfig(), 0, 0, 2, 2).ranks if rank.gpu] == [3]
+    worlds = on_gpus(FOUR_NODES, PlacementConfig(data_parallel_size=3), 0, 0, 2, 2).worlds()
+    assert [world.ranks[0].gpu.index for world in worlds if world.ranks[0].gpu] == [3, 1, 0]
+    with pytest.raises(ConfigError, match=r"--data-parallel-size x --ranks is 2 x 2, a GPU each, and there are 3"):
+        on_gpus(FOUR_NODES, PlacementConfig(ranks=2, data_parallel_size=2), 0, 0, 2, 2)
+
+
+def test_few_cores_are_no_reason_to_refuse_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    placement = on_gpus(machine({0: 2}), PlacementConfig(ranks=4), 0, 0, 0, 0)
+    assert summary(placement) == [(0, 1)] * 4
+    assert placement.oversubscribed
+    with pytest.raises(ConfigError, match="4 x 2 = 8, this machine grants 2 cores"):
+        on_gpus(machine({0: 2}), PlacementConfig(ranks=4, threads=2), 0, 0, 0, 0)
+
+
+def test_processors_by_hand_go_with_gpus_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    placement = on_gpus(FOUR_NODES, PlacementConfig(ranks=2, bind="0-1|8-9"), 0, 2)
+    assert [(rank.cpus, rank.gpu.index) for rank in placement.ranks if rank.gpu] == [((0, 1), 0), ((8, 9), 1)]

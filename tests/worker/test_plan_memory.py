@@ -12,8 +12,8 @@ import pytest
 from allspan.kernels.table import op_set
 from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError
+from allspan.worker.cache.budget import Room
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.cache.memory import Room
 from allspan.worker.models.loader import load_model
 from allspan.worker.plan_memory import main, plan_memory
 from support.threads import ThreadWorld

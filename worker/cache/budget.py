@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from allspan.protos.config import CacheConfig
 from allspan.protos.errors import ConfigError
-from allspan.worker.cache.memory import Room
 
 DEFAULT_SHARE = 0.25
 """Of the node's available memory, for the KV of all ranks on it."""
@@ -14,6 +13,19 @@ GPU_RESERVE = 1 << 30
 """Of a GPU's memory, for what comes after the KV: captured graphs, workspaces, kernels that are loaded."""
 MOST_SLOTS = 2**31
 """Tokens of the whole cache: their places are int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that can still be taken. `total`: of the GPU, all that it has; 0 for host memory."""
+
+    available: int
+    total: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where that is, in words."""
+        return "GPU" if self.total else "node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +87,8 @@ def _budget(cache: CacheConfig, demand: CacheDemand) -> tuple[int, str]:
     budget = max(0, int(room.total * cache.gpu_memory_utilization) - used - ranks * GPU_RESERVE) // ranks
     return budget, (
         f"the budget is {_size(budget)} (gpu_memory_utilization {cache.gpu_memory_utilization:g} of "
-        f"{_size(room.total)}, less {_size(used)} that weights, buffers and others hold and {_size(GPU_RESERVE)} for graphs and workspaces"
-        f", / {ranks} rank(s) on the GPU; raise it, or end other programs)"
+        f"{_size(room.total)}, less {_size(used)} that weights, buffers and others hold and {_size(GPU_RESERVE)} "
+        f"for graphs and workspaces, / {ranks} rank(s) on the GPU; raise it, or end other programs)"
     )
 
 

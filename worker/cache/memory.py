@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes that can still be taken. `total`: of the GPU, all that it has; 0 for host memory."""
-
-    available: int
-    total: int = 0
-
-    @property
-    def place(self) -> str:
-        """Where that is, in words."""
-        return "GPU" if self.total else "node"
+from allspan.worker.cache.budget import Room
 
 
 def room(device: str, cpus: Sequence[int] = ()) -> Room:

@@ -6,8 +6,7 @@ import pytest
 
 from allspan.protos.config import CacheConfig
 from allspan.protos.errors import ConfigError
-from allspan.worker.cache.budget import GPU_RESERVE, CacheDemand, check_weights_fit, num_kv_pages
-from allspan.worker.cache.memory import Room
+from allspan.worker.cache.budget import GPU_RESERVE, CacheDemand, Room, check_weights_fit, num_kv_pages
 
 MIB = 2**20
 

@@ -4,8 +4,7 @@ import pytest
 
 from allspan.protos.config import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError
-from allspan.worker.cache.budget import CacheDemand
-from allspan.worker.cache.memory import Room
+from allspan.worker.cache.budget import CacheDemand, Room
 from allspan.worker.engine.setup import agreed_pages
 from support.threads import ThreadWorld
 
