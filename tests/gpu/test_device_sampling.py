@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from allspan.kernels.cuda import modules
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import DeviceSampling
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.sampler import Sampler
+from support.threads import ThreadWorld
 
 V = 1100
 EOS = (3, 7)
@@ -126,6 +129,34 @@ def test_rows_that_are_all_masked_and_rows_that_came_bad_are_told_apart(device: 
     logits[1, 5], logits[2], logits[3] = math.inf, -math.inf, -math.inf
     rows = np.arange(4)
     assert one.sample(logits, rows, rows + 1).tokens.tolist() == [ALL_MASKED, NOT_FINITE, NOT_FINITE, NOT_FINITE]
+
+
+def test_greedy_rows_get_the_token_of_one_rank_from_each_ranks_best_column(
+    device: str, small: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, lock = modules.driver(), threading.Lock()
+
+    def launch(*arguments: Any) -> None:
+        with lock:  # what is emulated has one place for a block
+            driver_launch(*arguments)
+
+    driver_launch = driver.launch
+    monkeypatch.setattr(driver, "launch", launch)
+    logits = torch.randn(ROWS, V, generator=torch.Generator().manual_seed(2)).round()
+    logits[1, 700], logits[2], logits[3, :600] = math.nan, -math.inf, -math.inf
+    rows, world, widths = np.arange(ROWS), ThreadWorld(2), (600, V - 600)
+
+    def on_rank(rank: int) -> list[int]:
+        kernel = DeviceSampling(ROWS, widths[rank], torch.device(device), small)
+        one = Sampler(ROWS, widths, world.collectives[rank], EOS, kernel)
+        part = logits.split(widths, dim=1)[rank].contiguous().to(device)
+        return [
+            *one.sample(part, rows, rows).tokens.tolist(),
+            *one.sample(part[:1], rows[:1], rows[:1]).tokens.tolist(),
+        ]
+
+    wanted = Sampler(ROWS, (V,), LocalCollectives(), EOS).sample(logits, rows, rows).tokens.tolist()
+    assert world.run(on_rank) == [[*wanted, wanted[0]]] * 2
 
 
 @pytest.mark.gpu

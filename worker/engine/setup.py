@@ -70,8 +70,8 @@ def load_engine(
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     await_others()
-    vocab = sum(loaded.vocab_widths)
-    on_device = device_sampling(torch.device(model.device), most.max_num_seqs, vocab, collectives.size)
+    width = loaded.vocab_widths[collectives.rank]
+    on_device = device_sampling(torch.device(model.device), most.max_num_seqs, width)
     sampling = on_device or sampling_kernel(getattr(ops, "runtime", None))
     demand = CacheDemand(
         bytes_per_page=loaded.cache_spec.bytes_per_page,

@@ -123,17 +123,17 @@ class DeviceStep:
         return result
 
 
-def device_sampling(device: torch.device, max_rows: int, vocab_size: int, ranks: int) -> DeviceSampling | None:
-    """None where the host samples: without a GPU, of several ranks, each of which has a part of every row, and where
-    kernels for the GPU cannot be launched."""
-    if device.type != "cuda" or ranks > 1:
+def device_sampling(device: torch.device, max_rows: int, width: int) -> DeviceSampling | None:
+    """For logits of `width` columns. None where the host samples: without a GPU, and where kernels for it cannot be
+    launched."""
+    if device.type != "cuda":
         return None
     try:
         driver()
     except BackendUnavailable as error:
         logging.getLogger(__name__).warning("logits are copied to the host to be sampled there: %s", error)
         return None
-    return DeviceSampling(max_rows, vocab_size, device)
+    return DeviceSampling(max_rows, width, device)
 
 
 class DeviceSampling:
@@ -178,12 +178,23 @@ class DeviceSampling:
 
     def launch_best(self, logits: Tensor) -> DeviceStep:
         """The most likely token of each row of `logits` float32 [m, vocabulary]."""
-        m = len(logits)
-        out = self._room(m)
-        for begin in range(0, m, self._workspace.rows):
+        out = self._best(logits)
+        return self._step(out, len(out), np.full(len(out), -1), frozenset())
+
+    def best_pairs(self, logits: Tensor) -> NDArray[np.int32]:
+        """int32 [m, 2] on the host: the most likely token of each row, or what there is instead, and its logit's
+        bits."""
+        ids = self._best(logits)
+        values = logits.gather(1, ids.clamp(min=0).long()[:, None])
+        pairs: NDArray[np.int32] = torch.stack((ids, values[:, 0].view(torch.int32)), dim=1).cpu().numpy()
+        return pairs
+
+    def _best(self, logits: Tensor) -> Tensor:
+        out = self._room(len(logits))
+        for begin in range(0, len(logits), self._workspace.rows):
             part = slice(begin, begin + self._workspace.rows)
             best_tokens(logits[part], out[part], self._workspace)
-        return self._step(out, m, np.full(m, -1), frozenset())
+        return out
 
     def launch(
         self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows, settings: Settings, counts: Rows

@@ -99,12 +99,15 @@ class Sampler:
         kernel: SamplingKernel | DeviceSampling | None = None,
     ) -> None:
         """`widths`: columns of each rank's logits; together the vocabulary. `kernel` None: the fastest there is on the
-        host; one for a device, where logits then are, takes whole rows only: it is for one rank."""
+        host. One for a device, where logits then are, has the width of this rank's."""
         self._widths = widths
         self._vocab_size = sum(widths)
         self._collectives = collectives
         self._eos = eos_token_ids
-        self._device = kernel if isinstance(kernel, DeviceSampling) else None
+        on_device = kernel if isinstance(kernel, DeviceSampling) else None
+        self._device = on_device if collectives.size == 1 else None
+        self._local = on_device if collectives.size > 1 else None
+        """Finds the best columns of this rank's part of the rows; those who want more exchange it on the host."""
         self._kernel = kernel if kernel and not isinstance(kernel, DeviceSampling) else sampling_kernel()
         self._settings = np.zeros(max_rows, dtype=SETTINGS)
         self._changes: dict[int, tuple[Change, ...]] = {}
@@ -200,33 +203,39 @@ class Sampler:
 
     def _greedy(self, logits: Tensor) -> NDArray[np.int32]:
         """The most likely token of each row, int32 [m]: what `_sample_rows` says of rows that want no more."""
+        if self._local:
+            return self._best_of_ranks(self._local.best_pairs(logits))
         if logits is not self._seen:
             self._seen, self._seen_as = (logits, logits.numpy()) if logits.is_cpu else (None, logits.cpu().numpy())
         array = self._seen_as
         tokens = np.empty(len(array), dtype=np.int32)
         self._kernel.best_tokens(array, tokens)
+        if self._collectives.size > 1 and len(tokens) > 1:
+            mine = np.empty((len(tokens), 2), dtype=np.int32)
+            mine[:, 0] = tokens
+            mine.view(np.float32)[:, 1] = array[self._at[: len(tokens)], np.maximum(tokens, 0)]
+            return self._best_of_ranks(mine)
         if self._collectives.size > 1:
-            tokens = (self._best_of_ranks if len(tokens) > 1 else self._one_best_of_ranks)(array, tokens)
+            tokens = self._one_best_of_ranks(array, tokens)
         if min(tokens.tolist(), default=0) < 0:
             tokens[tokens < 0] = NOT_FINITE
         return tokens
 
-    def _best_of_ranks(self, logits: Logits, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """From each rank's best columns `ids` [m], or what is wrong with them, to tokens: no rank needs a whole row."""
-        count, size, at = len(ids), self._collectives.size, self._at[: len(ids)]
-        mine = np.empty((count, 2), dtype=np.int32)
-        mine[:, 0] = ids
-        mine.view(np.float32)[:, 1] = logits[at, np.maximum(ids, 0)]
+    def _best_of_ranks(self, mine: NDArray[np.int32]) -> NDArray[np.int32]:
+        """From each rank's best columns, or what is wrong with them, and the bits of their logits, `mine` [m, 2], to
+        tokens: no rank needs a whole row."""
+        count, size, at = len(mine), self._collectives.size, self._at[: len(mine)]
         gathered = torch.empty((count * size, 2), dtype=torch.int32)
         self._collectives.all_gather_rows(torch.from_numpy(mine), gathered)
         everyone = gathered.numpy().reshape(count, size, 2)
         ranks = everyone.view(np.float32)[:, :, 1].argmax(axis=1)  # of equals the first, so the lowest id
         tokens = everyone[at, ranks, 0]
-        tokens = np.where(tokens < 0, tokens, tokens + self._first_columns[ranks])
-        return np.where((everyone[:, :, 0] == NOT_FINITE).any(axis=1), np.int32(NOT_FINITE), tokens)
+        is_bad = (tokens < 0) | (everyone[:, :, 0] == NOT_FINITE).any(axis=1)
+        return np.where(is_bad, np.int32(NOT_FINITE), tokens + self._first_columns[ranks])
 
     def _one_best_of_ranks(self, logits: Logits, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The same for one row, without array operations: after a step's weights they would come from memory, too."""
+        """The same for one row of `logits`, without array operations: after a step's weights they would come from
+        memory, too."""
         column = int(ids[0])
         mine, everyone = self._best.numpy(), self._bests.numpy()
         mine[0, 0] = column
