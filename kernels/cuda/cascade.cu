@@ -1,6 +1,6 @@
 // Merging of attention states: what queries make of parts of their tokens, with the logarithm to base 2 of the sum of
 // each (-inf: of none). Bounded by memory: all is read once. Compiled with WIDE_IN and WIDE_OUT, 1 for float32, 0 for
-// bfloat16. A thread takes 8 elements of a head.
+// 16 bits. A thread takes 8 elements of a head.
 #include "ptx.cuh"
 
 #ifndef WIDE_IN

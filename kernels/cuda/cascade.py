@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.decode import DecodeWorkspace, decode_workspace, paged_decode
-from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
-from allspan.kernels.cuda.pages import Cache, PageTable, Scores, check_rows, kv_of
+from allspan.kernels.cuda.modules import Kernel, element_macro, gpu, kernel, launch
+from allspan.kernels.cuda.pages import QUERIES, Cache, PageTable, Scores, check_rows, kv_of
 from allspan.kernels.cuda.prefill import Ints, PrefillPlan, attend, check_plan, cut_rows
 from allspan.kernels.cuda.prefill_sm90 import CAPABILITY, attend_sm90, why_not
 
@@ -164,7 +164,7 @@ def paged_cascade(
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of what two saw, of v [n, heads, head_dim] (bfloat16 or float32) and s float32 [n, heads] each."""
+    """The state of what two saw, of v [n, heads, head_dim] (float32 or of 16 bits) and s float32 [n, heads] each."""
     out, lse = torch.empty_like(v_a), torch.empty_like(s_a)
     _check(v_a, s_a)
     _check(v_b, s_b)
@@ -184,7 +184,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Of any number: v [n, states, heads, head_dim], bfloat16 or float32, and s float32 [n, states, heads]."""
+    """Of any number: v [n, states, heads, head_dim], float32 or of 16 bits, and s float32 [n, states, heads]."""
     _check(v, s)
     n, states, heads, dim = v.shape
     out, lse = v.new_empty(n, heads, dim), s.new_empty(n, heads)
@@ -193,10 +193,9 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check(v: Tensor, s: Tensor) -> None:
-    if v.dtype not in (torch.bfloat16, torch.float32) or v.shape[-1] % 8 or not v.is_contiguous():
-        raise ValueError(
-            f"v: {v.dtype} {tuple(v.shape)} is not contiguous bfloat16 or float32, of 8 elements at a time"
-        )
+    if v.dtype not in (*QUERIES, torch.float32) or v.shape[-1] % 8 or not v.is_contiguous():
+        kinds = "bfloat16, float16 or float32"
+        raise ValueError(f"v: {v.dtype} {tuple(v.shape)} is not contiguous {kinds}, of 8 elements at a time")
     if s.dtype is not torch.float32 or s.shape != v.shape[:-1] or not s.is_contiguous():
         raise ValueError(f"s: {s.dtype} {tuple(s.shape)} is not contiguous float32 {tuple(v.shape[:-1])}")
 
@@ -224,9 +223,10 @@ def _merge(
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     yield _kernel(torch.float32, torch.bfloat16)
     yield _kernel(torch.float32, torch.float32)
-    yield _kernel(torch.bfloat16, torch.bfloat16)
+    for dtype in QUERIES:
+        yield _kernel(dtype, dtype)
 
 
 def _kernel(of: torch.dtype, into: torch.dtype) -> Kernel:
-    wide = {torch.bfloat16: 0, torch.float32: 1}
-    return kernel("cascade.cu", "merge_states", WIDE_IN=wide[of], WIDE_OUT=wide[into])
+    is_wide = {"WIDE_IN": int(of is torch.float32), "WIDE_OUT": int(into is torch.float32)}
+    return kernel("cascade.cu", "merge_states", **is_wide, **element_macro(of, into))

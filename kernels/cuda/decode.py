@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
+from allspan.kernels.cuda.modules import Kernel, element_macro, gpu, kernel, launch
 from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
 
 MOST_GROUP = 16
@@ -44,11 +44,12 @@ def paged_decode(
 ) -> None:
     """out[i, h] = attention of query q[i, h] over the tokens of the request that row i is; of none, zeros.
 
-    q: bfloat16 [rows, heads or more, head_dim], of which the first heads are read: it may be a fused buffer of queries,
-    keys and values. out: bfloat16 [rows, heads, head_dim], contiguous; rows that are no request's (`PageTable.rows`)
-    are left alone. The cache may be `dense` tensors. A KV head is read by 1 to 16 query heads; head_dim is a multiple
-    of 16 up to 256, with pages of 8 bits of 32, of 4 bits of 64. scale: of q · k, or `Scores`. lse: float32 [rows,
-    heads], contiguous: the logarithm to base 2 of the sum of the powers of e (-inf for none), or None.
+    q: bfloat16 or float16 [rows, heads or more, head_dim], of which the first heads are read: it may be a fused buffer
+    of queries, keys and values. out: of q's type [rows, heads, head_dim], contiguous; rows that are no request's
+    (`PageTable.rows`) are left alone. The cache may be `dense` tensors. A KV head is read by 1 to 16 query heads;
+    head_dim is a multiple of 16 up to 256, with pages of 8 bits of 32, of 4 bits of 64. scale: of q · k, or `Scores`.
+    lse: float32 [rows, heads], contiguous: the logarithm to base 2 of the sum of the powers of e (-inf for none), or
+    None.
 
     Lengths are read on the GPU only: a graph that was captured serves other ones, as long as the tensors stay. Not
     batch-invariant: where a request is cut depends on the others.
@@ -63,7 +64,9 @@ def paged_decode(
     _check(q, kv.heads, group, workspace, table)
     device = gpu(q.device)
     shape = _shape(kv.format, kv.is_scaled, dim, device.shared_bytes)
-    function = _kernel(kv.format, kv.is_scaled, dim, shape, halves=1 + (group > 8), soft_cap=int(scores.soft_cap > 0))
+    kind = element_macro(q.dtype, kv.tensors[0].dtype)
+    halves, capped = 1 + (group > 8), int(scores.soft_cap > 0)
+    function = _kernel(kv.format, kv.is_scaled, dim, shape, halves, capped, kind)
     arguments = [
         q, np.int64(q.stride(0)), *kv.arguments(), table.indptr, table.indices, table.kv_lens, table.rows,
         table.first_heads, out, lse, workspace.partial, workspace.counters, np.int32(requests), np.int32(kv.heads),
@@ -80,7 +83,8 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         for form in range(3) if dim < 256 else range(1):
             shape = _shape(form, form > 0, dim, limit)
             for halves in (1, 2) if form == 0 else (1,):
-                yield _kernel(form, form > 0, dim, shape, halves, 0)
+                yield _kernel(form, form > 0, dim, shape, halves, 0, {})
+        yield _kernel(0, False, dim, _shape(0, False, dim, limit), 1, 0, element_macro(torch.float16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +107,12 @@ def _shape(form: int, is_scaled: bool, dim: int, limit: int) -> _Shape:
     raise AssertionError
 
 
-def _kernel(form: int, is_scaled: bool, dim: int, shape: _Shape, halves: int, soft_cap: int) -> Kernel:
+def _kernel(
+    form: int, is_scaled: bool, dim: int, shape: _Shape, halves: int, soft_cap: int, kind: dict[str, int]
+) -> Kernel:
     return kernel(
         "decode.cu", "decode", HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), STAGES=shape.stages,
-        WARPS=shape.warps, HALVES=halves, SOFT_CAP=soft_cap,
+        WARPS=shape.warps, HALVES=halves, SOFT_CAP=soft_cap, **kind,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 // Elements of a row: from memory to float32 in registers and back, in accesses of up to 16 bytes a thread.
 //
-// Types are numbers, so that macros can name them (dtypes.py). With WHOLE = 0 a row ends anywhere, and elements are
-// taken one by one.
+// kBfloat16 is ptx.cuh's 16-bit element: half precision with FP16 = 1. Types are numbers, so that macros can name them
+// (dtypes.py). With WHOLE = 0 a row ends anywhere, and elements are taken one by one.
 #ifndef ALLSPAN_ELEMENTS
 #define ALLSPAN_ELEMENTS
 #include "ptx.cuh"
@@ -75,8 +75,7 @@ __device__ __forceinline__ void decode(const uint32_t* words, float* x) {
   } else {
     static_assert(kType == kBfloat16);
 #pragma unroll
-    for (int i = 0; i < kCount / 2; ++i)
-      x[2 * i] = wide(words[i]), x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000);
+    for (int i = 0; i < kCount / 2; ++i) x[2 * i] = wide_low(words[i]), x[2 * i + 1] = wide_high(words[i]);
   }
 }
 

@@ -1,7 +1,8 @@
 """Ops that treat every row on its own, on a GPU: norm.cu and elementwise.cu. What they read and write is in ops.py.
 
-Every tensor of elements may be float32 or bfloat16, and so may norm weights; sums are float32 (a bfloat16 residual is
-rounded before the norm sees it, as vLLM does). Rows may have any length and are fastest where it is a multiple of 8.
+Every tensor of elements may be float32 or bfloat16, or float32 or float16, and so may norm weights; sums are float32
+(a residual of 16 bits is rounded before the norm sees it, as vLLM does). Rows may have any length and are fastest where
+it is a multiple of 8.
 All raise ValueError for what does not fit, BackendUnavailable without CuPy.
 """
 

@@ -56,6 +56,15 @@ def kernel(file: str, name: str, **defines: int) -> Kernel:
     return Kernel(file, name, tuple(sorted(defines.items())))
 
 
+def element_macro(*dtypes: torch.dtype | None) -> dict[str, int]:
+    """Macro FP16 of ptx.cuh, for tensors of these types. Raises ValueError for bfloat16 beside float16."""
+    if torch.float16 not in dtypes:
+        return {}
+    if torch.bfloat16 in dtypes:
+        raise ValueError("dtype: bfloat16 and float16 in one call; convert one of them")
+    return {"FP16": 1}
+
+
 def launch(
     what: Kernel,
     blocks: tuple[int, ...],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from allspan.kernels.ops import Pages
 
 Cache = tuple[Tensor, Tensor] | Pages
 """Keys and values [pages, kv_heads, page_size, e] of one dtype, in any strides but the last, both alike; page_size is a
-power of two. bfloat16 or float8_e4m3fn (e = head_dim), or, with their zeros and scales as third and fourth (float32
+power of two. q's own type or float8_e4m3fn (e = head_dim), or, with their zeros and scales as third and fourth (float32
 [pages, kv_heads, 2, page_size], contiguous): int8, or uint8 that holds two elements a byte (see `append_kv` in
 kernels/ops.py). float8 may have them, too."""
 
@@ -76,9 +75,13 @@ class KV:
         return [*self.tensors, *(np.int64(stride) for stride in self.strides)]
 
 
-_FORMATS = {torch.bfloat16: (0, 16), torch.int8: (1, 32), torch.uint8: (2, 64), torch.float8_e4m3fn: (3, 32)}
+_FORMATS = {
+    torch.bfloat16: (0, 16), torch.float16: (0, 16), torch.int8: (1, 32), torch.uint8: (2, 64),
+    torch.float8_e4m3fn: (3, 32),
+}  # fmt: skip
 """FORMAT in kv.cuh, and what the head size is a multiple of."""
 MOST_HEAD_DIM = 256
+QUERIES = (torch.bfloat16, torch.float16)
 
 
 _LONGEST = 1 << 30
@@ -87,7 +90,7 @@ _LONGEST = 1 << 30
 
 def dense(keys: Tensor, values: Tensor) -> KV:
     """Keys and values that lie in no pages: ragged, [tokens, kv_heads, head_dim], or padded, [requests, tokens,
-    kv_heads, head_dim]; bfloat16 or float8_e4m3fn, in any strides but the last, both alike (so [kv_heads, tokens,
+    kv_heads, head_dim]; q's own type or float8_e4m3fn, in any strides but the last, both alike (so [kv_heads, tokens,
     head_dim] transposed will do). `dense_table` goes with them. Raises ValueError for what does not fit."""
     page, token, head = (keys.stride(-3), *keys.stride()[-3:-1]) if keys.ndim == 3 else keys.stride()[:3]
     if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(-1) != 1:
@@ -162,34 +165,23 @@ def _check_scales(keys: Tensor, form: int, k_scales: Tensor | None, v_scales: Te
             raise ValueError(f"cache: {keys.dtype} pages need zeros and scales of keys and of values")
         return
     if form == 0:
-        raise ValueError("cache: bfloat16 pages have no scales")
+        raise ValueError(f"cache: {keys.dtype} pages have no scales")
     wanted = (*keys.shape[:2], 2, keys.shape[2])
     for scales in (k_scales, v_scales):
         if scales.dtype is not torch.float32 or scales.shape != wanted or not scales.is_contiguous():
             raise ValueError(f"cache: scales {scales.dtype} {tuple(scales.shape)} are not contiguous float32 {wanted}")
 
 
-def check_pages(
-    q: Tensor, cache: Cache, table: PageTable, out: Tensor, lse: Tensor | None, head_dims: Sequence[int]
-) -> None:
-    """For kernels that know bfloat16 alone. Raises ValueError for tensors that a kernel would read or write past."""
-    if cache[0].dtype is not torch.bfloat16:
-        raise ValueError(f"keys: {cache[0].dtype} is not bfloat16")
-    if q.shape[2] not in head_dims:
-        raise ValueError(f"q: head_dim {q.shape[2]} is not one of {tuple(head_dims)}")
-    check_rows(q, kv_of(cache, q.shape[2]).heads, table, out, lse)
-
-
 def check_rows(q: Tensor, kv_heads: int, table: PageTable, out: Tensor, lse: Tensor | None) -> None:
     """Raises ValueError for tensors that a kernel would read or write past; it looks at no value on the GPU."""
     _check_table(table)
     _check_heads(out.shape[1], kv_heads, table.first_heads)
-    if q.dtype is not torch.bfloat16:
-        raise ValueError(f"q: {q.dtype} is not bfloat16")
+    if q.dtype not in QUERIES:
+        raise ValueError(f"q: {q.dtype} is not bfloat16 or float16")
     if q.shape[1] < out.shape[1] or q.stride(2) != 1 or q.stride(1) != q.shape[2] or q.stride(0) % 8:
         raise ValueError(f"q: {tuple(q.shape)} {q.stride()} does not hold {out.shape[1]} heads one after the other")
-    if out.dtype is not torch.bfloat16 or out.shape[::2] != q.shape[::2] or not out.is_contiguous():
-        raise ValueError(f"out: {out.dtype} {tuple(out.shape)} must be contiguous bfloat16, rows as q {tuple(q.shape)}")
+    if out.dtype is not q.dtype or out.shape[::2] != q.shape[::2] or not out.is_contiguous():
+        raise ValueError(f"out: {out.dtype} {tuple(out.shape)} must be {q.dtype}, contiguous, as q {tuple(q.shape)}")
     if lse is not None and (lse.dtype is not torch.float32 or lse.shape != out.shape[:2] or not lse.is_contiguous()):
         raise ValueError(f"lse: {lse.dtype} {tuple(lse.shape)} is not contiguous float32 {tuple(out.shape[:2])}")
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, kernel, launch
+from allspan.kernels.cuda.modules import Kernel, element_macro, kernel, launch
 from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
 
 _ROWS = 128  # of a tile of queries
@@ -113,7 +113,8 @@ def attend(
         table.kv_lens, table.first_heads, out, lse, np.int32(len(q)), np.int32(heads),
         np.int32(kv.page_size.bit_length() - 1), np.int32(is_causal), *scores.arguments(),
     ]  # fmt: skip
-    function = _kernel(kv.format, kv.is_scaled, dim, int(scores.soft_cap > 0), int(out.dtype is torch.float32))
+    capped, partial = int(scores.soft_cap > 0), int(out.dtype is torch.float32)
+    function = _kernel(kv.format, kv.is_scaled, dim, capped, partial, element_macro(q.dtype, kv.tensors[0].dtype))
     blocks = (len(plan.tiles), kv.heads, parts)
     launch(function, blocks, 128 if dim <= 128 else 256, arguments, _shared(kv.format, kv.is_scaled, dim), True)
 
@@ -122,9 +123,11 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     """Of the head sizes that are common; others are compiled when they come."""
     for dim in (64, 128):
         for form in range(3):
-            yield _kernel(form, form > 0, dim, 0, 0)
-        yield _kernel(0, False, dim, 0, 1)
-    yield _kernel(0, False, 256, 0, 0)
+            yield _kernel(form, form > 0, dim, 0, 0, {})
+        yield _kernel(0, False, dim, 0, 1, {})
+    yield _kernel(0, False, 256, 0, 0, {})
+    for dim in (64, 128, 256):
+        yield _kernel(0, False, dim, 0, 0, element_macro(torch.float16))
 
 
 def _shared(form: int, is_scaled: bool, dim: int) -> int:
@@ -133,7 +136,8 @@ def _shared(form: int, is_scaled: bool, dim: int) -> int:
     return _ROWS * row + (form != 0) * 2 * tokens * row + 2 * stage + 2 * tokens * 8
 
 
-def _kernel(form: int, is_scaled: bool, dim: int, soft_cap: int, partial: int) -> Kernel:
+def _kernel(form: int, is_scaled: bool, dim: int, soft_cap: int, partial: int, kind: dict[str, int]) -> Kernel:
     return kernel(
-        "prefill.cu", "prefill", HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), SOFT_CAP=soft_cap, PARTIAL=partial
-    )
+        "prefill.cu", "prefill", HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), SOFT_CAP=soft_cap, PARTIAL=partial,
+        **kind,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prefill (and append) attention on Hopper over bfloat16 keys and values: see prefill_sm90.cu."""
+"""Prefill (and append) attention on Hopper over keys and values of 16 bits: see prefill_sm90.cu."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
-from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of
+from allspan.kernels.cuda.modules import Kernel, element_macro, gpu, kernel, launch
+from allspan.kernels.cuda.pages import KV, QUERIES, Cache, PageTable, Scores, check_rows, kv_of
 from allspan.kernels.cuda.prefill import PrefillPlan, check_plan
 from allspan.kernels.errors import BackendUnavailable
 
@@ -68,19 +68,14 @@ def attend_sm90(
         np.int32(is_causal), window, factor,
     ]  # fmt: skip
     blocks = min(len(plan.tiles) * kv.heads * parts, device.multiprocessors)
-    launch(
-        _kernel(dim, int(out.dtype is torch.float32)),
-        (blocks,),
-        _THREADS,
-        arguments,
-        (1 + _SLOTS) * _ROWS * dim * 2 + _REST,
-    )
+    function = _kernel(dim, int(out.dtype is torch.float32), element_macro(q.dtype, kv.tensors[0].dtype))
+    launch(function, (blocks,), _THREADS, arguments, (1 + _SLOTS) * _ROWS * dim * 2 + _REST)
 
 
 def why_not(kv: KV, head_dim: int, scores: Scores) -> str:
     """What of these the kernel is not made for; "" for nothing."""
-    if kv.tensors[0].dtype is not torch.bfloat16:
-        return f"cache: {kv.tensors[0].dtype} is not bfloat16"
+    if kv.tensors[0].dtype not in QUERIES:
+        return f"cache: {kv.tensors[0].dtype} is not bfloat16 or float16"
     if head_dim not in HEAD_DIMS:
         return f"q: head_dim {head_dim} is not one of {HEAD_DIMS}"
     if kv.page_size < LEAST_PAGE:
@@ -90,8 +85,11 @@ def why_not(kv: KV, head_dim: int, scores: Scores) -> str:
 
 def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     """See variants.py."""
-    return [_kernel(dim, partial) for dim in HEAD_DIMS for partial in (0, 1)] if capability == CAPABILITY else []
+    if capability != CAPABILITY:
+        return []
+    kinds = [(partial, element_macro(dtype)) for dtype in QUERIES for partial in (0, 1)]
+    return [_kernel(dim, *kind) for dim in HEAD_DIMS for kind in kinds]
 
 
-def _kernel(head_dim: int, partial: int) -> Kernel:
-    return kernel("prefill_sm90.cu", "prefill_sm90", HEAD_DIM=head_dim, PARTIAL=partial)
+def _kernel(head_dim: int, partial: int, kind: dict[str, int]) -> Kernel:
+    return kernel("prefill_sm90.cu", "prefill_sm90", HEAD_DIM=head_dim, PARTIAL=partial, **kind)

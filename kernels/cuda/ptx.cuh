@@ -6,7 +6,18 @@
 #include "e4m3.cuh"
 
 typedef unsigned int uint32_t;
+
+// Elements of 16 bits are bfloat16, or, with FP16 = 1, IEEE's half precision: all here that has "16-bit" in its
+// comment.
+#ifndef FP16
+#define FP16 0
+#endif
 typedef unsigned short bf16;
+#if FP16
+#define ALLSPAN_ELEMENT "f16"
+#else
+#define ALLSPAN_ELEMENT "bf16"
+#endif
 
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) char name[]
 
@@ -47,26 +58,30 @@ __device__ __forceinline__ void load4_transposed(uint32_t* r, uint32_t at) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(at));
 }
+// Of 16-bit elements.
 __device__ __forceinline__ void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// Two 16-bit elements.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  asm("cvt.rn." ALLSPAN_ELEMENT "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// Of pairs of bfloat16, each rounded.
+// Of pairs of 16-bit elements, each rounded.
 __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
   uint32_t pair;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(0x3f803f80), "r"(b));
+  asm("fma.rn." ALLSPAN_ELEMENT "x2 %0, %1, %2, %3;"
+      : "=r"(pair)
+      : "r"(a), "r"(FP16 ? 0x3c003c00 : 0x3f803f80), "r"(b));
   return pair;
 }
 __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   uint32_t pair;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000));
+  asm("fma.rn." ALLSPAN_ELEMENT "x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000));
   return pair;
 }
 __device__ __forceinline__ float power(float x) {
@@ -74,11 +89,25 @@ __device__ __forceinline__ float power(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Of 16 bits; the other way, halves round to even.
+// A float16 in the lower bits.
+__device__ __forceinline__ float half_wide(uint32_t bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(bits)));
+  return x;
+}
+// A 16-bit element, and those of a pair; the other way, halves round to even.
+#if FP16
+__device__ __forceinline__ float wide(uint32_t bits) { return half_wide(bits); }
+__device__ __forceinline__ float wide_low(uint32_t pair) { return wide(pair & 0xffff); }
+__device__ __forceinline__ float wide_high(uint32_t pair) { return wide(pair >> 16); }
+#else
 __device__ __forceinline__ float wide(uint32_t bits) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ float wide_low(uint32_t pair) { return wide(pair); }
+__device__ __forceinline__ float wide_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+#endif
 __device__ __forceinline__ bf16 narrow(float x) {
   bf16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  asm("cvt.rn." ALLSPAN_ELEMENT ".f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
 // Two bytes of e4m3, the first in the low one; what is too large becomes ±448.
@@ -121,12 +150,6 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
   unsigned long long now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
-}
-// A float16 in the lower bits.
-__device__ __forceinline__ float half_wide(uint32_t bits) {
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(bits)));
-  return x;
 }
 // (a & b) | c in one instruction, which two constants would make two.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {

@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_keys(float (&d)[64], uint64_t a, uint64
       "{\n"
       ".reg .pred adds;\n"
       "setp.ne.b32 adds, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " ALLSPAN_SUMS64
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT " " ALLSPAN_SUMS64
       ", %64, %65, adds, 1, 1, 0, 0;\n"
       "}"
       : ALLSPAN_32(d, 0), ALLSPAN_32(d, 32)
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[64], const uint32_t* 
       "{\n"
       ".reg .pred adds;\n"
       "setp.ne.b32 adds, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " ALLSPAN_SUMS64
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT " " ALLSPAN_SUMS64
       ", {%64,%65,%66,%67}, %68, adds, 1, 1, 1;\n"
       "}"
       : ALLSPAN_32(d, 0), ALLSPAN_32(d, 32)
@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[32], const uint32_t* 
       "{\n"
       ".reg .pred adds;\n"
       "setp.ne.b32 adds, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " ALLSPAN_SUMS32
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT " " ALLSPAN_SUMS32
       ", {%32,%33,%34,%35}, %36, adds, 1, 1, 1;\n"
       "}"
       : ALLSPAN_32(d, 0)

@@ -1,13 +1,13 @@
 """What lies between the product with q, k and v weights and attention, on a GPU: rotary_append.cu, as a whole and in
 single ops. What they read and write is in ops.py.
 
-Queries, keys and values are bfloat16, of head_dim up to 256 (fastest: 64, 128 and 256, all of it turning; other
+Queries, keys and values are bfloat16 or float16; head_dim up to 256 (fastest: 64, 128, 256, all of it turning; other
 multiples of 8 are not far behind); each step's outcome is rounded to it. A slot of -1 writes no page.
 
-Pages are bfloat16, int8 or uint8 (4 bits) as `OpSet.append_kv` has them, or float8_e4m3fn: without scales the elements
-themselves (FlashInfer's with scale 1; ±448 at most, also of an infinity), with scales a row's largest element is ±448:
-zero = 0, scale = max(largest |x| / 448, 1e-12), n = x / scale to the nearest; a row with a NaN or an infinity gets n
-= 0 and scale = NaN, as with int8. Strides of pages, KV heads and tokens are free, alike for keys and values.
+Pages are of their type, int8 or uint8 (4 bits) as `OpSet.append_kv` has them, or float8_e4m3fn: without scales the
+elements themselves (FlashInfer's with scale 1; ±448 at most, also of an infinity), with scales a row's largest element
+is ±448: zero = 0, scale = max(largest |x| / 448, 1e-12), n = x / scale to the nearest; a row with a NaN or an infinity
+gets n = 0 and scale = NaN, as with int8. Strides of pages, KV heads and tokens are free, alike for keys and values.
 
 All raise ValueError for what does not fit, BackendUnavailable without CuPy.
 """
@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, kernel, launch
+from allspan.kernels.cuda.modules import Kernel, element_macro, kernel, launch
 from allspan.kernels.cuda.rows import EARLY, NOTHING, TYPES, check, is_whole
 from allspan.kernels.ops import Norms, Pages
 
 MOST_DIM = 256
 
 _FORMATS = TYPES | {torch.uint8: 5}
+_HALVES = (torch.bfloat16, torch.float16)
 _LANES = (4, 8, 16)
 """That have a head of 64, 128 and 256 elements."""
 _THREADS = 128
@@ -55,8 +56,9 @@ class _Heads:
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             if x is None:
                 continue
-            if x.dtype is not torch.bfloat16 or x.ndim != 3 or (x.shape[0], x.shape[2]) != (n, dim):
-                raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)} is not bfloat16 ({n}, heads, {dim})")
+            if x.dtype not in _HALVES or x.ndim != 3 or (x.shape[0], x.shape[2]) != (n, dim):
+                kinds = "bfloat16 or float16"
+                raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)} is not {kinds} ({n}, heads, {dim})")
             if x.numel() and (x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != dim)):
                 raise ValueError(f"{name}: strides {x.stride()}; heads of a token must lie one after the other")
         if self.k is not None and self.v is not None and self.k.shape[1] != self.v.shape[1]:
@@ -146,19 +148,22 @@ def _run(
         np.int32(page_size), slots,
     ]  # fmt: skip
     blocks = -(-n * sum(counts) * lanes // _THREADS)
-    launch(_kernel(lanes, format_, int(whole)), (blocks,), _THREADS, arguments, is_early=EARLY)
+    kind = element_macro(*(x.dtype for x in (*parts, pages[0]) if x is not None))
+    launch(_kernel(lanes, format_, int(whole), kind), (blocks,), _THREADS, arguments, is_early=EARLY)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for format_ in (*_FORMATS.values(), NOTHING):
         if format_ != _FORMATS[torch.float32]:
-            yield _kernel(_LANES[0], format_, 0)  # heads that are no multiple of 8; larger ones compile when used
+            yield _kernel(_LANES[0], format_, 0, {})  # heads that are no multiple of 8; larger ones compile when used
             for lanes in _LANES:
-                yield _kernel(lanes, format_, 1)
+                yield _kernel(lanes, format_, 1, {})
+    for format_ in (_FORMATS[torch.float16], NOTHING):
+        yield _kernel(_LANES[1], format_, 1, element_macro(torch.float16))
 
 
-def _kernel(lanes: int, format_: int, whole: int) -> Kernel:
-    return kernel("rotary_append.cu", "rotary_append", LANES=lanes, FORMAT=format_, WHOLE=whole)
+def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int]) -> Kernel:
+    return kernel("rotary_append.cu", "rotary_append", LANES=lanes, FORMAT=format_, WHOLE=whole, **kind)
 
 
 def _checked_rotation(rotation: tuple[Tensor, Tensor] | None, n: int, dim: int) -> tuple[Tensor | None, Tensor | None]:
@@ -184,7 +189,7 @@ def _checked_pages(
     count, _, page_size, _ = k_cache.shape
     width = -(-dim // 2) if k_cache.dtype is torch.uint8 else dim
     if k_cache.dtype not in _FORMATS or k_cache.dtype is torch.float32:
-        raise ValueError(f"k_cache: {k_cache.dtype} is not bfloat16, int8, uint8 or float8_e4m3fn")
+        raise ValueError(f"k_cache: {k_cache.dtype} is not bfloat16, float16, int8, uint8 or float8_e4m3fn")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.shape != (count, kv_heads, page_size, width) or cache.stride(3) != 1:
             raise ValueError(f"{name}: {tuple(cache.shape)} is not ({count}, {kv_heads}, {page_size}, {width})")
@@ -200,4 +205,4 @@ def _checked_pages(
 
 def _may_lack_scales(dtype: torch.dtype, scales: Tensor | None) -> bool:
     """Whether pages of this dtype have none; fp8 ones as they come."""
-    return scales is None if dtype is torch.float8_e4m3fn else dtype is torch.bfloat16
+    return scales is None if dtype is torch.float8_e4m3fn else dtype in _HALVES

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, kernel, launch
+from allspan.kernels.cuda.modules import Kernel, element_macro, kernel, launch
 
-FLOATS = (torch.float32, torch.bfloat16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""float16 and bfloat16 do not come together."""
 CODES = (torch.int8, torch.float8_e4m3fn)
 """Of quantised activations."""
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3, torch.float16: 1}
 NOTHING = 4
 """The types' numbers in elements.cuh."""
 EARLY = True
@@ -98,7 +99,7 @@ def elementwise(
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     """Those of float32 streams up to 8,192 wide and bfloat16 around them; others compile when they are first used."""
-    f32, bf16, int8, e4m3 = TYPES
+    f32, bf16, int8, e4m3, f16 = TYPES
     for addend in (None, bf16):
         yield _norm_kernel("norm", (f32, addend, f32, bf16), 1, whole=0)
         yield from (_norm_kernel("norm", (f32, addend, f32, bf16), each) for each in range(1, 5))
@@ -115,6 +116,8 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         yield from (_elementwise_kernel("gather", (bf16, None, dtype), whole) for dtype in (f32, bf16))
     yield _elementwise_kernel("gather", (f32, None, f32), 1)
     yield from (_elementwise_kernel(op, (bf16, None, e4m3), 1) for op in ("plain", "silu"))
+    yield _elementwise_kernel("silu", (f16, None, f16), 1)
+    yield from (_norm_kernel("norm", (f16, addend, f16, f16), 1) for addend in (None, f16))
 
 
 Types = tuple[torch.dtype | None, ...]
@@ -127,7 +130,7 @@ def _norm_kernel(
     source, addend, weight, out = (NOTHING if dtype is None else TYPES[dtype] for dtype in types)
     return kernel(
         "norm.cu", "norm_rows", OP=_OPS["norm.cu"][op], SOURCE=source, ADDEND=addend, WEIGHT=weight, OUT=out,
-        GROUPED=int(is_grouped), UNITS=units, THREADS=threads, WHOLE=whole,
+        GROUPED=int(is_grouped), UNITS=units, THREADS=threads, WHOLE=whole, **element_macro(*types),
     )  # fmt: skip
 
 
@@ -136,7 +139,7 @@ def _elementwise_kernel(op: str, types: Types, whole: int) -> Kernel:
     source, addend, out = (NOTHING if dtype is None else TYPES[dtype] for dtype in types)
     return kernel(
         "elementwise.cu", "elementwise", OP=_OPS["elementwise.cu"][op], SOURCE=source, ADDEND=addend, OUT=out,
-        WHOLE=whole,
+        WHOLE=whole, **element_macro(*types),
     )  # fmt: skip
 
 

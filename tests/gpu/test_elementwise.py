@@ -191,7 +191,7 @@ def test_a_row_does_not_depend_on_the_others(device: str) -> None:
 def test_what_does_not_fit_is_refused(device: str) -> None:
     x, weight = rows(2, 64, device=device), rows(64, dtype=F32, device=device)
     with pytest.raises(ValueError, match=r"out: .* is not contiguous float32 or bfloat16"):
-        rms_norm(x, weight, EPS, x.half())
+        rms_norm(x, weight, EPS, x.double())
     with pytest.raises(ValueError, match="weight: "):
         rms_norm(x, weight[:63], EPS, x)
     with pytest.raises(ValueError, match="residual: "):

@@ -33,7 +33,7 @@ SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "head_dim 100": ("q", lambda good: good["q"][..., :100].contiguous()),
     "need zeros and scales": ("cache", lambda good: tuple(pages.to(torch.int8) for pages in good["cache"])),
     "bfloat16 pages have no scales": ("cache", lambda good: (*good["cache"], torch.zeros(3), torch.zeros(3))),
-    "float16 and torch.float16 are not one of": ("cache", lambda good: tuple(x.half() for x in good["cache"])),
+    "float64 and torch.float64 are not one of": ("cache", lambda good: tuple(x.double() for x in good["cache"])),
     "scales torch.float32": (
         "cache",
         lambda good: (*(x.to(torch.int8) for x in good["cache"]), *(torch.zeros(3, 2, 2, 8) for _ in range(2))),

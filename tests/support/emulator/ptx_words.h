@@ -4,6 +4,9 @@
 #define ALLSPAN_PTX
 #include "e4m3.cuh"
 
+#ifndef FP16
+#define FP16 0
+#endif
 typedef unsigned short bf16;
 
 #define kInf __int_as_float(0x7f800000)
@@ -36,12 +39,38 @@ void wait_for() {
   }
 }
 
+inline float half_wide(uint32_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                    : std::ldexp(static_cast<float>(exponent ? 1024 + fraction : fraction),
+                                                 (exponent ? exponent : 1) - 25);
+  return bits & 0x8000 ? -size : size;
+}
+#if FP16
+inline float wide(uint32_t bits) { return half_wide(bits); }
+inline bf16 narrow(float x) {
+  if (std::isnan(x)) return 0x7fff;
+  const unsigned sign = __float_as_uint(x) >> 16 & 0x8000;
+  const float size = std::fabs(x);
+  if (size == 0) return static_cast<bf16>(sign);
+  if (size >= 65520.0f) return static_cast<bf16>(sign | 0x7c00);
+  int exponent;
+  std::frexp(size, &exponent);  // size = [0.5, 1) times 2^exponent
+  const int lowest = std::max(exponent - 11, -24);
+  const float units = std::nearbyint(std::ldexp(size, -lowest));  // up to 2048
+  if (lowest == -24 && units < 1024) return static_cast<bf16>(sign | static_cast<unsigned>(units));
+  return static_cast<bf16>(sign | (((lowest + 25) << 10) + static_cast<unsigned>(units) - 1024));
+}
+#else
 inline float wide(uint32_t bits) { return __uint_as_float(bits << 16); }
 inline bf16 narrow(float x) {
   if (std::isnan(x)) return 0x7fff;
   const unsigned bits = __float_as_uint(x);
   return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+#endif
+inline float wide_low(uint32_t pair) { return wide(pair & 0xffff); }
+inline float wide_high(uint32_t pair) { return wide(pair >> 16); }
 inline uint32_t pack(float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; }
 inline uint32_t pack_e4m3(float low, float high) { return narrow_e4m3(low) | narrow_e4m3(high) << 8; }
 inline uint32_t add_pairs(uint32_t a, uint32_t b) {
@@ -51,13 +80,6 @@ inline uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
 }
 inline float power(float x) { return std::exp2(x); }
-inline float half_wide(uint32_t bits) {
-  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
-                                    : std::ldexp(static_cast<float>(exponent ? 1024 + fraction : fraction),
-                                                 (exponent ? exponent : 1) - 25);
-  return bits & 0x8000 ? -size : size;
-}
 inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 inline uint32_t times(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
