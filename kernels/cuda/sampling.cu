@@ -37,6 +37,47 @@ __device__ bool is_last(int* counter, int count) {
   return last;
 }
 
+// Nearly all of what `weigh` computes, so what is the same for all tokens is known to the compiler.
+template <bool kIsOne>
+__device__ __forceinline__ float y_of(const Scale& scale, float x) {
+  return kIsOne ? __fsub_rn(scale.highest, x) : scale.y(x);
+}
+
+template <bool kIsOne>
+__device__ void weigh_into_bins(const float4 (&four)[kLoads], const bool (&counts)[kLoads], const Scale& scale,
+                                Shared& s) {
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    if (!counts[i]) continue;
+    const float values[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float y = y_of<kIsOne>(scale, values[j]);
+      const u64 weight = scale.weight(y);
+      if (weight == 0) continue;
+      const int bin = scale.bin(y);
+      add(s.low + bin, s.high + bin, weight);
+    }
+  }
+}
+
+// The weights of tokens with z of `least` or more.
+template <bool kIsOne>
+__device__ u64 sum_part(const float4 (&four)[kLoads], const bool (&counts)[kLoads], const Scale& scale, float least) {
+  u64 sum = 0;
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    if (!counts[i]) continue;
+    const float values[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float y = y_of<kIsOne>(scale, values[j]);
+      sum += -y >= least ? scale.weight(y) : 0;
+    }
+  }
+  return sum;
+}
+
 }  // namespace
 
 // grid: (parts, rows). logits [rows, vocab]; owners: of which row of `settings` each is, -1 of none: nothing is written
@@ -137,18 +178,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int i = 0; i < kLoads; ++i)
     if (counts[i]) four[i] = load_four(x, part * kPart + (i * kThreads + threadIdx.x) * 4, vocab, aligned);
+  const bool is_one = scale.temperature == 1.0f;
   u64 sum = 0;
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    if (!counts[i]) continue;
-    const float values[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float y = scale.y(values[j]);
-      const u64 weight = -y >= least ? scale.weight(y) : 0;
-      sum += weight;
-      if (by_share && weight) add(s.low + scale.bin(y), s.high + scale.bin(y), weight);
-    }
+  if (by_share) {
+    is_one ? weigh_into_bins<true>(four, counts, scale, s) : weigh_into_bins<false>(four, counts, scale, s);
+  } else {
+    sum = is_one ? sum_part<true>(four, counts, scale, least) : sum_part<false>(four, counts, scale, least);
   }
   if (!by_share) {
     sum = sum_of(sum, s);

@@ -74,8 +74,9 @@ struct Scale {
     const int b = 32 - __clz(vocab);
     highest = its_highest, temperature = its_temperature, inverse = __fdiv_rn(1.0f, temperature);
     units = __uint_as_float(static_cast<uint32_t>(127 + 53 - b) << 23);
-    limit = (54 - b) * 0.693147181f + 0.05f;
-    bins = (kBins - 1) / limit;
+    // Rounded alike in all kernels, so that a token has one bin.
+    limit = __fadd_rn(__fmul_rn(static_cast<float>(54 - b), 0.693147181f), 0.05f);
+    bins = __fdiv_rn(static_cast<float>(kBins - 1), limit);
   }
 
   // Rounded as division rounds it (Markstein 1990: the last of these steps makes a faithful quotient the right one);

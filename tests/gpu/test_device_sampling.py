@@ -13,7 +13,7 @@ import torch
 from allspan.kernels.cuda import modules
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.sampling.device import DeviceSampling
+from allspan.worker.sampling.device import DeviceSampling, device_sampling
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.sampler import Sampler
 from support.threads import ThreadWorld
@@ -164,7 +164,7 @@ def test_greedy_rows_get_the_token_of_one_rank_from_each_ranks_best_column(
 def test_a_full_batch_of_a_large_vocabulary_agrees_with_the_host(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     count = 600
-    kernel = DeviceSampling(count, vocab, torch.device("cuda"))
+    kernel = device_sampling(torch.device("cuda"), count, vocab)
     both = [Sampler(count, (vocab,), LocalCollectives(), EOS, each) for each in (kernel, None)]
     tokens = rng.integers(0, vocab, (count, 40)).astype(np.int32)
     for row in range(count):

@@ -23,7 +23,7 @@ from allspan.kernels.cuda.sampling import Wanted, best_tokens, likely_tokens, sa
 from allspan.kernels.errors import BackendUnavailable
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.features import Ban, Row, bans_of
-from allspan.worker.sampling.settings import Settings
+from allspan.worker.sampling.settings import SETTINGS, Settings
 
 Rows = NDArray[np.int64]
 
@@ -133,7 +133,12 @@ def device_sampling(device: torch.device, max_rows: int, width: int) -> DeviceSa
     except BackendUnavailable as error:
         logging.getLogger(__name__).warning("logits are copied to the host to be sampled there: %s", error)
         return None
-    return DeviceSampling(max_rows, width, device)
+    sampling = DeviceSampling(max_rows, width, device)
+    row = np.zeros(1, dtype=np.int64)
+    nothing = np.zeros(max_rows, dtype=SETTINGS)
+    # The kernels compile now, where they have to, and not when somebody waits for a token.
+    sampling.launch(torch.zeros((1, width), device=device), row, row, row - 1, nothing, row).result()
+    return sampling
 
 
 class DeviceSampling:
