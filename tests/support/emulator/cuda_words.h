@@ -8,7 +8,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __restrict__ __restrict
-#define __shared__ static
+#define __shared__ static __attribute__((section("allspan_shared")))
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 #define threadIdx (emulator::me->index)

@@ -23,12 +23,16 @@
 
 #include "fiber.h"
 
+// Where the linker has put static shared memory, if there is any.
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_allspan_shared[], __stop_allspan_shared[];
+
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
 
 namespace emulator {
 
+constexpr int kPast = 256;  // bytes behind shared memory that are looked at
 constexpr int kWarp = 32, kStack = 128 * 1024, kMail = 64;
 
 struct Copy {
@@ -90,6 +94,7 @@ struct Block {
   std::vector<char> stacks;
   std::vector<char> shared;
   char* base = nullptr;
+  size_t size = 0;
   Barrier barrier, turns[16];
   std::vector<std::function<void()>> later;  // what goes on by itself, and comes two rounds after it began
   int alive = 0;
@@ -154,6 +159,11 @@ inline void start() {
   for (;;) yield();
 }
 
+// NaNs to those who read floats, and large numbers to others.
+inline void spoil(char* at, char* end) {
+  for (; end - at >= 4; at += 4) std::memcpy(at, "\xff\xff\xff\x7f", 4);
+}
+
 inline void begin_block() {
   const int count = static_cast<int>(block_size.x * block_size.y * block_size.z);
   block.threads.clear();
@@ -161,7 +171,8 @@ inline void begin_block() {
   block.barrier = Barrier(), block.alive = count;
   std::fill(std::begin(block.turns), std::end(block.turns), Barrier());
   block.stacks.resize(static_cast<size_t>(count) * kStack);
-  for (size_t i = 0; i + 4 <= block.shared.size(); i += 4) std::memcpy(&block.shared[i], "\xff\xff\xff\x7f", 4);
+  spoil(block.shared.data(), block.shared.data() + block.shared.size());
+  spoil(__start_allspan_shared, __stop_allspan_shared);
   for (int i = 0; i < count; ++i) {
     auto thread = std::make_unique<Thread>();
     thread->index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
@@ -209,10 +220,14 @@ inline void run_block() {
     idle = block.moved ? 0 : idle + 1;
     if (idle > 100) throw std::runtime_error("the threads of a block wait for each other in vain");
   }
+  for (char* at = block.base + (block.size + 3) / 4 * 4; at < block.base + block.size + kPast - 4; at += 4)
+    if (std::memcmp(at, "\xff\xff\xff\x7f", 4))
+      throw std::runtime_error("a block writes past its " + std::to_string(block.size) + " bytes of shared memory");
 }
 
 inline void take_memory(size_t shared) {
-  block.shared.assign(shared + 256, 0);
+  block.shared.assign(shared + kPast + 128, 0);
+  block.size = shared;
   block.base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(block.shared.data()) + 127) & ~uintptr_t{127});
 }
 
