@@ -1,8 +1,10 @@
-"""`allspan bench NAME MODEL`: one row of the table a benchmark; each runs on a cluster that is started for it."""
+"""`allspan bench NAME MODEL`: one row of the table a benchmark; each runs on a cluster that is started for it, but for
+`allspan bench kernels`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from allspan.client.bench.perplexity import PERPLEXITY
 from allspan.client.bench.prefix import PREFIX
 from allspan.client.bench.soak import SOAK
 from allspan.client.bench.step import STEP
+from allspan.launch import kernel_bench
 from allspan.launch.models import resolve_model
 from allspan.launch.session import serve_options
 from allspan.launch.settings import add_cluster_options, add_model
@@ -24,18 +27,24 @@ BENCHMARKS: dict[str, Benchmark] = {
     row.name: row for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, OVERLOAD, SOAK)
 }
 
+KERNELS = "kernels"
+"""It takes no model, starts no cluster, and runs where the kernels do."""
+
 
 def run(argv: Sequence[str]) -> int:
-    names = ", ".join(BENCHMARKS)
+    names = ", ".join((*BENCHMARKS, KERNELS))
     if not argv:
         fail("allspan bench", f"which benchmark? there is: {names}", 2)
     if argv[0] in ("-h", "--help"):
-        width = max(map(len, BENCHMARKS))
+        abouts = {row.name: row.about for row in BENCHMARKS.values()} | {KERNELS: kernel_bench.ABOUT}
+        width = max(map(len, abouts))
         print("usage: allspan bench NAME MODEL [flags]; NAME is one of\n")
-        print("\n".join(f"  {row.name.ljust(width)}  {row.about}" for row in BENCHMARKS.values()))
+        print("\n".join(f"  {name.ljust(width)}  {about}" for name, about in abouts.items()))
         return 0
+    if argv[0] == KERNELS:
+        return _run_kernels(argv[1:])
     if argv[0] not in BENCHMARKS:
-        known = nearest(argv[0], tuple(BENCHMARKS))
+        known = nearest(argv[0], (*BENCHMARKS, KERNELS))
         fail("allspan bench", f"unknown benchmark {argv[0]!r}{known}; there is: {names}", 2)
     return _run(BENCHMARKS[argv[0]], argv[1:])
 
@@ -55,3 +64,15 @@ def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     report = benchmark.run(str(model.path), config, quiet=namespace.quiet, **options)
     print(json.dumps(report) if namespace.json else benchmark.table(report), flush=True)
     return 0
+
+
+def _run_kernels(argv: Sequence[str]) -> int:
+    parser = Parser(f"allspan bench {KERNELS}", kernel_bench.ABOUT)
+    add_options(parser, kernel_bench.KernelBenchConfig)
+    parser.add_argument("--json", action="store_true", help="The last line is a JSON object with all of it.")
+    config = build(kernel_bench.KernelBenchConfig, parser.parse(argv))
+    report = kernel_bench.run(config, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    report["command"] = " ".join(["allspan", "bench", KERNELS, *argv])
+    print(json.dumps(report) if "--json" in argv else kernel_bench.table(report), flush=True)
+    wrong = any(found["wrong"] for found in report["summary"].values())
+    return 1 if wrong or report["broken"] else 0

@@ -1,0 +1,127 @@
+"""Norms, SwiGLU and rotary with page append, beside the single ops of FlashInfer; Qwen2.5-7B's widths."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.bench.case import Built, Case, Launch, sets_for
+from allspan.kernels.cuda.elementwise import add_rms_norm, silu_mul
+from allspan.kernels.cuda.rotary_append import rotary_append
+from allspan.kernels.reference import elementwise as reference
+from allspan.kernels.reference import rotary_append as reference_append
+
+HIDDEN, INNER, HEADS, KV_HEADS, DIM, PAGE = 3584, 18944, 28, 4, 128, 16
+TOKENS = (1, 64, 8192)
+BF16 = torch.bfloat16
+
+
+def elementwise_cases() -> Iterator[Case]:
+    for name, build in (("add+norm", build_norm), ("SwiGLU", build_silu), ("rotary+append", build_rotary)):
+        for tokens in TOKENS:
+            label = f"{name}, {tokens:,} token{'s' * (tokens > 1)}"
+            yield Case("elementwise", label, partial(build, tokens))
+
+
+def _random(*shape: int, device: str, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, device=device)
+
+
+def _flashinfer(prepare: Callable[[Any], Launch]) -> Callable[[], Launch]:
+    return lambda: prepare(importlib.import_module("flashinfer"))
+
+
+def build_norm(tokens: int, device: str) -> Built:
+    """The residual is float32, as the engine has it; FlashInfer's is bfloat16, and it writes over x."""
+    num_bytes = tokens * HIDDEN * (2 + 4 + 4 + 2)
+    sets = sets_for(num_bytes)
+    x = _random(sets, tokens, HIDDEN, device=device)
+    residual = _random(sets, tokens, HIDDEN, device=device, dtype=torch.float32)
+    weight, out = _random(HIDDEN, device=device, dtype=torch.float32), torch.empty_like(x[0])
+
+    def ours(i: int) -> None:
+        add_rms_norm(x[i], residual[i], weight, 1e-6, out)
+
+    def check(name: str) -> None:
+        right, sums = torch.empty_like(out, dtype=torch.float32), residual[0].clone()
+        reference.add_rms_norm(x[0].float(), sums, weight, 1e-6, right)
+        ours(0)
+        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(residual[0], sums)
+
+    def peer(flashinfer: Any) -> Launch:
+        norm = flashinfer.fused_add_rmsnorm
+        sums, scale = residual.to(BF16), weight.to(BF16)
+        return lambda i: norm(x[i], sums[i], scale, 1e-6)
+
+    return Built({"allspan": ours}, check, sets, num_bytes, peers={"FlashInfer": _flashinfer(peer)})
+
+
+def build_silu(tokens: int, device: str) -> Built:
+    num_bytes = tokens * INNER * 6
+    sets = sets_for(num_bytes)
+    gate_up = _random(sets, tokens, 2 * INNER, device=device)
+    out = torch.empty(tokens, INNER, dtype=BF16, device=device)
+
+    def ours(i: int) -> None:
+        silu_mul(gate_up[i], out)
+
+    def check(name: str) -> None:
+        right = torch.empty_like(out, dtype=torch.float32)
+        reference.silu_mul(gate_up[0].float(), right)
+        ours(0)
+        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
+
+    def peer(flashinfer: Any) -> Launch:
+        silu = flashinfer.silu_and_mul
+        return lambda i: silu(gate_up[i], out)
+
+    return Built({"allspan": ours}, check, sets, num_bytes, peers={"FlashInfer": _flashinfer(peer)})
+
+
+def build_rotary(tokens: int, device: str) -> Built:
+    """FlashInfer: rotary in place on queries and keys, then the append; its token lists are made ahead."""
+    width = HEADS + 2 * KV_HEADS
+    num_bytes = tokens * DIM * 2 * (2 * (HEADS + KV_HEADS) + 3 * KV_HEADS)
+    sets = sets_for(num_bytes)
+    qkv = _random(sets, tokens, width, DIM, device=device)
+    count = -(-tokens // PAGE)
+    keys, values = (torch.zeros(count, KV_HEADS, PAGE, DIM, dtype=BF16, device=device) for _ in range(2))
+    slots = torch.randperm(count * PAGE, device=device)[:tokens].int()
+    positions = torch.arange(tokens, dtype=torch.int32, device=device)
+    angles = positions[:, None] / 1e4 ** (torch.arange(0, DIM, 2, device=device) / DIM)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1).contiguous()
+    rest = ((None, None, 1e-6), (positions, cos_sin), (0, None))
+
+    def ours(i: int) -> None:
+        rotary_append(qkv[i], HEADS, *rest, (keys, values, None, None), slots)
+
+    def check(name: str) -> None:
+        right = qkv[0].float()
+        k, v = (torch.zeros_like(page, dtype=torch.float32) for page in (keys, values))
+        reference_append.rotary_append(right, HEADS, *rest, (k, v, None, None), slots)
+        ours(0)
+        for mine, wanted in zip((qkv[0][:, :HEADS], keys, values), (right[:, :HEADS], k, v), strict=True):
+            torch.testing.assert_close(mine.float(), wanted, rtol=2e-2, atol=2e-2)
+
+    def peer(flashinfer: Any) -> Launch:
+        rotate = flashinfer.apply_rope_with_cos_sin_cache_inplace
+        append = flashinfer.append_paged_kv_cache
+        q, k, v = (part.contiguous() for part in torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], 2))
+        request = torch.zeros(tokens, dtype=torch.int32, device=device)
+        indices = torch.randperm(count, device=device).int()
+        indptr = torch.tensor([0, count], dtype=torch.int32, device=device)
+        last = torch.tensor([(tokens - 1) % PAGE + 1], dtype=torch.int32, device=device)
+
+        def run(i: int) -> None:
+            rotate(positions, q[i].flatten(1), k[i].flatten(1), DIM, cos_sin, is_neox=True)
+            append(k[i], v[i], request, positions, (keys, values), indices, indptr, last, kv_layout="HND")
+
+        return run
+
+    return Built({"allspan": ours}, check, sets, num_bytes, peers={"FlashInfer": _flashinfer(peer)})
