@@ -1,10 +1,12 @@
-"""Tokens drawn from logits by top-k and top-p, beside FlashInfer (softmax, then its sampler) and torch's sort."""
+"""Tokens drawn from logits by top-k, top-p and min-p, beside FlashInfer (softmax, then a sampler) and torch's sort."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,81 +14,107 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
-from allspan.kernels.cuda.sampling import SETTINGS_BYTES, best_tokens, sample_rows, sampling_workspace
+from allspan.kernels.cuda.sampling import SETTINGS_BYTES, Wanted, best_tokens, sample_rows, sampling_workspace
 
-TOP_K, TOP_P = 50, 0.9
+MOST_SETS = 8
 SETTINGS = np.dtype("u8,f8,f8,f4,f4,i4,i4")
 """Seed, top_p, typical_p, temperature, logarithm of min_p, top_k, whether it is random."""
 
 
+@dataclass(frozen=True)
+class Filter:
+    """0 and 1 and 0: none."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def name(self) -> str:
+        words = {"top_k": self.top_k, "top_p": self.top_p % 1, "min_p": self.min_p}
+        return " ".join(f"{word} {value:g}" for word, value in words.items() if value)
+
+
+FILTERS = (None, Filter(50, 0.9), Filter(top_p=0.9), Filter(min_p=0.1))
+"""None: the most likely token."""
+
+
 def sampling_cases() -> Iterator[Case]:
-    for vocab, rows in itertools.product((32_000, 128_256, 152_064), (1, 64, 512)):
-        for is_greedy in (True, False):
-            how = "greedy" if is_greedy else f"top_k {TOP_K} top_p {TOP_P}"
-            yield Case(
-                "sampling",
-                f"{rows} row{'s' * (rows > 1)} of {vocab:,}, {how}",
-                partial(build, rows, vocab, is_greedy),
-            )
+    for vocab, rows, how in itertools.product((32_000, 128_256, 152_064), (1, 64, 512), FILTERS):
+        name = f"{rows} row{'s' * (rows > 1)} of {vocab:,}, {how.name if how else 'greedy'}"
+        yield Case("sampling", name, partial(build, rows, vocab, how))
 
 
-def build(rows: int, vocab: int, is_greedy: bool, device: str) -> Built:
-    sets = min(8, sets_for(rows * vocab * 4))
+def build(rows: int, vocab: int, how: Filter | None, device: str) -> Built:
+    sets = min(MOST_SETS, sets_for(rows * vocab * 4))
     logits = torch.randn(sets, rows, vocab, device=device) * 3
     out = torch.empty(rows, dtype=torch.int32, device=device)
     workspace = sampling_workspace(rows, vocab, device)
-    settings = np.zeros(rows, SETTINGS)
-    settings[:] = [(i, TOP_P, 1.0, 1.0, -np.inf, TOP_K, 1) for i in range(rows)]
-    assert SETTINGS.itemsize == SETTINGS_BYTES
-    table = torch.from_numpy(settings.view(np.uint8).reshape(rows, -1)).to(device)
     numbers = torch.arange(rows, dtype=torch.int32, device=device)
+    wanted, table = Wanted(numbers, numbers), _settings(rows, how or Filter()).to(device)
 
     def ours(i: int) -> None:
-        if is_greedy:
+        if how is None:
             best_tokens(logits[i], out, workspace)
         else:
-            sample_rows(logits[i], numbers, numbers, None, table, out, workspace)
+            sample_rows(logits[i], wanted, table, out, workspace, needs_totals=not how.top_k)
 
     def check(name: str) -> None:
         out.fill_(-7)
         ours(0)
-        if is_greedy:
+        if how is None:
             assert torch.equal(out.long(), logits[0].argmax(1))
         else:
-            assert _support(logits[0]).gather(1, out[:, None].long()).all()
+            assert (out >= 0).all()
+            assert _support(logits[0], how).gather(1, out[:, None].long()).all()
 
-    peers = (
-        {"torch argmax": lambda: lambda i: logits[i].argmax(1)}
-        if is_greedy
-        else {
-            "FlashInfer": lambda: _flashinfer(logits),
-            "torch sort": lambda: lambda i: _sorted(logits[i]),
-        }
-    )
-    return Built({"allspan": ours}, check, sets, rows * vocab * 4, peers=peers)
+    return Built({"allspan": ours}, check, sets, rows * vocab * 4, peers=_peers(logits, how))
 
 
-def _support(logits: Tensor) -> Tensor:
-    """Tokens that may be drawn, with those on the edge of top_p: bool [rows, vocab]."""
-    most, tokens = logits.double().softmax(1).topk(TOP_K)
-    before = most.cumsum(1) - most
-    allowed = before / most.sum(1, keepdim=True) <= TOP_P + 1e-6
-    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, tokens, allowed)
+def _settings(rows: int, how: Filter) -> Tensor:
+    """uint8 [rows, SETTINGS_BYTES]."""
+    settings = np.zeros(rows, SETTINGS)
+    min_z = math.log(how.min_p) if how.min_p else -math.inf
+    settings[:] = [(i, how.top_p, 1.0, 1.0, min_z, how.top_k, 1) for i in range(rows)]
+    return torch.from_numpy(settings.view(np.uint8).reshape(rows, SETTINGS_BYTES))
 
 
-def _flashinfer(logits: Tensor) -> Launch:
+def _support(logits: Tensor, how: Filter) -> Tensor:
+    """Tokens that may be drawn, with those on the edge: bool [rows, vocab]."""
+    p, tokens = logits.double().softmax(1).sort(1, descending=True)
+    if how.top_k:
+        p[:, how.top_k :] = 0
+    before = p.cumsum(1) - p
+    allowed = (p > 0) & (before / p.sum(1, keepdim=True) <= how.top_p + 1e-6) & (p >= p[:, :1] * how.min_p * 0.999)
+    return torch.zeros_like(allowed).scatter(1, tokens, allowed)
+
+
+def _peers(logits: Tensor, how: Filter | None) -> dict[str, partial[Launch]]:
+    if how is None:
+        return {"torch argmax": partial(_argmax, logits)}
+    return {"FlashInfer": partial(_flashinfer, logits, how), "torch sort": partial(_sorts, logits, how)}
+
+
+def _argmax(logits: Tensor) -> Launch:
+    return lambda i: logits[i].argmax(1)
+
+
+def _flashinfer(logits: Tensor, how: Filter) -> Launch:
     sampler = importlib.import_module("flashinfer.sampling")
+    if how.top_k:
+        return lambda i: sampler.top_k_top_p_sampling_from_logits(logits[i], how.top_k, how.top_p)
+    if how.min_p:
+        return lambda i: sampler.min_p_sampling_from_probs(logits[i].softmax(1), how.min_p)
+    return lambda i: sampler.top_p_sampling_from_probs(logits[i].softmax(1), how.top_p)
 
-    def run(i: int) -> None:
-        sampler.top_k_top_p_sampling_from_logits(logits[i], TOP_K, TOP_P, filter_apply_order="top_k_first")
+
+def _sorts(logits: Tensor, how: Filter) -> Launch:
+    def run(i: int) -> Tensor:
+        ordered, tokens = logits[i].sort(1, descending=True)
+        if how.top_k:
+            ordered[:, how.top_k :] = -math.inf
+        p = ordered.softmax(1)
+        p = torch.where((p.cumsum(1) - p > how.top_p) | (p < p[:, :1] * how.min_p), 0.0, p)
+        return tokens.gather(1, (p / torch.empty_like(p).exponential_()).argmax(1, keepdim=True))
 
     return run
-
-
-def _sorted(logits: Tensor) -> Tensor:
-    ordered, tokens = logits.sort(1, descending=True)
-    ordered[:, TOP_K:] = float("-inf")
-    p = ordered.softmax(1)
-    p[p.cumsum(1) - p > TOP_P] = 0
-    noise = torch.empty_like(p).exponential_()
-    return tokens.gather(1, (p / noise).argmax(1, keepdim=True))

@@ -15,6 +15,7 @@ from allspan.kernels.bench.elementwise import build_norm, build_rotary, build_si
 from allspan.kernels.bench.linear import Shape as Product
 from allspan.kernels.bench.linear import build as build_product
 from allspan.kernels.bench.measure import GraphClock, Result, measure
+from allspan.kernels.bench.sampling import Filter
 from allspan.kernels.bench.sampling import build as build_sampling
 from allspan.kernels.cuda.modules import Gpu
 from allspan.kernels.errors import BackendUnavailable
@@ -31,8 +32,10 @@ BUILDERS: dict[str, Callable[[str], Built]] = {
     "product bf16": lambda device: build_product(Product("x", 128, 48, 2, "bf16"), device),
     "product int8": lambda device: build_product(Product("x", 128, 48, 2, "int8"), device),
     "product uint4": lambda device: build_product(Product("x", 256, 48, 2, "uint4"), device),
-    "greedy": lambda device: build_sampling(2, 300, True, device),
-    "sampled": lambda device: build_sampling(2, 300, False, device),
+    "greedy": lambda device: build_sampling(2, 300, None, device),
+    "top_k": lambda device: build_sampling(3, 3000, Filter(50, 0.9), device),
+    "top_p": lambda device: build_sampling(3, 3000, Filter(top_p=0.9), device),
+    "min_p": lambda device: build_sampling(3, 3000, Filter(min_p=0.1), device),
 }
 
 
