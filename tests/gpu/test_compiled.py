@@ -48,8 +48,14 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_kernel_compiles(
     capability: tuple[int, int], compiler: Nvrtc, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """For Blackwell, of which nothing here makes special use, with the first and the last macros only: all of it takes
+    two processors a minute."""
     name = architecture(capability)
-    for what, cubin in compile_all(all_variants(capability), name, compiler, folder):
+    kernels = all_variants(capability)
+    if capability == (10, 0):
+        of_source = {one.name: [other for other in kernels if other.name == one.name] for one in kernels}
+        kernels = tuple(end for found in of_source.values() for end in (found[0], found[-1]))
+    for what, cubin in compile_all(kernels, name, compiler, folder):
         assert cubin.path.read_bytes()[:4] == b"\x7fELF"
         for function, used in cubin.usage.items():
             if used.spilled_bytes:
