@@ -22,7 +22,7 @@ static_assert(kRows == 128 && kTokens <= kThreads, "as prefill.py has it");
 
 // Codes of a tile as bfloat16.
 __device__ __forceinline__ void widen(char* to, const char* codes, const float* scales) {
-#pragma unroll
+#pragma unroll 1  // more of them spill registers
   for (int j = 0; j < (kTokens * kChunks + kThreads - 1) / kThreads; ++j) {
     const int at = j * kThreads + threadIdx.x, r = at / kChunks, c = at % kChunks;
     if (kTokens * kChunks % kThreads && r >= kTokens) break;
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     const int parity = (token0 - begin) / kTokens % 2;
     char* const to = stages + parity * kStageBytes;
     constexpr int kPitchHere = kIsCodes ? kCodePitch : kPitch, kBytes = kTokens * kPitchHere;
-#pragma unroll
+#pragma unroll 4  // all of them spill registers
     for (int j = 0; j < (kTokens * kChunks + kThreads - 1) / kThreads; ++j) {
       const int at = j * kThreads + threadIdx.x, r = at / kChunks, c = at % kChunks;
       if (kTokens * kChunks % kThreads && r >= kTokens) break;
