@@ -110,6 +110,8 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into:
 def _skinny(bits: Mapping[str, int], group_sets: int, tiles: int, is_wide: bool) -> tuple[Kernel, int, int]:
     """And its warps, and the bytes of shared memory of one: its stages, or later its sums."""
     parts, warps, stages = (2, 4, 4) if is_wide else (1, 8, 8)
+    if bits["BITS"] == 4 and tiles == 1 and not is_wide:
+        warps, stages = 16, 4  # there is more to do for each byte
     sets = 16 // bits["BITS"]
     group_sets = min(group_sets, sets)
     numbers = sets // group_sets * parts * 16 if group_sets else 0

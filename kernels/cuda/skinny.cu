@@ -36,7 +36,7 @@ constexpr int kStride = 20, kTile = 8 * kStride;  // floats of a row, and of 8: 
 constexpr int kWarpFloats = PARTS * TILES * kTile + TILES * 8;
 constexpr uint32_t kOnes = 0x3f803f80;
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, WARPS == 16 ? 2 : 1)
     skinny(const uint4* weight, const void* numbers, const bf16* x, const float* bias, void* out, int rows,
            int features, int inputs, int slabs, int group_sets, int epilogue, int out_floats, int x_stride,
            int out_stride, int column) {
@@ -120,7 +120,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
           float* const c = kGrouped ? group_sum[p][n] : sum[p][n];
-          multiply(c, a[0], b[set][n].x, b[set][n].y);
+          if (kGrouped && set % kGroupSets == 0)
+            multiply_anew(c, a[0], b[set][n].x, b[set][n].y);
+          else
+            multiply(c, a[0], b[set][n].x, b[set][n].y);
           multiply(c, a[1], b[set][n].z, b[set][n].w);
         }
       }
@@ -128,7 +131,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          multiply(x_sum[n], ones, b[set][n].x, b[set][n].y);
+          if (kGrouped && set % kGroupSets == 0)
+            multiply_anew(x_sum[n], ones, b[set][n].x, b[set][n].y);
+          else
+            multiply(x_sum[n], ones, b[set][n].x, b[set][n].y);
           multiply(x_sum[n], ones, b[set][n].z, b[set][n].w);
         }
       }
@@ -148,11 +154,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float& c = sum[p][n][h * 2 + e];
                 c += scale * group_sum[p][n][h * 2 + e];
                 if (kHasSums) c -= offset * x_sum[n][e];
-                group_sum[p][n][h * 2 + e] = 0;
               }
           }
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) x_sum[n][0] = x_sum[n][1] = x_sum[n][2] = x_sum[n][3] = 0;
       }
     }
   }

@@ -155,6 +155,37 @@ def test_wide_weights_agree_with_float64(device: str) -> None:
     check_add(Case(spec_of("bf16", 0, (20,), 2100), 2, device))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bf16", "channel8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_a_captured_chain_computes_with_what_the_one_ahead_has_written(name: str, rows: int) -> None:
+    """Each product reads what the one before wrote, though its blocks begin before that one ends."""
+    gated, down = spec_of(name, 0, (1500, 1500), 1000), spec_of(name, 0, (1000,), 1500)
+    weights = [random_weight(spec).cuda() for spec in (gated, down)]
+    x, hidden = (torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16) for width in (1000, 1500))
+    out = torch.zeros(rows, 1000, device="cuda")
+
+    def chain() -> None:
+        out.zero_()
+        for _ in range(20):
+            linear.packed_gated_linear(x, weights[0], None, gated, 0, hidden)
+            linear.packed_linear_add(hidden, weights[1], None, down, 0, out)
+            x.copy_(out * 0.5)
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    found = []
+    for _ in range(2):
+        x.copy_(torch.randn(rows, 1000, generator=torch.Generator().manual_seed(1)))
+        chain() if not found else graph.replay()
+        found.append(out.clone())
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
 def check_embedding(name: str, group: int, device: str) -> None:
     spec = spec_of(name, group, (20,), 77, 13 if ROW_FORMATS[name].scale_bytes else 0)
     weight = random_weight(spec)

@@ -130,6 +130,11 @@ void multiply_fragments(T* c, const uint32_t* a, uint32_t b0, uint32_t b1, int k
     c[e] += sum;
   }
 }
+inline void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1);
+inline void multiply_anew(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  c[0] = c[1] = c[2] = c[3] = 0;
+  multiply(c, a, b0, b1);
+}
 inline void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
   multiply_fragments<2>(c, a, b0, b1, 22, [](uint32_t x, int i) { return wide(x >> 16 * i & 0xffff); });
 }
