@@ -157,7 +157,7 @@ def test_wide_weights_agree_with_float64(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16", "channel8", "fp8"])
-@pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("rows", [1, 16])
 def test_a_captured_chain_computes_with_what_the_one_ahead_has_written(name: str, rows: int) -> None:
     """Each product reads what the one before wrote, though its blocks begin before that one ends."""
     gated, down = spec_of(name, 0, (1500, 1500), 1000), spec_of(name, 0, (1000,), 1500)
@@ -165,22 +165,23 @@ def test_a_captured_chain_computes_with_what_the_one_ahead_has_written(name: str
     x, hidden = (torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16) for width in (1000, 1500))
     out = torch.zeros(rows, 1000, device="cuda")
 
-    def chain() -> None:
+    def chain(pause: Callable[[], None]) -> None:
         out.zero_()
         for _ in range(20):
             linear.packed_gated_linear(x, weights[0], None, gated, 0, hidden)
+            pause()
             linear.packed_linear_add(hidden, weights[1], None, down, 0, out)
+            pause()
             x.copy_(out * 0.5)
 
-    chain()
-    torch.cuda.synchronize()
+    chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain()
+        chain(lambda: None)
     found = []
-    for _ in range(2):
+    for run in (lambda: chain(torch.cuda.synchronize), graph.replay):
         x.copy_(torch.randn(rows, 1000, generator=torch.Generator().manual_seed(1)))
-        chain() if not found else graph.replay()
+        run()
         found.append(out.clone())
     assert found[0].isfinite().all()
     assert torch.equal(*found)
