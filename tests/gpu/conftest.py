@@ -16,10 +16,10 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @pytest.fixture(scope="session")
-def emulator(request: pytest.FixtureRequest) -> EmulatorDriver:
-    """What it compiled stays with pytest's cache, for the next session."""
-    cache: pytest.Cache = request.config.cache
-    return EmulatorDriver(cache.mkdir("emulated"))
+def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EmulatorDriver:
+    """What it compiled stays with pytest's cache, if it keeps one, for the next session."""
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)
+    return EmulatorDriver(cache.mkdir("emulated") if cache else tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +32,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, emulator: EmulatorDriver) -> str:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where tensors go."""
     if request.param == "cuda":
         return "cuda"
+    emulator: EmulatorDriver = request.getfixturevalue("emulator")
     monkeypatch.setattr(modules, "driver", lambda: emulator)
     return "cpu"
 

@@ -10,6 +10,7 @@ import torch
 
 from allspan import Engine, SamplingParams
 from allspan.worker.models import loader
+from allspan.worker.models.loader import memory_of
 from support.tiny_models import prompt, reference_logits, save_tiny
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -33,7 +34,7 @@ def on(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of an engine on the CUDA kernels; emulated, its tensors lie on the CPU as they would on a GPU."""
     if device == "cuda":
         return {"device": "cuda"}
-    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: "rows")
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
     return {"kernels": "cuda"}
 
 

@@ -36,6 +36,9 @@ def mpi_environment(folder: Path) -> dict[str, str]:
         inherited
         | dict.fromkeys(names, str(folder))
         | {
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parents[1]), *inherited.get("PYTHONPATH", "").split(os.pathsep)]
+            ),
             "OMPI_MCA_osc": "^ucx",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
