@@ -12,6 +12,9 @@
 // rank sums a slice of all, which it reads from its peers, and then reads the other slices where they were summed.
 // Flags that grow by one a round tell that a block's part is there.
 //
+// gather_columns (logits; bound by the peers' columns over NVLink): every rank gives its columns to be read, and reads
+// those of its peers.
+//
 // There are two inboxes and two stagings, taken in turn. A rank that is in round r has finished round r - 1, for which
 // it got something of every peer, so every peer has finished r - 2 and left what was used there as it must be. The
 // number of the round is on the device: a captured graph goes on counting.
@@ -305,3 +308,65 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
         store(x, (peer * slice + i) * kElements, count, from[peer]);
   }
 }
+
+// Rank r has the columns first[r] to first[r + 1].
+struct Columns {
+  int first[9];
+};
+
+// x: float32 [rows, this rank's columns]; out: [rows, all columns]. Blocks of all ranks take packets by the same rule,
+// so a block reads what the same block of its peers wrote.
+#if WIDE
+extern "C" __global__ void __launch_bounds__(kMostThreads)
+    gather_columns(const Shared shared, const Columns columns, const float* x, float* out, long long rows) {
+  World world(shared);
+  world.begin();
+  constexpr int kBatch = 4;  // on their way at once
+  const long long first = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  const int all = columns.first[world.ranks];
+  const auto put = [&](const Packet& packet, long long at, int begin, int width) {
+    const int packets = (width + 3) / 4, column = static_cast<int>(at % packets) * 4;
+    float* const row = out + at / packets * all + begin;
+    if (column + 4 <= width && (all | begin) % 4 == 0) {
+      *reinterpret_cast<uint4*>(row + column) = packet.all;
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (column + e < width) row[column + e] = packet.elements[e];
+    }
+  };
+  const int begin = columns.first[world.rank], width = columns.first[world.rank + 1] - begin;
+  const int packets = (width + 3) / 4;
+  for (long long at = first; at < rows * packets; at += step) {
+    const int column = static_cast<int>(at % packets) * 4;
+    const float* const row = x + at / packets * width;
+    Packet packet;
+    if (width % 4 == 0) {
+      packet.all = *reinterpret_cast<const uint4*>(row + column);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) packet.elements[e] = column + e < width ? row[column + e] : 0.0f;
+    }
+    store16_far(world.staging_at(world.own) + at * 16, packet.all);
+    put(packet, at, begin, width);
+  }
+  meet(world, 0);
+  world.leave();
+#pragma unroll
+  for (int peer = 0; peer < RANKS; ++peer) {
+    if (!world.is_peer(peer)) continue;
+    const int begin = columns.first[peer], width = columns.first[peer + 1] - begin;
+    const long long count = rows * ((width + 3) / 4);
+    for (long long at = first; at < count; at += step * kBatch) {
+      Packet got[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (at + i * step < count) got[i].all = load16_far(world.staging_at(world.arenas[peer]) + (at + i * step) * 16);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (at + i * step < count) put(got[i], at + i * step, begin, width);
+    }
+  }
+}
+#endif

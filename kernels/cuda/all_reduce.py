@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
         yield from (_kernel("push_reduce", ranks, norm=1, per=per) for per in _PER)
         if ranks > 1:
             yield from (_kernel(name, ranks, wide) for name in ("push_reduce", "share_reduce") for wide in (0, 1))
+            yield _kernel("gather_columns", ranks, wide=1)
 
 
 def _kernel(name: str, ranks: int, wide: int = 0, norm: int = 0, per: int = 1) -> Kernel:
@@ -123,6 +125,28 @@ class AllReduce:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """What comes after the sum, for an x that has been summed: with the bits of `all_reduce_add_rms_norm`."""
         self._norm(1, x, residual, weight, eps, out)
+
+    def all_gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor) -> None:
+        """out[m, sum(widths)] = every rank's x [m, widths[rank]], side by side. float32, contiguous.
+
+        Raises ValueError for what does not fit, BackendUnavailable without CuPy.
+        """
+        rows, width = len(x), sum(widths)
+        if len(widths) != self.ranks or x.shape != (rows, widths[self.rank]) or out.shape != (rows, width):
+            raise ValueError(f"x: {tuple(x.shape)} of {tuple(widths)} columns does not go into {tuple(out.shape)}")
+        if x.dtype is not torch.float32 or out.dtype is not torch.float32:
+            raise ValueError(f"x: {x.dtype} and out: {out.dtype} must be float32")
+        for tensor in (x, out):
+            _flat(tensor)
+        packets = -(-max(widths) // 4)
+        columns = struct.pack("<9i", *accumulate((0, *widths)), *[0] * (MOST_RANKS - self.ranks))
+        piece = max(1, STAGING_BYTES // (16 * packets))
+        for first in range(0, rows, piece):
+            count = min(piece, rows - first)
+            threads = min(_most_threads(self.ranks), 512, -(-packets * count // 32) * 32)
+            blocks = min(self._blocks, -(-packets * count // threads))
+            arguments = (self._shared, columns, x[first:], out[first:], np.int64(count))
+            launch(_kernel("gather_columns", _capacity(self.ranks), wide=1), (blocks,), threads, arguments)
 
     def _norm(self, ranks: int, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         _check_norm(x, residual, weight, out)

@@ -163,6 +163,26 @@ def test_the_fused_norm_has_the_bits_of_a_sum_and_a_norm(
     assert same_bits(after, out[0])
 
 
+@pytest.mark.parametrize(("rows", "widths"), [(1, (64, 40)), (5, (301, 300)), (9, (36, 32, 32)), (3, (5, 4, 4))])
+def test_columns_of_all_ranks_come_side_by_side(
+    rows: int, widths: tuple[int, ...], device: str, emulator: EmulatorDriver
+) -> None:
+    world = Ranks(len(widths), device, emulator)
+    parts = [random((rows, width), torch.float32, 3 + width, device) for width in widths]
+    out = [torch.full((rows, sum(widths)), float("nan"), device=device) for _ in widths]
+    sums = [torch.ones(9, device=device) for _ in widths]
+
+    def call(rank: int) -> None:
+        for _ in range(3):
+            world.ends[rank].all_gather_columns(parts[rank], widths, out[rank])
+            world.ends[rank].all_reduce(sums[rank])
+
+    world.run(call, rows)
+    for part in out:
+        assert same_bits(part, torch.cat(parts, 1))
+    assert all(bool((part == float(len(widths)) ** 3).all()) for part in sums)
+
+
 def test_numbers_that_mean_nothing_elsewhere_are_sent_as_they_are(device: str, emulator: EmulatorDriver) -> None:
     """An inbox is full of NaNs while it waits."""
     values = [float("nan"), float("inf"), -0.0, 1.0, 3e38, 1e-45, 0.0, -float("inf")]

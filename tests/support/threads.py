@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from allspan.protos.errors import DeadlineExceeded, InternalError
@@ -21,7 +22,7 @@ class ThreadWorld:
     def __init__(self, size: int, timeout: float = 20.0) -> None:
         self.size = size
         self.timeout = timeout
-        self.collectives = [ThreadCollectives(self, rank) for rank in range(size)]
+        self.collectives: Sequence[ThreadCollectives] = [ThreadCollectives(self, rank) for rank in range(size)]
         self._queues: list[queue.Queue[bytes]] = [queue.Queue(maxsize=64) for _ in range(size)]
         self.channels = [ThreadPlanChannel(rank, self._queues, timeout) for rank in range(size)]
         self.barrier = threading.Barrier(size)
@@ -96,6 +97,32 @@ class ThreadCollectives:
         self._world.shared[self.rank] = x
         self.barrier()
         return [part for part in self._world.shared if part is not None]
+
+
+class FusingCollectives(ThreadCollectives):
+    """With what ranks on GPUs have besides; see `allspan.worker.parallel.gpu.GpuCollectives`."""
+
+    gathers_columns = True
+    norms = torch.float32
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.fused = 0
+        self.steps = 0
+
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        self.fused += 1
+        self.all_reduce(x)
+        residual += x
+        out.copy_(residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + eps) * weight)
+
+    def all_gather_columns(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
+        assert x.shape[1] == widths[self.rank]
+        out.copy_(torch.cat(self._share(x), 1))
+        self.barrier()
+
+    def check(self) -> None:
+        self.steps += 1
 
 
 class ThreadPlanChannel:

@@ -135,10 +135,12 @@ def logits_on_ranks(
     chunk: int = 1024,
     backend: str = "reference",
     cache: CacheConfig | None = None,
+    world: ThreadWorld | None = None,
     **config: Any,
 ) -> list[Tensor]:
     """float32 [len, V] for every prompt, put together from the ranks' columns. Ranks are threads of this process."""
-    world = ThreadWorld(num_ranks)
+    world = world or ThreadWorld(num_ranks)
+    has_whole = hasattr(world.collectives[0], "gathers_columns")
     most = sum(min(chunk, len(ids)) for ids in prompts)
 
     def run(rank: int) -> list[Tensor]:
@@ -146,10 +148,13 @@ def logits_on_ranks(
         pages = cache or CacheConfig(page_size=16)
         model = load_model(settings, world.collectives[rank], op_set(backend), most, most, cache=pages)
         parts = prefill(model, prompts, chunk)
-        assert {part.shape[1] for part in parts} == {model.vocab_widths[rank]}
+        assert {part.shape[1] for part in parts} == {model.vocab_widths[0 if has_whole else rank]}
         return parts
 
     by_rank = world.run(run)
+    if has_whole:
+        assert all(torch.equal(a, b) for parts in by_rank for a, b in zip(parts, by_rank[0], strict=True))
+        return by_rank[0]
     return [torch.cat([parts[r] for parts in by_rank], dim=1) for r in range(len(prompts))]
 
 

@@ -70,7 +70,7 @@ def load_engine(
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     await_others()
-    width = loaded.vocab_widths[collectives.rank]
+    width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
     on_device = device_sampling(torch.device(model.device), most.max_num_seqs, width)
     sampling = on_device or sampling_kernel(getattr(ops, "runtime", None))
     demand = CacheDemand(
@@ -87,7 +87,7 @@ def load_engine(
     eos = ends_of(model, loaded.spec)
     tiers = Tiers(kv, host) if host else None
     core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers, sampling)
-    if model.device == "cuda" and not model.enforce_eager and collectives.size == 1:
+    if model.device == "cuda" and not model.enforce_eager and getattr(collectives, "is_capturable", True):
         core.capture()
     pages = [tensor for each in (kv, host) if each for tensor in (*each.keys, *each.values)]
     weights = Weights(loaded, model, cache, collectives, tuple(pages), await_others)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
@@ -19,7 +20,7 @@ from allspan.worker.models.inputs import PlanTiles, StepInputs
 from allspan.worker.models.layout import Holding, qkv_linear
 from allspan.worker.models.limits import ModelLimits
 from allspan.worker.models.native_program import NativeProgram
-from allspan.worker.models.program import Interpreter, Rows
+from allspan.worker.models.program import Interpreter, Rows, with_fused_sums, with_whole_logits
 from allspan.worker.models.rope import cos_sin_table, mean_rotated
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
@@ -48,9 +49,16 @@ class Model:
         self.cache_spec = cache_spec
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self.vocab_widths = tuple(len(rows) for rows in split(shard.spec.vocab_size, shard.size))
-        """Columns of each rank's logits."""
+        """Columns of each rank's logits; a single number where every rank has all of them."""
         capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
         program = build_decoder(holding, cache_spec.is_quantised)
+        if getattr(collectives, "norms", None) is getattr(ops, "activations", torch.float32):
+            program = with_fused_sums(program)
+        self._check: Callable[[], None] = getattr(collectives, "check", lambda: None)
+        """Raises what a GPU cannot: that a peer did not come in an earlier step."""
+        if shard.size > 1 and getattr(collectives, "gathers_columns", False):
+            program = with_whole_logits(program, self.vocab_widths)
+            self.vocab_widths = (shard.spec.vocab_size,)
         self._interpreter: Interpreter | NativeProgram
         if device == "cpu" and getattr(ops, "program", None) is not None:
             self._interpreter = NativeProgram(program, ops, collectives, capacity)
@@ -103,13 +111,15 @@ class Model:
             )
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """This rank's logits, float32 [m, vocab_widths[rank]]: a view of a buffer that the next step overwrites.
+        """This rank's logits, float32 [m, vocab_widths[rank]] (every rank's, of one width): a view of a buffer that the
+        next step overwrites.
 
         Writes the keys and values of the n new tokens to their slots. Every rank must call it with the same inputs.
         Raises InternalError without a cache, or for more rows than the model was loaded for.
         """
         if self._cache is None:
             raise InternalError("forward before bind_cache")
+        self._check()
         if inputs.bucket in self._graphs and not self._is_profiling:
             return self._graphs[inputs.bucket].replay()[: inputs.num_rows]
         if inputs is not self._inputs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from allspan.worker.parallel.base import Collectives
 
 _OPS_A_BEAT = 16
 
-COLLECTIVE_OPS = frozenset({"all_reduce"})
+COLLECTIVE_OPS = frozenset({"all_reduce", "all_reduce_add_rms_norm", "all_gather_columns"})
+"""The last two are those of GPUs alone: see `allspan.worker.parallel.gpu`."""
 
 
 class Rows(enum.Enum):
@@ -87,6 +88,30 @@ class Program:
     slots: tuple[Buffer | Named, ...]
     ops: tuple[Op, ...]
     output: Slot
+
+
+def with_fused_sums(program: Program) -> Program:
+    """A sum over the ranks that is added to the residual stream and normed next is one op with that."""
+    ops: list[Op] = []
+    for op in program.ops:
+        if (
+            ops
+            and ops[-1].name == "all_reduce"
+            and op.name == "add_rms_norm"
+            and ops[-1].arguments[0] == op.arguments[0]
+        ):
+            ops[-1] = replace(op, name="all_reduce_add_rms_norm")
+        else:
+            ops.append(op)
+    return replace(program, ops=tuple(ops))
+
+
+def with_whole_logits(program: Program, widths: tuple[int, ...]) -> Program:
+    """Every rank gets the columns of all, `widths` of each, instead of its own."""
+    whole = Slot(len(program.slots))
+    buffer = Buffer("logits.whole", Rows.LOGITS, (sum(widths),), "logits.whole", is_exact=True)
+    gather = Op("all_gather_columns", (program.output, widths, whole), Rows.LOGITS)
+    return Program((*program.slots, buffer), (*program.ops, gather), whole)
 
 
 class ProgramBuilder:

@@ -54,11 +54,18 @@ class GpuCollectives:
     summed by `direct` (in rank order), from NCCL_BYTES on by `nccl` (in an order of its own), by what there is of
     them, or on the host."""
 
+    norms = torch.bfloat16
+    """What `all_reduce_add_rms_norm` takes."""
+
     def __init__(self, host: Collectives, direct: AllReduce | None, nccl: Nccl | None, arenas: Arenas | None) -> None:
         self.name, self.rank, self.size = host.name, host.rank, host.size
         self._host = StagedCollectives(host)
         self._direct, self._nccl, self._arenas = direct, nccl, arenas
         self._alone: AllReduce | None = None
+        self.gathers_columns = direct is not None
+        """Whether there is `all_gather_columns`."""
+        self.is_capturable = direct is not None
+        """Whether a graph may be captured with what is called here for tensors on the GPU."""
 
     def all_reduce(self, x: Tensor) -> None:
         if x.device.type == "cpu" or (self._direct is None and self._nccl is None):
@@ -78,6 +85,12 @@ class GpuCollectives:
             if self._alone is None:
                 self._alone = self._direct or AllReduce(0, [0], x.device)
             self._alone.add_rms_norm(x, residual, weight, eps, out)
+
+    def all_gather_columns(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
+        """out[m, sum(widths)] = every rank's x [m, widths[rank]], side by side; float32 on the GPU. Only where
+        `gathers_columns`."""
+        assert self._direct is not None
+        self._direct.all_gather_columns(x, widths, out)
 
     def _is_direct(self, x: Tensor) -> bool:
         """NCCL in a captured graph would have to be asked about it."""

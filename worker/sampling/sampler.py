@@ -19,6 +19,7 @@ from torch import Tensor
 from allspan.protos.results import TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.parallel.base import Collectives
+from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import DeviceSampling, DeviceStep
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.features import Change, Logits, Row, changes_of, needs_tokens
@@ -98,15 +99,16 @@ class Sampler:
         eos_token_ids: tuple[int, ...] = (),
         kernel: SamplingKernel | DeviceSampling | None = None,
     ) -> None:
-        """`widths`: columns of each rank's logits; together the vocabulary. `kernel` None: the fastest there is on the
-        host. One for a device, where logits then are, has the width of this rank's."""
+        """`widths`: columns of each rank's logits; together the vocabulary. A single one: each rank has whole rows, and
+        samples all of them, as the others do. `kernel` None: the fastest there is on the host. One for a device, where
+        logits then are, has the width of this rank's."""
         self._widths = widths
         self._vocab_size = sum(widths)
-        self._collectives = collectives
+        self._collectives = collectives if len(widths) > 1 else LocalCollectives()
         self._eos = eos_token_ids
         on_device = kernel if isinstance(kernel, DeviceSampling) else None
-        self._device = on_device if collectives.size == 1 else None
-        self._local = on_device if collectives.size > 1 else None
+        self._device = on_device if len(widths) == 1 else None
+        self._local = on_device if len(widths) > 1 else None
         """Finds the best columns of this rank's part of the rows; those who want more exchange it on the host."""
         self._kernel = kernel if kernel and not isinstance(kernel, DeviceSampling) else sampling_kernel()
         self._settings = np.zeros(max_rows, dtype=SETTINGS)
@@ -124,7 +126,7 @@ class Sampler:
         self._at = np.arange(max_rows)
         self._first_columns = np.cumsum((0, *widths[:-1]), dtype=np.int32)
         self._best = torch.empty((1, 2), dtype=torch.int32)
-        self._bests = torch.empty((collectives.size, 2), dtype=torch.int32)
+        self._bests = torch.empty((self._collectives.size, 2), dtype=torch.int32)
 
     def add(self, row: int, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> None:
         """`tokens` [max_model_len] is the row's, prompt and output, kept up to date by its owner: when the token at

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from allspan.kernels.table import backends
+from support.threads import FusingCollectives, ThreadWorld
 from support.tiny_models import CONFIGS, logits_on_ranks, prompt, reference_logits, relative_error, save_tiny
 
 
@@ -19,6 +20,18 @@ def test_logits_equal_transformers_on_any_number_of_ranks(name: str, tmp_path: P
     for num_ranks in (1, 2, 3, 4):
         actual = logits_on_ranks(tmp_path, num_ranks, [ids])[0]
         assert relative_error(actual, expected) < 1e-4, f"{num_ranks} ranks"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_with_their_norms_and_whole_logits_on_every_rank_change_nothing(num_ranks: int, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama")
+    ids, world = prompt(60, 97), ThreadWorld(num_ranks)
+    world.collectives = fusing = [FusingCollectives(world, rank) for rank in range(num_ranks)]
+    actual = logits_on_ranks(tmp_path, num_ranks, [ids], chunk=30, world=world)[0]
+    assert relative_error(actual, reference_logits(reference, ids)) < 1e-4
+    layers = reference.config.num_hidden_layers
+    assert [each.fused for each in fusing] == [2 * (2 * layers - 1)] * num_ranks  # all but the last layer's last
+    assert [each.steps for each in fusing] == [2] * num_ranks
 
 
 def test_chunked_prefill_of_several_requests_equals_each_alone(tmp_path: Path) -> None:
