@@ -14,7 +14,7 @@ from typing import Any
 from allspan.client.bench.report import columns
 from allspan.protos.errors import ConfigError, Unavailable
 
-GROUPS = ("decode", "prefill", "linear", "elementwise", "sampling")
+GROUPS = ("decode", "prefill", "cascade", "linear", "elementwise", "sampling")
 ABOUT = "The CUDA kernels beside FlashInfer, cuDNN, cuBLAS and torch, on one GPU, inside CUDA graphs; takes no MODEL."
 
 Report = dict[str, Any]

@@ -25,6 +25,7 @@ from allspan.kernels.errors import BackendUnavailable
 GROUPS = {
     "decode": "allspan.kernels.bench.attention:decode_cases",
     "prefill": "allspan.kernels.bench.attention:prefill_cases",
+    "cascade": "allspan.kernels.bench.cascade:cascade_cases",
     "linear": "allspan.kernels.bench.linear:linear_cases",
     "elementwise": "allspan.kernels.bench.elementwise:elementwise_cases",
     "sampling": "allspan.kernels.bench.sampling:sampling_cases",

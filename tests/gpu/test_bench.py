@@ -10,6 +10,8 @@ import torch
 
 from allspan.kernels.bench.__main__ import GROUPS, as_json, cases, run
 from allspan.kernels.bench.attention import INT8, UINT4, Shape, build_decode, build_prefill
+from allspan.kernels.bench.cascade import Shape as Sharing
+from allspan.kernels.bench.cascade import build as build_cascade
 from allspan.kernels.bench.case import Built, Case, Launch
 from allspan.kernels.bench.elementwise import build_norm, build_rotary, build_silu
 from allspan.kernels.bench.linear import Shape as Product
@@ -26,6 +28,7 @@ BUILDERS: dict[str, Callable[[str], Built]] = {
     "decode int8": lambda device: build_decode(replace(SMALL, dtype=INT8), device),
     "decode uint4": lambda device: build_decode(replace(SMALL, dtype=UINT4), device),
     "prefill": lambda device: build_prefill(replace(SMALL, requests=1), device),
+    "cascade": lambda device: build_cascade(Sharing(3, 32, 16, heads=4, kv_heads=2, dim=64), device),
     "norm": lambda device: build_norm(1, device),
     "silu": lambda device: build_silu(1, device),
     "rotary": lambda device: build_rotary(1, device),
@@ -62,7 +65,7 @@ def check(name: str, device: str) -> None:
         launch(built.sets - 1)
 
 
-@pytest.mark.parametrize("name", ["decode int8", "prefill", "norm", "rotary", "product int8", "greedy"])
+@pytest.mark.parametrize("name", ["decode int8", "prefill", "cascade", "norm", "rotary", "product int8", "greedy"])
 def test_a_case_finds_its_kernel_right(name: str, device: str) -> None:
     check(name, device)
 
