@@ -31,7 +31,7 @@ _THREADS, _LOADS = 256, 4
 
 def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     """See variants.py."""
-    return [_kernel(name) for name in ("change", "note_tokens", "ban_tokens")]
+    return [_kernel(name) for name in ("change", "note_tokens", "note_sampled", "ban_tokens")]
 
 
 def change_rows(logits: Tensor, changes: Tensor, counts: Tensor, biases: Tensor, masks: Tensor, flags: Tensor) -> None:
@@ -61,22 +61,34 @@ def note_tokens(counts: Tensor, entries: Tensor) -> None:
     _launch("note_tokens", counts, entries)
 
 
+def note_sampled(counts: Tensor, entries: Tensor, tokens: Tensor) -> None:
+    """Counts tokens of outputs that the host need not know: entries int32 [n, 2] of a row of `counts` and a place in
+    `tokens` int32; negative tokens do not count."""
+    _check_ints(tokens)
+    _launch("note_sampled", counts, entries, tokens)
+
+
 def ban_tokens(logits: Tensor, entries: Tensor) -> None:
     """logits[row, token] = -inf for entries int32 [n, 2] of a row and a token."""
     _check_logits(logits)
     _launch("ban_tokens", logits, entries)
 
 
-def _launch(name: str, rows: Tensor, entries: Tensor) -> None:
+def _launch(name: str, rows: Tensor, entries: Tensor, *more: Tensor) -> None:
     if entries.dtype is not torch.int32 or entries.shape[1:] != (2,) or not entries.is_contiguous():
         raise ValueError(f"entries: {entries.dtype} {tuple(entries.shape)} is not int32 [n, 2]")
     if len(entries):
-        arguments = [rows, np.int32(rows.shape[1]), entries, np.int32(len(entries))]
+        arguments = [rows, np.int32(rows.shape[1]), entries, np.int32(len(entries)), *more]
         launch(_kernel(name), (-(-len(entries) // _THREADS),), _THREADS, arguments)
 
 
 def _kernel(name: str) -> Kernel:
     return kernel("sampling_changes.cu", name, THREADS=_THREADS, LOADS=_LOADS)
+
+
+def _check_ints(tokens: Tensor) -> None:
+    if tokens.dtype is not torch.int32 or not tokens.is_contiguous():
+        raise ValueError(f"tokens: {tokens.dtype} {tokens.stride()} is not contiguous int32")
 
 
 def _check_logits(logits: Tensor) -> None:

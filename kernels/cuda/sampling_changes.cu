@@ -66,6 +66,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
+// entries [count] of a row of counts and a place in `tokens`, which the last step made; negative ones are none.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    note_sampled(uint32_t* counts, int vocab, const int2* entries, int count, const int* tokens) {
+  const int i = blockIdx.x * THREADS + threadIdx.x;
+  if (i >= count) return;
+  const int token = tokens[entries[i].y];
+  if (token >= 0) atomicAdd(counts + static_cast<long long>(entries[i].x) * vocab + token, 1u);
+}
+
 // entries [count] of a row of logits and a token that must not be drawn.
 extern "C" __global__ void __launch_bounds__(THREADS)
     ban_tokens(float* logits, int vocab, const int2* entries, int count) {

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allspan.kernels.cuda.changes import CHANGES, ban_tokens, change_rows, note_tokens
+from allspan.kernels.cuda.changes import CHANGES, ban_tokens, change_rows, note_sampled, note_tokens
 from allspan.kernels.cuda.modules import driver
 from allspan.kernels.cuda.sampling import Wanted, best_tokens, likely_tokens, sample_rows, sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
@@ -63,16 +63,20 @@ class _Changed:
     bans: tuple[Ban, ...]
     noted: int = 0
     """Tokens that have been counted, where any are."""
+    sampled: tuple[int, int, int] = (-1, -1, -1)
+    """The launch that was the last one to sample for it, its position there, and its place in that step's tokens."""
 
     def new_entries(self, position: int) -> NDArray[np.int32]:
         """For `note_tokens`: those before `position` that have not been counted yet."""
-        slot = int(self.entry["words"][0])
-        if slot < 0 or position <= self.noted:
-            return np.zeros((0, 2), dtype=np.int32)
         tokens = self.asked.tokens[self.noted : position].copy()
         tokens[: max(self.asked.prompt_len - self.noted, 0)] ^= -1
-        self.noted = position
-        return np.stack((np.full_like(tokens, slot), tokens), axis=1)
+        self.noted = max(self.noted, position)
+        return np.stack((np.full_like(tokens, self.slot), tokens), axis=1)
+
+    @property
+    def slot(self) -> int:
+        """Its row of counts."""
+        return int(self.entry["words"][0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,9 @@ class DeviceSampling:
         self._settings = torch.zeros((max_rows, 40), dtype=torch.uint8, device=device)
         self._is_stale = True
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._last = self._tokens
+        """Of the last launch."""
+        self._launches = 0
 
     def add(self, row: int, asked: Row) -> None:
         """As `Sampler.add`; the row of the settings has changed, too."""
@@ -219,6 +226,7 @@ class DeviceSampling:
             for i, row in enumerate(rows.tolist() if self._changed else ())
             if row in self._changed and targets[i] < 0
         ]
+        self._note([(i, each) for i, each in changing if each.slot >= 0], positions)
         top_k, is_random = settings["top_k"][rows], settings["is_random"][rows]
         needs_totals = bool(((is_random != 0) & ((top_k <= 0) | (top_k >= self._vocab))).any())
         ints = self._upload(np.stack((rows, positions, targets, counts)).astype(np.int32))
@@ -233,6 +241,7 @@ class DeviceSampling:
                 for i, row in raw.items():
                     logits[begin + i] = row
                 likely_tokens(logits[part], tokens[part], ints[3, part], found[part], w)
+        self._launches, self._last = self._launches + 1, tokens
         return self._step(room, m, counts, frozenset(i for i, _ in changing))
 
     def _step(self, room: Tensor, m: int, counts: Rows, changed: frozenset[int]) -> DeviceStep:
@@ -245,6 +254,23 @@ class DeviceSampling:
             arrived.record()
         return DeviceStep(room[:m], host, arrived, counts, changed, self._vocab)
 
+    def _note(self, counting: list[tuple[int, _Changed]], positions: Rows) -> None:
+        """Counts the tokens before these positions: the last step's here, where the host may not know them yet."""
+        if not counting:
+            return
+        new, last = [], []
+        for i, each in counting:
+            position = int(positions[i])
+            launch, its_position, place = each.sampled
+            if launch == self._launches and its_position == position - 1 == each.noted:
+                last.append((each.slot, place))
+                each.noted = position
+            new.append(each.new_entries(position))
+            each.sampled = (self._launches + 1, position, i)
+        note_tokens(self._counts.rows, self._upload(np.concatenate(new)))
+        if last:
+            note_sampled(self._counts.rows, self._upload(np.array(last, dtype=np.int32)), self._last)
+
     def _change(
         self, logits: Tensor, changing: list[tuple[int, _Changed]], positions: Rows, counts: Rows
     ) -> dict[int, Tensor]:
@@ -252,16 +278,13 @@ class DeviceSampling:
         if not changing:
             return {}
         raw = {i: logits[i].clone() for i, _ in changing if counts[i] >= 0}
-        changes, new, banned = [], [], []
+        changes, banned = [], []
         for i, each in changing:
-            position = int(positions[i])
             each.entry["row"] = i
-            changes.append(each.entry)
-            new.append(each.new_entries(position))
+            changes.append(each.entry.copy())
             for ban in each.bans:
-                ids = ban.ids(position)
+                ids = ban.ids(int(positions[i]))
                 banned.append(np.stack((np.full(len(ids), i), ids), axis=1).astype(np.int32))
-        note_tokens(self._counts.rows, self._upload(np.concatenate(new)))
         table = self._upload(np.concatenate(changes).view(np.uint8).reshape(len(changes), -1))
         flags = self._workspace.flags
         change_rows(logits, table, self._counts.rows, self._biases.rows, self._masks.rows, flags)

@@ -126,13 +126,7 @@ def bans_of(row: Row) -> tuple[Ban, ...]:
 
 
 def needs_tokens(row: Row) -> bool:
-    """Whether a change looks at the tokens before the position, not only at the position."""
+    """Whether a mask depends on which tokens stand before the position, so that these must be known to make it."""
     params = row.params
     sequences = (*params.bad_words_ids, *(params.stop_words_ids if params.min_tokens else ()))
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or params.no_repeat_ngram_size > 0
-        or any(len(ids) > 1 for ids in sequences)
-    )
+    return params.no_repeat_ngram_size > 0 or any(len(ids) > 1 for ids in sequences)
