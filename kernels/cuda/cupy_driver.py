@@ -124,7 +124,9 @@ class CupyDriver:
     """Compiles what no earlier process has compiled, at the first launch."""
 
     def __init__(self) -> None:
-        """Raises BackendUnavailable without CuPy or a driver."""
+        """Raises BackendUnavailable without CuPy, a driver, or a torch that has CUDA."""
+        if loaded_major() is None:
+            raise BackendUnavailable("this torch is a CPU build; install one with CUDA (launch/demo.sh --gpu does)")
         try:
             self._cupy = importlib.import_module("cupy")
             self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx

@@ -28,10 +28,10 @@ def compiler() -> Nvrtc:
 
 
 @pytest.fixture(scope="session")
-def folder(request: pytest.FixtureRequest) -> Path:
-    """What it compiled stays with pytest's cache, for the next session."""
-    kept: pytest.Cache = request.config.cache
-    return kept.mkdir("cubins")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What it compiled stays with pytest's cache, if it keeps one, for the next session."""
+    kept: pytest.Cache | None = getattr(request.config, "cache", None)
+    return kept.mkdir("cubins") if kept else tmp_path_factory.mktemp("cubins")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from allspan.kernels.cuda.cupy_driver import Launcher
+from allspan.kernels.cuda.cupy_driver import CupyDriver, Launcher
 from allspan.kernels.errors import BackendUnavailable
 
 CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -73,6 +73,12 @@ def test_a_thread_that_has_not_used_cuda_yet_may_launch() -> None:
     cuda = Cuda(entered=False)
     cuda.launcher()((1,), 32, (), 0, 0, False)
     assert cuda.entered
+
+
+def test_a_torch_without_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(BackendUnavailable, match="CPU build"):
+        CupyDriver()
 
 
 def test_what_cannot_be_launched_is_refused() -> None:
