@@ -21,8 +21,8 @@ class ModelConfig:
     """Most tokens of a request, prompt and output; 0 takes the model's."""
     quantization: str = "auto"
     """How linear weights are held: "none" (as `dtype` says), "int8", "uint4" (weights alone), "a8w8", "a8w4" (inputs
-    in 8 bits too), "gguf" (as a GGUF file has them), or "auto" ("gguf" for a quantised GGUF file, a converted model's
-    own, else "none")."""
+    in 8 bits too), "fp8" (both, on GPUs), "gguf" (as a GGUF file has them), or "auto" ("gguf" for a quantised GGUF
+    file, a converted model's own, else "none")."""
     quantization_group: int = 0
     """Inputs that share a scale: 32, 64, 128, 256, 512, or -1 (all of them); 0: as the method has it (all of them with
     8 bits, 32 with 4)."""
