@@ -11,6 +11,8 @@ DEFAULT_SHARE = 0.25
 """Of the node's available memory, for the KV of all ranks on it."""
 GPU_RESERVE = 1 << 30
 """Of a GPU's memory, for what comes after the KV: captured graphs, workspaces, kernels that are loaded."""
+MOST_PAGES = 2**20
+"""That are taken unasked: a tiny model's would be so many that counting them takes seconds."""
 MOST_SLOTS = 2**31
 """Tokens of the whole cache: their places are int32."""
 
@@ -52,8 +54,8 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
     context = pages_of(demand.max_model_len, cache.page_size)
     budget, source = _budget(cache, demand)
     pages = budget // demand.bytes_per_page
-    if not cache.kv_cache_bytes and not demand.room.total:
-        pages = min(pages, demand.max_num_seqs * context)
+    if not cache.kv_cache_bytes:
+        pages = min(pages, MOST_PAGES if demand.room.total else demand.max_num_seqs * context)
     pages = min(pages, MOST_SLOTS // cache.page_size)
     if pages < context:
         needed = context * demand.bytes_per_page
