@@ -43,9 +43,11 @@ __device__ __forceinline__ float y_of(const Scale& scale, float x) {
   return kIsOne ? __fsub_rn(scale.highest, x) : scale.y(x);
 }
 
+// Those of y below `far`; returns the weights of the others.
 template <bool kIsOne>
-__device__ void weigh_into_bins(const float4 (&four)[kLoads], const bool (&counts)[kLoads], const Scale& scale,
-                                Shared& s) {
+__device__ u64 weigh_into_bins(const float4 (&four)[kLoads], const bool (&counts)[kLoads], const Scale& scale,
+                               float far, Shared& s) {
+  u64 rest = 0;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (!counts[i]) continue;
@@ -54,11 +56,15 @@ __device__ void weigh_into_bins(const float4 (&four)[kLoads], const bool (&count
     for (int j = 0; j < 4; ++j) {
       const float y = y_of<kIsOne>(scale, values[j]);
       const u64 weight = scale.weight(y);
-      if (weight == 0) continue;
-      const int bin = scale.bin(y);
-      add(s.low + bin, s.high + bin, weight);
+      if (y < far && weight) {
+        const int bin = scale.bin(y);
+        add(s.low + bin, s.high + bin, weight);
+      } else {
+        rest += weight;
+      }
     }
   }
+  return rest;
 }
 
 // The weights of tokens with z of `least` or more.
@@ -181,7 +187,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bool is_one = scale.temperature == 1.0f;
   u64 sum = 0;
   if (by_share) {
-    is_one ? weigh_into_bins<true>(four, counts, scale, s) : weigh_into_bins<false>(four, counts, scale, s);
+    // All tokens beyond `far` together weigh less than what top-p leaves out, so the cut does not lie there. Rounding
+    // makes a weight twice as large at most.
+    const float far = logf(vocab / static_cast<float>(1 - its.top_p)) + 0.8f;
+    sum = is_one ? weigh_into_bins<true>(four, counts, scale, far, s)
+                 : weigh_into_bins<false>(four, counts, scale, far, s);
+    sum = sum_of(sum, s);
+    if (threadIdx.x == 0) add(s.low + kBins - 1, s.high + kBins - 1, sum);
   } else {
     sum = is_one ? sum_part<true>(four, counts, scale, least) : sum_part<false>(four, counts, scale, least);
   }
