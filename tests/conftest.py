@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator
 
 import pytest
 
 _skipped: pytest.StashKey[Counter[str]] = pytest.StashKey()
 
 
+class Skips:
+    """Counts them where reports arrive: with several processes, in the one that started the others."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._counts[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_skipped] = Counter()
+    config.pluginmanager.register(Skips(config.stash[_skipped]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _has_gpu():
         pytest.skip("gpu: no CUDA device here")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.skipped and isinstance(report.longrepr, tuple):
-        item.config.stash[_skipped][report.longrepr[2].removeprefix("Skipped: ")] += 1
-    return report
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -20,7 +20,12 @@ PYTHONPATH=.typing lint-imports
 clang-format --dry-run --Werror {kernels/cpu,tests/kernels/native}/*.{cpp,h} kernels/cpu/*.inc kernels/cuda/*.cu* tests/support/emulator/*.h
 
 say "tests"
-python -m pytest "$@"
-if [ "$#" -eq 0 ]; then
-    "$root/tests/other_pythons.sh"
+if [ "$#" -gt 0 ]; then
+    python -m pytest "$@"
+    exit
 fi
+# What only computes shares the processors out; what keeps to deadlines comes after it, undisturbed.
+computing=(tests/static tests/protos tests/kernels tests/gpu tests/worker/{cache,models,quant,sampling,scheduler,weights})
+python -m pytest -n logical --dist loadfile "${computing[@]}"
+python -m pytest "${computing[@]/#/--ignore=}"
+"$root/tests/other_pythons.sh"
