@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
+from allspan.kernels.cuda.cascade import CascadeLevel, cascade_workspace, paged_cascade, plan_level
 from allspan.kernels.cuda.decode import decode_workspace, paged_decode
+from allspan.kernels.cuda.pages import PageTable
 from allspan.kernels.cuda.prefill import paged_prefill, plan_prefill
 from support.cuda_pages import coded, decoded, expected, random_pages, random_queries
 
@@ -71,6 +74,55 @@ def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: in
 @pytest.mark.parametrize(("dtype", "dim"), [("int8", 64), ("uint4", 128), ("float8", 64)])
 def test_small_prefills_agree_with_float32(dim: int, dtype: str, device: str) -> None:
     check_prefill([33, 1, 0], [150, 1, 4], 4, dim, DTYPES[dtype], device)
+
+
+@pytest.mark.gpu
+def test_a_captured_cascade_over_quantised_pages_serves_other_lengths() -> None:
+    q = random_queries(40, 8, 128, "cuda")
+    keys, values, table = random_pages([2048] + [60] * 40, 2, 128, 16, "cuda")
+    cache = coded(keys, values, torch.uint8)
+    plan, parts = plan_level([(40, 2048)], 4, 2, "cuda")
+    shared = PageTable(table.indptr[:2], table.indices, table.kv_lens[:1])
+    own = PageTable(table.indptr[1:].contiguous(), table.indices, table.kv_lens[1:].contiguous())
+    workspace = cascade_workspace(40, (8, 2), 128, parts, "cuda")
+    out = torch.empty_like(q)
+
+    def run() -> None:
+        paged_cascade(q, cache, [CascadeLevel(shared, plan, parts)], own, 0.1, out, None, workspace)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    own.kv_lens.copy_(torch.arange(40) + 5)
+    graph.replay()
+    first = table.indices[: table.indptr[1]]
+    lists = [torch.cat((first, table.indices[table.indptr[1 + i] : table.indptr[2 + i]])) for i in range(40)]
+    indptr = torch.tensor([0, *itertools.accumulate(map(len, lists))], dtype=torch.int32)
+    whole = PageTable(indptr.cuda(), torch.cat(lists), own.kv_lens + 2048)
+    right, _ = expected(q, (*decoded(cache), whole), [1] * 40, 0.1, is_causal=False)
+    torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.gpu)])
+def test_float8_with_a_scale_for_each_token_and_head(dim: int, device: str) -> None:
+    lengths, queries = [70, 33], [40, 1]
+    keys, values, table = random_pages(lengths, 2, dim, 16, device)
+    cache = (*(x.to(torch.float8_e4m3fn) for x in (keys, values)), *(torch.zeros(*keys.shape[:2], 2, 16) for _ in "kv"))
+    cache = cache[0], cache[1], cache[2].to(device), cache[3].to(device)
+    for scales in cache[2:]:
+        scales[:, :, 1] = torch.rand(scales.shape[0], 2, 16).to(device) + 0.5
+    read = [codes.float() * scales[:, :, 1, :, None] for codes, scales in (cache[::2], cache[1::2])]
+    q = random_queries(41, 6, dim, device)
+    out = torch.full_like(q, math.nan)
+    paged_prefill(q, cache, table, plan_prefill(queries, lengths, 3, device), 0.1, True, out, None)
+    right, _ = expected(q, (read[0], read[1], table), queries, 0.1, is_causal=True)
+    torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
+    q, out = q[:2], out[:2]
+    paged_decode(q, cache, table, 0.1, out, None, decode_workspace(2, 2, dim, device))
+    right, _ = expected(q, (read[0], read[1], table), [1, 1], 0.1, is_causal=False)
+    torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
 
 
 def test_a_token_that_could_not_be_quantised_is_told_to_whoever_reads_it(device: str) -> None:
