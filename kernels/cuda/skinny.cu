@@ -36,10 +36,16 @@ constexpr int kStride = 20, kTile = 8 * kStride;  // floats of a row, and of 8: 
 constexpr int kWarpFloats = PARTS * TILES * kTile + TILES * 8;
 constexpr uint32_t kOnes = 0x3f803f80;
 
-extern "C" __global__ void __launch_bounds__(kThreads, WARPS == 16 ? 2 : 1)
-    skinny(const uint4* weight, const void* numbers, const bf16* x, const float* bias, void* out, int rows,
-           int features, int inputs, int slabs, int group_sets, int epilogue, int out_floats, int x_stride,
-           int out_stride, int column) {
+// With so many warps two blocks are to fit; to say 1 where they have no need makes the compiler spill registers.
+#if WARPS == 16
+#define BOUNDS __launch_bounds__(kThreads, 2)
+#else
+#define BOUNDS __launch_bounds__(kThreads)
+#endif
+
+extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* numbers, const bf16* x, const float* bias,
+                                         void* out, int rows, int features, int inputs, int slabs, int group_sets,
+                                         int epilogue, int out_floats, int x_stride, int out_stride, int column) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row_tiles = (rows + TILES * 8 - 1) / (TILES * 8);
