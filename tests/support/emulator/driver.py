@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 
 _GXX = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
 
-_STUB = """#include "emulator.h"
+_STUB = """{first}
+#include "emulator.h"
 {macros}
 #include "{file}"
 extern "C" const char* emulated_launch(const unsigned* grid, unsigned threads, unsigned long shared, void** given) {{
@@ -139,7 +140,8 @@ class EmulatorDriver:
 
     def _compile(self, kernel: Kernel) -> Any:
         macros = "\n".join(f"#define {macro} {value}" for macro, value in kernel.defines)
-        text = _STUB.format(file=FOLDER / kernel.file, name=kernel.name, macros=macros)
+        first = "#define FP16 1" if ("FP16", 1) in kernel.defines else ""  # the one that headers depend on
+        text = _STUB.format(file=FOLDER / kernel.file, name=kernel.name, macros=macros, first=first)
         library = self._folder / f"{kernel.name}-{_key(text, FOLDER / kernel.file)}.so"
         if not library.exists():
             built = library.with_suffix(f".{os.getpid()}")

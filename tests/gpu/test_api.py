@@ -1,0 +1,394 @@
+"""FlashInfer's names over the CUDA kernels: its README example, and each function against float64."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import allspan.kernels.cuda as flashinfer
+
+LOG2E = math.log2(math.e)
+
+
+def randn(*shape: int, device: str, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype).to(device)
+
+
+def turned(x: Tensor, positions: Tensor, scale: float = 1.0, theta: float = 1e4) -> Tensor:
+    half = x.shape[-1] // 2
+    angles = positions.cpu().double()[:, None] / scale * theta ** (-torch.arange(half).double() / half)
+    cos, sin = (f(angles)[:, None].to(x.device) for f in (torch.cos, torch.sin))
+    low, high = x.double().split(half, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, window: int = -1, cap: float = 0
+) -> tuple[Tensor, Tensor]:
+    """Outputs and logarithms of queries, the last of the tokens."""
+    group, (count, _, dim), tokens = q.shape[1] // k.shape[1], q.shape, len(k)
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,nhd->qhn", q.double(), k) * (dim**-0.5 if scale is None else scale)
+    if cap:
+        scores = cap * (scores / cap).tanh()
+    behind = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
+    hidden = (behind < 0 if causal else torch.zeros_like(behind, dtype=torch.bool)) | (
+        (behind > window) if window >= 0 else False
+    )
+    scores.masked_fill_(hidden[:, None].to(q.device), -torch.inf)
+    return torch.einsum("qhn,nhd->qhd", scores.softmax(-1).nan_to_num(), v), scores.logsumexp(-1) * LOG2E
+
+
+def close(found: Any, right: Any, tolerance: float = 2e-3) -> None:
+    if found.dtype is torch.bfloat16:
+        tolerance = 1e-2
+    torch.testing.assert_close(found.double(), right.double(), rtol=tolerance, atol=tolerance)
+
+
+def readme(device: str, kv_len: int, heads: tuple[int, int], append_qo_len: int, mode: dict[str, str]) -> None:
+    """The example of FlashInfer's README, checked."""
+    num_kv_heads, head_dim = heads
+    num_qo_heads = num_kv_heads
+    k = randn(kv_len, num_kv_heads, head_dim, device=device)
+    v = randn(kv_len, num_kv_heads, head_dim, device=device, seed=1)
+    places = torch.arange(kv_len)
+
+    q = randn(num_qo_heads, head_dim, device=device)
+    close(flashinfer.single_decode_with_kv_cache(q, k, v), attended(q[None], k, v)[0][0])
+    o_rope_on_the_fly = flashinfer.single_decode_with_kv_cache(q, k, v, **mode)
+    close(o_rope_on_the_fly, attended(turned(q[None], places[-1:]), turned(k, places), v)[0][0])
+
+    q = randn(append_qo_len, num_qo_heads, head_dim, device=device)
+    close(flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True), attended(q, k, v, True)[0])
+    o_rope_on_the_fly = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, **mode)
+    close(o_rope_on_the_fly, attended(turned(q, places[-append_qo_len:]), turned(k, places), v, True)[0])
+
+    q = randn(kv_len, num_qo_heads, head_dim, device=device)
+    close(flashinfer.single_prefill_with_kv_cache(q, k, v, causal=False), attended(q, k, v)[0])
+
+
+def test_the_readme_example_runs_small(device: str) -> None:
+    readme(device, 40, (2, 64), 10, {"rotary_mode": "LLAMA"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [{"rotary_mode": "LLAMA"}, {"pos_encoding_mode": "ROPE_LLAMA"}])
+def test_the_readme_example_runs(mode: dict[str, str]) -> None:
+    readme("cuda", 2048, (32, 128), 128, mode)
+
+
+SINGLE: list[dict[str, Any]] = [
+    {"causal": True, "sm_scale": 0.3, "window_left": 9},
+    {"causal": True, "logits_soft_cap": 2.0},
+    {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 1e5},
+    {"v_scale": 2.0, "q_scale": 0.5, "k_scale": 3.0},
+]
+
+
+@pytest.mark.parametrize("options", SINGLE)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_single_prefill_takes_options_and_layouts(options: dict[str, Any], layout: str, device: str) -> None:
+    q, k, v = randn(20, 4, 64, device=device), randn(33, 2, 64, device=device), randn(33, 2, 64, device=device, seed=5)
+    given = (k, v) if layout == "NHD" else (k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
+    out, lse = flashinfer.single_prefill_with_kv_cache(q, *given, kv_layout=layout, return_lse=True, **options)
+    scale = options.get("sm_scale", 64**-0.5) * options.get("q_scale", 1) * options.get("k_scale", 1)
+    if "pos_encoding_mode" in options:
+        angles = options["rope_scale"], options["rope_theta"]
+        q, k = turned(q, torch.arange(13, 33), *angles), turned(k, torch.arange(33), *angles)
+    window, cap = options.get("window_left", -1), options.get("logits_soft_cap", 0.0)
+    right, right_lse = attended(q, k, v, options.get("causal", False), scale, window, cap)
+    close(out, right * options.get("v_scale", 1))
+    close(lse, right_lse)
+
+
+@pytest.mark.parametrize("heads", [4, 34])
+def test_single_decode_takes_any_group(heads: int, device: str) -> None:
+    """34 query heads a KV head are more than the decode kernel takes."""
+    q, k, v = (randn(*shape, 64, device=device, dtype=torch.bfloat16) for shape in ((heads,), (40, 1), (40, 1)))
+    out, lse = flashinfer.single_decode_with_kv_cache(q, k, v, return_lse=True, window_left=7)
+    right, right_lse = attended(q[None], k, v, window=7)
+    close(out, right[0])
+    close(lse, right_lse[0])
+
+
+class Batch:
+    """Requests of these lengths in shuffled pages, as FlashInfer has them."""
+
+    def __init__(self, lengths: list[int], device: str, page: int = 8, kv_heads: int = 2, dim: int = 64) -> None:
+        counts = [-(-length // page) for length in lengths]
+        order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(3))
+        self.cache = randn(len(order), 2, page, kv_heads, dim, device=device)
+        indptr = torch.tensor([0, *counts]).cumsum(0).int()
+        self.last = torch.tensor([(length - 1) % page + 1 if length else 0 for length in lengths], dtype=torch.int32)
+        self.indptr, self.indices, self.lengths, self.page = indptr, order[: sum(counts)].int(), lengths, page
+        self.table = [x.to(device) for x in (self.indptr, self.indices, self.last)]
+
+    def kv(self, r: int) -> tuple[Tensor, Tensor]:
+        held = self.cache[self.indices[self.indptr[r] : self.indptr[r + 1]].long().to(self.cache.device)]
+        k, v = (held[:, i].reshape(-1, *self.cache.shape[3:])[: self.lengths[r]] for i in range(2))
+        return k, v
+
+    def expected(self, q: Tensor, counts: list[int], rotary: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+        outs = []
+        for r, rows in enumerate(q.split(counts)):
+            k, v = self.kv(r)
+            if rotary:
+                places = torch.arange(len(k))
+                rows, k = turned(rows, places[len(k) - len(rows) :]), turned(k, places)
+            outs.append(attended(rows, k, v, **options))
+        return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
+
+
+def workspace(device: str) -> Tensor:
+    return torch.empty(16, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("form", ["NHD", "HND", "pair"])
+def test_batch_decode_agrees_with_float64(form: str, device: str) -> None:
+    batch = Batch([5, 0, 41, 8], device)
+    q = randn(4, 6, 64, device=device)
+    cache: Any = batch.cache if form != "HND" else batch.cache.transpose(2, 3).contiguous()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), "HND" if form == "HND" else "NHD")
+    wrapper.plan(*batch.table, 6, 2, 64, 8, q_data_type=torch.float16)
+    out, lse = wrapper.run(q, cache if form != "pair" else (cache[:, 0], cache[:, 1]), return_lse=True)
+    right, right_lse = batch.expected(q, [1] * 4)
+    close(out, right)
+    close(lse, right_lse)
+
+
+def test_batches_turn_queries_and_keys_on_the_fly(device: str) -> None:
+    batch, counts = Batch([5, 19], device), [2, 9]
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    decode.begin_forward(*batch.table, 4, 2, 64, 8)
+    q = randn(2, 4, 64, device=device)
+    close(decode.forward(q, batch.cache, rotary_mode="LLAMA"), batch.expected(q, [1, 1], rotary=True)[0])
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    prefill.plan(torch.tensor([0, 2, 11]), *batch.table, 4, 2, 64, 8, causal=True, pos_encoding_mode="ROPE_LLAMA")
+    q = randn(11, 4, 64, device=device)
+    close(prefill.run(q, batch.cache), batch.expected(q, counts, rotary=True, causal=True)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_batch_prefill_agrees_with_float64(causal: bool, device: str) -> None:
+    """Not causal, a request may have more queries than tokens."""
+    batch, counts = Batch([12, 3, 41], device), [12, 0, 9] if causal else [5, 7, 9]
+    indptr = torch.tensor([0, *counts]).cumsum(0).int()
+    q = randn(sum(counts), 6, 64, device=device)
+    right, right_lse = batch.expected(q, counts, causal=causal)
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    paged.plan(indptr, *batch.table, 6, 2, 64, 8, causal=causal)
+    out, lse = paged.run(q, batch.cache, return_lse=True)
+    close(out, right)
+    close(lse, right_lse)
+    k, v = (torch.cat([batch.kv(r)[i] for r in range(3)]) for i in range(2))
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    ragged.plan(indptr, torch.tensor([0, 12, 15, 56]), 6, 2, 64, causal=causal)
+    into = torch.empty_like(q)
+    assert ragged.run(q, k, v, out=into) is into
+    close(into, right)
+
+
+def test_plans_for_graphs_keep_their_tensors(device: str) -> None:
+    first, second = Batch([5, 33], device), Batch([12, 7], device)
+    buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 9, 2)]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
+    q = randn(2, 4, 64, device=device)
+    out = torch.empty_like(q)
+
+    def run() -> None:
+        wrapper.run(q, first.cache, out=out)
+
+    wrapper.plan(*first.table, 4, 2, 64, 8)
+    run()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay  # type: ignore[method-assign]
+    second.cache = first.cache
+    wrapper.plan(*second.table, 4, 2, 64, 8)
+    run()
+    close(out, second.expected(q, [1, 1])[0])
+    with pytest.raises(ValueError, match="the buffers are for 2 requests"):
+        wrapper.plan(*Batch([1, 1, 1], device).table, 4, 2, 64, 8)
+
+
+def test_levels_are_one_attention(device: str) -> None:
+    """Three requests share 16 tokens; two of queries, one causal level below."""
+    shared, own = Batch([16], device), Batch([4, 9, 2], device)
+    cache = torch.cat((shared.cache, own.cache))
+    tables = [x.clone() for x in own.table]
+    tables[1] += len(shared.cache)
+    counts = [2, 1, 2]
+    starts = torch.tensor([0, 2, 3, 5])
+    q = randn(5, 4, 64, device=device)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(device))
+    levels = [list(pair) for pair in zip(shared.table, tables, strict=True)]
+    wrapper.plan([torch.tensor([0, 5]), starts], *levels, 4, 2, 64, 8, causal=True)
+    k, v = shared.kv(0)
+    pairs = [own.kv(r) for r in range(3)]
+    rows = q.split(counts)
+    joined = [
+        attended(x, torch.cat((k, mine[0])), torch.cat((v, mine[1])), causal=True)[0]
+        for x, mine in zip(rows, pairs, strict=True)
+    ]
+    close(wrapper.run(q, cache), torch.cat(joined))
+    two = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device))
+    two.begin_forward(*own.table, 4, 2, 64, 8)
+    out = two.forward(q[:3], k, v, own.cache)
+    right = [
+        attended(x[None], torch.cat((k, mine[0])), torch.cat((v, mine[1])))[0]
+        for x, mine in zip(q[:3], pairs, strict=True)
+    ]
+    close(out, torch.cat(right))
+
+
+def test_states_merge_in_any_order(device: str) -> None:
+    v, s = randn(3, 4, 2, 64, device=device), randn(3, 4, 2, device=device, dtype=torch.float32)
+    out, lse = flashinfer.merge_states(v, s)
+    weight = torch.softmax(s.double() / LOG2E, 1)
+    close(out, (v.double() * weight[..., None]).sum(1))
+    half = flashinfer.merge_states(v[:, :2], s[:, :2]), flashinfer.merge_states(v[:, 2:], s[:, 2:])
+    close(flashinfer.merge_state(*half[1], *half[0])[1], lse)
+    kept, kept_lse = half[0][0].clone(), half[0][1].clone()
+    mask = torch.tensor([True, False, True], device=device)
+    flashinfer.merge_state_in_place(kept, kept_lse, *half[1], mask=mask)
+    close(kept[mask], out[mask])
+    torch.testing.assert_close(kept[1], half[0][0][1])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_appended_rows_are_in_their_pages(layout: str, device: str) -> None:
+    batch = Batch([5, 0, 19], device)
+    indptr, lengths = torch.tensor([0, 2, 2, 12], dtype=torch.int32, device=device), batch.table
+    seq_lens = flashinfer.get_seq_lens(lengths[0], lengths[2], batch.page)
+    assert seq_lens.tolist() == batch.lengths
+    rows, places = flashinfer.get_batch_indices_positions(indptr, seq_lens, 13)
+    assert rows.tolist() == [0, 0, *[2] * 10, -1]
+    assert places.tolist() == [3, 4, *range(9, 19), -1]
+    k, v = randn(13, 2, 64, device=device, seed=9), randn(13, 2, 64, device=device, seed=10)
+    cache = batch.cache if layout == "NHD" else batch.cache.transpose(2, 3).contiguous()
+    before = cache.clone()
+    table = batch.table[1], batch.table[0], batch.table[2]
+    flashinfer.append_paged_kv_cache(k, v, rows, places, cache, *table, kv_layout=layout)
+    batch.cache = cache if layout == "NHD" else cache.transpose(2, 3)
+    assert torch.equal(batch.kv(0)[0][3:], k[:2])
+    assert torch.equal(batch.kv(2)[1][9:], v[2:12])
+    assert (cache != before).flatten(3).any(-1).sum() <= 2 * 12 * 2
+
+
+def test_rotations_agree_with_float64(device: str) -> None:
+    q, k = randn(5, 3, 64, device=device), randn(5, 1, 64, device=device)
+    indptr, offsets = torch.tensor([0, 2, 5]), torch.tensor([7, 100])
+    places = torch.tensor([7, 8, 100, 101, 102])
+    for found, x in zip(flashinfer.apply_rope(q, k, indptr, offsets), (q, k), strict=True):
+        close(found, turned(x, places))
+    found_q, _ = flashinfer.apply_rope_pos_ids(q, k, places, rotary_dim=32, rope_theta=1e5)
+    close(found_q, torch.cat((turned(q[..., :32], places, 1.0, 1e5), q[..., 32:].double()), -1))
+    half = torch.arange(32).double()
+    frequency = 5e5 ** (-half / 32)
+    smooth = ((8192 * frequency / (2 * math.pi) - 1) / 3).clamp(0, 1)
+    angles = places.double()[:, None] * frequency * (smooth + (1 - smooth) / 8)
+    table = torch.cat((angles.cos(), angles.sin()), 1).float().to(device)
+    rows = torch.arange(5)
+    right, _ = flashinfer.apply_rope_with_cos_sin_cache(rows, q.view(5, -1), k.view(5, -1), 64, table)
+    flashinfer.apply_llama31_rope_inplace(q, k, indptr, offsets)
+    close(q, right.view(q.shape))
+
+
+def test_norms_and_activations_agree_with_float64(device: str) -> None:
+    x, residual, weight = (randn(*shape, device=device) for shape in ((3, 5, 64), (15, 64), (64,)))
+
+    def normed(rows: Tensor, by: Tensor) -> Tensor:
+        rows = rows.double()
+        return rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * by.double()
+
+    close(flashinfer.rmsnorm(x, weight), normed(x, weight))
+    close(flashinfer.gemma_rmsnorm(x, weight), normed(x, weight.double() + 1), 4e-3)
+    close(flashinfer.silu_and_mul(x), torch.nn.functional.silu(x[..., :32].double()) * x[..., 32:].double())
+    rows, total = x.view(15, 64).clone(), (x.view(15, 64).double() + residual.double()).half()
+    flashinfer.fused_add_rmsnorm(rows, residual, weight)
+    close(residual, total)
+    close(rows, normed(total, weight), 4e-3)
+
+
+def test_samples_come_from_what_the_filters_leave(device: str) -> None:
+    probs = torch.softmax(2 * randn(4, 60, device=device, dtype=torch.float32), -1)
+    likely = probs.sort(-1, descending=True)
+    many = torch.arange(4, device=device, dtype=torch.int32).repeat_interleave(8)
+
+    def ranks(tokens: Tensor) -> Tensor:
+        assert tokens.dtype is torch.int32
+        return (likely.indices[many.long()] == tokens[:, None]).int().argmax(-1)
+
+    assert ranks(flashinfer.top_k_sampling_from_probs(probs, 5, many)).max() < 5
+    few = torch.tensor([1, 2, 3, 4], device=device)[many.long()]
+    assert (ranks(flashinfer.top_k_top_p_sampling_from_logits(probs.log(), few, 1.0, many)) < few).all()
+    before = likely.values.cumsum(-1) - likely.values
+    allowed = (before < 0.5).sum(-1)[many.long()]
+    assert (ranks(flashinfer.top_p_sampling_from_probs(probs, 0.5, many)) < allowed).all()
+    allowed = (likely.values >= 0.3 * likely.values[:, :1]).sum(-1)[many.long()]
+    assert (ranks(flashinfer.min_p_sampling_from_probs(probs, 0.3, many)) < allowed).all()
+    same = [flashinfer.sampling_from_probs(probs, many, seed=5, offset=7) for _ in range(2)]
+    assert torch.equal(*same)
+    assert len(same[0].unique()) > 4
+    tempered = flashinfer.softmax(probs.log(), temperature=0.5)
+    close(tempered, probs.square() / probs.square().sum(-1, keepdim=True), 1e-5)
+    with pytest.raises(ValueError, match="filter_apply_order: 'joint'"):
+        flashinfer.top_k_top_p_sampling_from_probs(probs, 2, 0.5, filter_apply_order="joint")
+
+
+def test_anything_that_speaks_dlpack_is_taken(device: str) -> None:
+    q, k, v = randn(4, 64, device=device), randn(9, 2, 64, device=device), randn(9, 2, 64, device=device, seed=1)
+    foreign = [SimpleNamespace(__dlpack__=x.__dlpack__, __dlpack_device__=x.__dlpack_device__) for x in (q, k, v)]
+    out = flashinfer.single_decode_with_kv_cache(*foreign)
+    assert torch.equal(out, flashinfer.single_decode_with_kv_cache(q, k, v))
+    with pytest.raises(TypeError, match="k: a list does not speak DLPack"):
+        flashinfer.single_decode_with_kv_cache(q, [1.0], v)
+
+
+def test_what_the_kernels_do_not_do_is_refused(device: str) -> None:
+    q, k, v = randn(4, 64, device=device), randn(9, 2, 64, device=device), randn(9, 2, 64, device=device)
+    decode = flashinfer.single_decode_with_kv_cache
+    refusals: list[tuple[str, type[Exception], Any]] = [
+        ("q: torch.float32 is not float16 or bfloat16; convert", ValueError, lambda: decode(q.float(), k, v)),
+        ("bfloat16 and float16 in one call", ValueError, lambda: decode(q.bfloat16(), k, v)),
+        ("kv_layout: 'NDH'", ValueError, lambda: decode(q, k, v, "NDH")),
+        ("pos_encoding_mode: 'ALIBI'", ValueError, lambda: decode(q, k, v, pos_encoding_mode="ALIBI")),
+        ("sinks: the kernels do not know it", ValueError, lambda: decode(q, k, v, sinks=q)),
+        ("scale: there is no such argument", TypeError, lambda: decode(q, k, v, scale=1.0)),
+        (
+            "causal: 12 queries are more than 9 tokens",
+            ValueError,
+            lambda: flashinfer.single_prefill_with_kv_cache(randn(12, 4, 64, device=device), k, v, causal=True),
+        ),
+        (
+            "there is no plan",
+            RuntimeError,
+            lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device)).run(q[None], k),
+        ),
+    ]
+    for message, kind, call in refusals:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def test_what_is_not_there_names_what_is_nearest() -> None:
+    with pytest.raises(AttributeError, match="no 'top_k_renorm_probs'; nearest is top_k_sampling_from_probs"):
+        _ = flashinfer.top_k_renorm_probs
+    with pytest.raises(AttributeError, match="nearest is rmsnorm"):
+        _ = flashinfer.rms_norm
+    for name in dir(flashinfer):
+        assert callable(getattr(flashinfer, name))
+
+
+def test_importing_costs_nothing() -> None:
+    code = "import sys, allspan.kernels.cuda as f; assert not {'torch', 'cupy', 'numpy'} & set(sys.modules); dir(f)"
+    subprocess.run([sys.executable, "-c", code], check=True)
