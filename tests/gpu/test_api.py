@@ -380,6 +380,33 @@ def test_what_the_kernels_do_not_do_is_refused(device: str) -> None:
             call()
 
 
+@pytest.mark.gpu
+def test_a_tensor_of_the_host_is_refused() -> None:
+    with pytest.raises(ValueError, match="input: is on cpu; copy it to a GPU"):
+        flashinfer.rmsnorm(randn(2, 64, device="cpu"), randn(64, device="cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [1, 16])
+def test_many_requests_agree_with_float64(dtype: torch.dtype, dim: int, page: int) -> None:
+    generator = torch.Generator().manual_seed(dim + page)
+    lengths = torch.randint(1, 400, (128,), generator=generator).tolist()
+    counts = [min(length, 1 + r % 37) for r, length in enumerate(lengths)]
+    batch = Batch(lengths, "cuda", page, 4, dim)
+    batch.cache = batch.cache.to(dtype)
+    for heads in (4, 28, 32):
+        q = randn(128, heads, dim, device="cuda", dtype=dtype)
+        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cuda"))
+        decode.plan(*batch.table, heads, 4, dim, page)
+        close(decode.run(q, batch.cache), batch.expected(q, [1] * 128)[0])
+        q = randn(sum(counts), heads, dim, device="cuda", dtype=dtype)
+        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cuda"))
+        prefill.plan(torch.tensor([0, *counts]).cumsum(0), *batch.table, heads, 4, dim, page, causal=True)
+        close(prefill.run(q, batch.cache), batch.expected(q, counts, causal=True)[0])
+
+
 def test_what_is_not_there_names_what_is_nearest() -> None:
     with pytest.raises(AttributeError, match="no 'top_k_renorm_probs'; nearest is top_k_sampling_from_probs"):
         _ = flashinfer.top_k_renorm_probs

@@ -24,12 +24,16 @@ page_size. With int8 and 4-bit pages, HND, and zeros and scales as third and fou
 
 
 def tensor(name: str, array: Array) -> Tensor:
-    """Raises TypeError for what does not speak DLPack, BackendUnavailable where kernels cannot run."""
+    """Raises TypeError for what does not speak DLPack, ValueError for what is on no GPU, BackendUnavailable where
+    kernels cannot run."""
     if not isinstance(array, Tensor):
         if not hasattr(array, "__dlpack__"):
             raise TypeError(f"{name}: a {type(array).__name__} does not speak DLPack; give an array on the GPU")
         array = from_dlpack(array)
-    gpu(array.device)
+    try:
+        gpu(array.device)
+    except ValueError as error:
+        raise ValueError(f"{name}: is on {array.device}; copy it to a GPU") from error
     return array
 
 
