@@ -114,8 +114,9 @@ def dense_table(starts: Tensor, kv_lens: Tensor) -> PageTable:
 def kv_of(cache: Cache | KV, head_dim: int) -> KV:
     """Raises ValueError for tensors that a kernel would read past."""
     if isinstance(cache, KV):
-        if head_dim != cache.tensors[0].shape[-1]:
-            raise ValueError(f"q: head_dim {head_dim} is not that of the keys, {cache.tensors[0].shape[-1]}")
+        keys_dim = cache.tensors[0].shape[-1] * (2 if cache.format == 2 else 1)
+        if head_dim != keys_dim:
+            raise ValueError(f"q: head_dim {head_dim} is not that of the keys, {keys_dim}")
         return cache
     keys, values, *scales = cache
     form, step = _format(keys, values)

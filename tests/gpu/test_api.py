@@ -105,6 +105,30 @@ def test_batches_turn_queries_and_keys_on_the_fly(device: str) -> None:
     close(prefill.run(q, batch.cache), batch.expected(q, counts, rotary=True, causal=True)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_float16_queries_read_quantised_pages(dtype: torch.dtype, device: str) -> None:
+    """What is appended through the library, decode and prefill read to within what its pages hold."""
+    batch, counts = Batch([5, 41], device), [1, 9]
+    pages, _, page, heads, dim = batch.cache.shape
+    shape, elements = (pages, heads, page), dim // 2 if dtype is torch.uint8 else dim
+    cache = [torch.zeros(*shape, elements, dtype=torch.uint8, device=device).view(dtype) for _ in range(2)]
+    if dtype is not torch.float8_e4m3fn:
+        cache += [torch.zeros(pages, heads, 2, page, device=device) for _ in range(2)]
+    indptr = torch.tensor([0, 5, 46], dtype=torch.int32, device=device)
+    places = flashinfer.get_batch_indices_positions(indptr, indptr.diff(), 46)
+    k, v = (torch.cat([batch.kv(r)[i] for r in range(2)]) for i in range(2))
+    flashinfer.append_paged_kv_cache(k, v, *places, tuple(cache), batch.table[1], batch.table[0], batch.table[2], "HND")
+    tolerance = {torch.int8: 0.01, torch.uint8: 0.25, torch.float8_e4m3fn: 0.1}[dtype]
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), "HND")
+    decode.plan(*batch.table, 4, 2, 64, 8)
+    q = randn(2, 4, 64, device=device)
+    close(decode.run(q, tuple(cache)), batch.expected(q, [1, 1])[0], tolerance)
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "HND")
+    prefill.plan(torch.tensor([0, *counts]).cumsum(0), *batch.table, 4, 2, 64, 8, causal=True)
+    q = randn(10, 4, 64, device=device)
+    close(prefill.run(q, tuple(cache)), batch.expected(q, counts, causal=True)[0], 2 * tolerance)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_batch_prefill_agrees_with_float64(causal: bool, device: str) -> None:
     """Not causal, a request may have more queries than tokens."""
