@@ -127,7 +127,7 @@ def test_every_case_has_a_name_of_its_own(group: str) -> None:
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BackendUnavailable, match="GPU|CPU build|NVRTC|CuPy"):
+    with pytest.raises(BackendUnavailable, match=r"GPU|CPU build|NVRTC|CuPy"):
         next(run("decode", 1))
 
 
