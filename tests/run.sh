@@ -24,8 +24,9 @@ if [ "$#" -gt 0 ]; then
     python -m pytest "$@"
     exit
 fi
-# What only computes shares the processors out; what keeps to deadlines comes after it, undisturbed.
-computing=(tests/static tests/protos tests/kernels tests/gpu tests/worker/{cache,models,quant,sampling,scheduler,weights})
-python -m pytest -n logical --dist loadfile "${computing[@]}"
+# What only computes shares the processors out, the longest folders first; what keeps to deadlines comes after it,
+# undisturbed.
+computing=(tests/kernels tests/gpu tests/static tests/worker/{cache,models,quant,sampling,scheduler,weights})
+python -m pytest -n logical --dist loadfile --no-loadscope-reorder "${computing[@]}"
 python -m pytest "${computing[@]/#/--ignore=}"
 "$root/tests/other_pythons.sh"
