@@ -59,12 +59,14 @@ class ServeOptions(TypedDict, total=False):
     quantization_group: int
     max_model_len: int
     load_format: str
+    device: str
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queued_requests: int
     page_size: int
     kv_cache_dtype: str
     kv_cache_bytes: int
+    gpu_memory_utilization: float
     enable_prefix_caching: bool
     host_kv_cache_bytes: int
     enforce_eager: bool

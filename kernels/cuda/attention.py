@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda import prefill_sm90
-from allspan.kernels.cuda.decode import DecodeWorkspace, paged_decode
+from allspan.kernels.cuda.decode import MOST_GROUP, DecodeWorkspace, paged_decode
 from allspan.kernels.cuda.modules import gpu
 from allspan.kernels.cuda.pages import MOST_HEAD_DIM, PageTable
 from allspan.kernels.cuda.prefill import PrefillPlan, paged_prefill
@@ -50,9 +50,10 @@ def attention(
             paged_prefill(q, cache, table, plan, meta.scale, True, out, None)
 
 
-def runs(head_dim: int, pages: str) -> bool:
-    """Whether the kernels are for this head size and format of pages."""
-    return pages in HEAD_STEPS and head_dim % HEAD_STEPS[pages] == 0 and head_dim <= MOST_HEAD_DIM
+def runs(head_dim: int, group: int, pages: str) -> bool:
+    """Whether the kernels are for this head size, so many query heads a KV head, and this format of pages."""
+    is_whole = pages in HEAD_STEPS and head_dim % HEAD_STEPS[pages] == 0
+    return is_whole and head_dim <= MOST_HEAD_DIM and group <= MOST_GROUP
 
 
 def _runs_on_hopper(cache: Tensor, device: torch.device) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.attention import HEAD_STEPS, runs
+from allspan.kernels.cuda.decode import MOST_GROUP
 from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packing import Packer
@@ -193,17 +194,20 @@ def open_ops(config: WorkerConfig) -> OpSet:
 
 
 def _gpu_backend(prepared: Prepared) -> str:
-    """The kernels are for bfloat16 and some head sizes; whatever else runs on the reference ops, which is slow."""
-    size, held, pages = prepared.source.spec.head_dim, prepared.held["dtype"], prepared.cache_spec.dtype
-    if held == "bfloat16" and runs(size, pages):
+    """The kernels are for bfloat16 and some shapes of heads; whatever else runs on the reference ops, which is slow."""
+    spec, held, pages = prepared.source.spec, prepared.held["dtype"], prepared.cache_spec.dtype
+    group = -(-spec.num_heads // spec.num_kv_heads)
+    if held == "bfloat16" and runs(spec.head_dim, group, pages):
         return "cuda"
     logger.warning(
-        "the CUDA kernels are for bfloat16 and, by the format of KV pages, head sizes in steps of %s; "
-        "dtype %s, pages of %s and a head size of %d run on torch's own, slowly",
+        "the CUDA kernels are for bfloat16, up to %d query heads a KV head and, by the format of KV pages, head sizes "
+        "in steps of %s; dtype %s, pages of %s, %d heads a KV head and a head size of %d run on torch's own, slowly",
+        MOST_GROUP,
         HEAD_STEPS,
         held,
         pages,
-        size,
+        group,
+        spec.head_dim,
     )
     return "reference"
 

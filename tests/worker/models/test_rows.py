@@ -82,3 +82,21 @@ def test_converted_weights_are_refused_where_weights_lie_in_rows(tmp_path: Path)
 def test_bfloat16_on_a_gpu_is_what_lies_in_rows() -> None:
     assert loader.memory_of("cuda", "bfloat16") == "rows"
     assert loader.memory_of("cuda", "float32") == loader.memory_of("cpu", "bfloat16") == "panels"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "pages", "backend"),
+    [
+        ({}, "bfloat16", "auto", "cuda"),
+        ({}, "bfloat16", "uint4", "reference"),
+        ({}, "float32", "auto", "reference"),
+        ({"head_dim": 20}, "bfloat16", "auto", "reference"),
+        ({"num_attention_heads": 17, "num_key_value_heads": 1, "hidden_size": 68}, "bfloat16", "auto", "reference"),
+    ],
+)
+def test_what_the_kernels_are_not_for_runs_on_the_reference(
+    shape: dict[str, Any], dtype: str, pages: str, backend: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, "llama2", **(SIZES | {"head_dim": 16} | shape))
+    prepared = loader.prepare(ModelConfig(str(tmp_path), "m", dtype=dtype), CacheConfig(kv_cache_dtype=pages), 0, 1)
+    assert loader._gpu_backend(prepared) == backend
