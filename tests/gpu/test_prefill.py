@@ -11,7 +11,7 @@ import torch
 
 from allspan.kernels.cuda.pages import PageTable, Scores, dense, dense_table
 from allspan.kernels.cuda.prefill import PrefillPlan, cut_prefill, paged_prefill, plan_prefill
-from support.cuda_pages import expected, random_pages, random_queries
+from support.cuda_pages import check_prefill, expected, random_pages, random_queries
 
 BATCHES = {
     "one token": ([1], [1]),
@@ -23,27 +23,13 @@ BATCHES = {
 HEADS = [(1, 1), (2, 3), (1, 7), (4, 4), (2, 8), (1, 16), (1, 32)]
 
 
-def check(batch: tuple[list[int], list[int]], heads: tuple[int, int], dim: int, page: int, device: str) -> None:
-    """Causal and not."""
-    (queries, lengths), (kv_heads, group) = batch, heads
-    q = random_queries(sum(queries), kv_heads * group, dim, device)
-    keys, values, table = pages = random_pages(lengths, kv_heads, dim, page, device)
-    plan = plan_prefill(queries, lengths, group, device)
-    for is_causal in (True, False):
-        out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
-        paged_prefill(q, (keys, values), table, plan, dim**-0.5, is_causal, out, lse)
-        right, right_lse = expected(q, pages, queries, dim**-0.5, is_causal)
-        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
-        torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [1, 16, 64])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: int, page: int) -> None:
     for heads in HEADS:
-        check(batch, heads, dim, page, "cuda")
+        check_prefill(paged_prefill, batch, heads, dim, page, "cuda")
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(64, (2, 3)), (80, (1, 4)), (128, (1, 7)), (256, (1, 2))])
@@ -51,7 +37,7 @@ def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: in
 def test_small_batches_agree_with_float32(
     batch: tuple[list[int], list[int]], dim: int, heads: tuple[int, int], device: str
 ) -> None:
-    check(batch, heads, dim, 16, device)
+    check_prefill(paged_prefill, batch, heads, dim, 16, device)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -15,7 +15,7 @@ from allspan.kernels.cuda.pages import PageTable, Scores, dense, dense_table, kv
 from allspan.kernels.cuda.prefill import PrefillPlan, plan_prefill
 from allspan.kernels.cuda.prefill_sm90 import attend_sm90, paged_prefill_sm90
 from allspan.kernels.errors import BackendUnavailable
-from support.cuda_pages import expected, random_pages, random_queries
+from support.cuda_pages import check_prefill, expected, random_pages, random_queries
 from support.emulator.driver import EmulatorDriver
 
 BATCHES = {
@@ -44,27 +44,13 @@ def hopper(request: pytest.FixtureRequest) -> None:
         pytest.skip("no GPU of compute capability 9.0")
 
 
-def check(batch: tuple[list[int], list[int]], heads: tuple[int, int], dim: int, page: int, device: str) -> None:
-    """Causal and not."""
-    (queries, lengths), (kv_heads, group) = batch, heads
-    q = random_queries(sum(queries), kv_heads * group, dim, device)
-    keys, values, table = pages = random_pages(lengths, kv_heads, dim, page, device)
-    plan = plan_prefill(queries, lengths, group, device)
-    for is_causal in (True, False):
-        out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
-        paged_prefill_sm90(q, (keys, values), table, plan, dim**-0.5, is_causal, out, lse)
-        right, right_lse = expected(q, pages, queries, dim**-0.5, is_causal)
-        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
-        torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [16, 32, 128])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: int, page: int) -> None:
     for heads in HEADS:
-        check(batch, heads, dim, page, "cuda")
+        check_prefill(paged_prefill_sm90, batch, heads, dim, page, "cuda")
 
 
 @pytest.mark.gpu
@@ -72,7 +58,7 @@ def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: in
 def test_512_requests_agree_with_float32(dim: int) -> None:
     queries = [1 + 37 * i % 61 for i in range(512)]
     lengths = [count + 29 * i % 173 for i, count in enumerate(queries)]
-    check((queries, lengths), (2, 3), dim, 16, "cuda")
+    check_prefill(paged_prefill_sm90, (queries, lengths), (2, 3), dim, 16, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +74,7 @@ def test_512_requests_agree_with_float32(dim: int) -> None:
 def test_small_batches_agree_with_float32(
     batch: tuple[list[int], list[int]], heads: tuple[int, int], dim: int, page: int, device: str
 ) -> None:
-    check(batch, heads, dim, page, device)
+    check_prefill(paged_prefill_sm90, batch, heads, dim, page, device)
 
 
 @pytest.mark.parametrize(("batch", "window"), [(([300], [600]), 130), (([70, 3], [70, 500]), 0), (([130], [200]), 500)])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.pages import Cache, PageTable, Scores
+from allspan.kernels.cuda.prefill import plan_prefill
 from allspan.kernels.reference.attention import QUANTISED, append_kv
 
 Pages = tuple[Tensor, Tensor, PageTable]
@@ -90,3 +92,25 @@ def decoded(cache: Cache) -> tuple[Tensor, Tensor]:
         size = codes.shape[-1] * (2 if codes.dtype is torch.uint8 else 1)
         held.append((QUANTISED[codes.dtype].unpack(codes, size).float() - zero) * scale)
     return held[0], held[1]
+
+
+def check_prefill(
+    prefill: Callable[..., None],
+    batch: tuple[list[int], list[int]],
+    heads: tuple[int, int],
+    dim: int,
+    page: int,
+    device: str,
+) -> None:
+    """A kernel with the arguments of `paged_prefill`, causal and not. `batch`: queries and tokens of each request;
+    `heads`: KV heads and query heads of each."""
+    (queries, lengths), (kv_heads, group) = batch, heads
+    q = random_queries(sum(queries), kv_heads * group, dim, device)
+    keys, values, table = pages = random_pages(lengths, kv_heads, dim, page, device)
+    plan = plan_prefill(queries, lengths, group, device)
+    for is_causal in (True, False):
+        out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
+        prefill(q, (keys, values), table, plan, dim**-0.5, is_causal, out, lse)
+        right, right_lse = expected(q, pages, queries, dim**-0.5, is_causal)
+        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=8e-3)
+        torch.testing.assert_close(lse, right_lse, rtol=1e-3, atol=1e-3)
