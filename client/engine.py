@@ -70,6 +70,7 @@ class ServeOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     host_kv_cache_bytes: int
     enforce_eager: bool
+    disable_cascade_attn: bool
     async_scheduling: bool
     oversubscribe: bool
     restart: bool

@@ -32,6 +32,8 @@ class ModelConfig:
     """"cpu" or "cuda"."""
     enforce_eager: bool = False
     """On a GPU, launch kernel by kernel: no decode steps are captured in CUDA graphs at the start."""
+    disable_cascade_attn: bool = False
+    """On a GPU, decode requests one by one even where they begin with the same tokens and reading these once pays."""
     verify: bool = False
     """Read all of a converted model's weights first, and compare them with the hash in its manifest."""
 

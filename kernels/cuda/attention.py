@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda import prefill_sm90
+from allspan.kernels.cuda.cascade import CascadeLevel, CascadeWorkspace, paged_cascade
 from allspan.kernels.cuda.decode import MOST_GROUP, DecodeWorkspace, paged_decode
 from allspan.kernels.cuda.modules import gpu
 from allspan.kernels.cuda.pages import MOST_HEAD_DIM, PageTable
@@ -26,6 +27,8 @@ class StepAttention:
     prefills: tuple[PageTable, PrefillPlan] | None
     scale: float
     workspace: DecodeWorkspace
+    shared: tuple[CascadeLevel, CascadeWorkspace] | None = None
+    """Tokens that the decodes share: their table has the others alone."""
 
 
 def attention(
@@ -41,7 +44,11 @@ def attention(
     cache = k_cache, v_cache, k_scales, v_scales
     if meta.decodes is not None:
         count = len(meta.decodes.kv_lens)
-        paged_decode(q[:count], cache, meta.decodes, meta.scale, out[:count], None, meta.workspace)
+        if meta.shared is None:
+            paged_decode(q[:count], cache, meta.decodes, meta.scale, out[:count], None, meta.workspace)
+        else:
+            level, workspace = meta.shared
+            paged_cascade(q[:count], cache, [level], meta.decodes, meta.scale, out[:count], None, workspace)
     if meta.prefills is not None:
         table, plan = meta.prefills
         if _runs_on_hopper(k_cache, q.device):

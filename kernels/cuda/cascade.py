@@ -16,7 +16,7 @@ from torch import Tensor
 from allspan.kernels.cuda.decode import DecodeWorkspace, decode_workspace, paged_decode
 from allspan.kernels.cuda.modules import Kernel, element_macro, gpu, kernel, launch
 from allspan.kernels.cuda.pages import QUERIES, Cache, PageTable, Scores, check_rows, kv_of
-from allspan.kernels.cuda.prefill import Ints, PrefillPlan, attend, check_plan, cut_rows
+from allspan.kernels.cuda.prefill import PrefillPlan, attend, check_plan, cut_rows
 from allspan.kernels.cuda.prefill_sm90 import CAPABILITY, attend_sm90, why_not
 
 _THREADS = 256
@@ -76,49 +76,6 @@ def parts_of(blocks: int, tokens: int, device: torch.device) -> int:
     slots = this.multiprocessors * (1 if this.capability == CAPABILITY else 2)
     most = max(1, min(MOST_PARTS, tokens // _LEAST_PART))
     return min(range(1, most + 1), key=lambda parts: (-(-blocks * parts // slots) / parts, parts))
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """Leading pages that neighbouring rows share, on the host; a page table's indices serve the level and what is the
-    rows' own alike, each with starts (and an end, which no kernel reads) and lengths of its own."""
-
-    groups: list[tuple[int, int]]
-    """Rows, and tokens that they share: 0 for rows that share none."""
-    starts: Ints
-    lengths: Ints
-    own_starts: Ints
-    own_lengths: Ints
-
-
-def find_sharing(table: tuple[Ints, Ints, Ints], page_size: int, least_tokens: int) -> Sharing | None:
-    """Of the rows of a page table (indptr, indices, kv_lens), those after each other that begin with the same pages;
-    None where that would spare reading fewer than `least_tokens` tokens. Only whole pages are shared."""
-    indptr, indices, kv_lens = table
-    rows = len(kv_lens)
-    whole = kv_lens // page_size
-    groups: list[tuple[int, int]] = []
-    firsts: list[int] = []
-    row = spared = 0
-    while row < rows:
-        mine = indices[indptr[row] : indptr[row] + whole[row]]
-        end, common = row + 1, len(mine)
-        while end < rows and common and whole[end] and indices[indptr[end]] == mine[0]:
-            theirs = indices[indptr[end] : indptr[end] + min(common, whole[end])]
-            differ = mine[: len(theirs)] != theirs
-            common, end = int(differ.argmax()) if differ.any() else len(theirs), end + 1
-        tokens = common * page_size if end - row > 1 else 0
-        firsts.append(row)
-        groups.append((end - row, tokens))
-        spared += (end - row - 1) * tokens
-        row = end
-    if spared == 0 or spared < least_tokens:
-        return None
-    counts, lengths = (np.array(column, np.int32) for column in zip(*groups, strict=True))
-    shared = np.repeat(lengths, counts)
-    starts = np.append(indptr[firsts], indptr[-1]).astype(np.int32)
-    own_starts = (indptr + np.append(shared // page_size, 0)).astype(np.int32)
-    return Sharing(groups, starts, lengths, own_starts, (kv_lens - shared).astype(np.int32))
 
 
 def paged_cascade(

@@ -123,8 +123,8 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     """Of the head sizes that are common; others are compiled when they come."""
     for dim in (64, 128):
         for form in range(3):
-            yield _kernel(form, form > 0, dim, 0, 0, {})
-        yield _kernel(0, False, dim, 0, 1, {})
+            for partial in (0, 1):
+                yield _kernel(form, form > 0, dim, 0, partial, {})
     yield _kernel(0, False, 256, 0, 0, {})
     for dim in (64, 128, 256):
         yield _kernel(0, False, dim, 0, 0, element_macro(torch.float16))

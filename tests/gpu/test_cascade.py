@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from allspan.kernels.cuda import modules
 from allspan.kernels.cuda.cascade import (
     CascadeLevel,
     cascade_workspace,
-    find_sharing,
     merge_state,
     merge_state_in_place,
     merge_states,
@@ -121,34 +118,6 @@ def test_the_gpu_is_filled_by_parts_that_are_long_enough(device: str) -> None:
         assert [parts_of(blocks, 100000, torch.device("cpu")) for blocks in (1, 3, 5, 10, 1000)] == [8, 3, 2, 1, 1]
         assert parts_of(1, 1500, torch.device("cpu")) == 2
     assert parts_of(1, 100, torch.device(device)) == 1
-
-
-def test_rows_that_begin_with_the_same_pages_are_found_and_attended_to_together(device: str) -> None:
-    lists = [[7, 2, 9, 4], [7, 2, 9, 5], [7, 2], [1], [3, 8], [3, 8, 6]]
-    lengths = np.array([60, 50, 30, 9, 32, 40], np.int32)  # of row 2 one page is whole
-    indptr = np.cumsum([0, *map(len, lists)], dtype=np.int32)
-    indices = np.concatenate(lists).astype(np.int32)
-    found = find_sharing((indptr, indices, lengths), PAGE, 64)
-    assert found is not None
-    assert found.groups == [(3, 16), (1, 0), (2, 32)]
-    assert found.own_lengths.tolist() == [44, 34, 14, 9, 0, 8]
-    assert find_sharing((indptr, indices, lengths), PAGE, 65) is None
-    assert find_sharing((indptr[3:5] - indptr[3], indices[10:], lengths[3:4]), PAGE, 0) is None
-
-    def on_device(starts: NDArray[np.int32], counts: NDArray[np.int32]) -> PageTable:
-        return PageTable(*(torch.from_numpy(x.copy()).to(device) for x in (starts, indices, counts)))
-
-    q = random_queries(6, 2, 64, device)
-    keys, values = (
-        random_queries(10 * PAGE, 1, 64, device).view(10, PAGE, 1, 64).transpose(1, 2) + i for i in range(2)
-    )
-    plan, parts = plan_level(found.groups, 2, 1, device)
-    level = CascadeLevel(on_device(found.starts, found.lengths), plan, parts)
-    own = on_device(found.own_starts, found.own_lengths)
-    out = torch.full_like(q, math.nan)
-    paged_cascade(q, (keys, values), [level], own, 0.1, out, None, cascade_workspace(6, (2, 1), 64, parts, device))
-    right, _ = expected(q, (keys, values, on_device(indptr, lengths)), [1] * 6, 0.1, is_causal=False)
-    torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from allspan import Engine, SamplingParams
+from allspan.kernels.cuda import sharing
 from allspan.worker.models import loader
+from allspan.worker.models.inputs import StepInputs
 from allspan.worker.models.loader import memory_of
+from allspan.worker.models.model import Model
 from support.tiny_models import prompt, reference_logits, save_tiny
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -51,6 +54,35 @@ def assert_likely(output: tuple[int, ...], asked: list[int], reference: Any) -> 
     for i, (token, row) in enumerate(zip(output, logits, strict=True)):
         miss = float(row.max() - row[token])
         assert miss <= 0.05 * float(row.std()), f"token {i} of {len(output)}: {miss} below the best"
+
+
+def test_rows_that_share_a_prefix_decode_as_a_cascade(
+    tmp_path: Path, on: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "READ_AGAIN", 1e6)
+    monkeypatch.setattr(sharing, "LAUNCHES", 0)
+    were_shared: list[bool] = []
+    forward = Model.forward
+
+    def noted(model: Model, inputs: StepInputs) -> torch.Tensor:
+        were_shared.append(inputs.shared is not None)
+        return forward(model, inputs)
+
+    monkeypatch.setattr(Model, "forward", noted)
+    reference = save_tiny(tmp_path / "model", "llama", torch.bfloat16, **FAMILIES["llama"]).float()
+    vocab = reference.config.vocab_size
+    prefix = prompt(53, vocab)
+    asked = [prefix + prompt(length, vocab, 1 + length) for length in (2, 17, 1)]  # padded to four rows
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    for is_disabled in (False, True):
+        were_shared.clear()
+        with Engine(tmp_path / "model", **on, **SETTINGS, disable_cascade_attn=is_disabled) as engine:
+            engine.generate([prefix], SamplingParams(max_tokens=1))  # its three whole pages stay in the cache
+            outputs = engine.generate(asked, params)
+        assert sum(were_shared) == (0 if is_disabled else 3), were_shared
+        for one, output in zip(asked, outputs, strict=True):
+            assert output.timings.cached_tokens == 48
+            assert_likely(output.token_ids, one, reference)
 
 
 @pytest.mark.parametrize("pages", ["int8", "uint4"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from allspan.kernels.cuda.sharing import CascadeRule
 from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import AllspanError
 from allspan.protos.results import Output
@@ -79,10 +80,12 @@ def fake_gpu_core(
     num_pages: int = 64,
     collected: Callable[[list[Outcome]], None] | None = None,
     eos: tuple[int, ...] = (),
+    rule: CascadeRule | None = None,
     **scheduler: int,
 ) -> tuple[EngineCore, FakeGpuModel]:
     """Its steps come as a GPU's, and rows go on ahead."""
     model = FakeGpuModel(num_pages, PAGE_SIZE)
+    model.cascade_rule = rule
     core = EngineCore(config(**scheduler), model, num_pages, LocalCollectives(), None, eos)
     core.on_outputs = collected or Collected()
     return core, model

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.worker.models.inputs import StepInputs
+from allspan.kernels.cuda.sharing import CascadeRule
+from allspan.worker.models.inputs import SharedInputs, StepInputs
 from allspan.worker.scheduler.plan import Copy
 
 
@@ -71,6 +72,9 @@ class FakeGpuModel(FakeModel):
     ) -> None:
         super().__init__(num_pages, page_size, max_model_len, widths)
         self.buckets: list[int] = []
+        self.cascade_rule: CascadeRule | None = None
+        self.num_shared = 0
+        """Steps whose rows shared tokens."""
 
     def plan_tiles(self, counts: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
         """One a request, of its number and its tokens."""
@@ -90,10 +94,28 @@ class FakeGpuModel(FakeModel):
         assert (inputs.slots[rows:] == -1).all()
         assert (inputs.kv_lens[rows:] == 0).all()
         assert len({len(t) for t in (inputs.ids, inputs.positions, inputs.slots, inputs.logits_rows)}) == 1
+        if inputs.shared is not None:
+            self.num_shared += 1
+            self._check_shared(inputs, inputs.shared)
         names = ("ids", "positions", "slots", "kv_lens", "logits_rows")
         real = {name: getattr(inputs, name)[:rows] for name in names}
         indptr = {name: getattr(inputs, name)[: rows + 1] for name in ("qo_indptr", "page_indptr")}
         return super().forward(StepInputs(**real, **indptr, page_indices=inputs.page_indices))
+
+    def _check_shared(self, inputs: StepInputs, shared: SharedInputs) -> None:
+        """What a row shares and what is its own are, together, all that it has."""
+        pages, indptr = inputs.page_indices, inputs.page_indptr.tolist()
+        group_of = np.repeat(np.arange(len(shared.kv_lens)), np.diff(shared.qo_indptr.numpy())).tolist()
+        assert len(group_of) == inputs.bucket
+        for row, group in enumerate(group_of):
+            count, own = int(shared.kv_lens[group]), int(shared.own_kv_lens[row])
+            assert count % self._page_size == 0
+            assert count + own == inputs.kv_lens[row]
+            first, own_first = int(shared.page_indptr[group]), int(shared.own_page_indptr[row])
+            mine = pages[indptr[row] : indptr[row + 1]]
+            assert torch.equal(pages[first : first + count // self._page_size], mine[: count // self._page_size])
+            assert indptr[row] + count // self._page_size == own_first
+        assert set(group_of) == set(shared.tiles[:, 0].tolist()) - {-1}
 
 
 class FakeTiers:

@@ -14,6 +14,7 @@ from allspan.worker.cache.budget import pages_of
 from allspan.worker.engine.buffers import BatchSizes, InputBuffers
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import PageTiers
+from allspan.worker.engine.sharing import SharedPages
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.sampling.sampler import Sampled, Sampler
 from allspan.worker.scheduler.plan import Join, Run, StepPlan, StepResult
@@ -57,6 +58,9 @@ class Batch:
         self._prompt_ends = np.zeros(rows, dtype=np.int64)
         """The prompt's last index for rows that want its log-probabilities, else 0."""
         self._request_ids: list[bytes | None] = [None] * rows
+        self._shared = SharedPages(self._pages, sizes.page_size) if buffers.wants_common else None
+        self._common: Ints | None = None
+        """What the rows of the inputs have in common."""
         self._parked: dict[bytes, Ints] = {}
         self._step = 0
         self._run_rows = np.zeros(0, dtype=np.int64)
@@ -109,6 +113,9 @@ class Batch:
         runs = sorted(plan.runs, key=lambda run: run.num_tokens > 1)
         self._run_rows = np.fromiter((run.row for run in runs), dtype=np.int64, count=len(runs))
         self._run_counts = np.fromiter((run.num_tokens for run in runs), dtype=np.int64, count=len(runs))
+        self._common = None
+        if runs and runs[-1].num_tokens == 1:
+            self._run_rows, self._common = self._together(tuple(run.row for run in runs))
         if plan.runs and is_running:
             self._inputs = None
             self._logits = LogitsRows(self._run_rows, self._num_tokens[self._run_rows], None)
@@ -119,7 +126,7 @@ class Batch:
     def ahead(self, plan: StepPlan, order: Longs) -> tuple[StepInputs, LogitsRows]:
         """The next step of the plan's rows that go on ahead, before `commit` of this one. In the place of ids, which
         nobody knows yet, the inputs have where each row stands in `order`."""
-        rows = np.asarray(plan.ahead, dtype=np.int64)
+        rows, common = self._together(plan.ahead)
         at = {row: i for i, row in enumerate(order.tolist())}
         positions = self._num_tokens[rows]
         kv_lens = positions + 1
@@ -129,7 +136,7 @@ class Batch:
         page_indptr = _indptr(page_counts)
         pages, offsets = np.divmod(positions, self._page_size)
         values: dict[str, NDArray[Any]] = {
-            "ids": np.fromiter((at[row] for row in plan.ahead), dtype=np.int32, count=len(rows)),
+            "ids": np.fromiter((at[row] for row in rows.tolist()), dtype=np.int32, count=len(rows)),
             "positions": positions,
             "slots": self._pages[rows, pages] * self._page_size + offsets,
             "qo_indptr": np.arange(len(rows) + 1),
@@ -138,7 +145,7 @@ class Batch:
             "kv_lens": kv_lens,
             "logits_rows": np.arange(len(rows)),
         }
-        return self.buffers.fill(values), LogitsRows(rows, kv_lens, None)
+        return self.buffers.fill(values, common), LogitsRows(rows, kv_lens, None)
 
     def commit(self, sampled: Sampled | None) -> StepResult:
         """Appends the step's tokens to their rows; None when there were no logits."""
@@ -162,6 +169,12 @@ class Batch:
             row: (token,) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
         }
         return StepResult(self._step, made | failed, sampled.logprobs, self.tokens_hash, sampled.prompt_logprobs)
+
+    def _together(self, rows: tuple[int, ...]) -> tuple[Longs, Ints | None]:
+        """Rows that decode, in the order of the inputs, and what they have in common."""
+        if self._shared is None:
+            return np.asarray(rows, dtype=np.int64), None
+        return self._shared.of(rows, self._num_computed)
 
     def _drop(self, plan: StepPlan, inbox: Inbox) -> None:
         for request_id in plan.drops:
@@ -202,6 +215,8 @@ class Batch:
         self._num_tokens[row] = len(tokens)
         self._num_computed[row] = join.num_computed
         self._num_pages[row] = 0
+        if self._shared is not None:
+            self._shared.forget()
         self._prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
         self._sampler.add(row, request.params, prompt_len, self._tokens[row])
 
@@ -250,7 +265,8 @@ class Batch:
                 "page_indices": self._pages[page_rows, _nth(page_indptr)],
                 "kv_lens": kv_lens,
                 "logits_rows": logits_rows,
-            }
+            },
+            self._common,
         )
 
     def _choose_logits(self, token_rows: Longs, positions: Longs, qo_indptr: Longs) -> Longs:

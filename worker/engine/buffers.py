@@ -33,8 +33,11 @@ class InputBuffers(Protocol):
 
     is_shared: bool
     """What `fill` gives out are views of the buffers, not copies: then `advance` works."""
+    wants_common: bool
+    """`fill` makes something of what decodes have in common."""
 
-    def fill(self, values: dict[str, NDArray[Any]]) -> StepInputs: ...
+    def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
+        """All of `StepInputs`' tensors by name. `common`, in a step of decodes: see `SharedPages.of`."""
 
     def advance(self, tokens: Ints) -> None:
         """The same rows again, each with the next token, in the page that it is in; only where `is_shared`."""
@@ -46,6 +49,8 @@ _CHANGING = ("ids", "positions", "slots", "kv_lens")
 
 class StepBuffers:
     """int32 buffers of fixed capacity, filled through numpy and handed out as tensor views on the model's device."""
+
+    wants_common = False
 
     def __init__(self, sizes: BatchSizes, device: torch.device) -> None:
         pages = sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size)  # rows may share pages
@@ -64,7 +69,7 @@ class StepBuffers:
         self._changing: Ints = changing.numpy()
         self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
 
-    def fill(self, values: dict[str, NDArray[Any]]) -> StepInputs:
+    def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
         views: dict[str, Any] = {}
         for name, value in values.items():
             self._arrays[name][: len(value)] = value

@@ -31,13 +31,15 @@ def capture_decodes(buffers: InputBuffers, model: StepModel, beat: Callable[[], 
     captures = cast(Capturing, model)
     started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
     for bucket in reversed(buffers.buckets):
-        captures.capture(buffers.padding(bucket))
-        beat()
+        for is_shared in (False, True) if bucket in buffers.shared_buckets else (False,):
+            captures.capture(buffers.padding(bucket, is_shared))
+            beat()
     torch.cuda.synchronize()
     logger.info(
-        "captured decode steps of %d sizes (1 to %d rows) in %.1f s, %.2f GiB",
+        "captured decode steps of %d sizes (1 to %d rows; %d also for rows that share tokens) in %.1f s, %.2f GiB",
         len(buffers.buckets),
         buffers.buckets[-1],
+        len(buffers.shared_buckets),
         time.monotonic() - started,
         max(0, free - torch.cuda.mem_get_info()[0]) / 2**30,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from allspan.kernels.cuda.sharing import CascadeRule, Sharing
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.engine.buffers import BatchSizes, InputBuffers, StepBuffers
 from allspan.worker.engine.model import StepModel
-from allspan.worker.models.inputs import PlanTiles, StepInputs
+from allspan.worker.models.inputs import PlanTiles, SharedInputs, StepInputs
 
 Ints = NDArray[np.int32]
 
@@ -28,6 +29,23 @@ def decode_buckets(max_rows: int) -> tuple[int, ...]:
     each, of many the padding costs little."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 32)]
     return (*(rows for rows in steps if rows < max_rows), max_rows)
+
+
+_SHARED = "shared "
+_SHARED_NAMES = tuple(field.name for field in fields(SharedInputs))
+
+
+def _shared_lengths(rule: CascadeRule, bucket: int) -> dict[str, int]:
+    """Of what `SharedInputs` holds."""
+    groups, tiles = rule.sizes(bucket)
+    lengths = (2 * tiles, groups + 1, groups + 1, groups, bucket + 1, bucket)
+    return {_SHARED + name: length for name, length in zip(_SHARED_NAMES, lengths, strict=True)}
+
+
+def _shared_values(sharing: Sharing, indptr: Ints, kv_lens: Ints, page_size: int) -> dict[str, Ints]:
+    level, own = sharing.tables(indptr, kv_lens, page_size)
+    values = (sharing.tiles.reshape(-1), sharing.qo_indptr, *level, *own)
+    return {_SHARED + name: value for name, value in zip(_SHARED_NAMES, values, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +66,41 @@ class DeviceBuffers:
     is_shared = False
     """What `fill` gives out are copies."""
 
-    def __init__(self, sizes: BatchSizes, device: torch.device, plan_tiles: PlanTiles) -> None:
+    def __init__(
+        self, sizes: BatchSizes, device: torch.device, plan_tiles: PlanTiles, rule: CascadeRule | None = None
+    ) -> None:
+        """`rule` None: what decodes share is not looked at."""
         self._sizes = sizes
         self._plan_tiles = plan_tiles
+        self._rule = rule
         self._is_gpu = device.type == "cuda"
         self.buckets = decode_buckets(sizes.max_rows)
+        self.shared_buckets = frozenset(rows for rows in self.buckets if rule and rule.may_pay(rows))
+        """For these there are inputs whose rows share tokens as well."""
+        self.wants_common = rule is not None
+        self._common: Ints | None = None
+        self._sharing: Sharing | None = None
+        """What is made of `_common`."""
         pages = sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size)
         self._most_pages = pages
         capacity = 3 * sizes.max_tokens + 3 * (sizes.max_rows + 1) + sizes.max_logits_rows + pages
         capacity += 2 * (sizes.max_tokens + sizes.max_rows)  # tiles hold at least one query each, of one KV head or all
-        capacity += 16 * _ALIGNMENT
+        if rule is not None:
+            capacity += sum(_shared_lengths(rule, sizes.max_rows).values())
+        capacity += 32 * _ALIGNMENT
         # Two, so that one can be filled while the copy of the other is still to come.
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=self._is_gpu) for _ in range(2)]
         self._arrays: list[Ints] = [host.numpy() for host in self._hosts]
         self._turn = 0
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._padded: dict[int, tuple[_Place, StepInputs]] = {}
+        self._padded: dict[tuple[int, bool], tuple[_Place, StepInputs]] = {}
 
-    def fill(self, values: dict[str, NDArray[Any]]) -> StepInputs:
-        """All of `StepInputs`' tensors by name."""
+    def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
         counts = np.diff(values["qo_indptr"])
         decodes = int((counts == 1).sum())
         if decodes == len(counts) == len(values["logits_rows"]):
-            return self._fill_padded(values, decodes)
+            bucket = self.buckets[bisect_left(self.buckets, decodes)]
+            return self._fill_padded(values, decodes, bucket, self._choose(common, bucket))
         if (counts[:decodes] != 1).any():
             raise InternalError("rows with one new token must come first")
         tiles = self._plan_tiles(counts[decodes:], values["kv_lens"][decodes:])
@@ -88,17 +118,26 @@ class DeviceBuffers:
     def advance(self, tokens: Ints) -> None:
         raise InternalError("copies on a device do not show what the host's buffers hold")
 
-    def padding(self, bucket: int) -> StepInputs:
+    def padding(self, bucket: int, is_shared: bool = False) -> StepInputs:
         """A step of `bucket` rows that are all padding, on the device."""
         none = np.zeros(0, dtype=np.int32)
         names = ("ids", "positions", "slots", "kv_lens", "logits_rows", "page_indices")
         values: dict[str, NDArray[Any]] = dict.fromkeys(names, none)
         values |= dict.fromkeys(("qo_indptr", "page_indptr"), np.zeros(1, dtype=np.int32))
-        return self._fill_padded(values, 0, bucket)
+        sharing = self._rule.cut([(bucket, 0)], bucket) if self._rule and is_shared else None
+        return self._fill_padded(values, 0, bucket, sharing)
 
-    def _fill_padded(self, values: dict[str, NDArray[Any]], rows: int, bucket: int = 0) -> StepInputs:
-        bucket = bucket or self.buckets[bisect_left(self.buckets, rows)]
-        place, inputs = self._of_bucket(bucket)
+    def _choose(self, common: Ints | None, bucket: int) -> Sharing | None:
+        if self._rule is None or common is None or bucket not in self.shared_buckets:
+            return None
+        if common is not self._common:
+            self._common, self._sharing = common, self._rule.choose(common, bucket)
+        return self._sharing
+
+    def _fill_padded(
+        self, values: dict[str, NDArray[Any]], rows: int, bucket: int, sharing: Sharing | None
+    ) -> StepInputs:
+        place, inputs = self._of_bucket(bucket, sharing is not None)
         array, spans = self._next(), place.spans
         for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("kv_lens", 0)):
             first, last = spans[name]
@@ -111,20 +150,31 @@ class DeviceBuffers:
         for name in ("qo_indptr", "logits_rows"):
             first, last = spans[name]
             array[first:last] = np.arange(last - first)
+        if sharing is not None:
+            indptr, kv_lens = (array[slice(*spans[name])] for name in ("page_indptr", "kv_lens"))
+            for name, value in _shared_values(sharing, indptr, kv_lens, self._sizes.page_size).items():
+                array[slice(*spans[name])] = value
         first = spans["page_indices"][0]
         last = first + len(values["page_indices"])
         array[first:last] = values["page_indices"]
         self._send(last)
         return replace(inputs, num_rows=rows)
 
-    def _of_bucket(self, bucket: int) -> tuple[_Place, StepInputs]:
-        if bucket not in self._padded:
+    def _of_bucket(self, bucket: int, is_shared: bool) -> tuple[_Place, StepInputs]:
+        if (bucket, is_shared) not in self._padded:
             names = ("ids", "positions", "slots", "kv_lens", "logits_rows")
             lengths = dict.fromkeys(names, bucket)
             lengths |= {"qo_indptr": bucket + 1, "page_indptr": bucket + 1, "page_indices": self._most_pages}
+            if is_shared and self._rule:
+                lengths |= _shared_lengths(self._rule, bucket)
             place = self._place(lengths)
-            self._padded[bucket] = place, StepInputs(**self._views(place), num_decodes=bucket, bucket=bucket)
-        return self._padded[bucket]
+            views = self._views(place)
+            shared = {name: views.pop(_SHARED + name) for name in _SHARED_NAMES} if is_shared else None
+            if shared is not None:
+                shared["tiles"] = shared["tiles"].view(-1, 2)
+                views["shared"] = SharedInputs(**shared)
+            self._padded[bucket, is_shared] = place, StepInputs(**views, num_decodes=bucket, bucket=bucket)
+        return self._padded[bucket, is_shared]
 
     def _place(self, lengths: dict[str, int]) -> _Place:
         """The page indices last: so much of them as is used is copied."""
@@ -148,7 +198,9 @@ class DeviceBuffers:
 def buffers_for(model: StepModel, sizes: BatchSizes, device: str) -> InputBuffers:
     """Those that the model's kernels want."""
     plan_tiles, where = _plan_tiles(model), torch.device(device)
-    return StepBuffers(sizes, where) if plan_tiles is None else DeviceBuffers(sizes, where, plan_tiles)
+    if plan_tiles is None:
+        return StepBuffers(sizes, where)
+    return DeviceBuffers(sizes, where, plan_tiles, getattr(model, "cascade_rule", None))
 
 
 def is_on_gpu(model: StepModel) -> bool:

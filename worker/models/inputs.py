@@ -13,6 +13,28 @@ PlanTiles = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int32]]
 """From the new tokens and all tokens of some requests to what `StepInputs.tiles` holds of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedInputs:
+    """Of decodes that begin with the same pages, read once for all who share them; int32 tensors, on the GPU.
+
+    Made of an `allspan.kernels.cuda.sharing.Sharing`: the level's tiles, rows and pages, and each row's own pages, in
+    the indices of the whole page table.
+    """
+
+    tiles: Tensor
+    """[tiles, 2]."""
+    qo_indptr: Tensor
+    """[groups + 1]."""
+    page_indptr: Tensor
+    """[groups + 1]."""
+    kv_lens: Tensor
+    """[groups]."""
+    own_page_indptr: Tensor
+    """[R + 1]."""
+    own_kv_lens: Tensor
+    """[R]."""
+
+
 @dataclass(slots=True)
 class StepInputs:
     """Views into buffers of fixed capacity, cut to this step's sizes. Tensors are int32, on the model's device.
@@ -45,3 +67,5 @@ class StepInputs:
     """On a GPU: the step is one of decodes alone, padded to so many rows; 0: it is not."""
     num_rows: int = 0
     """With a bucket: so many of its rows are real."""
+    shared: SharedInputs | None = None
+    """With a bucket: what its rows share, where that pays."""

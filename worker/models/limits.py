@@ -12,3 +12,5 @@ class ModelLimits:
     max_tokens: int
     max_requests: int
     max_model_len: int
+    uses_cascades: bool = True
+    """On a GPU: attention has room for states of tokens that several requests share."""

@@ -131,7 +131,7 @@ def load_model(
     weights = open_weights(prepared.source, holding, config)
     check_room(prepared.weight_bytes)
     tensors = weights.read(config.device, on_progress)
-    limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len)
+    limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, not config.disable_cascade_attn)
     return Model(holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)
 
 

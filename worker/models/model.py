@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allspan.kernels.cuda.sharing import CascadeRule
 from allspan.kernels.ops import OpSet
 from allspan.protos.engine import OpProfile
 from allspan.protos.errors import InternalError
@@ -68,12 +69,12 @@ class Model:
         self._cos_sin = cos_sin_table(shard.spec.rotary, shard.spec.head_dim, limits.max_model_len).to(device)
         self._interpreter.bind({"cos_sin": self._cos_sin})
         self.weights_changed()
-        self._attention = attention_of(shard, limits, ops, device)
+        self._attention = attention_of(shard, cache_spec, limits, ops, device)
         self._cache: KVCache | None = None
         self._inputs: StepInputs | None = None
         self._is_profiling = False
-        self._graphs: dict[int, Graph] = {}
-        """By bucket."""
+        self._graphs: dict[tuple[int, bool], Graph] = {}
+        """By bucket, and whether its rows share tokens."""
         self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
         """What `_inputs` are to the program: by its names, tokens, rows of logits."""
 
@@ -89,6 +90,11 @@ class Model:
     def plan_tiles(self) -> PlanTiles | None:
         """How attention wants the tokens of a step cut on the host; None: it does not."""
         return self._attention.plan_tiles
+
+    @property
+    def cascade_rule(self) -> CascadeRule | None:
+        """When attention reads what the rows of a decode step share once for all of them; None: never."""
+        return self._attention.cascade_rule
 
     @property
     def progress(self) -> int:
@@ -120,8 +126,9 @@ class Model:
         if self._cache is None:
             raise InternalError("forward before bind_cache")
         self._check()
-        if inputs.bucket in self._graphs and not self._is_profiling:
-            return self._graphs[inputs.bucket].replay()[: inputs.num_rows]
+        kind = inputs.bucket, inputs.shared is not None
+        if kind in self._graphs and not self._is_profiling:
+            return self._graphs[kind].replay()[: inputs.num_rows]
         if inputs is not self._inputs:
             self._inputs = inputs
             self._step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
@@ -129,10 +136,12 @@ class Model:
         return logits[: inputs.num_rows] if inputs.bucket else logits
 
     def capture(self, inputs: StepInputs) -> None:
-        """Has the GPU keep the forward pass of a padded step of decodes: later steps of the bucket, whose inputs lie at
-        the same addresses, are one launch. Largest bucket first: all share its memory."""
+        """Has the GPU keep the forward pass of a padded step of decodes: later steps of the bucket that share tokens
+        or do not, as these do, have their inputs at the same addresses and are one launch. Largest bucket first: all
+        share its memory."""
         step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
-        self._graphs[inputs.bucket] = Graph(lambda: self._interpreter.run(*step), self._graphs.values())
+        kind = inputs.bucket, inputs.shared is not None
+        self._graphs[kind] = Graph(lambda: self._interpreter.run(*step), self._graphs.values())
 
     def _by_name(self, inputs: StepInputs) -> dict[str, Any]:
         return {

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from allspan.kernels.cuda import modules, sharing
+from allspan.kernels.cuda.modules import Gpu
+from allspan.kernels.cuda.sharing import CascadeRule
 from allspan.protos.errors import Unavailable
 from allspan.worker.scheduler.plan import Operation, StepPlan
 from allspan.worker.scheduler.request import Request
@@ -122,9 +126,43 @@ def test_a_shut_down_loop_tells_everybody() -> None:
     assert isinstance(collected.errors[one.request_id], Unavailable)
 
 
+class _Gpu:
+    """So small that sharing a page pays; see `always_pays`."""
+
+    def gpu(self, device: torch.device) -> Gpu:
+        return Gpu(1, 0)
+
+
+@pytest.fixture
+def always_pays(monkeypatch: pytest.MonkeyPatch) -> CascadeRule:
+    monkeypatch.setattr(modules, "driver", _Gpu)
+    monkeypatch.setattr(sharing, "LAUNCHES", 0)
+    return CascadeRule(4, 1, 64, 0.1, 64, torch.device("cpu"))
+
+
+def test_rows_that_share_pages_go_on_ahead_together(always_pays: CascadeRule) -> None:
+    collected = Collected()
+    core, model = fake_gpu_core(200, collected, rule=always_pays, max_num_seqs=7, max_num_batched_tokens=64)
+    prefixes = [[1] * 9, [1] * 4 + [2] * 8]
+    for number, prefix in enumerate(prefixes):
+        core.submit(request(number, prefix, max_tokens=1))
+    step_until_idle(core)
+    assert model.num_shared == 0
+    ones = [request(10 + i, [*prefixes[i % 2], i], max_tokens=6 + i, ignore_eos=True) for i in range(5)]
+    for one in ones:
+        core.submit(one)
+    step_until_idle(core)
+    assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
+    assert model.num_shared == 8, "all but the prompts' step, and the last, in which one row is left"
+
+
+prompts = st.tuples(
+    st.sampled_from([[], [1] * 4, [1] * 9, [1] * 4 + [2] * 8]), st.lists(st.integers(0, 9), min_size=1, max_size=20)
+).map(lambda prompt: prompt[0] + prompt[1])
+
 requests = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 9), min_size=1, max_size=20),
+        prompts,
         st.integers(1, 30),
         st.booleans(),
         st.integers(0, 12),
@@ -135,12 +173,16 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests, st.sampled_from([20, 40, 64]))
-def test_whoever_comes_and_goes_gets_the_tokens_of_a_plain_loop(days: list[tuple], pages: int) -> None:  # type: ignore[type-arg]
+def test_whoever_comes_and_goes_gets_the_tokens_of_a_plain_loop(
+    always_pays: CascadeRule,
+    days: list[tuple],  # type: ignore[type-arg]
+    pages: int,
+) -> None:
     """Prompt, tokens, whether it heeds ends, steps before it comes, and steps after which it is cancelled."""
     collected = Collected()
-    core, _ = fake_gpu_core(pages, collected, EOS)
+    core, _ = fake_gpu_core(pages, collected, EOS, always_pays)
     ones, cancels = [], []
     for number, (prompt, count, ignore_eos, pause, cancelled) in enumerate(days):
         one = request(number, prompt, max_tokens=count, ignore_eos=ignore_eos)
