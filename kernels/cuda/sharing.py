@@ -28,7 +28,7 @@ MOST_GROUPS = 8
 
 READ_AGAIN = 0.4
 """What a shared token costs a further row in plain decode. Caches have much of it: 64 requests that share 8,192 tokens,
-and 256 that share 32,768, were read at 2.3 and 2.5 times the memory's bandwidth (FlashInfer 0.6.14, H200)."""
+and 256 that share 32,768, were read at 2.2 and 2.5 times the memory's bandwidth (FlashInfer 0.6.14, H200)."""
 
 TILE_TOKEN = {"wgmma": 1.25, "mma": 2.0, "codes": 3.0}
 """What a token costs a tile of 128 rows, by the kernel and the pages: at 490, 300 and some 200 TFLOP/s on an H200."""

@@ -19,6 +19,7 @@ from allspan.kernels.cuda.pages import PageTable
 from allspan.kernels.cuda.prefill import PrefillPlan
 from allspan.kernels.cuda.sharing import MOST_GROUPS, TILE_TOKEN, CascadeRule, tile_token
 from support.cuda_pages import expected, random_queries
+from support.emulator.driver import EmulatorDriver
 
 PAGE = 16
 CPU = torch.device("cpu")
@@ -127,6 +128,20 @@ def test_the_kernel_that_runs_is_the_one_that_is_counted_with() -> None:
 
 
 def test_uneven_heads_and_padding_see_shared_and_own_tokens_once_each(device: str) -> None:
+    check_step(device)
+
+
+def test_on_hopper_tiles_of_none_are_passed_over_as_well(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache: pytest.Cache = request.config.cache
+    emulator = EmulatorDriver(cache.mkdir("emulated"), capability=(9, 0))
+    monkeypatch.setattr(modules, "driver", lambda: emulator)
+    check_step("cpu")
+    assert [launched.name for launched in emulator.launched] == ["prefill_sm90", "decode", "merge_states"]
+
+
+def check_step(device: str) -> None:
     lists = [[7, 2, 9, 4], [7, 2, 9, 5], [7, 2, 9], [1], [3, 8], [3, 8, 6]]
     lengths = np.array([60, 50, 48, 9, 32, 40, 0, 0], np.int32)
     common = np.array([48, 48, 0, 0, 32, 0], np.int32)
