@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,11 @@ from allspan.kernels.cuda.modules import Gpu
 from allspan.kernels.cuda.pages import PageTable
 from allspan.kernels.cuda.prefill import PrefillPlan
 from allspan.kernels.cuda.sharing import MOST_GROUPS, TILE_TOKEN, CascadeRule, tile_token
+from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.models.attention import attention_of
+from allspan.worker.models.limits import ModelLimits
+from allspan.worker.models.shard import make_shard
+from allspan.worker.models.spec import ModelSpec, RotarySpec
 from support.cuda_pages import expected, random_queries
 from support.emulator.driver import EmulatorDriver
 
@@ -125,6 +132,19 @@ def test_the_kernel_that_runs_is_the_one_that_is_counted_with() -> None:
     assert tile_token("bfloat16", 16, 128, CPU) == TILE_TOKEN["wgmma"]
     assert tile_token("bfloat16", 16, 256, CPU) == TILE_TOKEN["mma"]
     assert tile_token("uint4", 16, 128, CPU) == TILE_TOKEN["codes"]
+
+
+@pytest.mark.usefixtures("h200")
+def test_ranks_with_other_heads_decide_alike() -> None:
+    rotary = RotarySpec(theta=1e4)
+    spec = ModelSpec("llama", 1152, 1, 9, 3, 128, 64, 64, 4096, 1e-5, rotary)
+    cache, limits = CacheSpec(PAGE, 1, 2, 128, "bfloat16"), ModelLimits(64, 64, 4096)
+    ops = SimpleNamespace(name="cuda/sm90")
+    first, second = (attention_of(make_shard(spec, rank, 2), cache, limits, ops, "cpu") for rank in range(2))  # type: ignore[arg-type]
+    assert first.cascade_rule is not None
+    assert first.cascade_rule == second.cascade_rule
+    without = attention_of(make_shard(spec, 0, 2), cache, replace(limits, uses_cascades=False), ops, "cpu")  # type: ignore[arg-type]
+    assert without.cascade_rule is None
 
 
 def test_uneven_heads_and_padding_see_shared_and_own_tokens_once_each(device: str) -> None:
