@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, element_macro, gpu, kernel, launch
+from allspan.kernels.cuda.modules import Kernel, element_macro, gpu, kernel, launch, shared_limit
 from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
 
 MOST_GROUP = 16
@@ -78,7 +78,7 @@ def paged_decode(
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     """Of the head sizes and groups that are common; others are compiled when they come."""
-    limit = {0: 166_912, 6: 101_376, 9: 101_376}.get(capability[1], 101_376) if capability[0] == 8 else 232_448
+    limit = shared_limit(capability)
     for dim in (64, 128, 256):
         for form in range(3) if dim < 256 else range(1):
             shape = _shape(form, form > 0, dim, limit)

@@ -34,6 +34,13 @@ class Gpu:
     """(9, 0): Hopper, whose own units only some kernels use."""
 
 
+def shared_limit(capability: tuple[int, int]) -> int:
+    """`Gpu.shared_bytes` of a GPU that is not here."""
+    if capability[0] in (9, 10, 11):
+        return 232_448
+    return 166_912 if capability in ((8, 0), (8, 7)) else 101_376
+
+
 class Driver(Protocol):
     """Compiles and launches."""
 
