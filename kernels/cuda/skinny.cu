@@ -57,37 +57,51 @@ extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* number
   const auto feature = [&](int p, int i) {
     return is_gated ? p * outputs + min(first + i, outputs - 1) : min(first + p * 16 + i, features - 1);
   };
-  const uint4* from[PARTS][2];
+  // Where this lane's next codes, numbers and inputs are, counted on from slab to slab: to find them anew would be as
+  // much work as the products.
+  uint32_t from[PARTS][2];  // of 16 bytes
 #pragma unroll
   for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) from[p][h] = weight + static_cast<long long>(feature(p, g + 8 * h)) * slabs * 4 + t;
+    for (int h = 0; h < 2; ++h) from[p][h] = static_cast<uint32_t>(feature(p, g + 8 * h)) * (slabs * 4) + warp * 4 + t;
   const int groups = (inputs + 32 * group_sets - 1) / (32 * group_sets);
+  const int sets = GROUP_SETS < kSets ? kGroupSets : group_sets;  // of a group: known here where it is within a slab
+  constexpr int kLanesGroups = PARTS == 1 ? 2 : 1;                // whose numbers the lanes copy at once
   const uint32_t* const pairs = static_cast<const uint32_t*>(numbers) + feature(lane / 16 % PARTS, lane % 16);
+  int group = warp * kSets / sets + lane / 16 % kLanesGroups, within = warp * kSets % sets;
   const bf16* x_from[TILES];
+  int left[TILES];  // inputs from there on
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
-    const int row = row0 + n * 8 + g;
-    x_from[n] = row < rows ? x + static_cast<long long>(row) * x_stride + t * 8 : nullptr;
+    const int row = row0 + n * 8 + g, input = warp * (kSets * 32) + t * 8;
+    x_from[n] = x + static_cast<long long>(row < rows ? row : 0) * x_stride + input;
+    left[n] = row < rows ? inputs - input : 0;
   }
 
-  char* const stages = shared + warp * (kStages * kStageBytes);
+  char* const stages = shared + warp * (kStages * kStageBytes) + lane * 16;
+  const uint32_t numbers_at = smem(shared + warp * (kStages * kStageBytes) + kCodeBytes) + lane * 4;
   const int count = warp < slabs ? (slabs - warp - 1) / WARPS + 1 : 0;
   const auto ask = [&](int i) {
     if (i < count) {
-      const int slab = warp + i * WARPS;
       char* const to = stages + i % kStages * kStageBytes;
 #pragma unroll
       for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) copy16(smem(to + (p * 2 + h) * 512 + lane * 16), from[p][h] + slab * 4, true);
+        for (int h = 0; h < 2; ++h) {
+          copy16(smem(to + (p * 2 + h) * 512), weight + from[p][h], true);
+          from[p][h] += WARPS * 4;
+        }
+      if (kGrouped) {
 #pragma unroll
-      for (int j = 0; j < kNumbers; j += 32) {
-        const int group = slab * kSets / group_sets + (j + lane) / (PARTS * 16);
-        const bool is_there = group < groups;
-        if (j + lane < kNumbers)
-          copy4(smem(to + kCodeBytes + (j + lane) * 4),
-                pairs + (is_there ? static_cast<long long>(group) * features : 0), is_there);
+        for (int j = 0; j < kNumbers; j += 32) {
+          const int at = group + j / 32 * kLanesGroups;
+          const bool is_there = at < groups;
+          if (j + lane < kNumbers)
+            copy4(numbers_at + i % kStages * kStageBytes + j * 4,
+                  pairs + (is_there ? static_cast<long long>(at) * features : 0), is_there);
+        }
+        group += WARPS * kSets / sets, within += WARPS * kSets % sets;
+        if (within >= sets) within -= sets, ++group;
       }
     }
     commit();
@@ -97,15 +111,24 @@ extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* number
   for (int i = 0; i < kStages - 1; ++i) ask(i);
   let_next_begin();
   wait_for_ahead();  // the weight is there before any kernel; x and out are not
+  // What the first output of this thread needs beside the product is on its way meanwhile.
+  const int output = first + threadIdx.x % wide, output_row = row0 + threadIdx.x / wide;
+  const bool is_output = output < outputs && output_row < rows && threadIdx.x / wide < TILES * 8;
+  const float first_bias = bias && is_output ? bias[output] : 0;
+  const float before =
+      epilogue == kAdd && is_output
+          ? static_cast<const float*>(out)[static_cast<long long>(output_row) * out_stride + column + output]
+          : 0;
   for (int i = 0; i < count; ++i) {
     uint4 b[kSets][TILES];
 #pragma unroll
     for (int set = 0; set < kSets; ++set)
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
-        const int input = ((warp + i * WARPS) * kSets + set) * 32;
-        b[set][n] = x_from[n] && input + t * 8 < inputs ? load16(x_from[n] + input) : make_uint4(0, 0, 0, 0);
+        b[set][n] = left[n] > set * 32 ? load16(x_from[n] + set * 32) : make_uint4(0, 0, 0, 0);
       }
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) x_from[n] += WARPS * kSets * 32, left[n] -= WARPS * kSets * 32;
     wait_for<kStages - 2>();
     __syncwarp();
     ask(i + kStages - 1);
@@ -114,7 +137,7 @@ extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* number
 #pragma unroll
     for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) chunk[p][h] = *reinterpret_cast<const uint4*>(stage + (p * 2 + h) * 512 + lane * 16);
+      for (int h = 0; h < 2; ++h) chunk[p][h] = *reinterpret_cast<const uint4*>(stage + (p * 2 + h) * 512);
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
 #pragma unroll
@@ -150,7 +173,7 @@ extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* number
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int at = (set / kGroupSets * PARTS + p) * 16 + g + 8 * h;
-            const uint32_t pair = *reinterpret_cast<const uint32_t*>(stage + kCodeBytes + at * 4);
+            const uint32_t pair = *reinterpret_cast<const uint32_t*>(stage - lane * 16 + kCodeBytes + at * 4);
             const float scale = half_wide(pair & 0xffff);
             const float offset = kBase * scale + half_wide(pair >> 16);
 #pragma unroll
@@ -198,18 +221,23 @@ extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* number
       value *= pair.x;
       if (kHasSums) value -= (kBase * pair.x + pair.y) * of_x;
     }
-    return bias ? value + bias[f] : value;
+    return value;
   };
   for (int at = threadIdx.x; at < wide * TILES * 8; at += kThreads) {
     const int i = at % wide, row = at / wide;
     if (row0 + row >= rows || first + i >= outputs) continue;
-    float value = product(is_gated ? 0 : i / 16, i % 16, row);
-    if (is_gated) value = value / (1.0f + __expf(-value)) * product(PARTS - 1, i, row);
+    const bool is_first = at == threadIdx.x;
     const long long to = static_cast<long long>(row0 + row) * out_stride + column + first + i;
+    float value = product(is_gated ? 0 : i / 16, i % 16, row);
+    if (bias) value += is_first ? first_bias : bias[first + i];
+    if (is_gated) {
+      const float up = product(PARTS - 1, i, row) + (bias ? bias[outputs + first + i] : 0);
+      value = value / (1.0f + __expf(-value)) * up;
+    }
     if (!out_floats)
       static_cast<bf16*>(out)[to] = narrow(value);
     else if (epilogue == kAdd)
-      static_cast<float*>(out)[to] += value;
+      static_cast<float*>(out)[to] = value + (is_first ? before : static_cast<const float*>(out)[to]);
     else
       static_cast<float*>(out)[to] = value;
   }

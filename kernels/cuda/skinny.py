@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,7 +63,7 @@ _REDUCE = kernel("skinny_reduce.cu", "skinny_reduce")
 
 
 def _one_tile(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
-    """The warps of a block share its features' inputs: no partial sums leave it, and the chain of a step stays short."""
+    """The warps of a block take its features' inputs in turn: no partial sums leave it."""
     width = into.width(spec)
     is_wide = into.epilogue == GATED or width >= 64 * gpu(x.device).multiprocessors
     blocks = -(-width // (32 if is_wide and into.epilogue != GATED else 16)) * -(-len(x) // _ROWS)

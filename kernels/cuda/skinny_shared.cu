@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (kGrouped) {
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
-        const int group = ahead.step * kSets / group_sets + j;
+        const int group = GROUP_SETS < kSets ? ahead.step * kGroups + j : ahead.step * kSets / group_sets;
         copy4(smem(to + kCodeBytes + (j * 32 + lane) * 4),
               pairs + (group < groups ? static_cast<long long>(group) * features : 0), group < groups);
       }
@@ -242,8 +242,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
           for (int p = 0; p < kParts; ++p)
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              sum[n][p][e] += scale[p][e / 2] * group_sum[n][p][e] - offset[p][e / 2] * (e % 2 ? of_x.y : of_x.x);
+            for (int e = 0; e < 4; ++e) {
+              sum[n][p][e] += scale[p][e / 2] * group_sum[n][p][e];
+              sum[n][p][e] -= offset[p][e / 2] * (e % 2 ? of_x.y : of_x.x);
+            }
         }
       }
     }
