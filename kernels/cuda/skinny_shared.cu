@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   const int groups = (inputs + 32 * group_sets - 1) / (32 * group_sets);
 
-  // What is asked for runs kStages - 1 steps ahead.
+  // What is asked for runs kStages - 1 steps ahead. What is not there is not read: its address may be anything.
   Cursor ahead = enter(0);
   const uint4* from[kParts][2];
   const uint32_t* pairs = nullptr;
@@ -83,44 +83,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        from[p][h] = weight + static_cast<long long>(feature(ahead.tile, p, g + 8 * h)) * slabs * 4 + t;
+        from[p][h] =
+            weight + (static_cast<long long>(feature(ahead.tile, p, g + 8 * h)) * slabs + ahead.step * kSlabs) * 4 + t;
     if (kGrouped) pairs = static_cast<const uint32_t*>(numbers) + feature(ahead.tile, lane / 16, lane % 16);
   };
   find();
-  const auto ask_weight = [&](int i) {
-    char* const to = shared + i % kStages * kStageBytes + kXBytes + warp * kWarpBytes;
+  const auto go_on = [&] {
+    if (++ahead.step == steps) {
+      ahead = enter(ahead.round + 1), find();
+    } else {
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) {
-      const int slab = ahead.step * kSlabs + s;
+      for (int p = 0; p < kParts; ++p) from[p][0] += kSlabs * 4, from[p][1] += kSlabs * 4;
+    }
+  };
+  const uint32_t base = smem(shared), weight_to = base + kXBytes + warp * kWarpBytes + lane * 16;
+  const auto ask_weight = [&](int stage) {
+    const uint32_t to = weight_to + stage * kStageBytes;
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s)
 #pragma unroll
       for (int p = 0; p < kParts; ++p)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          copy16(smem(to + ((s * kParts + p) * 2 + h) * 512 + lane * 16), from[p][h] + (slab < slabs ? slab * 4 : 0),
-                 slab < slabs);
-    }
+          copy16(to + ((s * kParts + p) * 2 + h) * 512, from[p][h] + s * 4, s == 0 || ahead.step * kSlabs + s < slabs);
     if (kGrouped) {
+      const int first = GROUP_SETS < kSets ? ahead.step * kGroups : ahead.step * kSets / group_sets;
+      const uint32_t* at = pairs + static_cast<long long>(first) * features;
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        const int group = GROUP_SETS < kSets ? ahead.step * kGroups + j : ahead.step * kSets / group_sets;
-        copy4(smem(to + kCodeBytes + (j * 32 + lane) * 4),
-              pairs + (group < groups ? static_cast<long long>(group) * features : 0), group < groups);
-      }
+      for (int j = 0; j < kGroups; ++j, at += features)
+        copy4(to - lane * 12 + kCodeBytes + j * 128, at, first + j < groups);
     }
   };
-  const auto ask_x = [&](int i, int step) {
-    char* const to = shared + i % kStages * kStageBytes;
+  // Of x every thread copies the same 16 bytes of one row in kRowsBetween.
+  constexpr int kRowsBetween = kThreads / kChunks;
+  static_assert(kRows % kRowsBetween == 0 && kRowsBetween % 2 == 0);
+  const int x_row = threadIdx.x / kChunks, x_input = threadIdx.x % kChunks * 8;
+  const bf16* const x_from = x + static_cast<long long>(x_row) * x_stride + x_input;
+  const uint32_t x_to = base + place(x_row, threadIdx.x % kChunks);
+  const auto ask_x = [&](int stage, int step) {
+    const int input = step * (kStepSets * 32);
+    const bf16* at = x_from + input;
+    const bool is_there = x_input + input < inputs;
 #pragma unroll
-    for (int j = 0; j < kRows * kChunks; j += kThreads) {
-      const int row = (j + threadIdx.x) / kChunks, chunk = (j + threadIdx.x) % kChunks;
-      const int input = step * (kStepSets * 32) + chunk * 8;
-      if (kRows * kChunks % kThreads && j + static_cast<int>(threadIdx.x) >= kRows * kChunks) continue;
-      const bool is_there = row < rows && input < inputs;
-      copy16(smem(to + place(row, chunk)), is_there ? x + static_cast<long long>(row) * x_stride + input : x, is_there);
-    }
-  };
-  const auto go_on = [&] {
-    if (++ahead.step == steps) ahead = enter(ahead.round + 1), find();
+    for (int j = 0; j < kRows; j += kRowsBetween, at += static_cast<long long>(kRowsBetween) * x_stride)
+      copy16(x_to + stage * kStageBytes + j * kChunks * 16, at, is_there && x_row + j < rows);
   };
 
   int steps_of_x[kStages - 1];
@@ -140,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   // Sums of x over the inputs of each group, of step i, for all warps: each has some of them.
   float* const x_sums = reinterpret_cast<float*>(shared + kStages * kStageBytes);  // [2][kGroups][kRows]
-  const auto add_up = [&](int i) {
-    const char* const rows_of_x = shared + i % kStages * kStageBytes;
+  const auto add_up = [&](int stage, int turn) {
+    const char* const rows_of_x = shared + stage * kStageBytes;
     const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
     for (int j = 0; j < TILES * kGroups; j += WARPS) {
@@ -156,30 +162,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         multiply(sum, ones, b.z, b.w);
       }
       if (g == 0)
-        *reinterpret_cast<float2*>(x_sums + i % 2 * kSums + group * kRows + n * 8 + t * 2) =
-            make_float2(sum[0], sum[1]);
+        *reinterpret_cast<float2*>(x_sums + turn * kSums + group * kRows + n * 8 + t * 2) = make_float2(sum[0], sum[1]);
     }
   };
   if (kHasSums && count > 0) {
     wait_for<kStages - 2>();
     __syncthreads();
-    add_up(0);
+    add_up(0, 0);
   }
 
   float sum[TILES][kParts][4] = {}, x_sum[TILES][2] = {};
   Cursor at = enter(0);
+  int stage_at = 0;
   for (int i = 0; i < count; ++i) {
     wait_for<kAhead>();
     __syncthreads();
     if (i + kStages - 1 < count) {
-      const int next = i + kStages - 1;
-      ask_weight(next), ask_x(next, ahead.step);
-      if (next + 1 < count) go_on();
+      const int free = stage_at == 0 ? kStages - 1 : stage_at - 1;
+      ask_weight(free), ask_x(free, ahead.step);
+      if (i + kStages < count) go_on();
     }
     commit();
-    if (kHasSums && i + 1 < count) add_up(i + 1);
+    const int next = stage_at + 1 == kStages ? 0 : stage_at + 1;
+    if (kHasSums && i + 1 < count) add_up(next, 1 - i % 2);
 
-    const char* const stage = shared + i % kStages * kStageBytes;
+    const char* const stage = shared + stage_at * kStageBytes;
+    stage_at = next;
     const char* const codes = stage + kXBytes + warp * kWarpBytes;
     const float* const sums_of_step = x_sums + i % 2 * kSums;
     uint4 chunk[kParts][2];

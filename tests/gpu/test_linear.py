@@ -91,7 +91,9 @@ def check_odd_sizes(name: str, group: int, device: str, rows: int = 3) -> None:
     case.check(out, case.product)
 
 
-@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("fp8", 0), ("channel8", 0), ("group4", 32), ("q8_0", 0)])
+@pytest.mark.parametrize(
+    ("name", "group"), [("bf16", 0), ("fp8", 0), ("channel8", 0), ("group4", 32), ("group8", 512), ("q8_0", 0)]
+)
 def test_odd_sizes_agree_with_float64(name: str, group: int, device: str) -> None:
     check_odd_sizes(name, group, device)
 
@@ -113,7 +115,7 @@ def test_few_rows_agree_with_float64(check: Callable[[Case], None], rows: int, d
         ("group4", 32, (1300,), 300, 40),  # and tiles of their own before
         ("channel4", 0, (700,), 300, 20),
         ("channel8", 0, (70, 70), 330, 33),
-        ("group8", 64, (70, 70), 200, 12),
+        ("group8", 512, (70, 70), 700, 12),
         ("fp8", 0, (140,), 200, 9),
         ("bf16", 0, (70, 70), 520, 64),
     ],
