@@ -2,8 +2,8 @@
 
 x is bfloat16 [n, K]; out is bfloat16, or float32 (logits, and what `packed_linear_add` adds to). Sums are float32.
 
-- Few rows: a kernel that reads the weight once, at the speed of memory; codes meet x as it is, whatever the spec's
-  activation: at these sizes rounding x would save nothing.
+- Few rows (`skinny.py`): kernels that read the weight once, at the speed of memory; codes meet x as it is, whatever the
+  spec's activation: at these sizes rounding x would save nothing.
 - Many: cuBLAS, through torch. Codes become bfloat16 first; but with scales a channel and activation a8 or e4m3, x
   becomes int8 or e4m3 (sm_89 and later), with a scale a row, and codes are multiplied as they are.
 

@@ -111,9 +111,10 @@ extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* number
   for (int i = 0; i < kStages - 1; ++i) ask(i);
   let_next_begin();
   wait_for_ahead();  // the weight is there before any kernel; x and out are not
-  // What the first output of this thread needs beside the product is on its way meanwhile.
+  // What this thread's output needs beside the product is on its way meanwhile, where other blocks do not fill the
+  // wait.
   const int output = first + threadIdx.x % wide, output_row = row0 + threadIdx.x / wide;
-  const bool is_output = output < outputs && output_row < rows && threadIdx.x / wide < TILES * 8;
+  const bool is_output = PARTS == 1 && output < outputs && output_row < rows && threadIdx.x / wide < TILES * 8;
   const float first_bias = bias && is_output ? bias[output] : 0;
   const float before =
       epilogue == kAdd && is_output
@@ -226,7 +227,7 @@ extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* number
   for (int at = threadIdx.x; at < wide * TILES * 8; at += kThreads) {
     const int i = at % wide, row = at / wide;
     if (row0 + row >= rows || first + i >= outputs) continue;
-    const bool is_first = at == threadIdx.x;
+    const bool is_first = PARTS == 1 && at == threadIdx.x;
     const long long to = static_cast<long long>(row0 + row) * out_stride + column + first + i;
     float value = product(is_gated ? 0 : i / 16, i % 16, row);
     if (bias) value += is_first ? first_bias : bias[first + i];
