@@ -178,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   int* const lengths = begins + requests + 1;                        // [requests]
   int* const starts = lengths + requests;                            // [requests], of pages
 
+  let_next_begin();  // where blocks of this one have ended, or leave room: products ask for their weights
   wait_for_ahead();
-  let_next_begin();  // where blocks of this one have ended
 
   // The line of work: every thread block finds out for itself.
   __shared__ int warp_sums[kWarps], is_last;

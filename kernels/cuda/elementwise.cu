@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int at = (blockIdx.x % static_cast<unsigned>(pieces) * blockDim.x + threadIdx.x) * kUnit, left = width - at;
   const long long to = row * width + at;
   float x[kUnit] = {}, y[kUnit];
+  let_next_begin();
   wait_for_ahead();
   if (left > 0) {
     if constexpr (OP == kGather) {
@@ -39,7 +40,6 @@ extern "C" __global__ void __launch_bounds__(256)
       load<SOURCE, kUnit>(source, to, left, x);
     }
   }
-  let_next_begin();
   if constexpr (kIsQuantised) {
     unsigned top = 0;
 #pragma unroll

@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (OP == kNorm)
       if (at < width) load<WEIGHT, kUnit>(weight, at, width - at, w[i]);
   }
+  let_next_begin();
   wait_for_ahead();
 #pragma unroll
   for (int i = 0; i < UNITS; ++i) {
@@ -47,7 +48,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int j = 0; j < kUnit; ++j) x[i][j] = silu(x[i][j]) * y[i][j];
     }
   }
-  let_next_begin();
   float sum = 0;
   unsigned top = 0;
 #pragma unroll

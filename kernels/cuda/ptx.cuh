@@ -33,7 +33,8 @@ __device__ __forceinline__ void copy4(uint32_t to, const void* from, bool is_the
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 // Of a kernel whose blocks may begin before the one ahead has ended (`is_early` of a launch; otherwise these do
 // nothing; sm_90 and later): waits until that one has, and what it wrote is there; and lets the next one's blocks
-// begin, once all blocks of this one have come here.
+// begin, once all blocks of this one have come here: best before the wait, as the next one but one may be a product
+// that asks for its weight meanwhile. Who waits for the one ahead has waited for all before it, as that one has, too.
 __device__ __forceinline__ void wait_for_ahead() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

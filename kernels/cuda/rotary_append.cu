@@ -192,6 +192,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
   bf16* const at = is_query ? q + token * q_stride + head * dim
                    : is_key ? k + token * k_stride + kv_head * dim
                             : v + token * v_stride + kv_head * dim;
+  let_next_begin();
   wait_for_ahead();
   const int slot = FORMAT != kNothing && is_there && !is_query ? slots[token] : -1;
 
@@ -206,7 +207,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     }
   };
   read();
-  let_next_begin();
 
   if ((q_norm || k_norm || rot || spread != 0) && __any_sync(~0u, is_there && !is_value)) {
     const float* const angles = rot ? cos_sin + static_cast<long long>(positions[token]) * rot : nullptr;
