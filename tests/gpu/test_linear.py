@@ -133,13 +133,18 @@ def test_tiles_that_blocks_share_agree_with_float64(
     "sizes", [((3, 3), 8), ((19, 19), 200), ((640, 640), 1024), ((4736, 4736), 896), ((80, 80), 8192)]
 )
 @pytest.mark.parametrize(("name", "group"), FORMATS_AND_GROUPS)
-def test_every_format_agrees_with_float64(name: str, group: int, sizes: tuple[tuple[int, int], int]) -> None:
+def test_every_format_agrees_with_float64(
+    name: str, group: int, sizes: tuple[tuple[int, int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles are shared or not, as it pays, or always."""
     for rows in (3, 13, 29, 61):
         check_odd_sizes(name, group, "cuda", rows)
     parts, inputs = sizes
     checks = [check_store, check_gated, check_add]
-    for i, rows in enumerate((1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 130)):
+    for i, rows in enumerate((1, 9, 20, 33, 64, 130, 2, 5, 8, 9, 16, 17, 25, 32, 33, 56, 64, 65)):
         has_bias = i % 2 == 0
+        if i == 6:
+            monkeypatch.setattr(skinny, "_LAUNCH_BYTES", -(1 << 40))
         checks[i % 3](Case(spec_of(name, group, parts, inputs), rows, "cuda", has_bias, column=i // 2 % 2))
 
 
@@ -185,9 +190,12 @@ def test_wide_weights_agree_with_float64(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16", "channel8", "fp8"])
-@pytest.mark.parametrize("rows", [1, 16])
-def test_a_captured_chain_computes_with_what_the_one_ahead_has_written(name: str, rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_a_captured_chain_computes_with_what_the_one_ahead_has_written(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each product reads what the one before wrote, though its blocks begin before that one ends."""
+    monkeypatch.setattr(skinny, "_LAUNCH_BYTES", -(1 << 40))
     gated, down = spec_of(name, 0, (1500, 1500), 1000), spec_of(name, 0, (1000,), 1500)
     weights = [random_weight(spec).cuda() for spec in (gated, down)]
     x, hidden = (torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16) for width in (1000, 1500))
