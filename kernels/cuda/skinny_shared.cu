@@ -149,20 +149,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const auto add_up = [&](int stage, int turn) {
     const char* const rows_of_x = shared + stage * kStageBytes;
     const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+    constexpr int kAll = TILES * kGroups, kMine = (kAll + WARPS - 1) / WARPS;
+    float sum[kMine][4];
 #pragma unroll
-    for (int j = 0; j < TILES * kGroups; j += WARPS) {
-      const int n = (j + warp) % TILES, group = (j + warp) / TILES;
-      if (TILES * kGroups % WARPS && j + warp >= TILES * kGroups) continue;
-      float sum[4] = {};
+    for (int set = 0; set < kGroupSets; ++set) {  // one step of all sums, then the next: none waits for itself
+      uint4 b[kMine];
 #pragma unroll
-      for (int set = 0; set < kGroupSets; ++set) {
-        const uint4 b =
-            *reinterpret_cast<const uint4*>(rows_of_x + place(n * 8 + g, (group * kGroupSets + set) * 4 + t));
-        multiply(sum, ones, b.x, b.y);
-        multiply(sum, ones, b.z, b.w);
+      for (int j = 0; j < kMine; ++j) {
+        const int mine = min(j * WARPS + warp, kAll - 1), n = mine % TILES, group = mine / TILES;
+        b[j] = *reinterpret_cast<const uint4*>(rows_of_x + place(n * 8 + g, (group * kGroupSets + set) * 4 + t));
       }
-      if (g == 0)
-        *reinterpret_cast<float2*>(x_sums + turn * kSums + group * kRows + n * 8 + t * 2) = make_float2(sum[0], sum[1]);
+#pragma unroll
+      for (int j = 0; j < kMine; ++j)
+        if (set == 0)
+          multiply_anew(sum[j], ones, b[j].x, b[j].y);
+        else
+          multiply(sum[j], ones, b[j].x, b[j].y);
+#pragma unroll
+      for (int j = 0; j < kMine; ++j) multiply(sum[j], ones, b[j].z, b[j].w);
+    }
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int mine = j * WARPS + warp, n = mine % TILES, group = mine / TILES;
+      if (g == 0 && mine < kAll)
+        *reinterpret_cast<float2*>(x_sums + turn * kSums + group * kRows + n * 8 + t * 2) =
+            make_float2(sum[j][0], sum[j][1]);
     }
   };
   if (kHasSums && count > 0) {
