@@ -62,9 +62,15 @@ def compiled(kernel: Kernel, architecture: str, compiler: Nvrtc, folder: Path | 
     All kernels of a source with the same macros share a file. Whole or not there: processes may compile the same at the
     same time. Where the folder cannot be written to, the file lies among temporary ones. Raises CompilationError.
     """
-    folder = folder or kernels_dir()
-    stem = f"{Path(kernel.file).stem}-{architecture}-{_key(kernel, architecture, compiler)}"
-    path = folder / f"{stem}.cubin"
+    cubin = _compiled(kernel, architecture, compiler, folder)
+    if cubin.seconds:
+        what, kept = label(kernel), cubin.path.parent
+        logger.info("kernels: compiled %s for %s in %.1f s, kept in %s", what, architecture, cubin.seconds, kept)
+    return cubin
+
+
+def _compiled(kernel: Kernel, architecture: str, compiler: Nvrtc, folder: Path | None) -> Cubin:
+    path = _path(kernel, architecture, compiler, folder)
     if path.is_file():
         return Cubin(path)
     begun = time.perf_counter()
@@ -76,7 +82,6 @@ def compiled(kernel: Kernel, architecture: str, compiler: Nvrtc, folder: Path | 
         path = Path(tempfile.mkdtemp(prefix="allspan-kernels-"), path.name)
         logger.warning("kernels: %s is not kept for later (%s); set ALLSPAN_HOME to a folder", path.name, error)
         _write(path, made.cubin)
-    logger.info("kernels: compiled %s for %s in %.1f s, kept in %s", label(kernel), architecture, seconds, path.parent)
     return Cubin(path, seconds, usage(made.log))
 
 
@@ -85,20 +90,50 @@ def compile_all(
 ) -> Iterator[tuple[Kernel, Cubin]]:
     """As `compiled`, as many at a time as there are processors; one kernel of each file with its macros, as they come.
     Raises CompilationError."""
-    sources = {(kernel.file, kernel.defines): kernel for kernel in kernels}.values()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    sources = _sources_of(kernels)
+    with ThreadPoolExecutor(_processors()) as pool:
         try:
-            cubins = pool.map(lambda kernel: compiled(kernel, architecture, compiler, folder), sources)
+            cubins = pool.map(lambda kernel: _compiled(kernel, architecture, compiler, folder), sources)
             yield from zip(sources, cubins, strict=True)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
+def compile_missing(
+    kernels: Iterable[Kernel], architecture: str, compiler: Nvrtc, folder: Path | None = None
+) -> list[Cubin]:
+    """`compile_all` of those that are not in `folder` yet; a line says so first. Raises CompilationError."""
+    missing = [kernel for kernel in _sources_of(kernels) if not _path(kernel, architecture, compiler, folder).is_file()]
+    if missing:
+        logger.info(
+            "kernels: compiling %d for %s, %d at a time; they are kept in %s",
+            len(missing),
+            architecture,
+            _processors(),
+            folder or kernels_dir(),
+        )
+    return [cubin for _, cubin in compile_all(missing, architecture, compiler, folder)]
+
+
 def label(kernel: Kernel) -> str:
     """`decode.cu (HEAD_DIM=128 …)`."""
     macros = " ".join(f"{macro}={value}" for macro, value in kernel.defines)
     return f"{kernel.file} ({macros})" if macros else kernel.file
+
+
+def _sources_of(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """One kernel of each source with its macros."""
+    return list({(kernel.file, kernel.defines): kernel for kernel in kernels}.values())
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _path(kernel: Kernel, architecture: str, compiler: Nvrtc, folder: Path | None) -> Path:
+    stem = f"{Path(kernel.file).stem}-{architecture}-{_key(kernel, architecture, compiler)}"
+    return (folder or kernels_dir()) / f"{stem}.cubin"
 
 
 def _key(kernel: Kernel, architecture: str, compiler: Nvrtc) -> str:

@@ -10,14 +10,14 @@ import ctypes
 import importlib
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from allspan.kernels.cuda.compiled import compiled
+from allspan.kernels.cuda.compiled import compile_missing, compiled
 from allspan.kernels.cuda.modules import Gpu, Kernel
 from allspan.kernels.cuda.nvrtc import architecture, loaded_major, nvrtc
 from allspan.kernels.errors import BackendUnavailable
@@ -121,7 +121,7 @@ class Launcher:
 
 
 class CupyDriver:
-    """Compiles what no earlier process has compiled, at the first launch."""
+    """Compiles what no earlier process has compiled, at the first launch if nobody has asked for it before."""
 
     def __init__(self) -> None:
         """Raises BackendUnavailable without CuPy, a driver, or a torch that has CUDA."""
@@ -147,6 +147,11 @@ class CupyDriver:
             capability = found.major, found.minor
             self._gpus[device] = Gpu(found.multi_processor_count, found.shared_memory_per_block_optin, capability)
         return self._gpus[device]
+
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Raises CompilationError."""
+        gpu = self.gpu(torch.device("cuda", self._current_device()))
+        compile_missing(kernels, architecture(gpu.capability), nvrtc(loaded_major()))
 
     def launch(
         self, kernel: Kernel, blocks: tuple[int, ...], threads: int, arguments: Sequence[Any], shared_bytes: int,

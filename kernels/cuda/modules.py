@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +48,9 @@ class Driver(Protocol):
 
     def gpu(self, device: torch.device) -> Gpu: ...
 
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Has them compiled, side by side, so that their first launches need not."""
+
     def launch(
         self,
         kernel: Kernel,
@@ -87,7 +92,32 @@ def launch(
     waits itself before it touches what that one reads or writes. Raises BackendUnavailable without CuPy, a compiler or
     a GPU, and for more shared memory than the GPU has; RuntimeError for what CUDA refuses.
     """
-    driver().launch(what, blocks, threads, arguments, shared_bytes, is_early)
+    if _noting.kernels is not None:
+        _noting.kernels[what] = None
+    else:
+        driver().launch(what, blocks, threads, arguments, shared_bytes, is_early)
+
+
+class _Noting(threading.local):
+    kernels: dict[Kernel, None] | None = None
+
+
+_noting = _Noting()
+
+
+@contextmanager
+def noting() -> Iterator[dict[Kernel, None]]:
+    """What this thread launches inside is not launched, but noted: each kernel once, in order."""
+    before, _noting.kernels = _noting.kernels, {}
+    try:
+        yield _noting.kernels
+    finally:
+        _noting.kernels = before
+
+
+def is_noting() -> bool:
+    """Whether this thread's launches are only noted."""
+    return _noting.kernels is not None
 
 
 def gpu(device: torch.device) -> Gpu:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from functools import cache
 
 from allspan.kernels.cuda.modules import FOLDER, Kernel
@@ -20,9 +21,14 @@ LEAST_CAPABILITY = (8, 0)
 @cache
 def all_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
     """In order of the modules' names, each kernel once."""
+    return variants_of([info.name for info in pkgutil.iter_modules([str(FOLDER)])], capability)
+
+
+def variants_of(modules: Iterable[str], capability: tuple[int, int]) -> tuple[Kernel, ...]:
+    """Those of some modules, each kernel once."""
     found: dict[Kernel, None] = {}
-    for info in pkgutil.iter_modules([str(FOLDER)]):
-        module = importlib.import_module(f"allspan.kernels.cuda.{info.name}")
+    for name in modules:
+        module = importlib.import_module(f"allspan.kernels.cuda.{name}")
         if capability >= getattr(module, "LEAST_CAPABILITY", LEAST_CAPABILITY) and hasattr(module, "kernel_variants"):
             found |= dict.fromkeys(module.kernel_variants(capability))
     return tuple(found)

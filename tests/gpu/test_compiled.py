@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from allspan.kernels.cuda import compiled as cache
 from allspan.kernels.cuda import warm as warming
-from allspan.kernels.cuda.compiled import compile_all, compiled, label
+from allspan.kernels.cuda.compiled import compile_all, compile_missing, compiled, label
 from allspan.kernels.cuda.modules import Kernel, kernel
-from allspan.kernels.cuda.nvrtc import CompilationError, Nvrtc, Usage, architecture, nvrtc, usage
+from allspan.kernels.cuda.nvrtc import CompilationError, Compiled, Nvrtc, Usage, architecture, nvrtc, usage
 from allspan.kernels.cuda.variants import all_variants
 from allspan.kernels.errors import BackendUnavailable
 
@@ -75,6 +76,28 @@ def test_what_was_compiled_is_found_again(
     again = compiled(toy, "sm_80", compiler, tmp_path / "a")
     assert (again.path, again.seconds) == (first.path, 0)
     assert [path.name for path in (tmp_path / "a").iterdir()] == [first.path.name]
+
+
+def test_only_what_is_not_there_is_compiled_ahead(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Counting:
+        version = (13, 0)
+        count = 0
+
+        def compile(self, source: str, name: str, options: tuple[str, ...]) -> Compiled:
+            self.count += 1
+            return Compiled(b"", "")
+
+    caplog.set_level(logging.INFO)
+    counting: Any = Counting()
+    toys = [Kernel("toy.cu", name, (("N", n),)) for n in (1, 2) for name in "fg"]
+    compiled(toys[0], "sm_80", counting, tmp_path / "a")
+    caplog.clear()
+    for _ in range(2):
+        compile_missing(toys, "sm_80", counting, tmp_path / "a")
+        assert counting.count == 2
+    assert [record.message.split(",")[0] for record in caplog.records] == ["kernels: compiling 1 for sm_80"]
 
 
 def test_macros_architecture_and_what_is_included_make_another_file(

@@ -39,6 +39,8 @@ class CacheDemand:
     max_num_seqs: int
     room: Room
     ranks: int = 1
+    step_bytes: int = 0
+    """Of a GPU's memory, that this rank takes for the time of a step."""
 
 
 def pages_of(num_tokens: int, page_size: int) -> int:
@@ -86,11 +88,12 @@ def _budget(cache: CacheConfig, demand: CacheDemand) -> tuple[int, str]:
             f" / {ranks} rank(s) on the node)"
         )
     used = room.total - room.available
-    budget = max(0, int(room.total * cache.gpu_memory_utilization) - used - ranks * GPU_RESERVE) // ranks
+    reserve = GPU_RESERVE + demand.step_bytes
+    budget = max(0, int(room.total * cache.gpu_memory_utilization) - used - ranks * reserve) // ranks
     return budget, (
         f"the budget is {_size(budget)} (gpu_memory_utilization {cache.gpu_memory_utilization:g} of "
-        f"{_size(room.total)}, less {_size(used)} that weights, buffers and others hold and {_size(GPU_RESERVE)} "
-        f"for graphs and workspaces, / {ranks} rank(s) on the GPU; raise it, or end other programs)"
+        f"{_size(room.total)}, less {_size(used)} that weights, buffers and others hold and {_size(reserve)} "
+        f"a rank for steps, graphs and workspaces, / {ranks} rank(s) on the GPU; raise it, or end other programs)"
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.memory import room
 from allspan.worker.cache.tiers import Tiers
 from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.rehearsal import rehearse
 from allspan.worker.engine.weights import Weights
 from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
@@ -71,7 +73,9 @@ def load_engine(
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     await_others()
     width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
-    on_device = device_sampling(torch.device(model.device), most.max_num_seqs, width)
+    open_sampling = partial(device_sampling, torch.device(model.device), most.max_num_seqs, width)
+    on_device, step_bytes = rehearse(loaded, model.device, most, open_sampling)
+    await_others()  # what a rank takes for that is not there for good
     sampling = on_device or sampling_kernel(getattr(ops, "runtime", None))
     demand = CacheDemand(
         bytes_per_page=loaded.cache_spec.bytes_per_page,
@@ -79,6 +83,7 @@ def load_engine(
         max_num_seqs=most.max_num_seqs,
         room=room(model.device, config.parallel.cpus),
         ranks=ranks_on_node,
+        step_bytes=step_bytes,
     )
     num_pages = agreed_pages(config, demand, collectives)
     kv = KVCache(loaded.cache_spec, num_pages, model.device)
