@@ -24,6 +24,7 @@ from allspan.worker.engine.model import PageTiers, StepModel
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.patience import Patience
 from allspan.worker.sampling.device import DeviceSampling
 from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.sampler import Sampler
@@ -103,7 +104,8 @@ class EngineCore:
             page_size,
             self.limits.max_logits_rows,
         )
-        sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel)
+        patience = Patience(config.service.watchdog_timeout)
+        sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience)
         self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device), tiers)
         self._runner = Runner(model, sampler, self._batch, most.async_scheduling and is_on_gpu(model))
         self._changed = threading.Condition()

@@ -33,6 +33,7 @@ class EngineSettings(TypedDict, total=False):
     max_queued_requests: int
     threads: int
     cpus: tuple[int, ...]
+    watchdog_timeout: float
 
 
 _GROUPS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
@@ -57,8 +58,9 @@ def find_model(model: str | Path) -> tuple[str, Path]:
 
 def worker_config(model: str | Path, settings: Mapping[str, Any]) -> WorkerConfig:
     """The configuration of a world of one rank. Raises ConfigError, naming the setting, or ModelNotFound."""
-    groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+    groups: dict[str, dict[str, Any]] = {name: {} for name in (*_GROUPS, "service")}
     known = {field.name: name for name, cls in _GROUPS.items() for field in fields(cls)}
+    known["watchdog_timeout"] = "service"
     for key in ("path", "name"):
         del known[key]
     for key, value in settings.items():
@@ -70,8 +72,9 @@ def worker_config(model: str | Path, settings: Mapping[str, Any]) -> WorkerConfi
     name, path = find_model(model)
     groups["model"] |= {"path": str(path), "name": name}
     groups["parallel"].setdefault("threads", _processors())
+    groups["service"]["run_dir"] = "(in process)"
     try:
-        return from_json(json.dumps(groups | {"service": {"run_dir": "(in process)"}}))
+        return from_json(json.dumps(groups))
     except TypeError as error:
         raise ConfigError(f"a setting is of a kind that cannot be used: {error}") from None
 

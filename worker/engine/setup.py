@@ -26,6 +26,7 @@ from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.patience import Patience
 from allspan.worker.sampling.device import device_sampling
 from allspan.worker.sampling.kernel import sampling_kernel
 from allspan.worker.scheduler.limits import most_logits_rows
@@ -73,7 +74,8 @@ def load_engine(
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     await_others()
     width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
-    open_sampling = partial(device_sampling, torch.device(model.device), most.max_num_seqs, width)
+    patience = Patience(config.service.watchdog_timeout)
+    open_sampling = partial(device_sampling, torch.device(model.device), most.max_num_seqs, width, patience)
     on_device, step_bytes = rehearse(loaded, model.device, most, open_sampling)
     await_others()  # what a rank takes for that is not there for good
     sampling = on_device or sampling_kernel(getattr(ops, "runtime", None))

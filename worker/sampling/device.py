@@ -21,6 +21,7 @@ from allspan.kernels.cuda.changes import CHANGES, ban_tokens, change_rows, note_
 from allspan.kernels.cuda.modules import driver
 from allspan.kernels.cuda.sampling import Wanted, best_tokens, likely_tokens, sample_rows, sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
+from allspan.worker.patience import PATIENCE, Patience
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.features import Ban, Row, bans_of
 from allspan.worker.sampling.settings import SETTINGS, Settings
@@ -89,15 +90,17 @@ class DeviceStep:
     host: Tensor
     """Where they go, and what `likely_tokens` has found."""
     arrived: torch.cuda.Event | None
+    patience: Patience
     counts: Rows
     changed: frozenset[int]
     """Rows of logits whose request changed them."""
     vocab_size: int
 
     def result(self) -> NDArray[np.int32]:
-        """Waits. int32 [m, 1]; or, where some of `counts` are not negative, with what `log_softmax_rows` adds."""
+        """Waits. int32 [m, 1]; or, where some of `counts` are not negative, with what `log_softmax_rows` adds.
+        Raises DeadlineExceeded."""
         if self.arrived is not None:
-            self.arrived.synchronize()
+            self.patience.wait(self.arrived)
         m, flat = len(self.tokens), self.host.numpy()
         tokens: NDArray[np.int32] = flat[:m]
         for i in np.flatnonzero(tokens == ALL_MASKED).tolist():
@@ -127,7 +130,9 @@ class DeviceStep:
         return result
 
 
-def device_sampling(device: torch.device, max_rows: int, width: int) -> DeviceSampling | None:
+def device_sampling(
+    device: torch.device, max_rows: int, width: int, patience: Patience = PATIENCE
+) -> DeviceSampling | None:
     """For logits of `width` columns. None where the host samples: without a GPU, and where kernels for it cannot be
     launched."""
     if device.type != "cuda":
@@ -137,7 +142,7 @@ def device_sampling(device: torch.device, max_rows: int, width: int) -> DeviceSa
     except BackendUnavailable as error:
         logging.getLogger(__name__).warning("logits are copied to the host to be sampled there: %s", error)
         return None
-    sampling = DeviceSampling(max_rows, width, device)
+    sampling = DeviceSampling(max_rows, width, device, patience=patience)
     row = np.zeros(1, dtype=np.int64)
     nothing = np.zeros(max_rows, dtype=SETTINGS)
     # The kernels compile now, where they have to, and not when somebody waits for a token.
@@ -149,11 +154,17 @@ class DeviceSampling:
     """Rows of logits on one device to tokens."""
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, workspace_options: dict[str, int] | None = None
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        workspace_options: dict[str, int] | None = None,
+        patience: Patience = PATIENCE,
     ) -> None:
         """`workspace_options`: of `sampling_workspace`. Raises BackendUnavailable at the first step
         without CuPy."""
         self._device = device
+        self._patience = patience
         self._vocab = vocab_size
         self._workspace = sampling_workspace(min(max_rows, _MOST_ROWS), vocab_size, device, **(workspace_options or {}))
         self._counts = _Table(vocab_size, torch.int32, device)
@@ -198,8 +209,9 @@ class DeviceSampling:
         bits."""
         ids = self._best(logits)
         values = logits.gather(1, ids.clamp(min=0).long()[:, None])
-        pairs: NDArray[np.int32] = torch.stack((ids, values[:, 0].view(torch.int32)), dim=1).cpu().numpy()
-        return pairs
+        pairs = torch.stack((ids, values[:, 0].view(torch.int32)), dim=1)
+        found: NDArray[np.int32] = self._patience.to_host(pairs).numpy()
+        return found
 
     def _best(self, logits: Tensor) -> Tensor:
         out = self._room(len(logits))
@@ -252,7 +264,7 @@ class DeviceSampling:
         if is_gpu:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return DeviceStep(room[:m], host, arrived, counts, changed, self._vocab)
+        return DeviceStep(room[:m], host, arrived, self._patience, counts, changed, self._vocab)
 
     def _note(self, counting: list[tuple[int, _Changed]], positions: Rows) -> None:
         """Counts the tokens before these positions: the last step's here, where the host may not know them yet."""

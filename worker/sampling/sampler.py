@@ -20,6 +20,7 @@ from allspan.protos.results import TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.patience import PATIENCE, Patience
 from allspan.worker.sampling.device import DeviceSampling, DeviceStep
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.features import Change, Logits, Row, changes_of, needs_tokens
@@ -49,7 +50,7 @@ class Launched(Protocol):
         """int32 [m] there; negative as in `Sampled.tokens`."""
 
     def result(self) -> Sampled:
-        """Waits for them."""
+        """Waits for them. Raises DeadlineExceeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,10 @@ class _Wanted:
 @dataclass(frozen=True, slots=True)
 class _Greedy:
     tokens: Tensor
+    patience: Patience
 
     def result(self) -> Sampled:
-        return Sampled(self.tokens.cpu().numpy(), {})
+        return Sampled(self.patience.to_host(self.tokens).numpy(), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,12 @@ class Sampler:
         collectives: Collectives,
         eos_token_ids: tuple[int, ...] = (),
         kernel: SamplingKernel | DeviceSampling | None = None,
+        patience: Patience = PATIENCE,
     ) -> None:
         """`widths`: columns of each rank's logits; together the vocabulary. A single one: each rank has whole rows, and
         samples all of them, as the others do. `kernel` None: the fastest there is on the host. One for a device, where
-        logits then are, has the width of this rank's."""
+        logits then are, has the width of this rank's. `patience`: with the GPU that logits come from."""
+        self._patience = patience
         self._widths = widths
         self._vocab_size = sum(widths)
         self._collectives = collectives if len(widths) > 1 else LocalCollectives()
@@ -173,7 +177,7 @@ class Sampler:
         # The token; then, if any row asked, its log-probability, the most likely ids and theirs (floats as their bits).
         columns = 1 if most < 0 else 2 + 2 * most
         world = self._collectives
-        logits = logits.cpu()
+        logits = self._patience.to_host(logits)
         if world.size == 1:
             return _unpack(self._sample_rows(logits, wanted, columns), wanted)
         mine = wanted.share(world.rank, world.size)
@@ -195,7 +199,7 @@ class Sampler:
             wanted = _Wanted(rows, positions, np.full(len(rows), -1, dtype=np.int64), self._num_logprobs[rows])
             return self._launch_on(self._device, logits, wanted)
         values, ids = logits.max(dim=1)
-        return _Greedy(torch.where(values.isfinite(), ids, NOT_FINITE).int())
+        return _Greedy(torch.where(values.isfinite(), ids, NOT_FINITE).int(), self._patience)
 
     def _launch_on(self, device: DeviceSampling, logits: Tensor, wanted: _Wanted) -> _OnDevice:
         if not self._demanding and wanted.counts.max(initial=-1) < 0 and wanted.targets.max(initial=-1) < 0:
@@ -208,7 +212,8 @@ class Sampler:
         if self._local:
             return self._best_of_ranks(self._local.best_pairs(logits))
         if logits is not self._seen:
-            self._seen, self._seen_as = (logits, logits.numpy()) if logits.is_cpu else (None, logits.cpu().numpy())
+            self._seen = logits if logits.is_cpu else None
+            self._seen_as = self._patience.to_host(logits).numpy()
         array = self._seen_as
         tokens = np.empty(len(array), dtype=np.int32)
         self._kernel.best_tokens(array, tokens)
