@@ -2,7 +2,8 @@
 // (kernels/rows.py). All of it is bound by memory: 16 bytes a thread, one pass.
 //
 // Compiled with BITS and FLOATS (codes.cuh) and GROUPED (float16 numbers for each group, else float32 for all inputs);
-// of products with FROM_CODES (sums of codes in int32, else bfloat16) and WIDTH, features of a thread (8, or 1 where
+// of products with FROM_CODES (sums of codes in int32, else bfloat16), SCALED (bfloat16 sums of e4m3 codes, which take
+// the scales of their row and feature here: cuBLAS is faster without) and WIDTH, features of a thread (8, or 1 where
 // rows are not aligned).
 #include "codes.cuh"
 
@@ -11,6 +12,9 @@
 #endif
 #ifndef FROM_CODES
 #define FROM_CODES 0
+#endif
+#ifndef SCALED
+#define SCALED 0
 #endif
 #ifndef WIDTH
 #define WIDTH 8
@@ -171,6 +175,14 @@ __device__ __forceinline__ void read(const void* products, const float* scales, 
     for (int e = 0; e < WIDTH; ++e) values[e] = wide(word(eight, e / 2) >> e % 2 * 16 & 0xffff);
   } else {
     values[0] = wide(static_cast<const bf16*>(products)[at]);
+  }
+  if (SCALED) {
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) {
+      float scale, offset;
+      numbers_of(numbers, feature + e, scale, offset);
+      values[e] *= scales[row] * scale;
+    }
   }
   if (bias)
 #pragma unroll

@@ -13,6 +13,7 @@ So a row's bits depend on how many come with it, unlike on the CPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import torch
@@ -91,14 +92,17 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         spec = PackedSpec(name, "", (), 0, group=32, memory="rows")
         yield from (_codes(function, spec) for function in ("embed", "dequantise"))
     yield from (_quantise_kernel(floats) for floats in (0, 1))
-    yield from (_finish_kernel(is_of_codes, width) for is_of_codes in (False, True) for width in (1, 8))
+    forms = (torch.bfloat16, False), (torch.bfloat16, True), (torch.int32, True)
+    yield from (_finish_kernel(*form, width) for form in forms for width in (1, 8))
 
 
 def _of_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
     """`matrix` bfloat16 [features, inputs]."""
     view = into.view(spec)
-    if bias is not None or into.epilogue == GATED:
+    if into.epilogue == GATED or (bias is not None and is_float(into.out)):
         _finish(torch.mm(x, matrix.T), bias, spec, into)
+    elif bias is not None:
+        torch.addmm(bias.bfloat16(), x, matrix.T, out=view)
     elif not is_float(into.out):
         torch.mm(x, matrix.T, out=view)
     elif x.is_cuda:
@@ -121,13 +125,19 @@ def _of_codes(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, 
 def _of_e4m3(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
     """e4m3 numbers on both sides, in a slab's order."""
     codes, scales, _ = _quantised(x, spec, torch.float8_e4m3fn)
-    matrix, numbers = codes_of(weight, spec).view(torch.float8_e4m3fn).T, numbers_of(weight, spec)[0, :, 0]
+    matrix = codes_of(weight, spec).view(torch.float8_e4m3fn).T
     if x.is_cuda:
-        factors = scales.view(-1, 1), numbers.contiguous().view(1, -1)
-        products = torch._scaled_mm(codes, matrix, *factors, out_dtype=torch.bfloat16, use_fast_accum=True)
+        one = _one(x.device)
+        products = torch._scaled_mm(codes, matrix, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     else:
-        products = (codes.float() @ matrix.float() * scales.view(-1, 1) * numbers).bfloat16()
-    _finish(products, bias, spec, into)
+        products = (codes.float() @ matrix.float()).bfloat16()
+    _finish(products, bias, spec, into, (scales, None, numbers_of(weight, spec)))
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    """The scale of products that get theirs later."""
+    return torch.ones((), device=device)
 
 
 def _quantised(x: Tensor, spec: PackedSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,14 +172,18 @@ def _finish(
     """`products` [n, features], bfloat16 or of codes, which take the `factors`: scales and sums of x, and numbers."""
     width, stride = into.width(spec), into.out.stride(0)
     together = 8 if width % 8 == into.column % 8 == stride % 8 == 0 else 1
-    finish = _finish_kernel(products.dtype == torch.int32, together)
+    finish = _finish_kernel(products.dtype, factors[0] is not None, together)
     sizes = (len(products), spec.features, into.epilogue, is_float(into.out), stride, into.column)
     blocks = _blocks(len(products) * width // together, products)
     launch(finish, (blocks,), 256, (products, *factors, bias, into.out, *map(np.int32, sizes)))
 
 
-def _finish_kernel(is_of_codes: bool, width: int) -> Kernel:
-    return kernel("codes.cu", "finish", BITS=8 if is_of_codes else 16, FROM_CODES=int(is_of_codes), WIDTH=width)
+def _finish_kernel(dtype: torch.dtype, is_scaled: bool, width: int) -> Kernel:
+    from_codes = dtype == torch.int32
+    form = {"BITS": 8, "FLOATS": int(not from_codes)} if is_scaled else {"BITS": 16}
+    return kernel(
+        "codes.cu", "finish", **form, FROM_CODES=int(from_codes), SCALED=int(is_scaled and not from_codes), WIDTH=width
+    )
 
 
 def _codes(name: str, spec: PackedSpec) -> Kernel:
