@@ -31,7 +31,7 @@ class ModelConfig:
     device: str = "cpu"
     """"cpu" or "cuda"."""
     enforce_eager: bool = False
-    """On a GPU, launch kernel by kernel: no decode steps are captured in CUDA graphs at the start."""
+    """On a GPU, launch kernel by kernel: no steps are captured in CUDA graphs at the start."""
     disable_cascade_attn: bool = False
     """On a GPU, decode requests one by one even where they begin with the same tokens and reading these once pays."""
     verify: bool = False

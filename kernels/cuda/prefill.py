@@ -54,6 +54,21 @@ def cut_rows(queries: Ints, before: Ints, group: int) -> Ints:
     return np.stack((requests[order], rows[order]), 1).astype(np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """`cut_prefill` for models with up to `group` query heads a KV head."""
+
+    group: int
+
+    def __call__(self, counts: NDArray[np.int64], kv_lens: NDArray[np.int64]) -> Ints:
+        """int32 [tiles, 2]."""
+        return cut_prefill(counts.astype(np.int32), kv_lens.astype(np.int32), self.group)
+
+    def most(self, tokens: int, requests: int) -> int:
+        """Tiles that so many queries of so many requests may be cut into."""
+        return -(-tokens * self.group // _ROWS) + requests
+
+
 def plan_prefill(queries: Sequence[int], kv_lens: Sequence[int], group: int, device: torch.device | str) -> PrefillPlan:
     """For requests with so many queries (>= 0) each, the last of their tokens; `group` query heads read a KV head, or
     fewer. A plan may as well be made of buffers of the caller's that `cut_prefill` filled."""

@@ -10,6 +10,7 @@ import torch
 
 from allspan import Engine, SamplingParams
 from allspan.kernels.cuda import sharing
+from allspan.worker.engine.device_buffers import DeviceBuffers
 from allspan.worker.models import loader
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.models.loader import memory_of
@@ -147,4 +148,17 @@ def test_greedy_tokens_are_those_of_transformers(model: tuple[Path, Any], on: di
         outputs = engine.generate(asked, params)
     for one, output in zip(asked, outputs, strict=True):
         assert len(output.token_ids) == 4
+        assert_likely(output.token_ids, one, reference)
+
+
+def test_prompts_that_are_padded_to_a_captured_step_get_their_tokens(tmp_path: Path, on: dict[str, Any]) -> None:
+    reference = save_tiny(tmp_path / "model", "llama", torch.bfloat16, **FAMILIES["llama"]).float()
+    asked = [prompt(length, reference.config.vocab_size, length) for length in (1, 3, 33)]
+    with Engine(tmp_path / "model", **on, **SETTINGS) as engine:
+        buffers = engine._loaded.core._batch.buffers
+        assert isinstance(buffers, DeviceBuffers)
+        assert buffers.chunks == ((16, 32, 64) if "device" in on else ())
+        buffers.chunks = (16, 32, 64)
+        outputs = engine.generate(asked, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    for one, output in zip(asked, outputs, strict=True):
         assert_likely(output.token_ids, one, reference)

@@ -64,6 +64,17 @@ class FakeModel:
         return logits_after(entries[:, 0].tolist(), sum(self.vocab_widths))
 
 
+class OneTile:
+    """Tiles of a number and of the tokens, one a request."""
+
+    def __call__(self, counts: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
+        assert (counts != 1).all() or (kv_lens >= counts).all()
+        return np.stack((np.arange(len(counts)), counts), 1).astype(np.int32)
+
+    def most(self, tokens: int, requests: int) -> int:
+        return requests
+
+
 class FakeGpuModel(FakeModel):
     """One whose steps come as a GPU's: decodes first, padded where there is nothing else."""
 
@@ -76,13 +87,12 @@ class FakeGpuModel(FakeModel):
         self.num_shared = 0
         """Steps whose rows shared tokens."""
 
-    def plan_tiles(self, counts: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
-        """One a request, of its number and its tokens."""
-        assert (counts != 1).all() or (kv_lens >= counts).all()
-        return np.stack((np.arange(len(counts)), counts), 1).astype(np.int32)
+    plan_tiles = OneTile()
 
     def forward(self, inputs: StepInputs) -> Tensor:
         self.buckets.append(inputs.bucket)
+        if inputs.decode_rows is not None:
+            return self._forward_chunk(inputs, inputs.decode_rows)
         counts = inputs.qo_indptr.diff()
         assert (counts[: inputs.num_decodes] == 1).all()
         if not inputs.bucket:
@@ -101,6 +111,25 @@ class FakeGpuModel(FakeModel):
         real = {name: getattr(inputs, name)[:rows] for name in names}
         indptr = {name: getattr(inputs, name)[: rows + 1] for name in ("qo_indptr", "page_indptr")}
         return super().forward(StepInputs(**real, **indptr, page_indices=inputs.page_indices))
+
+    def _forward_chunk(self, inputs: StepInputs, decode_rows: Tensor) -> Tensor:
+        """What is no padding says how much of it there is."""
+        tokens, requests = int((inputs.slots >= 0).sum()), int((inputs.kv_lens > 0).sum())
+        decodes = int((decode_rows >= 0).sum())
+        assert inputs.tiles is not None
+        assert len(inputs.ids) == len(inputs.slots) == inputs.bucket
+        assert len({len(t) for t in (inputs.kv_lens, decode_rows, inputs.logits_rows)}) == 1
+        assert decode_rows[:decodes].tolist() == list(range(decodes))
+        assert inputs.tiles[: requests - decodes, 0].tolist() == list(range(decodes, requests))
+        assert (inputs.tiles[requests - decodes :, 0] == -1).all()
+        for indptr in (inputs.qo_indptr, inputs.page_indptr):
+            assert (indptr[requests:] == indptr[-1]).all()
+        assert int(inputs.qo_indptr[-1]) == tokens
+        assert (inputs.logits_rows[inputs.num_rows :] == -1).all()
+        real = {name: getattr(inputs, name)[:tokens] for name in ("ids", "positions", "slots")}
+        real |= {name: getattr(inputs, name)[: requests + 1] for name in ("qo_indptr", "page_indptr")}
+        real |= {"kv_lens": inputs.kv_lens[:requests], "logits_rows": inputs.logits_rows[: inputs.num_rows]}
+        return super().forward(StepInputs(**real, page_indices=inputs.page_indices))
 
     def _check_shared(self, inputs: StepInputs, shared: SharedInputs) -> None:
         """What a row shares and what is its own are, together, all that it has."""

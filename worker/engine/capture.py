@@ -1,16 +1,16 @@
-"""Captures the decode steps of a GPU, one for each bucket of rows, before the first request."""
+"""Captures the steps of a GPU, one for each size that others are padded to, before the first request."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, cast
 
 import torch
 
 from allspan.worker.engine.buffers import InputBuffers
-from allspan.worker.engine.device_buffers import DeviceBuffers
+from allspan.worker.engine.device_buffers import DeviceBuffers, chunk_buckets
 from allspan.worker.engine.model import StepModel
 from allspan.worker.models.inputs import StepInputs
 
@@ -24,22 +24,34 @@ class Capturing(Protocol):
         """Records the forward pass of a step that is all padding."""
 
 
-def capture_decodes(buffers: InputBuffers, model: StepModel, beat: Callable[[], None]) -> None:
+def capture_steps(buffers: InputBuffers, model: StepModel, max_tokens: int, beat: Callable[[], None]) -> None:
     """`beat` is called after each step that was recorded. Nothing for buffers and models of another kind."""
     if not isinstance(buffers, DeviceBuffers):
         return
     captures = cast(Capturing, model)
     started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-    for bucket in reversed(buffers.buckets):
-        for is_shared in (False, True) if bucket in buffers.shared_buckets else (False,):
-            captures.capture(buffers.padding(bucket, is_shared))
-            beat()
+    buffers.chunks = chunk_buckets(max_tokens)
+    for inputs in _steps(buffers):
+        captures.capture(inputs)
+        beat()
     torch.cuda.synchronize()
     logger.info(
-        "captured decode steps of %d sizes (1 to %d rows; %d also for rows that share tokens) in %.1f s, %.2f GiB",
+        "captured decode steps of %d sizes (1 to %d rows; %d also for rows that share tokens) and steps with prompts "
+        "of %d (to %d tokens) in %.1f s, %.2f GiB",
         len(buffers.buckets),
         buffers.buckets[-1],
         len(buffers.shared_buckets),
+        len(buffers.chunks),
+        buffers.chunks[-1],
         time.monotonic() - started,
         max(0, free - torch.cuda.mem_get_info()[0]) / 2**30,
     )
+
+
+def _steps(buffers: DeviceBuffers) -> Iterator[StepInputs]:
+    """What needs most memory first."""
+    for chunk in reversed(buffers.chunks):
+        yield buffers.chunk_padding(chunk)
+    for bucket in reversed(buffers.buckets):
+        for is_shared in (False, True) if bucket in buffers.shared_buckets else (False,):
+            yield buffers.padding(bucket, is_shared)

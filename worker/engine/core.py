@@ -17,7 +17,7 @@ from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, InvalidRequest, QueueFull, Unavailable
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.buffers import BatchSizes
-from allspan.worker.engine.capture import capture_decodes
+from allspan.worker.engine.capture import capture_steps
 from allspan.worker.engine.device_buffers import buffers_for, is_on_gpu
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import PageTiers, StepModel
@@ -124,7 +124,7 @@ class EngineCore:
 
     def capture(self) -> None:
         """On a GPU, before the first step: records decode steps, so that each is one launch."""
-        capture_decodes(self._batch.buffers, self._model, self.beat)
+        capture_steps(self._batch.buffers, self._model, self.limits.max_num_batched_tokens, self.beat)
 
     def submit(self, request: Request) -> None:
         """Leader: queues a request. Follower: keeps its payload until a plan joins it. Raises InvalidRequest,

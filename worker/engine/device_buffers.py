@@ -31,6 +31,18 @@ def decode_buckets(max_rows: int) -> tuple[int, ...]:
     return (*(rows for rows in steps if rows < max_rows), max_rows)
 
 
+_MOST_CHUNK = 2048
+"""From about here on the GPU is longer at a step's kernels than the host at launching them one by one."""
+
+
+def chunk_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens for which a step with prompts is captured: tiles of products are as high, so that rows which
+    fill the last one up cost little."""
+    steps = (16, 32, 64, *range(128, _MOST_CHUNK, 128))
+    most = min(max_tokens, _MOST_CHUNK)
+    return (*(tokens for tokens in steps if tokens < most), most)
+
+
 _SHARED = "shared "
 _SHARED_NAMES = tuple(field.name for field in fields(SharedInputs))
 
@@ -60,7 +72,8 @@ class DeviceBuffers:
 
     Rows that decode must come first. Steps of nothing else are padded to a bucket, and lie where every step of that
     bucket lies: `padding` gives the same inputs without any request, to capture a graph with. Padding rows have no
-    tokens in the cache and the slot -1.
+    tokens in the cache and the slot -1. Steps with prompts are padded likewise (`chunk_padding`), if they are no larger
+    than the largest of `chunks`.
     """
 
     is_shared = False
@@ -77,6 +90,8 @@ class DeviceBuffers:
         self.buckets = decode_buckets(sizes.max_rows)
         self.shared_buckets = frozenset(rows for rows in self.buckets if rule and rule.may_pay(rows))
         """For these there are inputs whose rows share tokens as well."""
+        self.chunks: tuple[int, ...] = ()
+        """Tokens that steps with prompts are padded to. None at first: without a graph padding is a loss."""
         self.wants_common = rule is not None
         self._common: Ints | None = None
         self._sharing: Sharing | None = None
@@ -85,6 +100,7 @@ class DeviceBuffers:
         self._most_pages = pages
         capacity = 3 * sizes.max_tokens + 3 * (sizes.max_rows + 1) + sizes.max_logits_rows + pages
         capacity += 2 * (sizes.max_tokens + sizes.max_rows)  # tiles hold at least one query each, of one KV head or all
+        capacity += sizes.max_rows  # those of requests that decode, in a chunk
         if rule is not None:
             capacity += sum(_shared_lengths(rule, sizes.max_rows).values())
         capacity += 32 * _ALIGNMENT
@@ -94,6 +110,7 @@ class DeviceBuffers:
         self._turn = 0
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._padded: dict[tuple[int, bool], tuple[_Place, StepInputs]] = {}
+        self._chunked: dict[int, tuple[_Place, StepInputs]] = {}
 
     def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
         counts = np.diff(values["qo_indptr"])
@@ -106,6 +123,8 @@ class DeviceBuffers:
         tiles = self._plan_tiles(counts[decodes:], values["kv_lens"][decodes:])
         tiles[:, 0] += decodes
         values = values | {"tiles": tiles.reshape(-1)}
+        if chunk := self._chunk(len(values["ids"]), len(values["logits_rows"])):
+            return self._fill_chunk(values, decodes, chunk)
         place = self._place({name: len(value) for name, value in values.items()})
         array = self._next()
         for name, (first, last) in place.spans.items():
@@ -126,6 +145,50 @@ class DeviceBuffers:
         values |= dict.fromkeys(("qo_indptr", "page_indptr"), np.zeros(1, dtype=np.int32))
         sharing = self._rule.cut([(bucket, 0)], bucket) if self._rule and is_shared else None
         return self._fill_padded(values, 0, bucket, sharing)
+
+    def chunk_padding(self, bucket: int) -> StepInputs:
+        """A step with prompts, of `bucket` tokens that are all padding, on the device."""
+        none = np.zeros(0, dtype=np.int32)
+        names = ("ids", "positions", "slots", "kv_lens", "logits_rows", "page_indices", "tiles")
+        values: dict[str, NDArray[Any]] = dict.fromkeys(names, none)
+        values |= dict.fromkeys(("qo_indptr", "page_indptr"), np.zeros(1, dtype=np.int32))
+        return self._fill_chunk(values, 0, bucket)
+
+    def _chunk(self, tokens: int, logits: int) -> int:
+        """The bucket for a step with prompts; 0: there is none."""
+        at = bisect_left(self.chunks, tokens)
+        return self.chunks[at] if at < len(self.chunks) and logits <= self._chunk_rows(self.chunks[at]) else 0
+
+    def _chunk_rows(self, bucket: int) -> int:
+        """Requests of a chunk, and rows of logits, one each."""
+        return min(bucket, self._sizes.max_rows)
+
+    def _fill_chunk(self, values: dict[str, NDArray[Any]], decodes: int, bucket: int) -> StepInputs:
+        place, inputs = self._of_chunk(bucket)
+        array = self._next()
+        values = values | {"decode_rows": np.arange(decodes, dtype=np.int32)}
+        ends = {name: values[name][-1] for name in ("qo_indptr", "page_indptr")}
+        paddings = ends | dict.fromkeys(("slots", "logits_rows", "decode_rows", "tiles"), -1)
+        for name, (first, last) in place.spans.items():
+            until = first + len(values[name])
+            array[first:until] = values[name]
+            if name != "page_indices":
+                array[until:last] = paddings.get(name, 0)
+        self._send(place.spans["page_indices"][0] + len(values["page_indices"]))
+        return replace(inputs, num_rows=len(values["logits_rows"]))
+
+    def _of_chunk(self, bucket: int) -> tuple[_Place, StepInputs]:
+        if bucket not in self._chunked:
+            rows = self._chunk_rows(bucket)
+            lengths = dict.fromkeys(("ids", "positions", "slots"), bucket)
+            lengths |= dict.fromkeys(("kv_lens", "logits_rows", "decode_rows"), rows)
+            lengths |= dict.fromkeys(("qo_indptr", "page_indptr"), rows + 1)
+            lengths |= {"tiles": 2 * self._plan_tiles.most(bucket, rows), "page_indices": self._most_pages}
+            place = self._place(lengths)
+            views = self._views(place)
+            views["tiles"] = views["tiles"].view(-1, 2)
+            self._chunked[bucket] = place, StepInputs(**views, bucket=bucket)
+        return self._chunked[bucket]
 
     def _choose(self, common: Ints | None, bucket: int) -> Sharing | None:
         if self._rule is None or common is None or bucket not in self.shared_buckets:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from allspan.kernels.cuda.attention import StepAttention
 from allspan.kernels.cuda.cascade import CascadeLevel, CascadeWorkspace, cascade_workspace
 from allspan.kernels.cuda.decode import decode_workspace
 from allspan.kernels.cuda.pages import PageTable
-from allspan.kernels.cuda.prefill import PrefillPlan, cut_prefill
+from allspan.kernels.cuda.prefill import PrefillPlan, Tiling
 from allspan.kernels.cuda.sharing import CascadeRule, tile_token
 from allspan.kernels.ops import OpSet
 from allspan.worker.cache.spec import CacheSpec
@@ -90,14 +89,11 @@ class _Gpu:
 
     @property
     def plan_tiles(self) -> PlanTiles | None:
-        return self._tiles
+        return Tiling(self._group)
 
     @property
     def cascade_rule(self) -> CascadeRule | None:
         return self._rule
-
-    def _tiles(self, counts: NDArray[np.int64], kv_lens: NDArray[np.int64]) -> NDArray[np.int32]:
-        return cut_prefill(counts.astype(np.int32), kv_lens.astype(np.int32), self._group)
 
     def of(self, inputs: StepInputs) -> Any:
         count, pages = inputs.num_decodes, inputs.page_indices
@@ -109,10 +105,12 @@ class _Gpu:
             level = CascadeLevel(table, plan, self._rule.parts(count))
             return StepAttention(own, None, self._scale, self._workspace, (level, self._states))
         decodes = prefills = None
-        if count:
+        table = PageTable(inputs.page_indptr, pages, inputs.kv_lens, **heads)
+        if inputs.decode_rows is not None:
+            decodes = replace(table, rows=inputs.decode_rows)
+        elif count:
             decodes = PageTable(inputs.page_indptr[: count + 1], pages, inputs.kv_lens[:count], **heads)
         if inputs.tiles is not None and len(inputs.tiles):
-            table = PageTable(inputs.page_indptr, pages, inputs.kv_lens, **heads)
             prefills = table, PrefillPlan(inputs.tiles, inputs.qo_indptr, len(inputs.ids), self._group)
         return StepAttention(decodes, prefills, self._scale, self._workspace)
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-PlanTiles = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int32]]
-"""From the new tokens and all tokens of some requests to what `StepInputs.tiles` holds of them."""
+
+class PlanTiles(Protocol):
+    """Cuts the new tokens of requests for attention on a GPU."""
+
+    def __call__(self, counts: NDArray[np.int64], kv_lens: NDArray[np.int64]) -> NDArray[np.int32]:
+        """From the new tokens and all tokens of some requests to what `StepInputs.tiles` holds of them."""
+        ...
+
+    def most(self, tokens: int, requests: int) -> int:
+        """Tiles that so many new tokens of so many requests may be cut into."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +71,18 @@ class StepInputs:
     num_decodes: int = 0
     """On a GPU the requests with one new token come first: so many."""
     tiles: Tensor | None = None
-    """On a GPU [tiles, ...]: how the new tokens of the others are cut; see `allspan.kernels.cuda.prefill`."""
+    """On a GPU [tiles, ...]: how the new tokens of the others are cut; see `allspan.kernels.cuda.prefill`. A tile of
+    request -1 is none."""
     bucket: int = 0
-    """On a GPU: the step is one of decodes alone, padded to so many rows; 0: it is not."""
+    """On a GPU: the step is padded to so many tokens, which other steps may be as well; 0: it is not."""
     num_rows: int = 0
-    """With a bucket: so many of its rows are real."""
+    """With a bucket: so many of its rows of logits are real."""
+    decode_rows: Tensor | None = None
+    """With a bucket, in a step with prompts [R]: the row of the request if it has one new token, else -1."""
     shared: SharedInputs | None = None
     """With a bucket: what its rows share, where that pays."""
+
+    @property
+    def place(self) -> tuple[int, bool, bool]:
+        """With a bucket: steps of one place have their tensors at the same addresses, in the same shapes."""
+        return self.bucket, self.decode_rows is not None, self.shared is not None

@@ -73,8 +73,8 @@ class Model:
         self._cache: KVCache | None = None
         self._inputs: StepInputs | None = None
         self._is_profiling = False
-        self._graphs: dict[tuple[int, bool], Graph] = {}
-        """By bucket, and whether its rows share tokens."""
+        self._graphs: dict[tuple[int, bool, bool], Graph] = {}
+        """By the place of their inputs."""
         self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
         """What `_inputs` are to the program: by its names, tokens, rows of logits."""
 
@@ -126,9 +126,8 @@ class Model:
         if self._cache is None:
             raise InternalError("forward before bind_cache")
         self._check()
-        kind = inputs.bucket, inputs.shared is not None
-        if kind in self._graphs and not self._is_profiling:
-            return self._graphs[kind].replay()[: inputs.num_rows]
+        if inputs.place in self._graphs and not self._is_profiling:
+            return self._graphs[inputs.place].replay()[: inputs.num_rows]
         if inputs is not self._inputs:
             self._inputs = inputs
             self._step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
@@ -136,12 +135,10 @@ class Model:
         return logits[: inputs.num_rows] if inputs.bucket else logits
 
     def capture(self, inputs: StepInputs) -> None:
-        """Has the GPU keep the forward pass of a padded step of decodes: later steps of the bucket that share tokens
-        or do not, as these do, have their inputs at the same addresses and are one launch. Largest bucket first: all
-        share its memory."""
+        """Has the GPU keep the forward pass of a padded step: later steps that have their inputs in its place are one
+        launch. Largest bucket first: all share its memory."""
         step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
-        kind = inputs.bucket, inputs.shared is not None
-        self._graphs[kind] = Graph(lambda: self._interpreter.run(*step), self._graphs.values())
+        self._graphs[inputs.place] = Graph(lambda: self._interpreter.run(*step), self._graphs.values())
 
     def _by_name(self, inputs: StepInputs) -> dict[str, Any]:
         return {

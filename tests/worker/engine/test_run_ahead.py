@@ -11,6 +11,8 @@ from allspan.kernels.cuda import modules, sharing
 from allspan.kernels.cuda.modules import Gpu
 from allspan.kernels.cuda.sharing import CascadeRule
 from allspan.protos.errors import Unavailable
+from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.device_buffers import DeviceBuffers, chunk_buckets
 from allspan.worker.scheduler.plan import Operation, StepPlan
 from allspan.worker.scheduler.request import Request
 from support.cores import Collected, fake_gpu_core, request, step_until_idle
@@ -37,6 +39,12 @@ def plans_of(core: object) -> list[StepPlan]:
 
     runner.run = noted
     return plans
+
+
+def buffers_of(core: EngineCore) -> DeviceBuffers:
+    buffers = core._batch.buffers
+    assert isinstance(buffers, DeviceBuffers)
+    return buffers
 
 
 def test_decodes_go_on_ahead_until_their_last_token() -> None:
@@ -174,15 +182,17 @@ requests = st.lists(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(requests, st.sampled_from([20, 40, 64]))
+@given(requests, st.sampled_from([20, 40, 64]), st.sampled_from([(), (2, 8, 16)]))
 def test_whoever_comes_and_goes_gets_the_tokens_of_a_plain_loop(
     always_pays: CascadeRule,
     days: list[tuple],  # type: ignore[type-arg]
     pages: int,
+    chunks: tuple[int, ...],
 ) -> None:
     """Prompt, tokens, whether it heeds ends, steps before it comes, and steps after which it is cancelled."""
     collected = Collected()
     core, _ = fake_gpu_core(pages, collected, EOS, always_pays)
+    buffers_of(core).chunks = chunks
     ones, cancels = [], []
     for number, (prompt, count, ignore_eos, pause, cancelled) in enumerate(days):
         one = request(number, prompt, max_tokens=count, ignore_eos=ignore_eos)
@@ -220,3 +230,23 @@ def test_decodes_are_padded_to_the_next_bucket(rows: int, bucket: int) -> None:
         core.submit(request(i, [i, 1], max_tokens=3, ignore_eos=True))
     step_until_idle(core)
     assert model.buckets == [0, bucket, bucket]
+
+
+def test_steps_with_prompts_are_padded_to_the_next_chunk_or_not_at_all() -> None:
+    collected = Collected()
+    core, model = fake_gpu_core(200, collected, max_num_seqs=4, max_num_batched_tokens=32)
+    buffers_of(core).chunks = (8, 16)
+    ones = []
+    for number, length in enumerate((6, 9, 17, 1)):
+        ones.append(request(number, [number + 1] * length, max_tokens=2, ignore_eos=True))
+        core.submit(ones[-1])
+        step_until_idle(core)
+    # A prompt, then its first token; one that fits no chunk; one that is a decode of its own.
+    assert model.buckets == [8, 1, 16, 1, 0, 1, 1, 1]
+    assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
+
+
+def test_chunks_are_as_many_tokens_as_a_step_may_have() -> None:
+    assert chunk_buckets(40) == (16, 32, 40)
+    assert chunk_buckets(64) == (16, 32, 64)
+    assert chunk_buckets(8192)[-2:] == (1920, 2048)
