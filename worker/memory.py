@@ -44,15 +44,50 @@ def num_memory_nodes(root: Path = Path("/")) -> int:
 
 def can_give_back(device: str) -> bool:
     """Whether `give_back` works here."""
-    return device == "cpu" and sys.platform.startswith("linux")
+    return device == "cuda" or sys.platform.startswith("linux")
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """Gives the memory behind CPU tensors back to the system. They stay where they are and are lost: until written
-    again they read as zeros (but for what they share a page with). Writing takes memory anew, on the writer's node.
+    """Gives the memory behind tensors back to the system, and what is in them is lost.
 
-    So whoever holds a tensor, a view or a pointer need not be told. Raises Unavailable when the kernel refuses.
+    Tensors of the CPU stay where they are: until written again they read as zeros (but for what they share a page
+    with). Writing takes memory anew, on the writer's node. So whoever holds a tensor, a view or a pointer need not be
+    told. Those of a GPU must not be used before `take_again`; a view has its memory again then, a pointer is void.
+    Raises Unavailable when the kernel refuses.
     """
+    tensors = list(tensors)
+    _unmap(tensor for tensor in tensors if tensor.is_cpu)
+    if on_gpu := [tensor for tensor in tensors if not tensor.is_cpu]:
+        empty(on_gpu)
+        torch.cuda.empty_cache()
+
+
+def empty(tensors: Iterable[Tensor]) -> None:
+    """Frees the storages of tensors, which keep their shapes."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
+def take_again(tensors: Iterable[Tensor]) -> None:
+    """Memory, elsewhere and zeroed, for tensors whose storages are empty; of those who share one, all must be given.
+    Others are passed over. Raises Unavailable where there is too little."""
+    ends: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.numel() and not storage.nbytes():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+            _, end = ends.get(storage._cdata, (storage, 0))
+            ends[storage._cdata] = storage, max(end, (last + 1) * tensor.element_size())
+    try:
+        for storage, end in ends.values():
+            storage.resize_(end)
+            storage.fill_(0)
+    except torch.OutOfMemoryError as error:
+        raise Unavailable(f"{error}; end other programs on the GPU, then reload the weights once more") from error
+
+
+def _unmap(tensors: Iterable[Tensor]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     page = mmap.PAGESIZE
     for start, size in {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for tensor in tensors)}:

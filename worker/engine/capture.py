@@ -17,6 +17,16 @@ from allspan.worker.models.inputs import StepInputs
 logger = logging.getLogger(__name__)
 
 
+class GpuSteps(Protocol):
+    """The steps of a GPU, to whoever gives its memory back between two of them."""
+
+    def drain(self) -> None:
+        """Waits until none is on its way. Raises DeadlineExceeded."""
+
+    def capture(self) -> None:
+        """Records them, where they are to be."""
+
+
 class Capturing(Protocol):
     """A model on a GPU."""
 

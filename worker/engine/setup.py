@@ -94,12 +94,30 @@ def load_engine(
     eos = ends_of(model, loaded.spec)
     tiers = Tiers(kv, host) if host else None
     core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers, sampling)
-    if model.device == "cuda" and not model.enforce_eager and getattr(collectives, "is_capturable", True):
-        core.capture()
+    steps: _Steps | None = None
+    if model.device == "cuda":
+        steps = _Steps(core, patience, not model.enforce_eager and getattr(collectives, "is_capturable", True))
+        steps.capture()
     pages = [tensor for each in (kv, host) if each for tensor in (*each.keys, *each.values)]
-    weights = Weights(loaded, model, cache, collectives, tuple(pages), await_others)
+    weights = Weights(loaded, model, cache, collectives, tuple(pages), await_others, steps)
     core.on_operation = _on_operation(core, loaded, weights)
     return LoadedEngine(core, loaded, weights, eos, kv.num_bytes, time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """See `allspan.worker.engine.capture.GpuSteps`."""
+
+    core: EngineCore
+    patience: Patience
+    are_captured: bool
+
+    def drain(self) -> None:
+        self.patience.drain()
+
+    def capture(self) -> None:
+        if self.are_captured:
+            self.core.capture()
 
 
 def ends_of(model: ModelConfig, spec: ModelSpec) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.protos.errors import AllspanError, CheckpointError, Unavailable
-from allspan.worker.memory import can_give_back, give_back
+from allspan.worker.engine.capture import GpuSteps
+from allspan.worker.memory import can_give_back, give_back, take_again
 from allspan.worker.models import loader
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
+
+logger = logging.getLogger(__name__)
 
 _TOLD_BYTES = 2048
 """Of a failure, to the other ranks."""
@@ -23,7 +27,8 @@ _TOLD_BYTES = 2048
 class Weights:
     """`unload` and `reload` are called by every rank's step loop at the same step, between two of them.
 
-    Tensors stay where they are: what the forward pass has recorded of them stays true.
+    The CPU's tensors stay where they are: what the forward pass has recorded of them stays true. A GPU's get other
+    memory, for which its steps are captured again; it also gives back what its ops write to.
     """
 
     def __init__(
@@ -34,8 +39,10 @@ class Weights:
         collectives: Collectives,
         pages: Sequence[Tensor],
         await_others: Callable[[], None] = lambda: None,
+        steps: GpuSteps | None = None,
     ) -> None:
-        """`pages` are the tensors of the KV cache; `await_others` waits for every rank, however long it takes."""
+        """`pages` are the tensors of the KV cache; `await_others` waits for every rank, however long it takes; `steps`
+        are there on a GPU."""
         self.is_loaded = True
         self._model = model
         self._config = config
@@ -43,13 +50,14 @@ class Weights:
         self._collectives = collectives
         self._pages = tuple(pages)
         self._await_others = await_others
+        self._steps = steps
 
     def unload(self) -> None:
         """Gives the memory back. Raises, on every rank, Unavailable where that cannot be, and CheckpointError when a
         system does not take it."""
         if not can_give_back(self._config.device):
             raise Unavailable(
-                "weights can be unloaded from the CPU's memory on Linux alone; restart to free the memory"
+                "weights can be unloaded from a GPU's memory, and on Linux from the CPU's; restart to free the memory"
             )
         self.is_loaded = False
         failure = ""
@@ -61,9 +69,13 @@ class Weights:
 
     def discard(self) -> None:
         """After the last step: the memory goes back now, not once the last of those who hold a tensor is collected."""
-        if can_give_back(self._config.device):
-            self.is_loaded = False
+        if not can_give_back(self._config.device):
+            return
+        self.is_loaded = False
+        try:
             self._give_back()
+        except (AllspanError, RuntimeError) as error:  # a GPU that has failed, or hangs
+            logger.warning("memory is given back when this process ends, not now: %s", error)
 
     def reload(self, on_progress: Callable[[], None]) -> None:
         """Reads the weights from the model's path again. `on_progress` is called after each weight.
@@ -82,16 +94,29 @@ class Weights:
         self.is_loaded = False
         try:
             model = self._model
+            if self._steps is not None:
+                self._steps.drain()
+                model.forget_graphs()
+            take_again(self._tensors())
             weights.read(self._config.device, lambda done, total: on_progress(), model.weights)
             model.weights_changed()
         except (AllspanError, OSError, RuntimeError, ValueError) as error:
             failure = str(error)
         self._await_others()
         self._agree(failure)
+        if self._steps is not None:
+            self._steps.capture()
         self.is_loaded = True
 
     def _give_back(self) -> None:
-        give_back([*self._model.weights.values(), *self._pages])
+        if self._steps is not None:
+            self._steps.drain()
+            self._model.forget_graphs()
+        give_back(self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        """Whose memory is given back."""
+        return [*self._model.weights.values(), *self._pages, *(self._model.buffers if self._steps else ())]
 
     def _open(self) -> loader.Weights:
         """What lies at the path now. Raises CheckpointError unless it is a model like the one that was loaded."""

@@ -200,21 +200,24 @@ class Holding:
         into: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Reads this rank's slices: canonical name → tensor on `device`; `into` are the tensors of an earlier reading,
-        on the CPU, to be filled again where they lie."""
+        to be filled again where they lie."""
         done, total = 0, self.num_bytes
         held: dict[str, Tensor] = {}
         if into is None and device == "cpu":
             into = self._memory()
         for piece in layout(self.shard.spec):
             declared = self.tensors(piece)
-            tensors = {
-                name: torch.zeros(t.shape, dtype=t.dtype, device=self._place(t, device)) if into is None else into[name]
-                for name, t in declared.items()
-            }
+            tensors: dict[str, Tensor] = {}
+            for name, t in declared.items():
+                place = self._place(t, device)
+                is_there = into is not None and into[name].device.type == place
+                tensors[name] = into[name] if into and is_there else torch.zeros(t.shape, dtype=t.dtype, device=place)
             self._fill(piece, checkpoint, tensors)
             checkpoint.release()
             done += sum(tensor.nbytes for tensor in tensors.values())
-            held.update({name: tensor.to(device) for name, tensor in tensors.items()})
+            for name, tensor in tensors.items():
+                is_copied = into is not None and into[name] is not tensor
+                held[name] = into[name].copy_(tensor) if into and is_copied else tensor.to(device)
             if on_progress is not None:
                 on_progress(done, total)
         return held

@@ -141,8 +141,8 @@ class Weights(Protocol):
     def read(
         self, device: str, on_progress: Progress | None, into: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Canonical name → tensor on `device`; `into` are the tensors of an earlier reading, on the CPU, to be filled
-        again where they lie. Raises CheckpointError."""
+        """Canonical name → tensor on `device`; `into` are the tensors of an earlier reading, to be filled again where
+        they lie. Raises CheckpointError."""
 
 
 def open_weights(source: ModelSource, holding: Holding, config: ModelConfig) -> Weights:

@@ -140,6 +140,15 @@ class Model:
         step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
         self._graphs[inputs.place] = Graph(lambda: self._interpreter.run(*step), self._graphs.values())
 
+    def forget_graphs(self) -> None:
+        """Gives up what was captured, and its memory; steps are launched op by op until they are captured again."""
+        self._graphs.clear()
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What ops on a GPU write to; empty between two steps, as far as anybody looks."""
+        return [] if isinstance(self._interpreter, NativeProgram) else self._interpreter.buffers
+
     def _by_name(self, inputs: StepInputs) -> dict[str, Any]:
         return {
             "ids": inputs.ids,

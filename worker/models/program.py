@@ -193,6 +193,11 @@ class Interpreter:
             for op in program.ops
         ]
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Some are the same memory in different shapes."""
+        return [buffer for _, _, buffer in self._buffers]
+
     def bind(self, values: Mapping[str, Any]) -> None:
         """Sets named slots; a name that the program does not use is passed over."""
         for name, value in values.items():

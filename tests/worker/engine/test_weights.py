@@ -13,9 +13,12 @@ from gguf import GGMLQuantizationType as Type
 from allspan.kernels.table import op_set
 from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.protos.errors import CheckpointError
+from allspan.worker.cache import kv as kv_cache
 from allspan.worker.cache.kv import KVCache
+from allspan.worker.engine import weights as weights_of_ranks
 from allspan.worker.engine.weights import Weights
-from allspan.worker.memory import give_back, resident_bytes
+from allspan.worker.memory import empty, give_back, resident_bytes, take_again
+from allspan.worker.models.layout import Holding, layout
 from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
@@ -33,10 +36,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Steps:
+    """Of a GPU; says what was done with them."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def drain(self) -> None:
+        self.done.append("drain")
+
+    def capture(self) -> None:
+        self.done.append("capture")
+
+
 class Ranks:
     """A world of which each rank has a copy of the checkpoint of its own."""
 
-    def __init__(self, source: Path, folder: Path, size: int = 2) -> None:
+    def __init__(self, source: Path, folder: Path, size: int = 2, is_gpu: bool = False) -> None:
+        self.is_gpu = is_gpu
+        self.steps = [Steps() for _ in range(size)]
         self.world = ThreadWorld(size)
         self.folders = [Path(shutil.copytree(source, folder / str(rank))) for rank in range(size)]
         self.models: list[Model] = []
@@ -75,7 +93,9 @@ class Ranks:
         model = load_model(config, collectives, op_set("reference"), 16, 16, cache=CACHE)
         kv = KVCache(model.cache_spec, 8)
         model.bind_cache(kv)
-        return model, Weights(model, config, CACHE, collectives, (*kv.keys, *kv.values))
+        pages = (*kv.keys, *kv.values)
+        steps = self.steps[rank] if self.is_gpu else None
+        return model, Weights(model, config, CACHE, collectives, pages, steps=steps)
 
 
 @pytest.fixture
@@ -153,6 +173,44 @@ def test_a_rank_whose_reading_breaks_off_leaves_all_unloaded(ranks: Ranks, monke
     assert are_loaded(ranks) == [False, False]
     assert ranks.reload() == ["", ""]
     assert ranks.have_the_first_weights()
+
+
+def test_a_gpu_s_memory_is_freed_once_no_step_runs_and_steps_are_captured_again(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, with storages as a GPU's tensors have them."""
+
+    def memory(holding: Holding) -> dict[str, torch.Tensor]:
+        pieces = (holding.tensors(piece) for piece in layout(holding.shard.spec))
+        return {name: torch.zeros(t.shape, dtype=t.dtype) for held in pieces for name, t in held.items()}
+
+    monkeypatch.setattr(Holding, "_memory", memory)
+    monkeypatch.setattr(kv_cache, "anonymous", lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(weights_of_ranks, "give_back", empty)
+    ranks = Ranks(tiny, tmp_path, is_gpu=True)
+    tensors = [tensor for model in ranks.models for tensor in (*model.weights.values(), *model.buffers)]
+    tensors += [page for weights in ranks.weights for page in weights._pages]
+    sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+    ranks.unload()
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
+    assert [steps.done for steps in ranks.steps] == [["drain"]] * 2
+    assert ranks.reload() == ["", ""]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
+    assert ranks.have_the_first_weights()
+    assert not any(page.any() for weights in ranks.weights for page in weights._pages)
+    assert [steps.done for steps in ranks.steps] == [["drain", "drain", "capture"]] * 2
+
+
+def test_views_of_what_is_freed_have_its_memory_again() -> None:
+    tensor = torch.ones(6, 4)
+    inner, other = tensor[1:5, 2], torch.ones(3)
+    with_end = tensor[2:]
+    empty([inner])
+    take_again([inner, with_end, other])
+    assert tensor.untyped_storage().nbytes() == 6 * 4 * 4
+    tensor.fill_(2.0)
+    assert inner.tolist() == [2.0] * 4
+    assert other.tolist() == [1.0] * 3
 
 
 def test_memory_that_is_given_back_is_gone_until_it_is_written() -> None:
