@@ -1,4 +1,5 @@
-"""Norms, SwiGLU and rotary with page append, beside the single ops of FlashInfer; Qwen2.5-7B's widths."""
+"""Norms, SwiGLU and rotary with page append, alone and with quantisation, beside the single ops of FlashInfer (and of
+torch, where FlashInfer has none); Qwen2.5-7B's widths."""
 
 from __future__ import annotations
 
@@ -12,17 +13,25 @@ from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
 from allspan.kernels.cuda.elementwise import add_rms_norm, silu_mul
+from allspan.kernels.cuda.quantised_rows import add_rms_norm_quantised, silu_mul_quantised
 from allspan.kernels.cuda.rotary_append import rotary_append
 from allspan.kernels.reference import elementwise as reference
 from allspan.kernels.reference import rotary_append as reference_append
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, PAGE = 3584, 18944, 28, 4, 128, 16
 TOKENS = (1, 64, 8192)
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def elementwise_cases() -> Iterator[Case]:
-    for name, build in (("add+norm", build_norm), ("SwiGLU", build_silu), ("rotary+append", build_rotary)):
+    builds: dict[str, Callable[[int, str], Built]] = {
+        "add+norm": build_norm,
+        "add+norm+e4m3": build_norm_quantised,
+        "SwiGLU": build_silu,
+        "SwiGLU+e4m3": build_silu_quantised,
+        "rotary+append": build_rotary,
+    }
+    for name, build in builds.items():
         for tokens in TOKENS:
             label = f"{name}, {tokens:,} token{'s' * (tokens > 1)}"
             yield Case("elementwise", label, partial(build, tokens))
@@ -37,29 +46,73 @@ def _flashinfer(prepare: Callable[[Any], Launch]) -> Callable[[], Launch]:
 
 
 def build_norm(tokens: int, device: str) -> Built:
-    """The residual is float32, as the engine has it; FlashInfer's is bfloat16, and it writes over x."""
-    num_bytes = tokens * HIDDEN * (2 + 4 + 4 + 2)
+    """The residual is bfloat16, as FlashInfer's."""
+    num_bytes = tokens * HIDDEN * 8
     sets = sets_for(num_bytes)
-    x = _random(sets, tokens, HIDDEN, device=device)
-    residual = _random(sets, tokens, HIDDEN, device=device, dtype=torch.float32)
-    weight, out = _random(HIDDEN, device=device, dtype=torch.float32), torch.empty_like(x[0])
+    x, residual = (_random(sets, tokens, HIDDEN, device=device) for _ in range(2))
+    weight, out = _random(HIDDEN, device=device), torch.empty_like(x[0])
 
     def ours(i: int) -> None:
         add_rms_norm(x[i], residual[i], weight, 1e-6, out)
 
     def check(name: str) -> None:
-        right, sums = torch.empty_like(out, dtype=torch.float32), residual[0].clone()
-        reference.add_rms_norm(x[0].float(), sums, weight, 1e-6, right)
+        sums = (residual[0].float() + x[0].float()).to(BF16)
         ours(0)
-        torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(out.float(), _normed(sums, weight), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(residual[0], sums)
 
     def peer(flashinfer: Any) -> Launch:
         norm = flashinfer.fused_add_rmsnorm
-        sums, scale = residual.to(BF16), weight.to(BF16)
-        return lambda i: norm(x[i], sums[i], scale, 1e-6)
+        inputs, sums = x.clone(), residual.clone()  # it writes over both
+        return lambda i: norm(inputs[i], sums[i], weight, 1e-6)
 
     return Built({"allspan": ours}, check, sets, num_bytes, peers={"FlashInfer": _flashinfer(peer)})
+
+
+def build_norm_quantised(tokens: int, device: str) -> Built:
+    """To e4m3 with a scale a token."""
+    num_bytes = tokens * HIDDEN * 7
+    sets = sets_for(num_bytes)
+    x, residual = (_random(sets, tokens, HIDDEN, device=device) for _ in range(2))
+    weight = _random(HIDDEN, device=device)
+    out, scales = torch.empty_like(x[0], dtype=E4M3), torch.empty(tokens, device=device)
+
+    def ours(i: int) -> None:
+        add_rms_norm_quantised(x[i], residual[i], weight, 1e-6, out, scales)
+
+    def check(name: str) -> None:
+        right = _normed((residual[0].float() + x[0].float()).to(BF16), weight)
+        ours(0)
+        _assert_codes(out, scales, right)
+
+    def peer(flashinfer: Any) -> Launch:
+        norm = flashinfer.fused_add_rmsnorm
+        inputs, sums = x.clone(), residual.clone()
+
+        def run(i: int) -> None:
+            norm(inputs[i], sums[i], weight, 1e-6)
+            _quantise(inputs[i])
+
+        return run
+
+    return Built({"allspan": ours}, check, sets, num_bytes, peers={"FlashInfer, then torch": _flashinfer(peer)})
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    right = torch.empty_like(x, dtype=torch.float32)
+    reference.rms_norm(x.float(), weight.float(), 1e-6, right)
+    return right
+
+
+def _quantise(x: Tensor) -> Tensor:
+    """FlashInfer has no op that finds a token's scale."""
+    scales = x.abs().amax(1, keepdim=True).float() / 448
+    return (x / scales).to(E4M3)
+
+
+def _assert_codes(out: Tensor, scales: Tensor, right: Tensor) -> None:
+    """e4m3 has 3 bits behind the point."""
+    torch.testing.assert_close(out.float() * scales[:, None], right, rtol=0.07, atol=2e-2)
 
 
 def build_silu(tokens: int, device: str) -> Built:
@@ -82,6 +135,34 @@ def build_silu(tokens: int, device: str) -> Built:
         return lambda i: silu(gate_up[i], out)
 
     return Built({"allspan": ours}, check, sets, num_bytes, peers={"FlashInfer": _flashinfer(peer)})
+
+
+def build_silu_quantised(tokens: int, device: str) -> Built:
+    """To e4m3 with a scale a token."""
+    num_bytes = tokens * INNER * 5
+    sets = sets_for(num_bytes)
+    gate_up = _random(sets, tokens, 2 * INNER, device=device)
+    out, scales = torch.empty(tokens, INNER, dtype=E4M3, device=device), torch.empty(tokens, device=device)
+
+    def ours(i: int) -> None:
+        silu_mul_quantised(gate_up[i], out, scales)
+
+    def check(name: str) -> None:
+        right = torch.empty(tokens, INNER, device=device)
+        reference.silu_mul(gate_up[0].float(), right)
+        ours(0)
+        _assert_codes(out, scales, right)
+
+    def peer(flashinfer: Any) -> Launch:
+        silu, between = flashinfer.silu_and_mul, torch.empty(tokens, INNER, dtype=BF16, device=device)
+
+        def run(i: int) -> None:
+            silu(gate_up[i], between)
+            _quantise(between)
+
+        return run
+
+    return Built({"allspan": ours}, check, sets, num_bytes, peers={"FlashInfer, then torch": _flashinfer(peer)})
 
 
 def build_rotary(tokens: int, device: str) -> Built:
@@ -117,10 +198,11 @@ def build_rotary(tokens: int, device: str) -> Built:
         indices = torch.randperm(count, device=device).int()
         indptr = torch.tensor([0, count], dtype=torch.int32, device=device)
         last = torch.tensor([(tokens - 1) % PAGE + 1], dtype=torch.int32, device=device)
+        pages = torch.zeros_like(keys), torch.zeros_like(values)
 
         def run(i: int) -> None:
             rotate(positions, q[i].flatten(1), k[i].flatten(1), DIM, cos_sin, is_neox=True)
-            append(k[i], v[i], request, positions, (keys, values), indices, indptr, last, kv_layout="HND")
+            append(k[i], v[i], request, positions, pages, indices, indptr, last, kv_layout="HND")
 
         return run
 

@@ -158,10 +158,11 @@ def _words(error: BaseException) -> str:
 
 def roofs(clock: Clock, device: str) -> dict[str, float]:
     """What this device does in this run: a copy of a GiB, bytes read and written, and a bfloat16 product, by cuBLAS."""
-    a = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    a = torch.zeros(COPY_BYTES // 4, dtype=torch.int32, device=device)
     b = torch.empty_like(a)
     x, y = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(x)
-    sides: dict[str, Launch] = {"copy": lambda i: b.copy_(a), "product": lambda i: torch.mm(x, y, out=out)}
+    # What a graph has of `copy_` is done by the copy engine, at 60 % of what a kernel reaches.
+    sides: dict[str, Launch] = {"copy": lambda i: torch.neg(a, out=b), "product": lambda i: torch.mm(x, y, out=out)}
     us = {name: statistics.median(found) for name, found in clock.times(sides, 1, 5).items()}
     return {"copy_tb_s": 2 * COPY_BYTES / us["copy"] / 1e6, "tflops": 2 * MATMUL_SIZE**3 / us["product"] / 1e6}
