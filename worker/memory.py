@@ -76,13 +76,13 @@ def take_again(tensors: Iterable[Tensor]) -> None:
         storage = tensor.untyped_storage()
         if tensor.numel() and not storage.nbytes():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+            last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
             _, end = ends.get(storage._cdata, (storage, 0))
             ends[storage._cdata] = storage, max(end, (last + 1) * tensor.element_size())
     try:
         for storage, end in ends.values():
             storage.resize_(end)
-            storage.fill_(0)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
     except torch.OutOfMemoryError as error:
         raise Unavailable(f"{error}; end other programs on the GPU, then reload the weights once more") from error
 

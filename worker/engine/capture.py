@@ -40,8 +40,7 @@ def capture_steps(buffers: InputBuffers, model: StepModel, max_tokens: int, beat
         return
     captures = cast(Capturing, model)
     started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-    buffers.chunks = chunk_buckets(max_tokens)
-    for inputs in _steps(buffers):
+    for inputs in padded_steps(buffers, max_tokens):
         captures.capture(inputs)
         beat()
     torch.cuda.synchronize()
@@ -58,8 +57,9 @@ def capture_steps(buffers: InputBuffers, model: StepModel, max_tokens: int, beat
     )
 
 
-def _steps(buffers: DeviceBuffers) -> Iterator[StepInputs]:
-    """What needs most memory first."""
+def padded_steps(buffers: DeviceBuffers, max_tokens: int) -> Iterator[StepInputs]:
+    """All that is captured, what needs most memory first; from now on steps with prompts are padded, too."""
+    buffers.chunks = chunk_buckets(max_tokens)
     for chunk in reversed(buffers.chunks):
         yield buffers.chunk_padding(chunk)
     for bucket in reversed(buffers.buckets):

@@ -13,6 +13,7 @@ from allspan.protos.config import SchedulerConfig
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.engine.buffers import BatchSizes
+from allspan.worker.engine.capture import padded_steps
 from allspan.worker.engine.device_buffers import DeviceBuffers, buffers_for, is_on_gpu
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.models.model import Model
@@ -64,13 +65,11 @@ def _run_all(model: Model, device: str, most: SchedulerConfig) -> None:
 
 
 def _steps(buffers: DeviceBuffers, sizes: BatchSizes) -> Iterator[StepInputs]:
-    """Decodes of every bucket, and prompts; nothing reads what the inputs say."""
-    for bucket in buffers.buckets:
-        for is_shared in (False, True) if bucket in buffers.shared_buckets else (False,):
-            yield buffers.padding(bucket, is_shared)
+    """Those that are launched op by op, and those that are captured; nothing reads what the inputs say."""
     largest = min(sizes.max_tokens, sizes.max_rows * (sizes.max_model_len - 1))
     for tokens in (*(count for count in _PROMPTS if count < largest), largest):
         yield _prompts(buffers, sizes, tokens)
+    yield from padded_steps(buffers, sizes.max_tokens)
 
 
 def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInputs:
