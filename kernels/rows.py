@@ -5,6 +5,7 @@ A weight is one contiguous uint8 tensor of `PackedSpec.shape`, its parts one bel
     codes    [features][slabs of 64 bytes]
     numbers  [groups][features][scale, offset]: all features of a group together, since threads that work on
              neighbouring features need them at once; where a format has a zero, offset = zero · scale
+             (of fp8_block: [groups][features], scales alone)
 
 A slab holds 32 inputs of 16 bits, 64 of 8 or 128 of 4: some sets of 32. Each of its four 16-byte chunks is what one of
 four threads loads at once; chunk t holds inputs 8·t … 8·t + 7 of every set, so that the four have whole sets between
@@ -21,6 +22,7 @@ the first input lie `lead` codes, after the last zeros up to the end of the slab
 | group8, group4 | float16 for each `group` inputs |
 | q8_0 (zero 128), q4_0 (zero 8) | float16 for each 32 |
 | fp8 | float32, one group; codes are e4m3 numbers, as they are |
+| fp8_block | float32 for each 128; codes are those of fp8 |
 """
 
 from __future__ import annotations
@@ -43,11 +45,12 @@ def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
 
 
 def numbers_of(weight: Tensor, spec: PackedSpec) -> Tensor:
-    """[groups, features, 2]: a view of the scales and offsets."""
+    """[groups, features, 2]: a view of the scales and offsets; of fp8_block [groups, features, 1]."""
     kind = spec.kind
-    dtype = torch.float32 if kind.head_bytes else torch.float16
+    dtype = torch.float32 if kind.head_bytes or kind.is_e4m3 else torch.float16
+    each = 1 if kind.is_e4m3 and kind.scale_bytes else 2
     begin = spec.features * spec.depth * kind.bits // 8
-    return weight.view(-1)[begin:].view(dtype).view(spec.groups, spec.features, 2 if spec.groups else 0)
+    return weight.view(-1)[begin:].view(dtype).view(spec.groups, spec.features, each if spec.groups else 0)
 
 
 def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, first: int) -> None:
@@ -62,7 +65,7 @@ def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, fi
     packed = _pack_codes(functional.pad(codes, (0, spec.depth - codes.shape[1])), spec.kind)
     codes_of(weight, spec)[first : first + len(codes)] = packed
     numbers = numbers_of(weight, spec)[:, first : first + len(codes)]
-    for i, name in enumerate(("scales", "offsets")):
+    for i, name in enumerate(("scales", "offsets")[: numbers.shape[2]]):
         values = fields[name] if name in fields else fields["scales"] * (spec.kind.zero or 0)
         numbers[:, :, i] = values.to(weight.device, numbers.dtype).T
 

@@ -1,7 +1,7 @@
 // What goes with products of many rows, which cuBLAS multiplies, and with packed embeddings; weights lie in rows
 // (kernels/rows.py). All of it is bound by memory: 16 bytes a thread, one pass.
 //
-// Compiled with BITS and FLOATS (codes.cuh) and GROUPED (float16 numbers for each group, else float32 for all inputs);
+// Compiled with BITS and FLOATS (codes.cuh) and GROUPED (numbers for each group, else float32 for all inputs);
 // of products with FROM_CODES (sums of codes in int32, else bfloat16), SCALED (bfloat16 sums of e4m3 codes, which take
 // the scales of their row and feature here: cuBLAS is faster without) and WIDTH, features of a thread (8, or 1 where
 // rows are not aligned).
@@ -27,7 +27,7 @@ __device__ __forceinline__ void numbers_of(const void* numbers, long long at, fl
     scale = 1;
   } else if (GROUPED) {
     const uint32_t pair = static_cast<const uint32_t*>(numbers)[at];
-    scale = half_wide(pair & 0xffff), least = half_wide(pair >> 16);
+    scale = scale_of(pair), least = offset_of(pair);
   } else {
     const float2 pair = static_cast<const float2*>(numbers)[at];
     scale = pair.x, least = pair.y;
@@ -155,6 +155,42 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int w = 0; w < 8; ++w) sum += sum_of[w];
     sums[blockIdx.x] = sum;
   }
+}
+
+// 16 threads for 128 inputs of a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, codes e4m3 in the order of
+// a slab [all_rows, groups · 128], scales float32 [groups, all_rows]; rows from `rows` on are zeros. scale = most / 448;
+// of a NaN or an infinity it is NaN.
+extern "C" __global__ void __launch_bounds__(256)
+    quantise_groups(const uint4* x, uint2* codes, float* scales, int rows, int inputs, int groups, int all_rows) {
+  const long long at = static_cast<long long>(blockIdx.x) * 16 + threadIdx.x / 16;  // of all groups, row by row
+  const int row = static_cast<int>(at / groups), group = static_cast<int>(at % groups), t = threadIdx.x % 16;
+  const int eight = group * 16 + t;
+  const bool is_there = row < rows && eight < inputs / 8;
+  const uint4 values = is_there ? x[static_cast<long long>(row) * (inputs / 8) + eight] : make_uint4(0, 0, 0, 0);
+  uint32_t most_bits = 0;  // magnitudes of bfloat16, as numbers, are in order, with NaN above all
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t pair = word(values, j);
+    most_bits = max(most_bits, max(pair & 0x7fff, pair >> 16 & 0x7fff));
+  }
+#pragma unroll
+  for (int o = 8; o; o >>= 1) most_bits = max(most_bits, __shfl_xor_sync(~0u, most_bits, o));
+  const float most = wide(most_bits);
+  const bool usable = most_bits < 0x7f80 && most >= 1e-30f;
+  const float factor = usable ? 448.0f / most : 0.0f;
+  uint32_t halves[2] = {};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t pair = usable ? word(values, j) : 0;
+    halves[j / 2] |= pack_e4m3(wide(pair & 0xffff) * factor, wide(pair >> 16) * factor) << (j % 2 * 16);
+  }
+  if (row >= all_rows) return;
+  // 16 of a group are two slabs: chunk `t % 4`, set `t / 4 % 2` of each.
+  codes[(static_cast<long long>(row) * groups + group) * 16 + t / 8 * 8 + t % 4 * 2 + t / 4 % 2] =
+      make_uint2(halves[0], halves[1]);
+  if (t == 0)
+    scales[static_cast<long long>(group) * all_rows + row] =
+        most_bits >= 0x7f80 ? __uint_as_float(0x7fffffff) : usable ? most / 448.0f : 0.0f;
 }
 
 // WIDTH features of a row of a product, as floats.

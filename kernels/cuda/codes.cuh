@@ -29,6 +29,12 @@ __device__ __forceinline__ uint32_t pair_of_floats(uint32_t halves) {
   return times((halves >> 4 & 0x07f007f0) | (halves & 0x80008000), 0x7b807b80);
 }
 
+// What a group's 32 bits are: two halves, or of e4m3 codes a float32 scale, which has no offset beside it.
+__device__ __forceinline__ float scale_of(uint32_t numbers) {
+  return FLOATS ? __uint_as_float(numbers) : half_wide(numbers & 0xffff);
+}
+__device__ __forceinline__ float offset_of(uint32_t numbers) { return FLOATS ? 0.0f : half_wide(numbers >> 16); }
+
 // What becomes of a product: it is stored, or added to what is there, or silu(first half) · second half is stored.
 constexpr int kAdd = 1, kGated = 2;
 

@@ -5,7 +5,8 @@ x is bfloat16 [n, K]; out is bfloat16, or float32 (logits, and what `packed_line
 - Few rows (`skinny.py`): kernels that read the weight once, at the speed of memory; codes meet x as it is, whatever the
   spec's activation: at these sizes rounding x would save nothing.
 - Many: cuBLAS, through torch. Codes become bfloat16 first; but with scales a channel and activation a8 or e4m3, x
-  becomes int8 or e4m3 (sm_89 and later), with a scale a row, and codes are multiplied as they are.
+  becomes int8 or e4m3 (sm_89 and later), with a scale a row, and codes are multiplied as they are. So are those of
+  fp8_block on Hopper (with cuBLAS 12.9 or later), and x has a scale for each 128 inputs.
 
 So a row's bits depend on how many come with it, unlike on the CPU.
 """
@@ -36,6 +37,11 @@ from allspan.kernels.cuda.skinny import (
 )
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import codes_of, numbers_of
+
+_ROWS_TOGETHER = 8
+"""Scales of rows of x lie side by side, and cuBLAS reads them 16 bytes at a time."""
+
+_QUANTISE_GROUPS = kernel("codes.cu", "quantise_groups", BITS=8, FLOATS=1)
 
 _ELEMENTWISE_BLOCKS = 16
 """Of a multiprocessor, for kernels that go through a tensor once."""
@@ -80,18 +86,21 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
         few_rows(_aligned(x, spec), weight, bias, spec, into)
     elif spec.activation == "a8" and spec.format == "channel8" and spec.features % 8 == 0:
         _of_codes(_aligned(x, spec), weight, bias, spec, into)
-    elif spec.activation == "e4m3" and spec.features % 16 == 0 and gpu(x.device).capability >= (8, 9):
+    elif spec.format == "fp8" and spec.features % 16 == 0 and gpu(x.device).capability >= (8, 9):
         _of_e4m3(_aligned(x, spec), weight, bias, spec, into)
+    elif spec.format == "fp8_block" and spec.features % 16 == spec.depth % spec.block == 0 and _multiplies_blocks(x):
+        _of_blocks(_aligned(x, spec), weight, bias, spec, into)
     else:
         matrix = codes_of(weight, spec) if spec.kind.bits == 16 else _dequantised(weight, spec)
         _of_floats(x, matrix[:, spec.lead : spec.lead + spec.inputs], bias, spec, into)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    for name in ("bf16", "fp8", "channel8", "channel4", "group8", "group4"):
+    for name in ("bf16", "fp8", "fp8_block", "channel8", "channel4", "group8", "group4"):
         spec = PackedSpec(name, "", (), 0, group=32, memory="rows")
         yield from (_codes(function, spec) for function in ("embed", "dequantise"))
     yield from (_quantise_kernel(floats) for floats in (0, 1))
+    yield _QUANTISE_GROUPS
     forms = (torch.bfloat16, False), (torch.bfloat16, True), (torch.int32, True)
     yield from (_finish_kernel(*form, width) for form in forms for width in (1, 8))
 
@@ -138,6 +147,31 @@ def _of_e4m3(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
 def _one(device: torch.device) -> Tensor:
     """The scale of products that get theirs later."""
     return torch.ones((), device=device)
+
+
+def _of_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
+    """e4m3 numbers on both sides, in a slab's order; both have a scale for each `spec.block` inputs of a row."""
+    rows = -(-len(x) // _ROWS_TOGETHER) * _ROWS_TOGETHER
+    codes = torch.empty(rows, spec.depth, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(spec.groups, rows, dtype=torch.float32, device=x.device)
+    sizes = map(np.int32, (len(x), x.shape[1], spec.groups, rows))
+    launch(_QUANTISE_GROUPS, (-(-rows * spec.groups // 16),), 256, (x, codes, scales, *sizes))
+    matrix, numbers = codes_of(weight, spec).view(torch.float8_e4m3fn).T, numbers_of(weight, spec).squeeze(2)
+    if x.is_cuda:
+        products = torch._scaled_mm(codes, matrix, scales.T, numbers, out_dtype=torch.bfloat16)
+    else:
+        factors = (each.repeat_interleave(spec.block, 0) for each in (scales, numbers))
+        seen, weights = (
+            side.float() * factor for side, factor in zip((codes.T, matrix), factors, strict=True)
+        )
+        products = (seen.T @ weights).bfloat16()
+    _finish(products[: len(x)], bias, spec, into)
+
+
+def _multiplies_blocks(x: Tensor) -> bool:
+    """Whether cuBLAS takes scales of 128 inputs."""
+    cublas = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) if x.is_cuda else (12, 9)
+    return gpu(x.device).capability == (9, 0) and cublas >= (12, 9)
 
 
 def _quantised(x: Tensor, spec: PackedSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

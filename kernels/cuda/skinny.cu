@@ -175,8 +175,7 @@ extern "C" __global__ void BOUNDS skinny(const uint4* weight, const void* number
           for (int h = 0; h < 2; ++h) {
             const int at = (set / kGroupSets * PARTS + p) * 16 + g + 8 * h;
             const uint32_t pair = *reinterpret_cast<const uint32_t*>(stage - lane * 16 + kCodeBytes + at * 4);
-            const float scale = half_wide(pair & 0xffff);
-            const float offset = kBase * scale + half_wide(pair >> 16);
+            const float scale = scale_of(pair), offset = kBase * scale + offset_of(pair);
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
 #pragma unroll

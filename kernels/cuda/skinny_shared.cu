@@ -252,18 +252,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           for (int h = 0; h < 2; ++h) {
             const uint32_t pair =
                 *reinterpret_cast<const uint32_t*>(codes + kCodeBytes + (group * 32 + p * 16 + g + 8 * h) * 4);
-            scale[p][h] = half_wide(pair & 0xffff);
-            offset[p][h] = kBase * scale[p][h] + half_wide(pair >> 16);
+            scale[p][h] = scale_of(pair), offset[p][h] = kBase * scale[p][h] + offset_of(pair);
           }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          const float2 of_x = *reinterpret_cast<const float2*>(sums_of_step + group * kRows + n * 8 + t * 2);
+          const float2 of_x = kHasSums
+                                  ? *reinterpret_cast<const float2*>(sums_of_step + group * kRows + n * 8 + t * 2)
+                                  : make_float2(0, 0);
 #pragma unroll
           for (int p = 0; p < kParts; ++p)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               sum[n][p][e] += scale[p][e / 2] * group_sum[n][p][e];
-              sum[n][p][e] -= offset[p][e / 2] * (e % 2 ? of_x.y : of_x.x);
+              if (kHasSums) sum[n][p][e] -= offset[p][e / 2] * (e % 2 ? of_x.y : of_x.x);
             }
         }
       }

@@ -55,6 +55,7 @@ FIELDS: Mapping[str, tuple[Field, ...]] = {
     "group8": (_SCALES, _OFFSETS),
     "group4": (_SCALES, _OFFSETS),
     "fp8": (_CHANNEL[0],),
+    "fp8_block": (_CHANNEL[0],),
     "q8_0": (_SCALES,),
     "q4_0": (_SCALES,),
     "q5_0": (_SCALES,),

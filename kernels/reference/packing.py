@@ -66,10 +66,16 @@ def pack_quantised(values: Tensor, before: int, weight: Tensor, spec: PackedSpec
 
 def _pack_e4m3(values: Tensor, before: int, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
     """scale = largest magnitude / 448, the largest e4m3 number; NaN for a NaN or an infinity."""
-    largest = values.abs().amax(1, keepdim=True) if values.shape[1] else values.new_zeros(len(values), 1)
+    group = spec.kind.block if spec.kind.scale_bytes else max(1, values.shape[1])
+    grouped = functional.pad(values, (0, -values.shape[1] % group)).reshape(len(values), -1, group)
+    largest = grouped.abs().amax(2, keepdim=True)
+    if not spec.kind.scale_bytes and not values.shape[1]:
+        grouped, largest = values.unsqueeze(1), values.new_zeros(len(values), 1, 1)
     scale = torch.where(largest.isfinite(), (largest / 448.0).clamp(min=2.0**-126), torch.nan)
-    codes = (values[:, before : before + spec.inputs] / scale).nan_to_num(0.0).to(torch.float8_e4m3fn)
-    _store({"codes": codes.view(torch.uint8), "scales": scale}, weight, spec, part, first)
+    codes = (grouped / scale).nan_to_num(0.0).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    if not spec.kind.scale_bytes:
+        codes = codes[:, before : before + spec.inputs]
+    _store({"codes": codes, "scales": scale.flatten(1)}, weight, spec, part, first)
 
 
 def pack_blocks(blocks: Tensor, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:

@@ -19,6 +19,7 @@ from support.packed_cases import random_weight
 FORMATS_AND_GROUPS = [
     ("bf16", 0),
     ("fp8", 0),
+    ("fp8_block", 0),
     ("channel8", 0),
     ("channel4", 0),
     ("group8", 32),
@@ -31,7 +32,7 @@ FORMATS_AND_GROUPS = [
 
 
 def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, lead: int = 0) -> PackedSpec:
-    activation = {"bf16": "bf16", "fp8": "e4m3"}.get(name, "a16")
+    activation = {"bf16": "bf16", "fp8": "e4m3", "fp8_block": "e4m3"}.get(name, "a16")
     return PackedSpec(name, activation, parts, inputs, lead, group, memory="rows")
 
 
@@ -92,7 +93,8 @@ def check_odd_sizes(name: str, group: int, device: str, rows: int = 3) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "group"), [("bf16", 0), ("fp8", 0), ("channel8", 0), ("group4", 32), ("group8", 512), ("q8_0", 0)]
+    ("name", "group"),
+    [("bf16", 0), ("fp8", 0), ("fp8_block", 0), ("channel8", 0), ("group4", 32), ("group8", 512), ("q8_0", 0)],
 )
 def test_odd_sizes_agree_with_float64(name: str, group: int, device: str) -> None:
     check_odd_sizes(name, group, device)
@@ -117,6 +119,7 @@ def test_few_rows_agree_with_float64(check: Callable[[Case], None], rows: int, d
         ("channel8", 0, (70, 70), 330, 33),
         ("group8", 512, (70, 70), 700, 12),
         ("fp8", 0, (140,), 200, 9),
+        ("fp8_block", 0, (140,), 300, 9),
         ("bf16", 0, (70, 70), 520, 64),
     ],
 )
@@ -166,20 +169,60 @@ def test_rows_of_eight_bits_agree_with_float64(check: Callable[[Case], None], de
     check(case)
 
 
-@pytest.mark.parametrize("check", [check_add, check_gated])
-def test_rows_of_e4m3_agree_with_float64(
-    check: Callable[[Case], None], device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As far as a scale for each of them lets them."""
+@pytest.fixture
+def hopper(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device, emulated as one that multiplies e4m3 numbers."""
     if device == "cpu":
         driver = request.getfixturevalue("emulator")
         monkeypatch.setattr(driver, "_gpu", replace(driver.gpu(torch.device("cpu")), capability=(9, 0)))
-    case = Case(spec_of("fp8", 0, (24, 24), 90), 70, device, column=0)
-    x = case.arguments[0].cpu().double()
-    scale = x.abs().amax(1, keepdim=True) / 448
-    seen = (x / scale).float().to(torch.float8_e4m3fn).double() * scale
-    case.product = seen @ unpack(case.arguments[1].cpu(), case.spec, torch.float64).T + case.arguments[2].cpu()
+    return device
+
+
+def seen_as_e4m3(x: Tensor, group: int) -> Tensor:
+    """float64, with a scale for each `group` inputs of a row."""
+    grouped = functional.pad(x.float(), (0, -x.shape[1] % group)).view(len(x), -1, group)
+    most = grouped.abs().amax(2, keepdim=True).clamp(min=1e-30)
+    codes = (grouped * torch.full_like(most, 448.0).div(most)).to(torch.float8_e4m3fn)  # a number / most rounds twice
+    return (codes.double() * most.double() / 448).flatten(1)[:, : x.shape[1]]
+
+
+def check_e4m3(check: Callable[[Case], None], spec: PackedSpec, rows: int, device: str) -> None:
+    """As far as x in 8 bits lets them."""
+    case = Case(spec, rows, device, column=0)
+    x, weight, bias = (tensor.cpu() for tensor in case.arguments[:3])
+    group = spec.block if spec.kind.scale_bytes else spec.inputs
+    before = functional.pad(x, (spec.lead, 0))
+    case.product = seen_as_e4m3(before, group)[:, spec.lead :] @ unpack(weight, spec, torch.float64).T + bias
     check(case)
+
+
+@pytest.mark.parametrize("check", [check_add, check_gated])
+def test_rows_of_e4m3_agree_with_float64(check: Callable[[Case], None], hopper: str) -> None:
+    check_e4m3(check, spec_of("fp8", 0, (24, 24), 90), 70, hopper)
+
+
+@pytest.mark.parametrize("check", [check_add, check_gated])
+def test_rows_of_e4m3_in_blocks_agree_with_float64(check: Callable[[Case], None], hopper: str) -> None:
+    """Their last block is not full; a rank's inputs may begin within one."""
+    check_e4m3(check, spec_of("fp8_block", 0, (24, 24), 230), 67, hopper)
+    check_e4m3(check, spec_of("fp8_block", 0, (24, 24), 101, lead=37 + 64), 67, hopper)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4608, 3584), (37888, 3584), (3584, 18944), (512, 2048)])
+def test_layers_of_real_sizes_agree_with_float64(name: str, outputs: int, inputs: int) -> None:
+    for rows in (1, 16, 64, 65, 500):
+        spec = spec_of(name, 0, (outputs // 2, outputs // 2), inputs)
+        if rows > 64:
+            check_e4m3(check_add, spec, rows, "cuda")
+        else:
+            check_add(Case(spec, rows, "cuda"))
+
+
+def test_blocks_that_cublas_does_not_multiply_become_bfloat16(device: str) -> None:
+    """On other GPUs than Hopper (as emulated), and of layers whose features do not fill its tiles."""
+    check_add(Case(spec_of("fp8_block", 0, (19,), 230), 66, device))
 
 
 def test_wide_weights_agree_with_float64(device: str) -> None:

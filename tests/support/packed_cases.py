@@ -13,7 +13,7 @@ QUANTISED = tuple(name for name, kind in FORMATS.items() if kind.is_quantised)
 
 def activations_of(name: str) -> tuple[str, ...]:
     """What a format's input can be turned into."""
-    if name == "fp8":
+    if name.startswith("fp8"):
         return ("e4m3",)
     if not FORMATS[name].is_quantised:
         return (name,)
