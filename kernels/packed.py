@@ -99,7 +99,7 @@ ROW_FORMATS: Mapping[str, Format] = {
 
 ACTIVATIONS = ("f32", "bf16", "a8", "a16")
 """What a linear layer's input is turned into: with f32 and bf16 weights the same; with codes, whole numbers of 8 bits
-(a8) or 16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs. Of fp8, "e4m3": the same, a scale a row, and of
+(a8) or 16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs. Of fp8, "e4m3": the same, a scale a row; of
 fp8_block for each 128 inputs."""
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from allspan.kernels.packed import FEATURES, PackedSpec
 from allspan.kernels.reference import packing as reference
@@ -72,6 +74,17 @@ class Packer:
             self._native.pack_blocks(self._runtime, blocks, *_arguments(target))
         else:
             reference.pack_blocks(blocks, *_arguments(target))
+
+    def fields(self, fields: Mapping[str, Tensor], target: Target) -> None:
+        """What a packed weight is made of, as `allspan.kernels.reference.packed` has it; codes may end before the last
+        block does."""
+        spec, codes = target.spec, fields["codes"]
+        self._check(codes, target, codes.shape[1])
+        whole = {name: _beside(values, target) for name, values in fields.items()}
+        if codes.shape[1] > spec.blocks * spec.block:
+            raise ValueError(f"codes: {list(codes.shape)} are more than {spec} has")
+        whole["codes"] = functional.pad(whole["codes"], (0, spec.blocks * spec.block - codes.shape[1]))
+        reference.pack_fields(whole, *_arguments(target))
 
     def _is_native(self, target: Target) -> bool:
         return self._native is not None and target.spec.memory == "panels"

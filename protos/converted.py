@@ -57,7 +57,7 @@ class Manifest:
     held: Mapping[str, Any]
     spec: Mapping[str, Any]
     stored: Mapping[str, str]
-    """The types of a GGUF source's tensors, by its own names; empty for other sources."""
+    """The types of a quantised source's tensors, by its own names; empty for other sources."""
     source: tuple[SourceFile, ...]
     ranks: tuple[RankWeights, ...]
 

@@ -158,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // 16 threads for 128 inputs of a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, codes e4m3 in the order of
-// a slab [all_rows, groups · 128], scales float32 [groups, all_rows]; rows from `rows` on are zeros. scale = most / 448;
-// of a NaN or an infinity it is NaN.
+// a slab [all_rows, groups · 128], scales float32 [groups, all_rows]; rows from `rows` on are zeros. scale = most /
+// 448; of a NaN or an infinity it is NaN.
 extern "C" __global__ void __launch_bounds__(256)
     quantise_groups(const uint4* x, uint2* codes, float* scales, int rows, int inputs, int groups, int all_rows) {
   const long long at = static_cast<long long>(blockIdx.x) * 16 + threadIdx.x / 16;  // of all groups, row by row
@@ -189,8 +189,9 @@ extern "C" __global__ void __launch_bounds__(256)
   codes[(static_cast<long long>(row) * groups + group) * 16 + t / 8 * 8 + t % 4 * 2 + t / 4 % 2] =
       make_uint2(halves[0], halves[1]);
   if (t == 0)
-    scales[static_cast<long long>(group) * all_rows + row] =
-        most_bits >= 0x7f80 ? __uint_as_float(0x7fffffff) : usable ? most / 448.0f : 0.0f;
+    scales[static_cast<long long>(group) * all_rows + row] = most_bits >= 0x7f80 ? __uint_as_float(0x7fffffff)
+                                                             : usable            ? most / 448.0f
+                                                                                 : 0.0f;
 }
 
 // WIDTH features of a row of a product, as floats.

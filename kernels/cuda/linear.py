@@ -161,9 +161,7 @@ def _of_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec,
         products = torch._scaled_mm(codes, matrix, scales.T, numbers, out_dtype=torch.bfloat16)
     else:
         factors = (each.repeat_interleave(spec.block, 0) for each in (scales, numbers))
-        seen, weights = (
-            side.float() * factor for side, factor in zip((codes.T, matrix), factors, strict=True)
-        )
+        seen, weights = (side.float() * factor for side, factor in zip((codes.T, matrix), factors, strict=True))
         products = (seen.T @ weights).bfloat16()
     _finish(products[: len(x)], bias, spec, into)
 

@@ -51,7 +51,15 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     device = Gpu(0, shared_limit(capability), capability)
-    sizes = {"bf16": (0,), "fp8": (0,), "fp8_block": (0,), "channel8": (0,), "channel4": (0,), "group8": (32, 64), "group4": (32, 64, 128)}
+    sizes = {
+        "bf16": (0,),
+        "fp8": (0,),
+        "fp8_block": (0,),
+        "channel8": (0,),
+        "channel4": (0,),
+        "group8": (32, 64),
+        "group4": (32, 64, 128),
+    }
     for name, group in ((name, group) for name, all_of in sizes.items() for group in all_of):
         spec = PackedSpec(name, "", (), 0, group=group, memory="rows")
         yield from (_skinny(spec, is_wide)[0] for is_wide in (False, True))

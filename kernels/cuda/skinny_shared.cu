@@ -256,9 +256,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          const float2 of_x = kHasSums
-                                  ? *reinterpret_cast<const float2*>(sums_of_step + group * kRows + n * 8 + t * 2)
-                                  : make_float2(0, 0);
+          const float2 of_x = kHasSums ? *reinterpret_cast<const float2*>(sums_of_step + group * kRows + n * 8 + t * 2)
+                                       : make_float2(0, 0);
 #pragma unroll
           for (int p = 0; p < kParts; ++p)
 #pragma unroll

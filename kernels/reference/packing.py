@@ -32,7 +32,7 @@ GGUF_BLOCK_BYTES = {
 
 def pack_floats(values: Tensor, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
     """values [rows, inputs]."""
-    _store({"weight": values}, weight, spec, part, first)
+    pack_fields({"weight": values}, weight, spec, part, first)
 
 
 def pack_quantised(values: Tensor, before: int, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
@@ -61,7 +61,7 @@ def pack_quantised(values: Tensor, before: int, weight: Tensor, spec: PackedSpec
     wanted = columns if spec.group else spec.inputs
     depth = spec.blocks * spec.block
     codes = functional.pad(codes[:, :wanted], (0, depth - wanted)).to(torch.uint8)
-    _store({"codes": codes, "scales": scale.flatten(1), "offsets": offset.flatten(1)}, weight, spec, part, first)
+    pack_fields({"codes": codes, "scales": scale.flatten(1), "offsets": offset.flatten(1)}, weight, spec, part, first)
 
 
 def _pack_e4m3(values: Tensor, before: int, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
@@ -75,13 +75,13 @@ def _pack_e4m3(values: Tensor, before: int, weight: Tensor, spec: PackedSpec, pa
     codes = (grouped / scale).nan_to_num(0.0).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
     if not spec.kind.scale_bytes:
         codes = codes[:, before : before + spec.inputs]
-    _store({"codes": codes, "scales": scale.flatten(1)}, weight, spec, part, first)
+    pack_fields({"codes": codes, "scales": scale.flatten(1)}, weight, spec, part, first)
 
 
 def pack_blocks(blocks: Tensor, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
     """uint8 [rows, bytes]: blocks of a GGUF file."""
     fields = _DECODERS[spec.format](blocks.reshape(len(blocks), spec.blocks, -1))
-    _store({name: values.flatten(1) for name, values in fields.items()}, weight, spec, part, first)
+    pack_fields({name: values.flatten(1) for name, values in fields.items()}, weight, spec, part, first)
 
 
 def _q8_0(raw: Tensor) -> Fields:
@@ -163,7 +163,8 @@ def _super_scales(raw: Tensor) -> dict[str, Tensor]:
     return {"d": _float16(raw, 0), "dmin": _float16(raw, 2), "s": scales, "m": mins}
 
 
-def _store(fields: Fields, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
+def pack_fields(fields: Fields, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
+    """fields [rows, …]."""
     rows = len(next(iter(fields.values())))
     if spec.memory == "rows":
         pack_rows(fields, weight, spec, sum(spec.parts[:part]) + first * FEATURES)

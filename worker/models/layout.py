@@ -15,7 +15,7 @@ from allspan.worker.models.program import ProgramBuilder, Slot
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.quant.base import Epilogue, HeldTensor, LinearMethod, LinearShape
-from allspan.worker.weights.checkpoint import BlockCheckpoint, Checkpoint
+from allspan.worker.weights.checkpoint import BlockCheckpoint, Checkpoint, QuantisedCheckpoint
 from allspan.worker.weights.weight_map import Dim, WeightMap
 
 Progress = Callable[[int, int], None]
@@ -128,7 +128,7 @@ class Holding:
     method: LinearMethod
     dtype: torch.dtype
     stored: Mapping[str, str] = field(default_factory=dict)
-    """The type of each of a GGUF file's tensors, by the file's names; empty for other checkpoints."""
+    """The type of each tensor of a quantised checkpoint, by its own names; empty for others."""
     quantization: str = "none"
     """The name of `method`."""
     packer: Packer = field(default_factory=Packer)
@@ -141,7 +141,6 @@ class Holding:
         dims = [self.weights.dims(f"{part}.weight") for part in piece.parts]
         linear = piece if isinstance(piece, Linear) else None
         has_bias = linear is not None and linear.has_bias and not (linear.sums_ranks and self.shard.rank > 0)
-        files = [self.weights.foreign(f"{part}.weight", "gguf") for part in piece.parts]
         return LinearShape(
             parts=tuple(len(self.shard.part(rows)) for rows, _ in dims),
             inputs=self.shard.part(dims[0][1]),
@@ -149,9 +148,14 @@ class Holding:
             has_bias=has_bias,
             interleaved=linear is not None and linear.interleaved,
             is_vocabulary=dims[0][0] is Dim.VOCABULARY,
-            stored=tuple(self.stored.get(name, "") for name in files) if self.stored else (),
+            stored=tuple(self._kind(f"{part}.weight") for part in piece.parts) if self.stored else (),
             memory=self.memory,
         )
+
+    def _kind(self, name: str) -> str:
+        """How the checkpoint has stored a canonical tensor."""
+        foreign = (self.weights.foreign(name, naming) for naming in ("gguf", "hugging_face"))
+        return next((self.stored[each] for each in foreign if each in self.stored), "")
 
     def tensors(self, piece: Piece) -> dict[str, HeldTensor]:
         """Canonical name → shape and dtype."""
@@ -269,6 +273,12 @@ class _Source:
         if not isinstance(self.checkpoint, BlockCheckpoint):
             raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no blocks")
         return self.checkpoint.blocks(name, rows, inputs)
+
+    def fields(self, part: int, rows: range, inputs: range) -> Mapping[str, Tensor]:
+        name, rows = self._find(part, rows)
+        if not isinstance(self.checkpoint, QuantisedCheckpoint):
+            raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no codes")
+        return self.checkpoint.fields(name, rows, inputs)
 
     def _find(self, part: int, rows: range) -> tuple[str, range]:
         """The checkpoint's name of a part's weight, and which of its rows these are."""

@@ -20,7 +20,15 @@ from allspan.protos.config import CacheConfig, ModelConfig, WorkerConfig
 from allspan.protos.errors import CheckpointError, ConfigError
 from allspan.worker.cache.spec import ITEM_BITS, CacheSpec
 from allspan.worker.models.converted import ConvertedWeights
-from allspan.worker.models.layout import IGNORED_TENSORS, Holding, Progress, canonical_names, expected_shapes
+from allspan.worker.models.layout import (
+    IGNORED_TENSORS,
+    Holding,
+    Progress,
+    Vector,
+    canonical_names,
+    expected_shapes,
+    layout,
+)
 from allspan.worker.models.limits import ModelLimits
 from allspan.worker.models.model import Model
 from allspan.worker.models.registry import ModelSource, find_model
@@ -28,8 +36,10 @@ from allspan.worker.models.shard import Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.quant.gguf import native
-from allspan.worker.quant.table import COMPACT, METHODS, ROWS_ONLY, group_of
+from allspan.worker.quant.stored import stored_layout
+from allspan.worker.quant.table import COMPACT, METHODS, OWN, ROWS_ONLY, STORED, group_of
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
+from allspan.worker.weights.quantised_folder import PLAIN
 from allspan.worker.weights.random_weights import RandomWeights
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
 
@@ -58,13 +68,15 @@ class Prepared:
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
     """Reads the model's config and settles what this rank holds. Raises as `load_model` does."""
     source = find_model(config.path)
+    if config.load_format == "dummy":
+        source = replace(source, quantised=None)
     if source.converted is not None:
         config = replace(config, **source.converted.held(config))
     shard = make_shard(source.spec, rank, size)
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization)
     memory = memory_of(config.device, dtype)
-    if quantization in ROWS_ONLY and memory != "rows":
+    if quantization in ROWS_ONLY and memory != "rows" and quantization != own_quantization(source):
         raise ConfigError(
             f"quantization {quantization!r} is for bfloat16 models on GPUs; device is {config.device}, dtype {dtype}: "
             "use --device cuda, or --quantization a8w8"
@@ -223,12 +235,12 @@ def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Chec
         return RandomWeights(shapes, {names[name]: kind for name, kind in source.stored.items() if name in names})
     if load_format != "auto":
         raise ConfigError(f"load_format {load_format!r} is not known (auto, dummy)")
-    checkpoint: Checkpoint = source.gguf if source.gguf is not None else SafetensorsFolder(source.path)
+    checkpoint: Checkpoint = source.gguf or source.quantised or SafetensorsFolder(source.path)
     for name in checkpoint.names():
         if name.endswith(_QUANTISED_NAMES):
             raise CheckpointError(
-                f"{checkpoint.where(name)}: tensor {name!r} is of a quantised checkpoint, which is not supported "
-                "(supported: safetensors in float32, bfloat16 or float16, and GGUF)"
+                f"{checkpoint.where(name)}: tensor {name!r} is of a quantised checkpoint, and there is no "
+                "quantization_config in its config.json"
             )
     ignored = IGNORED_TENSORS + (("lm_head.weight",) if source.spec.tie_word_embeddings else ())
     check_tensors(checkpoint, expected_shapes(shard, weights, checkpoint.naming), ignored)
@@ -236,16 +248,26 @@ def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Chec
 
 
 def quantization_of(config: ModelConfig, source: ModelSource) -> str:
-    """The linear method; "auto" is a GGUF file's own where its matrices are quantised, else "none"."""
-    name = config.quantization
+    """The linear method; "auto" is a checkpoint's own where its matrices are quantised, else "none"."""
+    name, own = config.quantization, own_quantization(source)
     if name == "auto":
-        return "gguf" if source.gguf is not None and source.gguf.is_quantised() else "none"
+        return own
     if name not in METHODS:
         raise ConfigError(f"quantization {name!r} is not known (auto, {', '.join(METHODS)})")
-    if name == "gguf" and not source.stored:
-        others = ", ".join(each for each in METHODS if each != "gguf")
-        raise ConfigError(f"quantization 'gguf' is for GGUF files, and {config.path} is none: use {others}")
+    if name != own and (name in STORED or (name == "gguf" and source.gguf is None)):
+        others = ", ".join(each for each in METHODS if each not in ("gguf", *STORED))
+        kind = "GGUF files" if name == "gguf" else "checkpoints that are quantised so"
+        raise ConfigError(f"quantization {name!r} is for {kind}, and {config.path} is none: use {others}")
     return name
+
+
+def own_quantization(source: ModelSource) -> str:
+    """The method that holds a checkpoint's matrices as they are quantised; "none" where they are not."""
+    if source.converted is not None:
+        return str(source.converted.manifest.held.get("quantization", "none"))
+    if source.quantised is not None:
+        return source.quantised.method
+    return "gguf" if source.gguf is not None and source.gguf.is_quantised() else "none"
 
 
 def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none") -> str:
@@ -265,11 +287,12 @@ def memory_of(device: str, dtype: str) -> str:
 
 
 def note_decoded(path: str, holding: Holding) -> None:
-    """Says which types of a GGUF file are not computed with as they are."""
-    matrices = {holding.weights.foreign(name, "gguf") for name in canonical_names(holding.shard.spec)}
-    kinds = {kind for name, kind in holding.stored.items() if name in matrices and not name.endswith("norm.weight")}
-    decoded = sorted(kind for kind in kinds - {"F32", "BF16"} if native(kind, holding.memory) is None)
-    if holding.quantization == "gguf" and decoded:
+    """Says which types of a quantised checkpoint are not computed with as they are."""
+    pieces = [piece for piece in layout(holding.shard.spec) if not isinstance(piece, Vector)]
+    kinds = {kind for piece in pieces for kind in holding.shape_of(piece).stored}
+    layout_of = native if holding.quantization == "gguf" else stored_layout
+    decoded = sorted(kind for kind in kinds - {"F32", "BF16", PLAIN, ""} if layout_of(kind, holding.memory) is None)
+    if holding.quantization in OWN and decoded:
         held = str(holding.dtype).removeprefix("torch.")
         logger.warning("%s: tensors of type %s are decoded and held as %s", path, ", ".join(decoded), held)
 

@@ -19,6 +19,10 @@ from allspan.worker.models.foreign import ForeignConfig
 from allspan.worker.models.gguf_config import gguf_values
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.gguf_file import GgufFile
+from allspan.worker.weights.quantised_folder import METHODS, QuantisedFolder
+
+_BESIDE = ("quantize_config.json", "quant_config.json")
+"""Where old tools described quantised weights."""
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 """model_type → family. A new family is one file and one name here."""
@@ -27,20 +31,22 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, M
 @dataclass(frozen=True)
 class ModelSource:
     """A model as found on disk: `path` is the folder or the GGUF file; `gguf` is set for the latter, `converted` for a
-    folder that `allspan convert` has made."""
+    folder that `allspan convert` has made, `quantised` for one of quantised safetensors."""
 
     path: Path
     family: Family
     spec: ModelSpec
     gguf: GgufFile | None
     converted: ConvertedModel | None = None
+    quantised: QuantisedFolder | None = None
 
     @property
     def stored(self) -> Mapping[str, str]:
-        """The types of a GGUF file's tensors, by its names; empty for other checkpoints."""
+        """The types of a quantised checkpoint's tensors, by its names; empty for others."""
         if self.converted is not None:
             return self.converted.manifest.stored
-        return self.gguf.kinds() if self.gguf is not None else {}
+        checkpoint = self.gguf or self.quantised
+        return {} if checkpoint is None else checkpoint.kinds()
 
 
 def inspect_model(path: str) -> ModelSpec:
@@ -64,12 +70,7 @@ def find_model(path: str) -> ModelSource:
 def _from_config(source: Path) -> ModelSource:
     folder = source.parent
     values = read_json_object(source)
-    if not any(values.get(key) for key in ("quantization_config", "compression_config")):
-        for name in ("quantize_config.json", "quant_config.json"):
-            if (folder / name).is_file():
-                raise _quantised(folder / name, read_json_object(folder / name))
-    else:
-        raise _quantised(source, values.get("quantization_config") or values["compression_config"])
+    quantised = _quantised(source, values)
     family = _family(values.get("model_type"), str(source))
     config = ForeignConfig(values, str(source))
     architectures = values.get("architectures")
@@ -78,7 +79,7 @@ def _from_config(source: Path) -> ModelSource:
             f"architecture {architectures[0]!r} of model type {family.model_type!r} is not supported "
             f"(supported: {family.architecture})"
         )
-    return ModelSource(folder, family, family.read(config), None)
+    return ModelSource(folder, family, family.read(config), None, quantised=quantised)
 
 
 def _from_converted(folder: Path) -> ModelSource:
@@ -106,12 +107,24 @@ def _family(model_type: object, source: str) -> Family:
     return FAMILIES[model_type]
 
 
-def _quantised(source: Path, values: Any) -> CheckpointError:
-    method = values.get("quant_method") or values.get("quant_type") if isinstance(values, dict) else None
-    return CheckpointError(
-        f"{source}: quantised checkpoint ({method or 'unnamed method'}) is not supported "
-        "(supported: safetensors in float32, bfloat16 or float16, and GGUF)"
-    )
+def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | None:
+    """The folder, if its config (or a file beside it, of old) says that weights are quantised; one without weights is
+    for random ones, which are not."""
+    folder = source.parent
+    described = values.get("quantization_config") or values.get("compression_config")
+    if not described:
+        beside = [path for name in _BESIDE if (path := folder / name).is_file()]
+        if not beside:
+            return None
+        source, described = beside[0], read_json_object(beside[0])
+    method = (described.get("quant_method") or described.get("quant_type")) if isinstance(described, dict) else None
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{source}: quantised checkpoint ({method or 'unnamed method'}) is not supported (supported: "
+            f"{', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF)"
+        )
+    has_weights = any(folder.glob("*.safetensors"))
+    return QuantisedFolder(folder, described, str(source)) if has_weights else None
 
 
 def _only_gguf(folder: Path) -> Path:

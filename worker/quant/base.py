@@ -30,7 +30,7 @@ class LinearShape:
     is_vocabulary: bool = False
     """The embedding, or the head that makes logits: InstantQuant leaves them in the weights' dtype."""
     stored: tuple[str, ...] = ()
-    """The type of each part in a GGUF file ("Q4_K"); empty for other checkpoints."""
+    """The type of each part in a quantised checkpoint, a GGUF file ("Q4_K") or another ("fp8/128"); else empty."""
     memory: str = "panels"
     """How packed weights lie: "panels", or "rows" for the kernels of a GPU."""
 
@@ -63,6 +63,10 @@ class Source(Protocol):
 
     def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
         """As a GGUF file holds them: uint8 [rows, bytes], the whole blocks of its type that hold these inputs."""
+
+    def fields(self, part: int, rows: range, inputs: range) -> Mapping[str, Tensor]:
+        """As other quantised checkpoints hold them: codes, scales and offsets, as
+        `allspan.kernels.reference.packed` has them. `inputs` begin with a group."""
 
 
 class Epilogue(enum.Enum):

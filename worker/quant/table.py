@@ -9,10 +9,14 @@ import torch
 
 from allspan.protos.errors import ConfigError
 from allspan.worker.quant.base import LinearMethod
-from allspan.worker.quant.fp8 import Fp8
+from allspan.worker.quant.fp8 import GROUPS, Fp8
 from allspan.worker.quant.gguf import Gguf
 from allspan.worker.quant.instant import SCHEMES, InstantQuant
 from allspan.worker.quant.plain import Plain
+from allspan.worker.quant.stored import Stored
+
+STORED = ("compressed-tensors",)
+"""Methods for checkpoints that are quantised so, and no others."""
 
 MakeMethod = Callable[[torch.dtype, int], LinearMethod]
 """From the dtype that weights are otherwise held in, and the inputs that share a scale (0: the method's own)."""
@@ -20,7 +24,10 @@ MakeMethod = Callable[[torch.dtype, int], LinearMethod]
 
 def group_of(name: str, group: int) -> int:
     """The inputs that share a scale, 0 made definite (it stays 0 for methods without a choice)."""
-    return group or (SCHEMES[name].groups[0] if name in SCHEMES else 0)
+    return group or (_GROUPS[name][0] if name in _GROUPS else 0)
+
+
+_GROUPS = {name: scheme.groups for name, scheme in SCHEMES.items()} | {"fp8": GROUPS}
 
 
 def _without_group(name: str, make: Callable[[torch.dtype], LinearMethod]) -> MakeMethod:
@@ -28,33 +35,38 @@ def _without_group(name: str, make: Callable[[torch.dtype], LinearMethod]) -> Ma
         if group:
             raise ConfigError(
                 f"quantization_group {group} does not go with quantization {name!r}: leave it out, or use "
-                f"{', '.join(scheme for scheme, what in SCHEMES.items() if len(what.groups) > 1)}"
+                f"{', '.join(_GROUPS)}"
             )
         return make(dtype)
 
     return method
 
 
-def _instant(name: str, dtype: torch.dtype, group: int) -> LinearMethod:
-    scheme = SCHEMES[name]
-    if group and group not in scheme.groups:
-        allowed = ", ".join(f"{each}" for each in sorted(scheme.groups))
+def _grouped(
+    name: str, make: Callable[[int, torch.dtype], LinearMethod], dtype: torch.dtype, group: int
+) -> LinearMethod:
+    if group and group not in _GROUPS[name]:
+        allowed = ", ".join(f"{each}" for each in sorted(_GROUPS[name]))
         raise ConfigError(
             f"quantization_group {group} does not go with quantization {name!r}, which takes {allowed} (-1: all inputs)"
         )
-    return InstantQuant(scheme, group_of(name, group), dtype)
+    return make(group_of(name, group), dtype)
 
 
 METHODS: dict[str, MakeMethod] = {
     "none": _without_group("none", Plain),
-    **{name: partial(_instant, name) for name in SCHEMES},
-    "fp8": _without_group("fp8", Fp8),
+    **{name: partial(_grouped, name, partial(InstantQuant, scheme)) for name, scheme in SCHEMES.items()},
+    "fp8": partial(_grouped, "fp8", Fp8),
     "gguf": _without_group("gguf", Gguf),
+    **{name: _without_group(name, Stored) for name in STORED},
 }
 """`quantization` → its method."""
 
 ROWS_ONLY = frozenset({"fp8"})
 """Methods for GPUs alone."""
 
-COMPACT = frozenset({*SCHEMES, *ROWS_ONLY, "gguf"})
+OWN = frozenset({*STORED, "fp8", "gguf"})
+"""Methods that hold what a checkpoint has in its own types."""
+
+COMPACT = frozenset(METHODS) - {"none"}
 """Methods with which dtype "auto" is bfloat16, whatever the checkpoint's: the rest should not outweigh them."""

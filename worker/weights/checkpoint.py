@@ -40,6 +40,14 @@ class BlockCheckpoint(Checkpoint, Protocol):
         """uint8 [rows, bytes]: the whole blocks of the matrix's type that hold `inputs`."""
 
 
+@runtime_checkable
+class QuantisedCheckpoint(Checkpoint, Protocol):
+    """A checkpoint whose matrices have codes and scales of their own."""
+
+    def fields(self, name: str, rows: range, inputs: range) -> dict[str, Tensor]:
+        """Codes, scales and offsets: see `allspan.worker.weights.quantised_matrix.QuantisedMatrix.fields`."""
+
+
 def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], ignored: Collection[str]) -> None:
     """Before anything is read: every expected tensor is there with its shape, and none is left over.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,15 @@ from torch import Tensor
 from allspan.protos.errors import CheckpointError
 from allspan.worker.weights.mapped_file import MappedFile
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_CODES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_DTYPES = _FLOATS | _CODES
 _CHUNK = 1 << 25
 """Bytes copied before the pages of the file are given back: bounds what loading takes beside the weights themselves."""
 _INDEX = "model.safetensors.index.json"
@@ -67,26 +75,36 @@ class SafetensorsFolder:
         return self._folder if stored is None else stored.file.path
 
     def read(self, name: str, ranges: Sequence[range], out: Tensor) -> None:
-        stored = self._tensors[name]
-        dtype = _DTYPES.get(stored.dtype)
-        if dtype is None:
-            raise CheckpointError(
-                f"{stored.file.path}: tensor {name!r} has dtype {stored.dtype}, which is not supported "
-                f"(supported: {', '.join(_DTYPES)})"
-            )
-        raw = torch.from_numpy(stored.file.view(stored.offset, stored.num_bytes))
-        if stored.offset % dtype.itemsize:
-            raw = raw.clone()
-        whole = raw.view(dtype).view(stored.shape)
-        wanted = whole[tuple(slice(part.start, part.stop) for part in ranges)]
+        wanted = self._view(name, _FLOATS)[tuple(slice(part.start, part.stop) for part in ranges)]
         step = max(1, _CHUNK * len(wanted) // max(1, wanted.nbytes))
         for source, target in zip(torch.split(wanted, step), torch.split(out, step), strict=True):
             target.copy_(source)
-            stored.file.release()
+            self._tensors[name].file.release()
+
+    def dtype(self, name: str) -> str:
+        """As the file names it ("BF16")."""
+        return self._tensors[name].dtype
+
+    def view(self, name: str) -> Tensor:
+        """The whole tensor where it lies, not to be written: nothing is read before somebody looks at it."""
+        return self._view(name, _DTYPES)
 
     def release(self) -> None:
         for file in self._files:
             file.release()
+
+    def _view(self, name: str, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        stored = self._tensors[name]
+        dtype = dtypes.get(stored.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{stored.file.path}: tensor {name!r} has dtype {stored.dtype}, which is not supported "
+                f"(supported: {', '.join(dtypes)})"
+            )
+        raw = torch.from_numpy(stored.file.view(stored.offset, stored.num_bytes))
+        if stored.offset % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).view(stored.shape)
 
     def _open_sharded(self, index: Path) -> None:
         weight_map = _read_index(index)

@@ -119,7 +119,7 @@ def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> Non
         ({"architectures": ["LlamaForSequenceClassification"]}, r"'LlamaForSequenceClassification'.*LlamaForCausalLM"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantised checkpoint \(awq\).*GGUF"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised checkpoint \(gptq\)"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised checkpoint \(fp8\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quantised checkpoint \(hqq\)"),
         ({"compression_config": {"format": "pack-quantized"}}, r"quantised checkpoint"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope type 'dynamic' .*default, linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "longrope"}}, r"rope type 'longrope'"),

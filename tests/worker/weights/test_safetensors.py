@@ -157,8 +157,7 @@ def test_quantised_tensors_are_recognised_without_a_word_in_the_config(tmp_path:
     save_tiny(tmp_path, "llama")
     edited(tmp_path, **{"model.layers.0.mlp.up_proj.qweight": torch.zeros(4, dtype=torch.int32)})
     message = refusal(tmp_path)
-    assert "quantised checkpoint" in message
-    assert "safetensors in float32, bfloat16 or float16, and GGUF" in message
+    assert "quantised checkpoint, and there is no quantization_config in its config.json" in message
 
 
 def test_a_dtype_that_is_not_supported_is_named(tmp_path: Path) -> None:

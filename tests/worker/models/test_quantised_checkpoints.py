@@ -1,0 +1,161 @@
+"""Checkpoints that are quantised already: weights are what their tensors stand for, and logits those of transformers'
+model with such weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.reference.packed import unpack
+from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.protos.errors import CheckpointError, ConfigError
+from allspan.worker.models import loader
+from allspan.worker.models.layout import Vector, layout
+from allspan.worker.models.loader import note_decoded, open_checkpoint, prepare
+from allspan.worker.quant.packed import PackedMethod
+from support.quantised_checkpoints import FORMS, FP8_BLOCKS, fp8_of_all, fp8_of_blocks, quantise_folder
+from support.tiny_models import logits_on_ranks, prompt, reference_logits, relative_error, save_tiny
+
+SIZES: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "head_dim": 32}
+PROMPT = prompt(21, 97)
+HELD = {"fp8": {"fp8"}, "fp8-blocks": {"fp8_block"}, "compressed-fp8": {"fp8"}}
+"""By the form, the formats in rows."""
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if the device were a GPU."""
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: "rows")
+    return monkeypatch
+
+
+def save_quantised(folder: Path, name: str, kept: tuple[str, ...] = ()) -> tuple[Any, dict[str, Tensor]]:
+    """transformers' model with the weights that the tensors stand for, and these."""
+    model = save_tiny(folder, "llama2", **SIZES, num_key_value_heads=5)
+    form, config = FORMS[name]
+    decoded = quantise_folder(folder, form, config, kept)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in decoded.items():
+            parameters[name].copy_(values)
+    return model, decoded
+
+
+def weights_of(folder: Path, rank: int, size: int) -> dict[str, tuple[str, Tensor]]:
+    """Checkpoint name → the format of its packed part, and what it holds of the matrix: this rank's outputs and inputs,
+    float64."""
+    prepared = prepare(ModelConfig(str(folder), "tiny", dtype="bfloat16"), CacheConfig(), rank, size)
+    holding = prepared.holding
+    tensors = holding.read(open_checkpoint(prepared.source, holding.shard, "auto"), "cpu")
+    method, found = holding.method, {}
+    assert isinstance(method, PackedMethod)
+    for piece in layout(holding.shard.spec):
+        if isinstance(piece, Vector):
+            continue
+        for packed in method.packed(holding.shape_of(piece)):
+            values = unpack(tensors[f"{piece.name}.{packed.weight}"], packed.spec, torch.float64)
+            parts = zip(piece.parts[packed.first_part :], torch.split(values, list(packed.spec.parts)), strict=False)
+            for part, held in parts:
+                found[holding.weights.foreign(f"{part}.weight", "hugging_face")] = packed.spec.format, held
+    return found
+
+
+def check_weights(found: dict[str, tuple[str, Tensor]], decoded: dict[str, Tensor], rank: int, size: int) -> None:
+    """Attention heads and intermediate columns are split evenly enough for these sizes: see `SIZES`."""
+    heads = (range(96), range(96, 160)) if size == 2 else (range(160),)
+    columns = (range(144), range(144, 288)) if size == 2 else (range(288),)
+    for name, whole in decoded.items():
+        mine = columns[rank] if "mlp" in name else heads[rank]
+        part = slice(mine.start, mine.stop)
+        expected = whole[:, part] if "o_proj" in name or "down_proj" in name else whole[part]
+        torch.testing.assert_close(found[name][1], expected, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", HELD)
+def test_rows_hold_what_the_tensors_stand_for(name: str, size: int, tmp_path: Path, rows: pytest.MonkeyPatch) -> None:
+    """A rank's inputs may begin within a block."""
+    _, decoded = save_quantised(tmp_path, name)
+    for rank in range(size):
+        found = weights_of(tmp_path, rank, size)
+        check_weights(found, decoded, rank, size)
+        assert {found[each][0] for each in decoded} == HELD[name]
+        assert found["lm_head.weight"][0] == "bf16"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", FORMS)
+def test_logits_are_those_of_transformers_with_the_same_weights(name: str, ranks: int, tmp_path: Path) -> None:
+    """In float32 nothing is rounded again, but what kernels for quantised weights round of inputs (16 bits)."""
+    model, _ = save_quantised(tmp_path, name)
+    (found,) = logits_on_ranks(tmp_path, ranks, [PROMPT], dtype="float32")
+    assert relative_error(found, reference_logits(model, PROMPT)) < 2e-3
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_logits_with_rows_are_near(name: str, tmp_path: Path, rows: pytest.MonkeyPatch) -> None:
+    model, _ = save_quantised(tmp_path, name)
+    for ranks in (1, 2):
+        (found,) = logits_on_ranks(tmp_path, ranks, [PROMPT], dtype="bfloat16")
+        assert relative_error(found, reference_logits(model, PROMPT)) < 0.05
+
+
+def test_what_was_left_plain_stays_plain(tmp_path: Path, rows: pytest.MonkeyPatch) -> None:
+    """Parts of a layer that are held differently are products of their own."""
+    model, decoded = save_quantised(tmp_path, "fp8-blocks", kept=("k_proj", "layers.1.mlp.down_proj"))
+    found = weights_of(tmp_path, 0, 1)
+    assert {name for name, (kind, _) in found.items() if kind == "fp8_block"} == decoded.keys()
+    assert len(decoded) == 14 - 3
+    (logits,) = logits_on_ranks(tmp_path, 1, [PROMPT], dtype="bfloat16")
+    assert relative_error(logits, reference_logits(model, PROMPT)) < 0.05
+
+
+def test_formats_without_kernels_are_decoded_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_quantised(tmp_path, "fp8-blocks")
+    prepared = prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), 0, 1)
+    assert prepared.held == {"dtype": "bfloat16", "quantization": "fp8", "quantization_group": -1}
+    note_decoded(str(tmp_path), prepared.holding)
+    assert "tensors of type fp8/128 are decoded and held as bfloat16" in caplog.text
+    assert {kind for kind, _ in weights_of(tmp_path, 0, 1).values()} == {"bf16"}
+
+
+def test_a_quantised_checkpoint_can_be_quantised_otherwise(tmp_path: Path) -> None:
+    model, _ = save_quantised(tmp_path, "fp8-blocks")
+    (found,) = logits_on_ranks(tmp_path, 1, [PROMPT], quantization="int8", dtype="float32")
+    assert relative_error(found, reference_logits(model, PROMPT)) < 0.05
+
+
+def test_a_method_of_other_checkpoints_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama2")
+    config = ModelConfig(str(tmp_path), "tiny", quantization="compressed-tensors")
+    with pytest.raises(ConfigError, match=r"'compressed-tensors' is for checkpoints that are quantised so.* use none,"):
+        prepare(config, CacheConfig(), 0, 1)
+
+
+def test_random_weights_of_a_quantised_config_are_plain(tmp_path: Path) -> None:
+    save_quantised(tmp_path, "fp8")
+    (found,) = logits_on_ranks(tmp_path, 1, [PROMPT], load_format="dummy")
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "message"),
+    [
+        (lambda w: ({"weight": w}, w), FP8_BLOCKS, r"names weights quantised by 'fp8', and .* has none"),
+        (lambda w: fp8_of_blocks(w, 64), FP8_BLOCKS, r"'model.layers.0.mlp.*scales are neither .* of \(128, 128\)"),
+        (lambda w: ({"weight": w.to(torch.int8), "weight_scale": w[0, 0]}, w), FP8_BLOCKS, r"weights are torch.int8"),
+        (fp8_of_all, {"quant_method": "bitsandbytes"}, r"quantised checkpoint \(bitsandbytes\) is not supported .*fp8"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(form: Any, config: Any, message: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama2", **SIZES, num_key_value_heads=5)
+    quantise_folder(tmp_path, form, config)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), 0, 1)
+    assert "\n" not in caught.value.message

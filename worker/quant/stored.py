@@ -1,0 +1,45 @@
+"""Weights as a quantised checkpoint holds them: codes are laid out anew, and nothing is quantised again."""
+
+from __future__ import annotations
+
+import torch
+
+from allspan.kernels.packed import FORMATS, ROW_FORMATS
+from allspan.kernels.packing import Packer
+from allspan.worker.quant.base import LinearShape, Source
+from allspan.worker.quant.packed import Chunk, Layout, PackedMethod, block_inputs
+from allspan.worker.quant.plain import Plain
+
+_FORMATS = {
+    "fp8/-1": Layout("fp8", "e4m3"),
+    "fp8/128": Layout("fp8_block", "e4m3"),
+}
+"""`allspan.worker.weights.quantised_matrix.QuantisedMatrix.kind` → how it is held."""
+
+
+def stored_layout(kind: str, memory: str) -> Layout | None:
+    """Of a kind that is computed with as it is; None: it is decoded."""
+    layout = _FORMATS.get(kind)
+    return layout if layout is not None and layout.format in (ROW_FORMATS if memory == "rows" else FORMATS) else None
+
+
+class Stored(PackedMethod):
+    """What `--quantization auto` is for quantised safetensors: every matrix as it is stored, plain ones in `dtype`; and
+    so are those that have no kernels, once decoded."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._plain = Plain(dtype)
+
+    def layout(self, shape: LinearShape, part: int) -> Layout:
+        return self._stored(shape, part) or self._plain.layout(shape, part)
+
+    def fill(self, shape: LinearShape, chunk: Chunk, source: Source, packer: Packer) -> None:
+        if self._stored(shape, chunk.part) is None:
+            self._plain.fill(shape, chunk, source, packer)
+            return
+        spec = chunk.target.spec
+        inputs = block_inputs(spec, shape) if spec.kind.scale_bytes else shape.inputs
+        packer.fields(source.fields(chunk.part, chunk.rows, inputs), chunk.target)
+
+    def _stored(self, shape: LinearShape, part: int) -> Layout | None:
+        return stored_layout(shape.stored[part], shape.memory) if shape.stored else None
