@@ -100,15 +100,19 @@ extern "C" __global__ void embed(const int* ids, const uint4* weight, const void
 
 // A block a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, in the order of a slab. int8: scale = most /
 // 127, and `sums` are those of the row's codes; e4m3: scale = most / 448. A row with a NaN or an infinity gets the
-// scale NaN.
+// scale NaN. Of a row longer than `held` elements what is behind those is read twice.
 extern "C" __global__ void __launch_bounds__(256)
-    quantise(const uint4* x, uint2* codes, float* scales, float* sums, int inputs, int slabs) {
+    quantise(const uint4* x, uint2* codes, float* scales, float* sums, int inputs, int slabs, int held) {
+  DYNAMIC_SHARED(shared);
+  uint4* const row = reinterpret_cast<uint4*>(shared);
   __shared__ float most_of[8], sum_of[8];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kept = min(inputs, held) / 8;
   const uint4* const from = x + static_cast<long long>(blockIdx.x) * (inputs / 8);
   uint32_t most_bits = 0;  // magnitudes of bfloat16, as numbers, are in order, with NaN above all
+#pragma unroll 4
   for (int at = threadIdx.x; at < inputs / 8; at += blockDim.x) {
     const uint4 eight = from[at];
+    if (at < kept) row[at] = eight;  // to be read by the same thread
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t pair = word(eight, j);
@@ -129,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(256)
   uint2* const to = codes + static_cast<long long>(blockIdx.x) * slabs * 8;
   for (int at = threadIdx.x; at < slabs * 8; at += blockDim.x) {
     const int slab = at / 8, set = at / 4 % 2, t = at % 4;
-    const uint4 eight = at < inputs / 8 && usable ? from[at] : make_uint4(0, 0, 0, 0);
+    uint4 eight = make_uint4(0, 0, 0, 0);
+    if (at < inputs / 8 && usable) eight = at < kept ? row[at] : from[at];
     uint32_t halves[2] = {};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -227,15 +232,14 @@ __device__ __forceinline__ void read(const void* products, const float* scales, 
 }
 
 // products [rows, features] → out [rows, out_stride] from `column` on. `scales` and `sums` of the rows of x, and
-// `numbers`, are those of products of codes.
+// `numbers`, are those of products of codes. Blocks of the grid's y go from row to row.
 extern "C" __global__ void finish(const void* products, const float* scales, const float* sums, const void* numbers,
                                   const float* bias, void* out, int rows, int features, int epilogue, int out_floats,
                                   int out_stride, int column) {
-  const int outputs = epilogue == kGated ? features / 2 : features, across = outputs / WIDTH;
-  for (long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-       at < static_cast<long long>(rows) * across; at += static_cast<long long>(gridDim.x) * blockDim.x) {
-    const long long row = at / across;
-    const int feature = static_cast<int>(at % across) * WIDTH;
+  const int outputs = epilogue == kGated ? features / 2 : features;
+  const int feature = (blockIdx.x * blockDim.x + threadIdx.x) * WIDTH;
+  if (feature >= outputs) return;
+  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
     float values[8];
     read(products, scales, sums, numbers, bias, row, features, feature, values);
     if (epilogue == kGated) {
@@ -244,11 +248,21 @@ extern "C" __global__ void finish(const void* products, const float* scales, con
 #pragma unroll
       for (int e = 0; e < WIDTH; ++e) values[e] = values[e] / (1.0f + __expf(-values[e])) * others[e];
     }
-    const long long to = row * out_stride + column + feature;
+    const long long to = static_cast<long long>(row) * out_stride + column + feature;
     if (out_floats) {
       float* const into = static_cast<float*>(out) + to;
+      if (WIDTH == 8 && reinterpret_cast<size_t>(into) % 16 == 0) {
 #pragma unroll
-      for (int e = 0; e < WIDTH; ++e) into[e] = epilogue == kAdd ? into[e] + values[e] : values[e];
+        for (int e = 0; e < 8; e += 4) {
+          float4* const four = reinterpret_cast<float4*>(into + e);
+          float4 sum = epilogue == kAdd ? *four : make_float4(0, 0, 0, 0);
+          sum.x += values[e], sum.y += values[e + 1], sum.z += values[e + 2], sum.w += values[e + 3];
+          *four = sum;
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) into[e] = epilogue == kAdd ? into[e] + values[e] : values[e];
+      }
     } else if (WIDTH == 8) {
       *reinterpret_cast<uint4*>(static_cast<bf16*>(out) + to) = packed(values);
     } else {

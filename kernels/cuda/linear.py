@@ -45,6 +45,10 @@ _QUANTISE_GROUPS = kernel("codes.cu", "quantise_groups", BITS=8, FLOATS=1)
 
 _ELEMENTWISE_BLOCKS = 16
 """Of a multiprocessor, for kernels that go through a tensor once."""
+_MOST_BLOCKS = 65_535
+"""Of a grid, in y."""
+_HELD_ROW = 20_480
+"""Elements of a row that a block keeps while it looks for the largest: 40 KB, for six blocks a multiprocessor."""
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor) -> None:
@@ -176,8 +180,9 @@ def _quantised(x: Tensor, spec: PackedSpec, dtype: torch.dtype) -> tuple[Tensor,
     """Codes [n, depth] in a slab's order, their scales [n], and the sums of codes [n] if they are whole numbers."""
     codes = torch.empty(len(x), spec.depth, dtype=dtype, device=x.device)
     scales, sums = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
-    sizes = np.int32(x.shape[1]), np.int32(slabs(spec))
-    launch(_quantise_kernel(int(spec.kind.is_e4m3)), (len(x),), 256, (x, codes, scales, sums, *sizes))
+    held = min(x.shape[1], _HELD_ROW)
+    sizes = np.int32(x.shape[1]), np.int32(slabs(spec)), np.int32(held)
+    launch(_quantise_kernel(int(spec.kind.is_e4m3)), (len(x),), 256, (x, codes, scales, sums, *sizes), 2 * held)
     return codes, scales, sums
 
 
@@ -206,8 +211,8 @@ def _finish(
     together = 8 if width % 8 == into.column % 8 == stride % 8 == 0 else 1
     finish = _finish_kernel(products.dtype, factors[0] is not None, together)
     sizes = (len(products), spec.features, into.epilogue, is_float(into.out), stride, into.column)
-    blocks = _blocks(len(products) * width // together, products)
-    launch(finish, (blocks,), 256, (products, *factors, bias, into.out, *map(np.int32, sizes)))
+    blocks = -(-width // (256 * together)), min(len(products), _MOST_BLOCKS)
+    launch(finish, blocks, 256, (products, *factors, bias, into.out, *map(np.int32, sizes)))
 
 
 def _finish_kernel(dtype: torch.dtype, is_scaled: bool, width: int) -> Kernel:

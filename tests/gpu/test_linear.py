@@ -196,8 +196,12 @@ def check_e4m3(check: Callable[[Case], None], spec: PackedSpec, rows: int, devic
     check(case)
 
 
-@pytest.mark.parametrize("check", [check_add, check_gated])
-def test_rows_of_e4m3_agree_with_float64(check: Callable[[Case], None], hopper: str) -> None:
+@pytest.mark.parametrize(("check", "held"), [(check_add, 20480), (check_gated, 32)])
+def test_rows_of_e4m3_agree_with_float64(
+    check: Callable[[Case], None], held: int, hopper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a block cannot keep a row."""
+    monkeypatch.setattr(linear, "_HELD_ROW", held)
     check_e4m3(check, spec_of("fp8", 0, (24, 24), 90), 70, hopper)
 
 
