@@ -57,7 +57,7 @@ def build(rows: int, vocab: int, how: Filter | None, device: str) -> Built:
         if how is None:
             best_tokens(logits[i], out, workspace)
         else:
-            sample_rows(logits[i], wanted, table, out, workspace, needs_totals=not how.top_k)
+            sample_rows(logits[i], wanted, table, out, workspace)
 
     def check(name: str) -> None:
         out.fill_(-7)

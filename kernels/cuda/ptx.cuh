@@ -45,6 +45,28 @@ __device__ __forceinline__ void let_next_begin() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+// Blocks of a cluster (sm_90 and later): what they stored before they came is there for all that have waited, and who
+// ends counts as come. Shared memory of another block, where it has begun and not ended.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+template <class T>
+__device__ __forceinline__ T* of_block(T* mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+  T* its;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(its) : "l"(mine), "r"(rank));
+  return its;
+#else
+  return mine;
+#endif
+}
 template <int N>
 __device__ __forceinline__ void wait_for() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");

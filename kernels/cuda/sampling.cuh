@@ -10,16 +10,15 @@
 
 #include "ptx.cuh"
 
-// THREADS: of a block. CAPACITY: tokens that a block keeps in shared memory when it draws from few; of the bin that
-// top-p cuts, half as many.
+// THREADS: of a block. CAPACITY: tokens in a list of few.
 typedef unsigned long long u64;
 
 constexpr int kThreads = THREADS, kWarps = kThreads / 32, kPart = kThreads * 16;
-constexpr int kInBin = CAPACITY / 2;
 constexpr int kGroup = 16;  // logits; each group's highest is kept
 constexpr int kBins = 512;  // of y = -z, up to where weights are 0
 constexpr int kFew = 256;   // keys that are compared each with each
 constexpr float kMost = 3.402823466e38f;
+constexpr u64 kBad = ~0ull;  // a logit that is NaN or +inf, where the highest and its place are one number
 
 constexpr int kNotFinite = -1, kAllMasked = -2;  // worker/sampling/failure.py
 
@@ -31,22 +30,15 @@ struct Settings {
   int top_k, is_random;
 };
 
-// How a row's token is found: it is (kDone), or from those in groups that may be among the k most likely (kList), by
-// the weights of all parts (kPlain), the same below a bin that is looked at closely (kShare), or step by step over the
-// whole row (kWhole).
-enum Mode { kDone, kList, kPlain, kShare, kWhole };
-
-// Of a kShare row: the bin in which the threshold lies, the weight in bins before it, and how much top-p keeps.
-struct Cut {
-  int bin, by_share;
-  u64 before;
-  double wanted;
-};
-
 // Every pass waits for the one ahead before all else, so that nothing is read too early; what this saves is the launch.
 __device__ __forceinline__ void begin() {
   let_next_begin();
   wait_for_ahead();
+}
+
+// Whether every row is, to 16 bytes.
+__device__ __forceinline__ bool is_aligned(const float* rows, int vocab) {
+  return vocab % 4 == 0 && reinterpret_cast<unsigned long long>(rows) % 16 == 0;
 }
 
 // Four logits from column `at`; -inf beyond the row.
@@ -65,15 +57,18 @@ __device__ __forceinline__ float unordered(uint32_t bits) {
   return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
 
+__device__ __noinline__ inline float divided(float a, float b) { return __fdiv_rn(a, b); }
+
 // A row's logits as y = (highest - logit) / temperature = -z, and as weights.
 struct Scale {
-  float highest, temperature, inverse, units, limit, bins;
+  float highest, temperature, inverse, limit, bins;
+  uint32_t exponent;  // of a unit's inverse, as bits of a float
 
   // limit: weights beyond it are 0. (54 - b) ln 2 is where half a unit is; b bits hold the number of tokens.
   __device__ Scale(float its_highest, float its_temperature, int vocab) {
     const int b = 32 - __clz(vocab);
     highest = its_highest, temperature = its_temperature, inverse = __fdiv_rn(1.0f, temperature);
-    units = __uint_as_float(static_cast<uint32_t>(127 + 53 - b) << 23);
+    exponent = static_cast<uint32_t>(127 + 53 - b) << 23;
     // Rounded alike in all kernels, so that a token has one bin.
     limit = __fadd_rn(__fmul_rn(static_cast<float>(54 - b), 0.693147181f), 0.05f);
     bins = __fdiv_rn(static_cast<float>(kBins - 1), limit);
@@ -85,17 +80,30 @@ struct Scale {
     const float d = __fsub_rn(highest, x);
     if (temperature == 1.0f) return d;
     if (!(d < 1000.0f * temperature)) return kInf;
-    if (d < 1e-30f) return __fdiv_rn(d, temperature);
+    if (d < 1e-30f) return divided(d, temperature);
     float q = __fmul_rn(d, inverse);
     q = __fmaf_rn(__fmaf_rn(-q, temperature, d), inverse, q);
     return __fmaf_rn(__fmaf_rn(-q, temperature, d), inverse, q);
+  }
+
+  // Of four logits, for whole warps.
+  __device__ __forceinline__ void four(const float4& v, float (&ys)[4]) const {
+    const float values[4] = {v.x, v.y, v.z, v.w};
+    if (temperature == 1.0f) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) ys[j] = __fsub_rn(highest, values[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) ys[j] = y(values[j]);
+    }
   }
 
   __device__ u64 weight(float y) const {
     const float x = y < 87.0f ? -y : -87.0f;
     const float shifted = __fadd_rn(__fmul_rn(x, 1.44269504f), 12582912.0f);
     const float n = __fsub_rn(shifted, 12582912.0f);
-    const float r = __fsub_rn(__fsub_rn(x, __fmul_rn(n, 0.693359375f)), __fmul_rn(n, -2.12194440e-4f));
+    // n times the first constant is exact, and so is the fused difference.
+    const float r = __fsub_rn(__fmaf_rn(n, -0.693359375f, x), __fmul_rn(n, -2.12194440e-4f));
     float p = 1.9875691500e-4f;
     p = __fadd_rn(__fmul_rn(p, r), 1.3981999507e-3f);
     p = __fadd_rn(__fmul_rn(p, r), 8.3334519073e-3f);
@@ -103,9 +111,9 @@ struct Scale {
     p = __fadd_rn(__fmul_rn(p, r), 1.6666665459e-1f);
     p = __fadd_rn(__fmul_rn(p, r), 5.0000001201e-1f);
     p = __fadd_rn(__fmul_rn(p, __fmul_rn(r, r)), __fadd_rn(r, 1.0f));
-    // The low bits of `shifted` are n.
-    const float power = __uint_as_float((__float_as_uint(shifted) + (127u - 0x4b400000u)) << 23);
-    return static_cast<u64>(__float2ll_rn(__fmul_rn(__fmul_rn(p, power), units)));
+    // The low bits of `shifted` are n. Powers of two: where the first product would not be exact, this is 0 anyway.
+    const float power = __uint_as_float((__float_as_uint(shifted) << 23) + exponent);
+    return static_cast<u64>(__float2ll_rn(__fmul_rn(p, power)));
   }
 
   __device__ int bin(float y) const { return y < limit ? static_cast<int>(__fmul_rn(y, bins)) : kBins - 1; }
@@ -137,22 +145,23 @@ __device__ u64 reduce(u64 mine, Shared& s, Join join) {
   if (threadIdx.x % 32 == 0) s.warps[threadIdx.x / 32] = mine;
   __syncthreads();
   u64 all = s.warps[0];
+#pragma unroll 8
   for (int w = 1; w < kWarps; ++w) all = join(all, s.warps[w]);
   __syncthreads();
   return all;
 }
-__device__ inline u64 sum_of(u64 mine, Shared& s) {
+__device__ __noinline__ inline u64 sum_of(u64 mine, Shared& s) {
   return reduce(mine, s, [](u64 a, u64 b) { return a + b; });
 }
-__device__ inline u64 least_of(u64 mine, Shared& s) {
+__device__ __noinline__ inline u64 least_of(u64 mine, Shared& s) {
   return reduce(mine, s, [](u64 a, u64 b) { return a < b ? a : b; });
 }
-__device__ inline u64 most_of(u64 mine, Shared& s) {
+__device__ __noinline__ inline u64 most_of(u64 mine, Shared& s) {
   return reduce(mine, s, [](u64 a, u64 b) { return a > b ? a : b; });
 }
 
 // The sum of what the threads before this one have.
-__device__ inline u64 sum_before(u64 mine, Shared& s) {
+__device__ __noinline__ inline u64 sum_before(u64 mine, Shared& s) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u64 sum = mine;
   for (int o = 1; o < 32; o *= 2) {
@@ -162,7 +171,8 @@ __device__ inline u64 sum_before(u64 mine, Shared& s) {
   if (lane == 31) s.warps[warp] = sum;
   __syncthreads();
   u64 before = 0;
-  for (int w = 0; w < warp; ++w) before += s.warps[w];
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) before += w < warp ? s.warps[w] : 0;
   __syncthreads();
   return before + sum - mine;
 }
@@ -180,7 +190,7 @@ struct Goal {
 // The first of the bins, of kEach a thread in order, with which the sum meets the goal; s.found: the sum without it.
 // The last one if none does.
 template <int kEach>
-__device__ int first_bin(const u64 (&sums)[kEach], u64 before, const Goal& goal, Shared& s) {
+__device__ __noinline__ int first_bin(const u64 (&sums)[kEach], u64 before, const Goal& goal, Shared& s) {
   u64 mine = 0;
   for (int i = 0; i < kEach; ++i) mine += sums[i];
   if (threadIdx.x == 0) s.bin = kEach * kThreads - 1, s.found = before;

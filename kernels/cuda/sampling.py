@@ -1,5 +1,5 @@
-"""Rows of logits to tokens on a GPU: see sampling.cu for the passes, and worker/sampling/reference.py for what they
-compute, bit for bit."""
+"""Rows of logits to tokens on a GPU: see sampling_row.cu and sampling.cu for the passes, and
+worker/sampling/reference.py for what they compute, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,35 +10,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, kernel, launch
+from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
 
 SETTINGS_BYTES = 40
 """Of a row of settings, laid out as in worker/sampling/settings.py."""
 MOST_LIKELY = 256
 """So many of the most likely tokens can be asked for."""
 THREADS, CAPACITY = 512, 8192
+CLUSTERS = (1, 2, 4, 8)
+"""Blocks that may share a row; more than one on sm_90 and later."""
+SHARED_ROWS = 64 << 10
+"""Bytes of logits of which a block keeps no more, if there are blocks to share the row with: so that three of them fit
+on a multiprocessor, and some compute while others read."""
 
-_GROUP, _BINS, _CUT_BYTES = 16, 512, 24
+_GROUP, _MEETING_BYTES = 16, 9216
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """Scratch of one call at a time, for up to so many rows; counters and counts are zero before and after each."""
+    """Scratch of one call at a time, for up to so many rows; counters are zero before and after each."""
 
     vocab: int
     rows: int
     threads: int
     capacity: int
+    cluster: int
+    """Blocks of a row; 0: as many as are good for the number of rows."""
+    kept: int
+    """Bytes of its logits that a block keeps at most; 0: what it can."""
     groups: Tensor
     partial: Tensor
     counters: Tensor
     highest: Tensor
-    modes: Tensor
     sums: Tensor
-    bins: Tensor
-    cuts: Tensor
-    tokens: Tensor
-    counts: Tensor
+    listed_logits: Tensor
+    listed_ids: Tensor
     flags: Tensor
     """int32 [rows]: what `change` has seen in the logits of a row."""
 
@@ -49,25 +55,29 @@ class SamplingWorkspace:
 
 
 def sampling_workspace(
-    rows: int, vocab: int, device: torch.device | str, threads: int = THREADS, capacity: int = CAPACITY
+    rows: int,
+    vocab: int,
+    device: torch.device | str,
+    threads: int = THREADS,
+    capacity: int = CAPACITY,
+    cluster: int = 0,
+    kept: int = 0,
 ) -> SamplingWorkspace:
-    """`threads` of a block look at 16 logits each; `capacity`: so many tokens fit into what a block draws from at once,
-    more are gone over in global memory. A row takes about 0.75 * vocab + 33,000 bytes. Raises ValueError for a
-    vocabulary that is too large."""
+    """`threads` of a block; `capacity`: tokens in a list, of which a row draws without going over all its tokens again
+    and again; `cluster` and `kept`: see SamplingWorkspace. A row takes about 0.25 * vocab + 66,000 bytes. Raises
+    ValueError for a vocabulary that is too large."""
     parts = -(-vocab // (threads * _GROUP))
-    most = min(_BINS * threads * _GROUP, _GROUP << 16)
-    if not 0 < vocab <= most:
-        raise ValueError(f"vocab: {vocab} is not between 1 and {most}")
+    if not 0 < vocab <= _GROUP << 16:
+        raise ValueError(f"vocab: {vocab} is not between 1 and {_GROUP << 16}")
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     wide, real = torch.int64, torch.float32
     return SamplingWorkspace(
-        vocab, rows, threads, capacity, zeros(rows, parts * threads, dtype=real), zeros(rows, parts, dtype=wide),
-        zeros(rows), zeros(rows, dtype=real), zeros(rows), zeros(rows, parts, dtype=wide),
-        zeros(rows, parts, _BINS, dtype=wide), zeros(rows, _CUT_BYTES, dtype=torch.uint8),
-        zeros(rows, capacity // 2, 2, dtype=real), zeros(rows), zeros(rows),
+        vocab, rows, threads, capacity, cluster, kept, zeros(rows, parts * threads, dtype=real),
+        zeros(rows, parts, dtype=wide), zeros(rows), zeros(rows, dtype=real), zeros(rows, parts, dtype=wide),
+        zeros(rows, capacity, dtype=real), zeros(rows, capacity), zeros(rows),
     )  # fmt: skip
 
 
@@ -90,7 +100,7 @@ def best_tokens(logits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> No
     Raises ValueError for what does not fit, as all functions here do, and BackendUnavailable without CuPy."""
     m = _check(logits, out, workspace)
     if m:
-        _scan(logits, None, None, out, workspace, is_changed=False)
+        _scan(logits, None, out, workspace)
 
 
 def sample_rows(
@@ -100,15 +110,13 @@ def sample_rows(
     out: Tensor,
     workspace: SamplingWorkspace,
     is_changed: bool = False,
-    needs_totals: bool = True,
 ) -> None:
     """Writes a token for each row of `logits` float32 [m, vocab] into the first column of `out` int32 [m, columns], or
     [m]: what the reference does, of which this has the bits.
 
     `settings` uint8 [n, 40] are laid out as in worker/sampling/settings.py. is_changed: `change_rows` came before.
-    needs_totals: False promises that all rows are greedy, known or drawn from their top-k, which takes fewer launches.
 
-    Nothing of this is read on the host: a captured graph serves whatever the tensors hold then.
+    One launch. Nothing of this is read on the host: a captured graph serves whatever the tensors hold then.
     """
     m = _check(logits, out, workspace)
     _check_ints("rows", wanted.rows, m)
@@ -119,19 +127,27 @@ def sample_rows(
         raise ValueError(f"settings: {settings.dtype} {tuple(settings.shape)} is not uint8 [n, {SETTINGS_BYTES}]")
     if not m:
         return
-    w, vocab, grid = workspace, np.int32(workspace.vocab), (workspace.parts, m)
-    _scan(logits, wanted, settings, out, w, is_changed)
-    shared = [logits, vocab, wanted.rows, settings, w.groups, w.highest, w.modes]
-    if needs_totals:
-        launch(_kernel("weigh", w), grid, w.threads, [*shared, w.counters, w.sums, w.bins, w.cuts], is_early=True)
-        launch(
-            _kernel("narrow", w), grid, w.threads, [*shared, w.bins, w.cuts, w.sums, w.tokens, w.counts], is_early=True
-        )
+    w, device = workspace, gpu(logits.device)
+    cluster = w.cluster or cluster_of(m, w.vocab, device.multiprocessors, device.capability)
+    warps = w.threads // 32
+    room = min(w.kept or device.shared_bytes, device.shared_bytes - _MEETING_BYTES)
+    stay = min(-(-(w.vocab + 6) // (4 * cluster * warps)), room // (16 * warps))
     arguments = [
-        logits, vocab, np.int32(w.parts), wanted.rows, settings, wanted.positions, w.groups, w.highest, w.modes, w.sums,
-        w.cuts, w.tokens, w.counts, out, _columns(out),
+        logits, np.int32(w.vocab), np.int32(stay), wanted.rows, settings, wanted.positions, wanted.targets,
+        w.flags if is_changed else None, w.listed_logits, w.listed_ids, out, _columns(out),
     ]  # fmt: skip
-    launch(_kernel("draw", w), (m,), w.threads, arguments, w.capacity * 10, is_early=True)
+    what = _variant("sample", w.threads, w.capacity, cluster)
+    launch(what, (m * cluster,), w.threads, arguments, _MEETING_BYTES + stay * warps * 16, is_early=True)
+
+
+def cluster_of(rows: int, vocab: int, multiprocessors: int, capability: tuple[int, int]) -> int:
+    """How many blocks share a row: enough of them for all multiprocessors, with no more of it each than SHARED_ROWS."""
+    if capability < (9, 0):
+        return 1
+    for count in CLUSTERS:
+        if rows * count >= multiprocessors and vocab * 4 <= SHARED_ROWS * count:
+            return count
+    return CLUSTERS[-1]
 
 
 def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> None:
@@ -147,9 +163,8 @@ def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, w
     if not m:
         return
     w, vocab = workspace, np.int32(workspace.vocab)
-    _scan(logits, None, None, None, w, is_changed=False)
-    arguments = [logits, vocab, None, None, w.groups, w.highest, w.modes, w.counters, w.sums, w.bins, w.cuts]
-    launch(_kernel("weigh", w), (w.parts, m), w.threads, arguments, is_early=True)
+    _scan(logits, w.groups, None, w)
+    launch(_kernel("weigh", w), (w.parts, m), w.threads, [logits, vocab, w.groups, w.highest, w.sums], is_early=True)
     arguments = [
         logits, vocab, np.int32(w.parts), limits, tokens, _columns(tokens), w.groups, w.highest, w.sums,
         np.int32(places), out,
@@ -157,34 +172,27 @@ def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, w
     launch(_kernel("likely", w), (m,), w.threads, arguments, w.capacity * 10, is_early=True)
 
 
-def _scan(
-    logits: Tensor,
-    wanted: Wanted | None,
-    settings: Tensor | None,
-    out: Tensor | None,
-    w: SamplingWorkspace,
-    is_changed: bool,
-) -> None:
-    arguments = [
-        logits, np.int32(w.vocab), wanted and wanted.rows, settings, wanted and wanted.targets,
-        w.flags if is_changed else None, w.groups, w.partial, w.counters, w.highest, w.modes, out,
-        np.int32(0) if out is None else _columns(out),
-    ]  # fmt: skip
-    launch(_kernel("scan", w), (w.parts, len(logits)), w.threads, arguments)
+def _scan(logits: Tensor, groups: Tensor | None, out: Tensor | None, w: SamplingWorkspace) -> None:
+    columns = np.int32(0) if out is None else _columns(out)
+    arguments = [logits, np.int32(w.vocab), groups, w.partial, w.counters, w.highest, out, columns]
+    launch(_kernel("scan", w), (w.parts, len(logits)), w.threads, arguments, is_early=True)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     """See variants.py."""
-    return [_variant(name, THREADS, CAPACITY) for name in ("scan", "weigh", "narrow", "draw", "likely")]
+    yield from (_variant(name, THREADS, CAPACITY) for name in ("scan", "weigh", "likely"))
+    clusters = CLUSTERS if capability >= (9, 0) else (1,)
+    yield from (_variant("sample", THREADS, CAPACITY, cluster) for cluster in clusters)
 
 
 def _kernel(name: str, workspace: SamplingWorkspace) -> Kernel:
     return _variant(name, workspace.threads, workspace.capacity)
 
 
-def _variant(name: str, threads: int, capacity: int) -> Kernel:
-    file = "sampling_draw.cu" if name in ("draw", "likely") else "sampling.cu"
-    return kernel(file, name, THREADS=threads, CAPACITY=capacity)
+def _variant(name: str, threads: int, capacity: int, cluster: int = 0) -> Kernel:
+    file = {"sample": "sampling_row.cu", "likely": "sampling_likely.cu"}.get(name, "sampling.cu")
+    more = {"CLUSTER": cluster} if cluster else {}
+    return kernel(file, name, THREADS=threads, CAPACITY=capacity, **more)
 
 
 def _columns(out: Tensor) -> np.int32:
@@ -194,8 +202,8 @@ def _columns(out: Tensor) -> np.int32:
 def _check(logits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> int:
     """How many rows."""
     m, vocab = logits.shape
-    if logits.dtype is not torch.float32 or not logits.is_contiguous() or logits.data_ptr() % 16:
-        raise ValueError(f"logits: {logits.dtype} {logits.stride()} is not contiguous float32, aligned to 16 bytes")
+    if logits.dtype is not torch.float32 or not logits.is_contiguous():
+        raise ValueError(f"logits: {logits.dtype} of strides {logits.stride()} is not contiguous float32")
     if m > workspace.rows or vocab != workspace.vocab:
         raise ValueError(f"workspace: made for {workspace.rows} rows of {workspace.vocab}, not for {m} of {vocab}")
     if out.dtype is not torch.int32 or len(out) != m or not out.is_contiguous():

@@ -17,20 +17,25 @@ KERNEL = '#include "ptx.cuh"\nextern "C" __global__ void f(float* out, const flo
 STAGE = "DYNAMIC_SHARED(held); copy16(smem(held) + 16 * threadIdx.x, in + 4 * threadIdx.x, true); commit(); "
 TAKE = "out[threadIdx.x] = reinterpret_cast<float*>(held)[threadIdx.x ^ 32];"
 
+PUT = "DYNAMIC_SHARED(held); float* const mine = reinterpret_cast<float*>(held) + threadIdx.x; *mine = blockIdx.x; "
+MEET = "cluster_arrive(); cluster_wait(); "
+LOOK = "out[blockIdx.x * 32 + threadIdx.x] = *of_block(mine, blockIdx.x ^ 1); "
+
 
 class Run(Protocol):
-    """Runs the body of a kernel in one block; what it wrote."""
+    """Runs the body of a kernel in one cluster of so many blocks; what it wrote."""
 
-    def __call__(self, body: str, threads: int = 64, shared: int = 1024) -> Tensor: ...
+    def __call__(self, body: str, threads: int = 64, shared: int = 1024, cluster: int = 1) -> Tensor: ...
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    def run(body: str, threads: int = 64, shared: int = 1024) -> Tensor:
+    def run(body: str, threads: int = 64, shared: int = 1024, cluster: int = 1) -> Tensor:
         source = tmp_path / "f.cu"
         source.write_text(KERNEL.format(body=body))
-        out, given = torch.zeros(threads), torch.arange(4.0 * threads)
-        EmulatorDriver(tmp_path).launch(Kernel(str(source), "f", ()), (1,), threads, [out, given], shared)
+        out, given = torch.zeros(threads * cluster), torch.arange(4.0 * threads)
+        kernel = Kernel(str(source), "f", (("CLUSTER", cluster),))
+        EmulatorDriver(tmp_path).launch(kernel, (cluster,), threads, [out, given], shared)
         return out
 
     return run
@@ -52,6 +57,27 @@ def test_what_another_warp_copied_is_not_there_without_a_barrier(run: Run) -> No
 @pytest.mark.parametrize("declared", ["DYNAMIC_SHARED(held);", "__shared__ float held[64];"])
 def test_shared_memory_that_nobody_wrote_is_nan(declared: str, run: Run) -> None:
     assert run(declared + TAKE).isnan().all()
+
+
+def test_blocks_of_a_cluster_see_each_others_shared_memory_once_they_have_met(run: Run) -> None:
+    found = run(PUT + MEET + LOOK + MEET, threads=32, cluster=2)
+    assert found.tolist() == [1.0] * 32 + [0.0] * 32
+    assert run(PUT + "__syncthreads(); " + LOOK + MEET, threads=32, cluster=2).isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (PUT + MEET + "if (blockIdx.x) return; for (int i = 0; i < 20; ++i) __syncthreads(); " + LOOK, "has ended"),
+        (PUT + "cluster_arrive(); cluster_arrive();", "twice"),
+        (PUT + "cluster_wait();", "has not come"),
+        (PUT + "if (threadIdx.x) __syncthreads(); else { cluster_arrive(); cluster_wait(); }", "in vain"),
+        ("__shared__ float held[32]; out[0] = *of_block(held, 1);", "not in dynamic shared memory"),
+    ],
+)
+def test_what_no_cluster_puts_up_with_is_an_error(body: str, why: str, run: Run) -> None:
+    with pytest.raises(EmulatedFault, match=why):
+        run(body, threads=32, cluster=2)
 
 
 @pytest.mark.parametrize(

@@ -239,8 +239,6 @@ class DeviceSampling:
             if row in self._changed and targets[i] < 0
         ]
         self._note([(i, each) for i, each in changing if each.slot >= 0], positions)
-        top_k, is_random = settings["top_k"][rows], settings["is_random"][rows]
-        needs_totals = bool(((is_random != 0) & ((top_k <= 0) | (top_k >= self._vocab))).any())
         ints = self._upload(np.stack((rows, positions, targets, counts)).astype(np.int32))
         for begin in range(0, m, self._workspace.rows):
             part = slice(begin, min(begin + self._workspace.rows, m))
@@ -248,7 +246,7 @@ class DeviceSampling:
             raw = self._change(logits[part], mine, positions[part], counts[part])
             wanted = Wanted(*(each[part] for each in ints[:3]))
             w = self._workspace
-            sample_rows(logits[part], wanted, self._settings, tokens[part], w, bool(mine), needs_totals)
+            sample_rows(logits[part], wanted, self._settings, tokens[part], w, bool(mine))
             if width:
                 for i, row in raw.items():
                     logits[begin + i] = row

@@ -10,6 +10,7 @@
 #define __restrict__ __restrict
 #define __shared__ static __attribute__((section("allspan_shared")))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) alignas(n)
 #define threadIdx (emulator::me->index)
 #define blockIdx (emulator::block_index)

@@ -26,9 +26,13 @@ _STUB = """{first}
 #include "emulator.h"
 {macros}
 #include "{file}"
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 extern "C" const char* emulated_launch(const unsigned* grid, unsigned threads, unsigned long shared, void** given) {{
   static std::string error;
-  error = emulator::run(&{name}, dim3{{grid[0], grid[1], grid[2]}}, dim3{{threads, 1, 1}}, shared, given);
+  error = emulator::run(&{name}, dim3{{grid[0], grid[1], grid[2]}}, dim3{{threads, 1, 1}}, shared, given,
+                        CLUSTER);
   return error.c_str();
 }}
 extern "C" void* emulated_begin(const unsigned* grid, unsigned threads, unsigned long shared, void** given) {{

@@ -75,6 +75,7 @@ struct Thread {
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> groups;
   bool is_unfenced = false;  // copies of its own came that products of others may not see yet
+  long meeting = -1;         // of its cluster, to which it has come and for which it has not waited yet
   int products = 0;
   std::vector<Product> started;
   std::vector<std::vector<Product>> batches;
@@ -108,6 +109,15 @@ inline Block block;
 inline Thread* me = nullptr;
 inline dim3 block_index, block_size, grid_size;
 inline bool beside_others = false;
+
+// The blocks that run beside each other because they are a cluster.
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<char*> bases;
+  Barrier barrier;
+  int alive = 0;
+};
+inline Cluster cluster;
 
 inline void yield() { change(me->fiber, block.scheduler); }
 
@@ -154,7 +164,7 @@ inline void start() {
   block.body();
   if (!me->sums.empty()) fail("a thread ends before its products");
   me->done = true;
-  --me->warp->alive, --block.alive;
+  --me->warp->alive, --block.alive, --cluster.alive;
   block.moved = true;
   for (;;) yield();
 }
@@ -184,7 +194,7 @@ inline void begin_block() {
 }
 
 // Lets `count` of the block's threads, from the `first` on, run until they wait.
-inline void go_on(size_t first, size_t count) {
+inline void go_on(size_t first, size_t count, bool is_alone = true) {
   const size_t all = block.threads.size();
   block.moved = false;
   for (size_t i = 0; i < count; ++i) {
@@ -194,7 +204,14 @@ inline void go_on(size_t first, size_t count) {
     change(block.scheduler, me->fiber);
     if (!block.error.empty()) throw std::runtime_error(block.error);
   }
-  if (count == all && !block.moved) throw std::runtime_error("the threads of a block wait for each other in vain");
+  if (is_alone && count == all && !block.moved)
+    throw std::runtime_error("the threads of a block wait for each other in vain");
+}
+
+inline void check_past() {
+  for (char* at = block.base + (block.size + 3) / 4 * 4; at < block.base + block.size + kPast - 4; at += 4)
+    if (std::memcmp(at, "\xff\xff\xff\x7f", 4))
+      throw std::runtime_error("a block writes past its " + std::to_string(block.size) + " bytes of shared memory");
 }
 
 inline void run_block() {
@@ -220,15 +237,52 @@ inline void run_block() {
     idle = block.moved ? 0 : idle + 1;
     if (idle > 100) throw std::runtime_error("the threads of a block wait for each other in vain");
   }
-  for (char* at = block.base + (block.size + 3) / 4 * 4; at < block.base + block.size + kPast - 4; at += 4)
-    if (std::memcmp(at, "\xff\xff\xff\x7f", 4))
-      throw std::runtime_error("a block writes past its " + std::to_string(block.size) + " bytes of shared memory");
+  check_past();
 }
 
 inline void take_memory(size_t shared) {
   block.shared.assign(shared + kPast + 128, 0);
   block.size = shared;
   block.base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(block.shared.data()) + 127) & ~uintptr_t{127});
+}
+
+// `count` blocks from block_index on, whose kernel has no static shared memory: there is one of it. They take turns, of
+// different lengths.
+inline void run_cluster(unsigned count, size_t shared) {
+  const dim3 first = block_index;
+  while (cluster.blocks.size() < count) cluster.blocks.push_back(std::make_unique<Block>());
+  cluster.bases.clear(), cluster.barrier = Barrier(), cluster.alive = 0;
+  const auto enter = [&](unsigned rank) {
+    std::swap(block, *cluster.blocks[rank]);
+    block_index.x = first.x + rank;
+  };
+  const std::function<void()> body = block.body;
+  for (unsigned rank = 0; rank < count; ++rank) {
+    enter(rank);
+    block.body = body, block.error.clear();
+    take_memory(shared);
+    begin_block();
+    cluster.bases.push_back(block.base), cluster.alive += block.alive;
+    enter(rank);
+  }
+  std::string error;
+  for (unsigned long round = 0, idle = 0; cluster.alive > 0 && error.empty() && idle <= 100; ++round, ++idle) {
+    for (unsigned rank = 0; rank < count && error.empty(); ++rank) {
+      if (round % (1 + (rank + first.x) % 3 * 3)) continue;
+      enter(rank);
+      try {
+        if (block.alive) go_on(0, block.threads.size(), false);
+        if (block.moved) idle = 0;
+        if (!block.alive) check_past();
+      } catch (const std::exception& what) {
+        error = what.what();
+      }
+      enter(rank);
+    }
+  }
+  block_index = first;
+  if (error.empty() && cluster.alive > 0) error = "the threads of a cluster wait for each other in vain";
+  if (!error.empty()) throw std::runtime_error(error);
 }
 
 inline void arrive(const Late& store) { std::memcpy(store.to, &store.word, sizeof store.word); }
@@ -312,9 +366,9 @@ std::function<void()> bind(void (*kernel)(A...), void** arguments) {
   return [=] { std::apply(kernel, values); };
 }
 
-// Runs a kernel; `arguments` point at its parameters. Returns what went wrong, or "".
+// Runs a kernel, `blocks` of a cluster at once; `arguments` point at its parameters. Returns what went wrong, or "".
 template <class... A>
-std::string run(void (*kernel)(A...), dim3 grid, dim3 threads, size_t shared, void** arguments) {
+std::string run(void (*kernel)(A...), dim3 grid, dim3 threads, size_t shared, void** arguments, unsigned blocks = 1) {
   block.body = bind(kernel, arguments);
   block.error.clear();
   beside_others = false;
@@ -326,7 +380,8 @@ std::string run(void (*kernel)(A...), dim3 grid, dim3 threads, size_t shared, vo
   try {
     for (block_index.z = 0; block_index.z < grid.z; ++block_index.z)
       for (block_index.y = 0; block_index.y < grid.y; ++block_index.y)
-        for (block_index.x = 0; block_index.x < grid.x; ++block_index.x) run_block();
+        for (block_index.x = 0; block_index.x < grid.x; block_index.x += blocks)
+          blocks > 1 ? run_cluster(blocks, shared) : run_block();
   } catch (const std::exception& error) {
     return error.what() + where();
   }

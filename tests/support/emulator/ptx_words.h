@@ -25,6 +25,32 @@ inline void copy4(uint32_t to, const void* from, bool is_there) {
 }
 inline void wait_for_ahead() {}
 inline void let_next_begin() {}
+inline void cluster_arrive() {
+  emulator::Barrier& barrier = emulator::cluster.barrier;
+  if (emulator::me->meeting >= 0) emulator::fail("a thread comes to its cluster's meeting twice");
+  emulator::me->meeting = barrier.turn;
+  if (++barrier.waiting >= emulator::cluster.alive) barrier.waiting = 0, ++barrier.turn;
+  emulator::block.moved = true;
+}
+inline void cluster_wait() {
+  emulator::Barrier& barrier = emulator::cluster.barrier;
+  if (emulator::me->meeting < 0) emulator::fail("a thread waits for its cluster and has not come");
+  while (barrier.turn == emulator::me->meeting) {
+    emulator::yield();
+    if (barrier.turn == emulator::me->meeting && barrier.waiting >= emulator::cluster.alive)
+      barrier.waiting = 0, ++barrier.turn;  // others have ended
+  }
+  emulator::me->meeting = -1;
+  emulator::block.moved = true;
+}
+template <class T>
+T* of_block(T* mine, int rank) {
+  const auto at = reinterpret_cast<char*>(mine) - emulator::block.base;
+  if (at < 0 || at >= static_cast<long>(emulator::block.size)) emulator::fail("this is not in dynamic shared memory");
+  if (!emulator::cluster.blocks.at(rank)->alive && emulator::cluster.bases[rank] != emulator::block.base)
+    emulator::fail("a block looks at another's memory that has ended");
+  return reinterpret_cast<T*>(emulator::cluster.bases[rank] + at);
+}
 inline void commit() {
   emulator::me->groups.push_back(std::move(emulator::me->open));
   emulator::me->open.clear();

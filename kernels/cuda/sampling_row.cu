@@ -1,0 +1,448 @@
+// From rows of logits to tokens, one launch for whatever the rows ask. Each row is read once: CLUSTER blocks (a cluster
+// where there are several; one block on sm_80) share it, a warp after the other, and keep it in shared memory; what
+// does not fit there is read again. What bounds it: reading, and for draws of which all tokens are a part (top-p, plain
+// ones) as many instructions, about 35 a token, that give its weight; with few rows the meetings of blocks, 3 at most.
+//
+//   1 the highest logit. Greedy, known and bad rows end here
+//   2 top-k: the highest of each four tokens, counted in bins of y; top-p: the weight of all tokens in such bins; else
+//     the weight of those that count
+//   3 in all blocks alike, from all blocks' bins: the bin in which the threshold is; its tokens (top-k: and those
+//     before it) go to a list
+//   4 top-k: the first block draws from the list; top-p: all blocks find the threshold and in which of them the draw
+//     falls; that one finds the token
+//
+// Typical-p without a top-k and lists of more than CAPACITY go over the row again and again, in the first block.
+
+#include "sampling.cuh"
+
+// CLUSTER: blocks of a row.
+#if CLUSTER > 1
+#define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define OF_CLUSTER
+#endif
+
+namespace {
+
+constexpr int kEachBin = (kBins + kThreads - 1) / kThreads;
+
+// How a row's token is found: it is (kDone), or from those that may be among the k most likely (kList), by the weights
+// of all that count (kPlain), the same below a threshold (kShare), or step by step over the whole row (kWhole).
+enum Mode { kDone, kList, kPlain, kShare, kWhole };
+
+__device__ Mode mode_of(const Settings& settings, int vocab) {
+  if (!settings.is_random) return kDone;
+  if (settings.top_k > 0 && settings.top_k < vocab) return kList;
+  if (settings.typical_p < 1) return kWhole;
+  return settings.top_p < 1 ? kShare : kPlain;
+}
+
+// What blocks of a row tell each other, beside their bins; in shared memory.
+struct Meeting {
+  Shared s;
+  u64 best[CLUSTER], sums[CLUSTER];  // of each block
+  int listed;                        // in the first block's: tokens in the list
+};
+constexpr int kMeetingBytes = 9216;  // as in sampling.py
+static_assert(sizeof(Meeting) <= kMeetingBytes);
+
+// What was stored before is there for all blocks of the row after.
+__device__ __forceinline__ void meet() {
+  if (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+}
+template <class T>
+__device__ __forceinline__ T* at_block(T* mine, int rank) {
+  return CLUSTER > 1 ? of_block(mine, rank) : mine;
+}
+
+__device__ __forceinline__ float highest_of(const float4& v) { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)); }
+
+// A warp's part of a row: quads of logits, aligned to 16 bytes whatever the row is, the first of which it keeps.
+struct Part {
+  const float* from;  // `shift` before the row
+  float4* kept;
+  int vocab, shift, first, count, stay;
+
+  __device__ Part(const float* row, int its_vocab, float4* quads, int its_stay, int rank) {
+    const int warp = threadIdx.x / 32;
+    vocab = its_vocab, shift = static_cast<int>(reinterpret_cast<unsigned long long>(row) / 4 % 4);
+    from = row - shift;
+    const int all = (vocab + shift + 3) / 4, each = per_warp(all);
+    first = (rank * kWarps + warp) * each, count = max(min(each, all - first), 0);
+    kept = quads + warp * its_stay, stay = min(its_stay, count);
+  }
+  __device__ static int per_warp(int quads) { return (quads + CLUSTER * kWarps - 1) / (CLUSTER * kWarps); }
+  // In which block a token is.
+  __device__ int block_of(int id) const { return (id + shift) / 4 / (per_warp((vocab + shift + 3) / 4) * kWarps); }
+
+  __device__ void fetch() const {
+    for (int i = threadIdx.x % 32; i < stay; i += 32) copy16(smem(kept + i), from + (first + i) * 4ll, true);
+    commit();
+  }
+  // -inf beyond the row.
+  __device__ float4 cleaned(float4 v, int i) const {
+    const int id = (first + i) * 4 - shift;
+    if (id >= 0 && id + 4 <= vocab) return v;
+    return make_float4(id < 0 ? -kInf : v.x, id + 1 < 0 || id + 1 >= vocab ? -kInf : v.y,
+                       id + 2 < 0 || id + 2 >= vocab ? -kInf : v.z, id + 3 >= vocab ? -kInf : v.w);
+  }
+  // After wait_for<0>() by the lane that has fetched them.
+  __device__ void clean() const {
+    for (int i = threadIdx.x % 32; i < stay; i += 32) {
+      const int id = (first + i) * 4 - shift;
+      if (id < 0 || id + 4 > vocab) kept[i] = cleaned(kept[i], i);
+    }
+  }
+  __device__ __forceinline__ float4 at(int i) const {
+    if (i < stay) return kept[i];
+    return cleaned(*reinterpret_cast<const float4*>(from + (first + i) * 4ll), i);
+  }
+  // Body gets four logits and the id of the first, in order; all lanes of the warp together, -inf where there is none.
+  template <class Body>
+  __device__ __forceinline__ void each(Body body) const {
+#pragma unroll 1
+    for (int base = 0; base < count; base += 32) {
+      const int i = base + static_cast<int>(threadIdx.x % 32);
+      body(i < count ? at(i) : make_float4(-kInf, -kInf, -kInf, -kInf), (first + i) * 4 - shift);
+    }
+  }
+};
+
+// The block's highest logit and its place, as one number that is larger for a higher logit, then for a lower place.
+__device__ __forceinline__ u64 best_of(const Part& part, Shared& s) {
+  float best = -kInf;
+  int where = -1;
+  bool bad = false;
+  for (int i = threadIdx.x % 32; i < part.count; i += 32) {
+    const float4 v = part.at(i);
+    bad |= !(v.x <= kMost) | !(v.y <= kMost) | !(v.z <= kMost) | !(v.w <= kMost);
+    const float most = highest_of(v);
+    if (most > best) best = most, where = i;
+  }
+  int id = 0;
+  if (where >= 0) {
+    const float4 v = part.at(where);
+    id = (part.first + where) * 4 - part.shift + (v.x == best ? 0 : v.y == best ? 1 : v.z == best ? 2 : 3);
+  }
+  return most_of(bad ? kBad : static_cast<u64>(ordered(best)) << 32 | ~static_cast<uint32_t>(id), s);
+}
+
+// All weights into bins; those of y beyond `far` are returned instead.
+__device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float far, Shared& s) {
+  u64 rest = 0;
+  part.each([&](const float4& v, int) {
+    float ys[4];
+    scale.four(v, ys);
+    u64 weights[4];
+    uint32_t before[4];
+    int bins[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      weights[j] = scale.weight(ys[j]);
+      const bool is_near = ys[j] < far && weights[j];
+      if (!is_near) rest += weights[j];
+      bins[j] = is_near ? scale.bin(ys[j]) : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      before[j] = bins[j] >= 0 ? atomicAdd(s.low + bins[j], static_cast<uint32_t>(weights[j])) : 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t less = static_cast<uint32_t>(weights[j]);
+      const uint32_t more = static_cast<uint32_t>(weights[j] >> 32) + (before[j] + less < less ? 1u : 0u);
+      if (bins[j] >= 0 && more) atomicAdd(s.high + bins[j], more);
+    }
+  });
+  return rest;
+}
+
+// Of the lane: the weights of tokens with y of at most `most` and z of at least `least`.
+__device__ __noinline__ u64 sum_of_part(Part part, Scale scale, uint32_t most, float least) {
+  const float reach =
+      fminf(fminf(scale.limit, -least), most == ~0u ? kInf : __uint_as_float(most)) * scale.temperature * 1.0001f;
+  u64 sum = 0;
+  part.each([&](const float4& v, int) {
+    if (!(__fsub_rn(scale.highest, highest_of(v)) <= reach)) return;
+    float ys[4];
+    scale.four(v, ys);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum += __float_as_uint(ys[j]) <= most && -ys[j] >= least ? scale.weight(ys[j]) : 0;
+  });
+  return sum;
+}
+
+// The token, of a block that keeps it, at which the running sum of weights exceeds the goal. mine: the lane's weights;
+// before: of the blocks before this one.
+__device__ __noinline__ int draw_here(Part part, Scale scale, u64 mine, uint32_t most, float least, u64 before,
+                                      const Goal& goal, Shared& s) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int o = 16; o > 0; o /= 2) mine += __shfl_xor_sync(~0u, mine, o);
+  if (lane == 0) s.warps[warp] = mine;
+  __syncthreads();
+  u64 sum = before;
+  for (int w = 0; w < warp; ++w) sum += s.warps[w];
+  if (!goal.is_met(sum) && goal.is_met(sum + mine)) {
+    bool is_found = false;
+#pragma unroll 1
+    for (int base = 0; base < part.count && !is_found; base += 32) {
+      const int i = base + lane;
+      const float4 v = i < part.count ? part.at(i) : make_float4(-kInf, -kInf, -kInf, -kInf);
+      float ys[4];
+      scale.four(v, ys);
+      u64 weights[4];
+      u64 four = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        weights[j] = __float_as_uint(ys[j]) <= most && -ys[j] >= least ? scale.weight(ys[j]) : 0;
+        four += weights[j];
+      }
+      u64 all = four;
+      for (int o = 1; o < 32; o *= 2) {
+        const u64 other = __shfl_up_sync(~0u, all, o);
+        if (lane >= o) all += other;
+      }
+      const unsigned met = __ballot_sync(~0u, goal.is_met(sum + all));
+      is_found = met != 0;
+      if (is_found && lane == __ffs(met) - 1) {
+        u64 running = sum + all - four;
+        int j = 0;
+#pragma unroll
+        for (int next = 0; next < 3; ++next) {
+          running += weights[next];
+          if (!goal.is_met(running)) j = next + 1;
+        }
+        s.bin = (part.first + i) * 4 - part.shift + j;
+      }
+      sum += __shfl_sync(~0u, all, 31);
+    }
+  }
+  __syncthreads();
+  return s.bin;
+}
+
+// The sum of all blocks' bins, kEachBin a thread.
+__device__ __noinline__ void gather_bins(u64 (&each)[kEachBin], Shared& s) {
+#pragma unroll
+  for (int i = 0; i < kEachBin; ++i) {
+    const int bin = threadIdx.x * kEachBin + i;
+    uint32_t low[CLUSTER], high[CLUSTER];
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+      low[r] = bin < kBins ? *at_block(s.low + bin, r) : 0;
+      high[r] = bin < kBins ? *at_block(s.high + bin, r) : 0;
+    }
+    each[i] = 0;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) each[i] += join(low[r], high[r]);
+  }
+}
+
+// Tokens of bins from `least` to `most` to the list, if there is room; `listed` counts them all the same.
+__device__ __noinline__ void list_tokens(Part part, Scale scale, int least, int most, float* logits, int* ids,
+                                         int* listed) {
+  const int lane = threadIdx.x % 32;
+  // A quick look by a multiplication; what it lets pass (NaN, too) is divided.
+  const float by = scale.bins * scale.inverse, from = least - 0.01f, to = most + 1.01f;
+  part.each([&](const float4& v, int id) {
+    if (!__any_sync(~0u, !(__fsub_rn(scale.highest, highest_of(v)) * by >= to))) return;
+    const float values[4] = {v.x, v.y, v.z, v.w};
+    unsigned mine = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float guess = __fsub_rn(scale.highest, values[j]) * by;
+      if (guess < from || guess >= to) continue;
+      const int bin = scale.bin(scale.y(values[j]));
+      if (bin >= least && bin <= most) mine |= 1u << j;
+    }
+    if (!__any_sync(~0u, mine)) return;
+    int place = __popc(mine);
+    for (int o = 1; o < 32; o *= 2) {
+      const int other = __shfl_up_sync(~0u, place, o);
+      if (lane >= o) place += other;
+    }
+    int start = lane == 31 ? atomicAdd(listed, place) : 0;
+    place += __shfl_sync(~0u, start, 31) - __popc(mine);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (!(mine >> j & 1)) continue;
+      if (place < CAPACITY) __stcg(logits + place, values[j]), __stcg(ids + place, id + j);
+      ++place;
+    }
+  });
+}
+
+// By the first block, from the list where it holds all that can be drawn, or the whole row.
+__device__ __noinline__ int draw_alone(const Items& items, float highest, const Settings& its, double share, int vocab,
+                                       Shared& s) {
+  const Scale scale(highest, its.temperature, vocab);
+  return draw_from(items, scale, its, its.top_k, share, s);
+}
+
+}  // namespace
+
+// grid: (rows * CLUSTER). logits [rows, vocab]; stay: quads that each warp keeps; owners: of which row of `settings`
+// each is, -1 of none: nothing is written for it; targets: a known token, or -1, or null; flags: what `change` found,
+// or null. listed_logits, listed_ids [rows, CAPACITY]: scratch. out: a token every `columns`.
+extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
+    sample(const float* logits, int vocab, int stay, const int* owners, const Settings* settings, const int* positions,
+           const int* targets, int* flags, float* listed_logits, int* listed_ids, int* out, int columns) {
+  DYNAMIC_SHARED(memory);
+  Meeting& all = *reinterpret_cast<Meeting*>(memory);
+  Shared& s = all.s;
+  float4* const quads = reinterpret_cast<float4*>(memory + kMeetingBytes);
+  begin();
+  const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+  const float* const x = logits + static_cast<long long>(row) * vocab;
+  const Part part(x, vocab, quads, stay, rank);
+  part.fetch();
+  const int owner = owners[row], target = targets ? targets[row] : -1, flag = flags ? flags[row] : 0;
+  const Settings its = settings[max(owner, 0)];
+  const double share = uniform(its.seed, positions[row]);
+  for (int i = threadIdx.x; i < kBins; i += kThreads) s.low[i] = s.high[i] = 0;
+  if (threadIdx.x == 0) all.listed = 0;
+  if (CLUSTER > 1) cluster_arrive();
+  wait_for<0>();
+  part.clean();
+  const u64 mine = best_of(part, s);
+  if (CLUSTER > 1) cluster_wait();  // all blocks are there
+  if (threadIdx.x < CLUSTER) *at_block(all.best + rank, threadIdx.x) = mine;
+  meet();
+  u64 most = all.best[0];
+#pragma unroll
+  for (int r = 1; r < CLUSTER; ++r) most = max(most, all.best[r]);
+
+  // flags: 1 a change has seen a bad logit, 2 a finite one, 4 has been there.
+  const float top = unordered(static_cast<uint32_t>(most >> 32));
+  Mode mode = kDone;
+  int token;
+  if (most == kBad || (flag && flag != 6)) {
+    token = kNotFinite;
+  } else if (top == -kInf) {
+    token = target >= 0 ? kNotFinite : kAllMasked;
+  } else if (target >= 0) {
+    token = target;
+  } else {
+    token = static_cast<int>(~static_cast<uint32_t>(most));
+    mode = mode_of(its, vocab);
+  }
+  if (rank == 0 && threadIdx.x == 0 && flag) flags[row] = 0;
+  if (owner < 0) return;
+  int* const to = out + static_cast<long long>(row) * columns;
+  const Scale scale(top, its.temperature, vocab);
+  float* const its_logits = listed_logits + static_cast<long long>(row) * CAPACITY;
+  int* const its_ids = listed_ids + static_cast<long long>(row) * CAPACITY;
+  if (mode == kDone || mode == kWhole) {
+    if (rank != 0) return;
+    if (mode == kWhole) token = draw_alone(Items{x, nullptr, vocab}, top, its, share, vocab, s);
+    if (threadIdx.x == 0) *to = token;
+    return;
+  }
+
+  u64 each[kEachBin];
+  if (mode == kList) {
+    part.each([&](const float4& v, int) {
+      const int bin = scale.bin(scale.y(highest_of(v)));
+      if (bin < kBins - 1) atomicAdd(s.low + bin, 1u);
+    });
+    meet();
+    gather_bins(each, s);
+    const int last = min(first_bin(each, 0, Goal{static_cast<double>(its.top_k), false}, s), kBins - 2);
+    list_tokens(part, scale, 0, last, its_logits, its_ids, at_block(&all.listed, 0));
+    meet();
+    if (rank != 0) return;
+    const int count = all.listed;
+    Items items = {x, nullptr, vocab};
+    if (count <= CAPACITY) {
+      items = {its_logits, its_ids, count};
+      if (count <= stay * kWarps * 2) {  // where the row was
+        float* const near_logits = reinterpret_cast<float*>(quads);
+        int* const near_ids = reinterpret_cast<int*>(near_logits + count);
+        for (int i = threadIdx.x; i < count; i += kThreads)
+          near_logits[i] = __ldcg(its_logits + i), near_ids[i] = __ldcg(its_ids + i);
+        items.logits = near_logits, items.ids = near_ids;
+        __syncthreads();
+      }
+    }
+    token = draw_alone(items, top, its, share, vocab, s);
+    if (threadIdx.x == 0) *to = token;
+    return;
+  }
+
+  Kept kept;
+  kept.min_z = its.min_z;
+  u64 weight = 0;
+  if (mode == kPlain) {
+    weight = sum_of_part(part, scale, ~0u, its.min_z);
+    const u64 sum = sum_of(weight, s);
+    if (threadIdx.x < CLUSTER) *at_block(all.sums + rank, threadIdx.x) = sum;
+    meet();
+  } else {
+    // All tokens beyond `far` together weigh less than what top-p leaves out, so the cut does not lie there. Rounding
+    // makes a weight twice as large at most.
+    const float far = logf(vocab / static_cast<float>(1 - its.top_p)) + 0.8f;
+    const u64 rest = sum_of(weigh_into_bins(part, scale, far, s), s);
+    if (threadIdx.x == 0) add(s.low + kBins - 1, s.high + kBins - 1, rest);
+    meet();
+    gather_bins(each, s);
+    u64 sum = 0;
+    for (int i = 0; i < kEachBin; ++i) sum += each[i];
+    const double wanted = its.top_p * static_cast<double>(sum_of(sum, s));
+    const int found = first_bin(each, 0, Goal{wanted, false}, s);
+    const u64 before = s.found;
+    // min-p may cut before.
+    const int floor = scale.bin(-its.min_z), cut = min(found, floor);
+    u64 less = 0;
+    for (int i = threadIdx.x; i < cut; i += kThreads) less += join(s.low[i], s.high[i]);
+    less = sum_of(less, s);
+    if (threadIdx.x < CLUSTER) *at_block(all.sums + rank, threadIdx.x) = less;
+    list_tokens(part, scale, cut, cut, its_logits, its_ids, at_block(&all.listed, 0));
+    meet();
+    const int count = *at_block(&all.listed, 0);
+    if (CLUSTER > 1) cluster_arrive();  // the first block may end
+    if (count > CAPACITY) {
+      if (rank == 0) {
+        token = draw_alone(Items{x, nullptr, vocab}, top, its, share, vocab, s);
+        if (threadIdx.x == 0) *to = token;
+      }
+      if (CLUSTER > 1) cluster_wait();
+      return;
+    }
+    const Items list = {its_logits, its_ids, count};
+    if (found <= floor)
+      kept.most = static_cast<uint32_t>(choose(list, scale, kept, kY, Goal{wanted, false}, before, s));
+    clear_bins(s, CLUSTER);
+    list.each([&](float v, int id, int) {
+      const u64 its_weight = kept.weight(v, scale);
+      const int block = part.block_of(id);
+      if (its_weight) add(s.low + block, s.high + block, its_weight);
+    });
+    __syncthreads();
+  }
+  // In which block the draw falls.
+  u64 sums[CLUSTER];
+  u64 total = 0;
+#pragma unroll
+  for (int r = 0; r < CLUSTER; ++r) {
+    sums[r] = all.sums[r] + (mode == kPlain ? 0 : join(s.low[r], s.high[r]));
+    total += sums[r];
+  }
+  const Goal goal = {share * static_cast<double>(total), true};
+  u64 before = 0;
+  int chosen = 0;
+#pragma unroll
+  for (int r = 0; r < CLUSTER; ++r) {
+    const bool is_past = chosen == r && r < CLUSTER - 1 && !goal.is_met(before + sums[r]);
+    if (is_past) before += sums[r], chosen = r + 1;
+  }
+  if (rank == chosen) {
+    if (mode != kPlain) weight = sum_of_part(part, scale, kept.most, its.min_z);
+    token = draw_here(part, scale, weight, kept.most, its.min_z, before, goal, s);
+    if (threadIdx.x == 0) *to = token;
+  }
+  if (CLUSTER > 1 && mode != kPlain) cluster_wait();
+}
