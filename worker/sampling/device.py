@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from allspan.kernels.cuda.changes import CHANGES, ban_tokens, change_rows, note_sampled, note_tokens
-from allspan.kernels.cuda.modules import driver
+from allspan.kernels.cuda.modules import driver, is_noting
 from allspan.kernels.cuda.sampling import Wanted, best_tokens, likely_tokens, sample_rows, sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
 from allspan.worker.patience import PATIENCE, Patience
@@ -146,7 +146,9 @@ def device_sampling(
     row = np.zeros(1, dtype=np.int64)
     nothing = np.zeros(max_rows, dtype=SETTINGS)
     # The kernels compile now, where they have to, and not when somebody waits for a token.
-    sampling.launch(torch.zeros((1, width), device=device), row, row, row - 1, nothing, row).result()
+    launched = sampling.launch(torch.zeros((1, width), device=device), row, row, row - 1, nothing, row)
+    if not is_noting():
+        launched.result()
     return sampling
 
 
