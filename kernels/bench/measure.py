@@ -4,7 +4,7 @@ and back again, by medians. A case that is wrong is not timed."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,8 +13,8 @@ import torch
 from allspan.kernels.bench.case import Built, Case, Launch
 
 LEAST_LAUNCHES = 20
-"""Of a graph."""
-LEAST_ROUND_US = 2000.0
+"""Of a graph, but of a side that would take longer for them than MOST_GRAPH_US."""
+LEAST_ROUND_US, MOST_GRAPH_US = 2000.0, 10_000.0
 COPY_BYTES = 1 << 30
 MATMUL_SIZE = 8192
 
@@ -65,27 +65,32 @@ class Clock(Protocol):
 
 class GraphClock:
     def times(self, sides: Mapping[str, Launch], sets: int, rounds: int) -> dict[str, list[float]]:
-        launches = max(LEAST_LAUNCHES, sets)
-        graphs = {name: _captured(run, sets, launches) for name, run in sides.items()}
+        launches = {name: max(_warm(run, sets), sets) for name, run in sides.items()}
+        graphs = {name: _captured(run, sets, launches[name]) for name, run in sides.items()}
         replays = {name: self._replays(graph) for name, graph in graphs.items()}
         found: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(rounds):
             for name in list(graphs)[:: -1 if turn % 2 else 1]:
-                found[name].append(_timed(graphs[name], replays[name]) / launches)
+                found[name].append(_timed(graphs[name].replay, replays[name]) / launches[name])
         return found
 
     def _replays(self, graph: Any) -> int:
-        return max(1, round(LEAST_ROUND_US / max(1.0, _timed(graph, 1))))
+        return max(1, round(LEAST_ROUND_US / max(1.0, _timed(graph.replay, 1))))
 
 
-def _captured(run: Launch, sets: int, launches: int) -> Any:
-    """Warm: kernels compile, and libraries choose theirs, outside of what is captured."""
+def _warm(run: Launch, sets: int) -> int:
+    """How many launches make a graph. Kernels compile, and libraries choose theirs, outside of what is captured."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for i in range(min(sets, 3)):
             run(i)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        once = _timed(lambda: run(0), 1)
+    return max(1, min(LEAST_LAUNCHES, int(MOST_GRAPH_US / max(1.0, once))))
+
+
+def _captured(run: Launch, sets: int, launches: int) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(launches):
@@ -95,16 +100,16 @@ def _captured(run: Launch, sets: int, launches: int) -> Any:
     return graph
 
 
-def _timed(graph: Any, replays: int) -> float:
-    """Microseconds of a replay."""
+def _timed(run: Callable[[], object], times: int) -> float:
+    """Microseconds of a run, on the current stream."""
     event: Any = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
-    for _ in range(replays):
-        graph.replay()
+    for _ in range(times):
+        run()
     end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / replays
+    return float(begin.elapsed_time(end)) * 1e3 / times
 
 
 def measure(cases: Sequence[Case], device: str, clock: Clock, rounds: int, memory_bytes: float) -> Iterator[Result]:
