@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from allspan.kernels.errors import BackendUnavailable
+
 FOLDER = Path(__file__).parent
 
 
@@ -130,3 +132,12 @@ def driver() -> Driver:
     """The only one there is; tests put their own here. Raises BackendUnavailable without CuPy."""
     opened: Driver = importlib.import_module("allspan.kernels.cuda.cupy_driver").CupyDriver()
     return opened
+
+
+def can_launch() -> bool:
+    """Whether there is a `driver`."""
+    try:
+        driver()
+    except BackendUnavailable:
+        return False
+    return True

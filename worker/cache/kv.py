@@ -34,16 +34,16 @@ class KVCache:
         layers, heads, size = 2 * spec.num_layers, spec.num_kv_heads, spec.page_size
         self.key_scales: list[Tensor | None] = [None] * spec.num_layers
         self.value_scales: list[Tensor | None] = [None] * spec.num_layers
-        self._parts: list[Tensor] = []
+        self.parts: list[Tensor] = []
         """All layers' pages, and all layers' scales: [layers, num_pages, ...], keys and values in turn."""
         if spec.is_quantised:
             count = SCALE_BYTES * layers * num_pages * heads * size
             scales = raw[:count].view(torch.float32).view(layers, num_pages, heads, 2, size)
-            self._parts.append(scales)
+            self.parts.append(scales)
             self.key_scales, self.value_scales = list(scales[::2].unbind(0)), list(scales[1::2].unbind(0))
             raw = raw[count:]
         pages = raw.view(_ELEMENTS[spec.dtype]).view(layers, num_pages, heads, size, -1)
-        self._parts.append(pages)
+        self.parts.append(pages)
         self.keys: list[Tensor] = list(pages[::2].unbind(0))
         self.values: list[Tensor] = list(pages[1::2].unbind(0))
 
@@ -60,7 +60,7 @@ class KVCache:
                 raise InternalError(
                     f"page {copy.source} of {source.num_pages} copied to page {copy.target} of {self.num_pages}"
                 )
-            for ours, theirs in zip(self._parts, source._parts, strict=True):
+            for ours, theirs in zip(self.parts, source.parts, strict=True):
                 ours[:, copy.target].copy_(theirs[:, copy.source])
 
 

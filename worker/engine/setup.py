@@ -10,14 +10,18 @@ from functools import partial
 
 import torch
 
+from allspan.kernels.cuda import modules
+from allspan.kernels.cuda.variants import variants_of
 from allspan.kernels.ops import OpSet
-from allspan.protos.config import CacheConfig, ModelConfig, WorkerConfig
+from allspan.protos.config import ModelConfig, WorkerConfig
 from allspan.protos.config_json import check
 from allspan.protos.errors import ConfigError
 from allspan.protos.text.generation import generation_defaults
 from allspan.worker.cache.budget import CacheDemand, check_weights_fit, num_kv_pages
+from allspan.worker.cache.host_pages import HostPages
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.cache.memory import room
+from allspan.worker.cache.lanes import cuda_lanes
+from allspan.worker.cache.memory import available_bytes, room
 from allspan.worker.cache.tiers import Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.rehearsal import rehearse
@@ -79,6 +83,7 @@ def load_engine(
     on_device, step_bytes = rehearse(loaded, model.device, most, open_sampling)
     await_others()  # what a rank takes for that is not there for good
     sampling = on_device or sampling_kernel(getattr(ops, "runtime", None))
+    host = _host_tier(config, loaded, collectives)
     demand = CacheDemand(
         bytes_per_page=loaded.cache_spec.bytes_per_page,
         max_model_len=loaded.max_model_len,
@@ -90,15 +95,15 @@ def load_engine(
     num_pages = agreed_pages(config, demand, collectives)
     kv = KVCache(loaded.cache_spec, num_pages, model.device)
     loaded.bind_cache(kv)
-    host = _host_cache(cache, loaded, collectives)
     eos = ends_of(model, loaded.spec)
     tiers = Tiers(kv, host) if host else None
     core = EngineCore(config, loaded, num_pages, collectives, channel, eos, tiers, sampling)
     steps: _Steps | None = None
     if model.device == "cuda":
-        steps = _Steps(core, patience, not model.enforce_eager and getattr(collectives, "is_capturable", True))
+        are_captured = not model.enforce_eager and getattr(collectives, "is_capturable", True)
+        steps = _Steps(core, patience, host if isinstance(host, HostPages) else None, are_captured)
         steps.capture()
-    pages = [tensor for each in (kv, host) if each for tensor in (*each.keys, *each.values)]
+    pages = [tensor for each in (kv, host) if isinstance(each, KVCache) for tensor in (*each.keys, *each.values)]
     weights = Weights(loaded, model, cache, collectives, tuple(pages), await_others, steps)
     core.on_operation = _on_operation(core, loaded, weights)
     return LoadedEngine(core, loaded, weights, eos, kv.num_bytes, time.monotonic() - started)
@@ -110,10 +115,13 @@ class _Steps:
 
     core: EngineCore
     patience: Patience
+    host: HostPages | None
     are_captured: bool
 
     def drain(self) -> None:
         self.patience.drain()
+        if self.host is not None:
+            self.host.drain(self.patience)
 
     def capture(self) -> None:
         if self.are_captured:
@@ -144,8 +152,10 @@ def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[
     return operate
 
 
-def _host_cache(cache: CacheConfig, model: Model, collectives: Collectives) -> KVCache | None:
-    """The host tier, in as many pages as every rank has bytes for. Raises ConfigError for less than one page."""
+def _host_tier(config: WorkerConfig, model: Model, collectives: Collectives) -> KVCache | HostPages | None:
+    """In as many pages as every rank has bytes for. Raises ConfigError for less than one page, and for more memory than
+    there is."""
+    cache, device = config.cache, config.model.device
     budget = cache.host_kv_cache_bytes
     if not budget or not cache.enable_prefix_caching:
         return None
@@ -155,7 +165,14 @@ def _host_cache(cache: CacheConfig, model: Model, collectives: Collectives) -> K
         raise ConfigError(
             f"host_kv_cache_bytes is {budget}, must be at least a page's ({page_bytes} bytes on this rank), or 0"
         )
-    return KVCache(model.cache_spec, pages)
+    if device != "cuda" or not modules.can_launch():
+        return KVCache(model.cache_spec, pages)
+    if 0 < (left := available_bytes(config.parallel.cpus)) < pages * page_bytes:
+        raise ConfigError(f"host_kv_cache_bytes is {budget}, but {left} bytes of memory are available: set it lower")
+    modules.driver().prepare(variants_of(["move_pages"], modules.gpu(torch.device(device)).capability))
+    host = HostPages(model.cache_spec, pages, device, cuda_lanes())
+    host.pin()
+    return host
 
 
 def everyones(value: int, collectives: Collectives) -> list[int]:

@@ -11,6 +11,7 @@
 #define __shared__ static __attribute__((section("allspan_shared")))
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
+#define __grid_constant__
 #define __align__(n) alignas(n)
 #define threadIdx (emulator::me->index)
 #define blockIdx (emulator::block_index)
