@@ -199,74 +199,104 @@ extern "C" __global__ void __launch_bounds__(256)
                                                                                  : 0.0f;
 }
 
-// WIDTH features of a row of a product, as floats.
-__device__ __forceinline__ void read(const void* products, const float* scales, const float* sums, const void* numbers,
-                                     const float* bias, long long row, int features, int feature, float* values) {
-  const long long at = row * features + feature;
-  if (FROM_CODES) {
-    const int* const from = static_cast<const int*>(products) + at;
+constexpr bool kHasFactors = FROM_CODES || SCALED;
+constexpr int kPieces = FROM_CODES ? 2 : 1;  // of 16 bytes, that eight features of a product have
+constexpr int kRows = FROM_CODES ? 2 : 4;    // whose products a thread asks for before it looks at the first
+
+// What WIDTH features take, whatever the row.
+struct Features {
+  float scale[WIDTH], offset[WIDTH], bias[WIDTH];
+
+  __device__ __forceinline__ Features(const void* numbers, const float* all, int feature) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
-      float scale, offset;
-      numbers_of(numbers, feature + e, scale, offset);
-      values[e] = scales[row] * (scale * static_cast<float>(from[e]) - offset * sums[row]);
+      if (kHasFactors) numbers_of(numbers, feature + e, scale[e], offset[e]);
+      bias[e] = all ? all[feature + e] : 0;
+    }
+  }
+};
+
+__device__ __forceinline__ void ask(const void* products, long long at, uint4* pieces) {
+  if (WIDTH == 8) {
+    const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const char*>(products) + at * kPieces * 2);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) pieces[i] = stream16(from + i);
+  } else {
+    pieces[0].x = FROM_CODES ? static_cast<const uint32_t*>(products)[at] : static_cast<const bf16*>(products)[at];
+  }
+}
+
+__device__ __forceinline__ void values_of(const uint4* pieces, const Features& of, float scale, float sum,
+                                          float* values) {
+#pragma unroll
+  for (int e = 0; e < WIDTH; ++e) {
+    if (FROM_CODES) {
+      const float product = static_cast<float>(static_cast<int>(word(pieces[e / 4], e % 4)));
+      values[e] = scale * (of.scale[e] * product - of.offset[e] * sum);
+    } else {
+      values[e] = wide(word(pieces[0], e / 2) >> e % 2 * 16 & 0xffff);
+      if (SCALED) values[e] *= scale * of.scale[e];
+    }
+    values[e] += of.bias[e];
+  }
+}
+
+// WIDTH features of a row: 32 or 16 bytes of out, or a single one.
+__device__ __forceinline__ void put(float* values, void* out, long long to, bool adds, int out_floats) {
+  if (out_floats) {
+    float* const into = static_cast<float*>(out) + to;
+    if (WIDTH == 8 && reinterpret_cast<size_t>(into) % 16 == 0) {
+#pragma unroll
+      for (int e = 0; e < 8; e += 4) {
+        float4* const four = reinterpret_cast<float4*>(into + e);
+        float4 sum = adds ? *four : make_float4(0, 0, 0, 0);
+        sum.x += values[e], sum.y += values[e + 1], sum.z += values[e + 2], sum.w += values[e + 3];
+        *four = sum;
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < WIDTH; ++e) into[e] = adds ? into[e] + values[e] : values[e];
     }
   } else if (WIDTH == 8) {
-    const uint4 eight = *reinterpret_cast<const uint4*>(static_cast<const bf16*>(products) + at);
-#pragma unroll
-    for (int e = 0; e < WIDTH; ++e) values[e] = wide(word(eight, e / 2) >> e % 2 * 16 & 0xffff);
+    *reinterpret_cast<uint4*>(static_cast<bf16*>(out) + to) = packed(values);
   } else {
-    values[0] = wide(static_cast<const bf16*>(products)[at]);
+    static_cast<bf16*>(out)[to] = narrow(values[0]);
   }
-  if (SCALED) {
-#pragma unroll
-    for (int e = 0; e < WIDTH; ++e) {
-      float scale, offset;
-      numbers_of(numbers, feature + e, scale, offset);
-      values[e] *= scales[row] * scale;
-    }
-  }
-  if (bias)
-#pragma unroll
-    for (int e = 0; e < WIDTH; ++e) values[e] += bias[feature + e];
 }
 
 // products [rows, features] → out [rows, out_stride] from `column` on. `scales` and `sums` of the rows of x, and
-// `numbers`, are those of products of codes. Blocks of the grid's y go from row to row.
-extern "C" __global__ void finish(const void* products, const float* scales, const float* sums, const void* numbers,
-                                  const float* bias, void* out, int rows, int features, int epilogue, int out_floats,
-                                  int out_stride, int column) {
-  const int outputs = epilogue == kGated ? features / 2 : features;
+// `numbers`, are those of products of codes. Blocks of the grid's y go from kRows rows to the next.
+extern "C" __global__ void __launch_bounds__(256)
+    finish(const void* products, const float* scales, const float* sums, const void* numbers, const float* bias,
+           void* out, int rows, int features, int epilogue, int out_floats, int out_stride, int column) {
+  const bool is_gated = epilogue == kGated;
+  const int outputs = is_gated ? features / 2 : features;
   const int feature = (blockIdx.x * blockDim.x + threadIdx.x) * WIDTH;
   if (feature >= outputs) return;
-  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
-    float values[8];
-    read(products, scales, sums, numbers, bias, row, features, feature, values);
-    if (epilogue == kGated) {
-      float others[8];
-      read(products, scales, sums, numbers, bias, row, features, outputs + feature, others);
+  const Features gates(numbers, bias, feature), ups(numbers, bias, is_gated ? outputs + feature : feature);
+  for (int first = blockIdx.y * kRows; first < rows; first += gridDim.y * kRows) {
+    uint4 pieces[kRows][kPieces], others[kRows][kPieces];
 #pragma unroll
-      for (int e = 0; e < WIDTH; ++e) values[e] = values[e] / (1.0f + __expf(-values[e])) * others[e];
+    for (int r = 0; r < kRows; ++r) {
+      if (first + r >= rows) break;
+      const long long at = static_cast<long long>(first + r) * features + feature;
+      ask(products, at, pieces[r]);
+      if (is_gated) ask(products, at + outputs, others[r]);
     }
-    const long long to = static_cast<long long>(row) * out_stride + column + feature;
-    if (out_floats) {
-      float* const into = static_cast<float*>(out) + to;
-      if (WIDTH == 8 && reinterpret_cast<size_t>(into) % 16 == 0) {
 #pragma unroll
-        for (int e = 0; e < 8; e += 4) {
-          float4* const four = reinterpret_cast<float4*>(into + e);
-          float4 sum = epilogue == kAdd ? *four : make_float4(0, 0, 0, 0);
-          sum.x += values[e], sum.y += values[e + 1], sum.z += values[e + 2], sum.w += values[e + 3];
-          *four = sum;
-        }
-      } else {
+    for (int r = 0; r < kRows; ++r) {
+      const int row = first + r;
+      if (row >= rows) break;
+      const float scale = kHasFactors ? scales[row] : 1, sum = FROM_CODES ? sums[row] : 0;
+      float values[WIDTH];
+      values_of(pieces[r], gates, scale, sum, values);
+      if (is_gated) {
+        float factors[WIDTH];
+        values_of(others[r], ups, scale, sum, factors);
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) into[e] = epilogue == kAdd ? into[e] + values[e] : values[e];
+        for (int e = 0; e < WIDTH; ++e) values[e] = values[e] / (1.0f + __expf(-values[e])) * factors[e];
       }
-    } else if (WIDTH == 8) {
-      *reinterpret_cast<uint4*>(static_cast<bf16*>(out) + to) = packed(values);
-    } else {
-      static_cast<bf16*>(out)[to] = narrow(values[0]);
+      put(values, out, static_cast<long long>(row) * out_stride + column + feature, epilogue == kAdd, out_floats);
     }
   }
 }

@@ -45,8 +45,6 @@ _QUANTISE_GROUPS = kernel("codes.cu", "quantise_groups", BITS=8, FLOATS=1)
 
 _ELEMENTWISE_BLOCKS = 16
 """Of a multiprocessor, for kernels that go through a tensor once."""
-_MOST_BLOCKS = 65_535
-"""Of a grid, in y."""
 _HELD_ROW = 20_480
 """Elements of a row that a block keeps while it looks for the largest: 40 KB, for six blocks a multiprocessor."""
 
@@ -211,8 +209,9 @@ def _finish(
     together = 8 if width % 8 == into.column % 8 == stride % 8 == 0 else 1
     finish = _finish_kernel(products.dtype, factors[0] is not None, together)
     sizes = (len(products), spec.features, into.epilogue, is_float(into.out), stride, into.column)
-    blocks = -(-width // (256 * together)), min(len(products), _MOST_BLOCKS)
-    launch(finish, blocks, 256, (products, *factors, bias, into.out, *map(np.int32, sizes)))
+    across = -(-width // (256 * together))
+    down = min(-(-len(products) // 2), max(1, _ELEMENTWISE_BLOCKS * gpu(products.device).multiprocessors // across))
+    launch(finish, (across, down), 256, (products, *factors, bias, into.out, *map(np.int32, sizes)))
 
 
 def _finish_kernel(dtype: torch.dtype, is_scaled: bool, width: int) -> Kernel:
