@@ -193,6 +193,20 @@ __device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
   return pair;
 }
+// Shared memory by its address there. What it held is returned.
+__device__ __forceinline__ uint32_t add_shared(uint32_t at, uint32_t by) {
+  uint32_t before;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(at), "r"(by) : "memory");
+  return before;
+}
+__device__ __forceinline__ float4 load_shared16(uint32_t at) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(at)
+               : "memory");
+  return x;
+}
 // 16 bytes, asked for here and not later: what follows a barrier cannot go before, nor this after it.
 __device__ __forceinline__ uint4 load16(const void* from) {
   uint4 x;

@@ -99,7 +99,7 @@ struct Scale {
   }
 
   __device__ u64 weight(float y) const {
-    const float x = y < 87.0f ? -y : -87.0f;
+    const float x = -fminf(y, 87.0f);
     const float shifted = __fadd_rn(__fmul_rn(x, 1.44269504f), 12582912.0f);
     const float n = __fsub_rn(shifted, 12582912.0f);
     // n times the first constant is exact, and so is the fused difference.
@@ -116,6 +116,8 @@ struct Scale {
     return static_cast<u64>(__float2ll_rn(__fmul_rn(p, power)));
   }
 
+  // The same, of y below the limit.
+  __device__ int bin_below(float y) const { return __float2int_rz(__fmul_rn(y, bins)); }
   __device__ int bin(float y) const { return y < limit ? static_cast<int>(__fmul_rn(y, bins)) : kBins - 1; }
 };
 

@@ -40,7 +40,7 @@ __device__ Mode mode_of(const Settings& settings, int vocab) {
 // What blocks of a row tell each other, beside their bins; in shared memory.
 struct Meeting {
   Shared s;
-  u64 best[CLUSTER], sums[CLUSTER];  // of each block
+  u64 best[CLUSTER], totals[CLUSTER], sums[CLUSTER];  // of each block
   int listed;                        // in the first block's: tokens in the list
 };
 constexpr int kMeetingBytes = 9216;  // as in sampling.py
@@ -65,23 +65,23 @@ __device__ __forceinline__ float highest_of(const float4& v) { return fmaxf(fmax
 // A warp's part of a row: quads of logits, aligned to 16 bytes whatever the row is, the first of which it keeps.
 struct Part {
   const float* from;  // `shift` before the row
-  float4* kept;
+  uint32_t kept;      // in shared memory
   int vocab, shift, first, count, stay;
 
-  __device__ Part(const float* row, int its_vocab, float4* quads, int its_stay, int rank) {
+  __device__ Part(const float* row, int its_vocab, uint32_t quads, int its_stay, int rank) {
     const int warp = threadIdx.x / 32;
     vocab = its_vocab, shift = static_cast<int>(reinterpret_cast<unsigned long long>(row) / 4 % 4);
     from = row - shift;
     const int all = (vocab + shift + 3) / 4, each = per_warp(all);
     first = (rank * kWarps + warp) * each, count = max(min(each, all - first), 0);
-    kept = quads + warp * its_stay, stay = min(its_stay, count);
+    kept = quads + warp * its_stay * 16, stay = min(its_stay, count);
   }
   __device__ static int per_warp(int quads) { return (quads + CLUSTER * kWarps - 1) / (CLUSTER * kWarps); }
   // In which block a token is.
   __device__ int block_of(int id) const { return (id + shift) / 4 / (per_warp((vocab + shift + 3) / 4) * kWarps); }
 
   __device__ void fetch() const {
-    for (int i = threadIdx.x % 32; i < stay; i += 32) copy16(smem(kept + i), from + (first + i) * 4ll, true);
+    for (int i = threadIdx.x % 32; i < stay; i += 32) copy16(kept + i * 16, from + (first + i) * 4ll, true);
     commit();
   }
   // -inf beyond the row.
@@ -92,14 +92,15 @@ struct Part {
                        id + 2 < 0 || id + 2 >= vocab ? -kInf : v.z, id + 3 >= vocab ? -kInf : v.w);
   }
   // After wait_for<0>() by the lane that has fetched them.
-  __device__ void clean() const {
+  __device__ void clean(float4* quads, int its_stay) const {
     for (int i = threadIdx.x % 32; i < stay; i += 32) {
       const int id = (first + i) * 4 - shift;
-      if (id < 0 || id + 4 > vocab) kept[i] = cleaned(kept[i], i);
+      float4* const its = quads + threadIdx.x / 32 * its_stay + i;
+      if (id < 0 || id + 4 > vocab) *its = cleaned(*its, i);
     }
   }
   __device__ __forceinline__ float4 at(int i) const {
-    if (i < stay) return kept[i];
+    if (i < stay) return load_shared16(kept + i * 16);
     return cleaned(*reinterpret_cast<const float4*>(from + (first + i) * 4ll), i);
   }
   // Body gets four logits and the id of the first, in order; all lanes of the warp together, -inf where there is none.
@@ -132,33 +133,39 @@ __device__ __forceinline__ u64 best_of(const Part& part, Shared& s) {
   return most_of(bad ? kBad : static_cast<u64>(ordered(best)) << 32 | ~static_cast<uint32_t>(id), s);
 }
 
-// All weights into bins; those of y beyond `far` are returned instead.
-__device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float far, Shared& s) {
-  u64 rest = 0;
+// Of the lane: all weights. Those of y below `far` go into bins, too, in shared memory at `low` and `high`.
+__device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float far, uint32_t low, uint32_t high) {
+  u64 sum = 0;
   part.each([&](const float4& v, int) {
     float ys[4];
     scale.four(v, ys);
     u64 weights[4];
-    uint32_t before[4];
-    int bins[4];
+    uint32_t places[4], more[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       weights[j] = scale.weight(ys[j]);
-      const bool is_near = ys[j] < far && weights[j];
-      if (!is_near) rest += weights[j];
-      bins[j] = is_near ? scale.bin(ys[j]) : -1;
+      sum += weights[j];
+      places[j] = scale.bin_below(ys[j]) * 4;
     }
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      before[j] = bins[j] >= 0 ? atomicAdd(s.low + bins[j], static_cast<uint32_t>(weights[j])) : 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t less = static_cast<uint32_t>(weights[j]);
-      const uint32_t more = static_cast<uint32_t>(weights[j] >> 32) + (before[j] + less < less ? 1u : 0u);
-      if (bins[j] >= 0 && more) atomicAdd(s.high + bins[j], more);
+      more[j] = 0;
+      if (ys[j] < far) more[j] = add_shared(low + places[j], less);
+    }
+    // What overflows the low half is carried.
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t carry = more[j] + static_cast<uint32_t>(weights[j]) < more[j] ? 1u : 0u;
+      more[j] = ys[j] < far ? static_cast<uint32_t>(weights[j] >> 32) + carry : 0;
+    }
+    if (more[0] | more[1] | more[2] | more[3]) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (more[j]) add_shared(high + places[j], more[j]);
     }
   });
-  return rest;
+  return sum;
 }
 
 // Of the lane: the weights of tokens with y of at most `most` and z of at least `least`.
@@ -246,16 +253,19 @@ __device__ __noinline__ void gather_bins(u64 (&each)[kEachBin], Shared& s) {
 __device__ __noinline__ void list_tokens(Part part, Scale scale, int least, int most, float* logits, int* ids,
                                          int* listed) {
   const int lane = threadIdx.x % 32;
-  // A quick look by a multiplication; what it lets pass (NaN, too) is divided.
-  const float by = scale.bins * scale.inverse, from = least - 0.01f, to = most + 1.01f;
+  // A quick look at the logit; what it lets pass (all of them, should these be NaN) is computed as it was for the bins.
+  const float step = __fdiv_rn(scale.temperature, scale.bins);
+  const float from = scale.highest - (most + 1.01f) * step, to = scale.highest - (least - 0.01f) * step;
   part.each([&](const float4& v, int id) {
-    if (!__any_sync(~0u, !(__fsub_rn(scale.highest, highest_of(v)) * by >= to))) return;
     const float values[4] = {v.x, v.y, v.z, v.w};
+    bool may = false;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) may |= !(values[j] < from) && !(values[j] > to);
+    if (!__any_sync(~0u, may)) return;
     unsigned mine = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float guess = __fsub_rn(scale.highest, values[j]) * by;
-      if (guess < from || guess >= to) continue;
+      if (values[j] < from || values[j] > to) continue;
       const int bin = scale.bin(scale.y(values[j]));
       if (bin >= least && bin <= most) mine |= 1u << j;
     }
@@ -298,7 +308,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   begin();
   const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
   const float* const x = logits + static_cast<long long>(row) * vocab;
-  const Part part(x, vocab, quads, stay, rank);
+  const Part part(x, vocab, smem(quads), stay, rank);
   part.fetch();
   const int owner = owners[row], target = targets ? targets[row] : -1, flag = flags ? flags[row] : 0;
   const Settings its = settings[max(owner, 0)];
@@ -307,7 +317,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   if (threadIdx.x == 0) all.listed = 0;
   if (CLUSTER > 1) cluster_arrive();
   wait_for<0>();
-  part.clean();
+  part.clean(quads, stay);
   const u64 mine = best_of(part, s);
   if (CLUSTER > 1) cluster_wait();  // all blocks are there
   if (threadIdx.x < CLUSTER) *at_block(all.best + rank, threadIdx.x) = mine;
@@ -385,13 +395,14 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
     // All tokens beyond `far` together weigh less than what top-p leaves out, so the cut does not lie there. Rounding
     // makes a weight twice as large at most.
     const float far = logf(vocab / static_cast<float>(1 - its.top_p)) + 0.8f;
-    const u64 rest = sum_of(weigh_into_bins(part, scale, far, s), s);
-    if (threadIdx.x == 0) add(s.low + kBins - 1, s.high + kBins - 1, rest);
+    const u64 mine_all = sum_of(weigh_into_bins(part, scale, fminf(far, scale.limit), smem(s.low), smem(s.high)), s);
+    if (threadIdx.x < CLUSTER) *at_block(all.totals + rank, threadIdx.x) = mine_all;
     meet();
     gather_bins(each, s);
     u64 sum = 0;
-    for (int i = 0; i < kEachBin; ++i) sum += each[i];
-    const double wanted = its.top_p * static_cast<double>(sum_of(sum, s));
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) sum += all.totals[r];
+    const double wanted = its.top_p * static_cast<double>(sum);
     const int found = first_bin(each, 0, Goal{wanted, false}, s);
     const u64 before = s.found;
     // min-p may cut before.

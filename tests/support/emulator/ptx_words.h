@@ -110,6 +110,14 @@ inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c;
 inline uint32_t times(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
 }
+inline uint32_t add_shared(uint32_t at, uint32_t by) {
+  auto& word = *reinterpret_cast<uint32_t*>(emulator::block.base + at);
+  return (word += by) - by;
+}
+inline float4 load_shared16(uint32_t at) {
+  if (at % 16) emulator::fail("a load of 16 bytes is not aligned");
+  return *reinterpret_cast<const float4*>(emulator::block.base + at);
+}
 inline uint4 load16(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a load of 16 bytes is not aligned");
   return *static_cast<const uint4*>(from);
