@@ -41,7 +41,7 @@ __device__ Mode mode_of(const Settings& settings, int vocab) {
 struct Meeting {
   Shared s;
   u64 best[CLUSTER], totals[CLUSTER], sums[CLUSTER];  // of each block
-  int listed;                        // in the first block's: tokens in the list
+  int listed;                                         // in the first block's: tokens in the list
 };
 constexpr int kMeetingBytes = 9216;  // as in sampling.py
 static_assert(sizeof(Meeting) <= kMeetingBytes);

@@ -60,7 +60,9 @@ inline float __uint_as_float(unsigned x) { return as_bits<float>(x); }
 inline int __float_as_int(float x) { return as_bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return as_bits<unsigned>(x); }
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
-inline int __float2int_rz(float x) { return std::fabs(x) < 0x1p31f ? static_cast<int>(x) : x < 0 ? INT32_MIN : INT32_MAX; }
+inline int __float2int_rz(float x) {
+  return std::fabs(x) < 0x1p31f ? static_cast<int>(x) : x < 0 ? INT32_MIN : INT32_MAX;
+}
 inline long long __float2ll_rn(float x) { return static_cast<long long>(std::nearbyint(x)); }
 inline long long __double2ll_rn(double x) { return static_cast<long long>(std::nearbyint(x)); }
 inline long long __double_as_longlong(double x) { return as_bits<long long>(x); }
