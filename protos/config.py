@@ -65,14 +65,19 @@ class CacheConfig:
 class SchedulerConfig:
     """What one step may hold."""
 
-    max_num_seqs: int = 64
-    """Most requests that run at once."""
-    max_num_batched_tokens: int = 512
-    """Token budget of a step, decodes and prefill chunks together."""
+    max_num_seqs: int = 0
+    """Most requests that run at once; 0: 64, or 256 on a GPU, but no more than `max_num_batched_tokens`."""
+    max_num_batched_tokens: int = 0
+    """Token budget of a step, decodes and prefill chunks together; 0: 512, or 8192 on a GPU, but no less than
+    `max_num_seqs`."""
     max_queued_requests: int = 1024
     """Most requests that wait; one more is refused with QueueFull."""
     async_scheduling: bool = True
     """On a GPU, send the next step off before this one's tokens are known on the host."""
+
+
+STEP_SIZES = {"cpu": (64, 512), "cuda": (256, 8192)}
+"""By device: `max_num_seqs` and `max_num_batched_tokens` where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +147,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "kv_cache_bytes": (0, 2**50),
     "host_kv_cache_bytes": (0, 2**50),
     "gpu_memory_utilization": (0.05, 1.0),
-    "max_num_seqs": (1, 4096),
-    "max_num_batched_tokens": (1, 1 << 20),
+    "max_num_seqs": (0, 4096),
+    "max_num_batched_tokens": (0, 1 << 20),
     "max_queued_requests": (1, 1 << 20),
     "threads": (0, 4096),
     "timeout_s": (1, 86400),

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
-from allspan.protos.config import CHOICES, LIMITS, ParallelConfig, WorkerConfig
+from allspan.protos.config import CHOICES, LIMITS, STEP_SIZES, ParallelConfig, WorkerConfig
 from allspan.protos.errors import ConfigError
 
 T = TypeVar("T")
@@ -48,8 +48,16 @@ def from_json(text: str, rank: int = 0) -> WorkerConfig:
         _dataclass(ParallelConfig, ranks[rank], f"ranks[{rank}]")
         parallel = _dataclass(ParallelConfig, values.get("parallel", {}) | ranks[rank], "parallel")
         config = replace(config, parallel=parallel)
-    check(config)
-    return config
+    return settled(check(config))
+
+
+def settled(config: WorkerConfig) -> WorkerConfig:
+    """With the step's sizes that were left to the device."""
+    rows, budget = STEP_SIZES[config.model.device]
+    given = config.scheduler
+    budget = given.max_num_batched_tokens or max(budget, given.max_num_seqs)
+    rows = given.max_num_seqs or min(rows, budget)
+    return replace(config, scheduler=replace(given, max_num_seqs=rows, max_num_batched_tokens=budget))
 
 
 def check(config: WorkerConfig) -> WorkerConfig:
@@ -58,7 +66,7 @@ def check(config: WorkerConfig) -> WorkerConfig:
         for name, value in asdict(getattr(config, group.name)).items():
             _check_field(f"{group.name}.{name}", name, value)
     budget, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    if budget < rows:
+    if 0 < budget < rows:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens is {budget}, must be at least max_num_seqs ({rows}): every running "
             "request may need a token in each step"

@@ -13,24 +13,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from allspan.protos.config import WorkerConfig
-from allspan.protos.config_json import from_json
+from allspan.protos.config_json import from_json, settled
 from allspan.protos.errors import AllspanError, ConfigError
 from allspan.worker.cache.budget import CacheDemand, Room, num_kv_pages, pages_of
 from allspan.worker.cache.memory import room
-from allspan.worker.models.loader import check_device, prepare
+from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.layout import Linear, layer_pieces
+from allspan.worker.models.loader import Prepared, check_device, prepare
+from allspan.worker.models.program import Rows, buffer_bytes
 from allspan.worker.models.spec import ModelSpec
+from allspan.worker.scheduler.limits import most_logits_rows
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank. `kv_bytes` is what its cache would take, `host_kv_bytes` its second tier."""
+    """Bytes of one rank. `kv_bytes` is what its cache would take, `host_kv_bytes` its second tier, `step_bytes` on a
+    GPU the buffers that steps write to, and the widest of what a step has for itself."""
 
     rank: int
     weight_bytes: int
     kv_bytes_per_page: int
     kv_bytes: int
     host_kv_bytes: int = 0
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,9 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     first = prepared[0]
     widest = max(rank.cache_spec.bytes_per_page for rank in prepared)
     heaviest = max(rank.weight_bytes for rank in prepared)
-    left = Room(max(0, available.available - heaviest * ranks_on_node), available.total)
+    config = settled(config)
+    step = max(step_bytes(rank, config) for rank in prepared)
+    left = Room(max(0, available.available - (heaviest + step) * ranks_on_node), available.total)
     page_size, num_seqs = config.cache.page_size, config.scheduler.max_num_seqs
 
     def pages(max_model_len: int) -> int:
@@ -93,10 +103,30 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
                 kv_bytes_per_page=each.cache_spec.bytes_per_page,
                 kv_bytes=each.cache_spec.bytes_per_page * num_pages,
                 host_kv_bytes=each.cache_spec.bytes_per_page * host_pages,
+                step_bytes=step_bytes(each, config),
             )
             for rank, each in enumerate(prepared)
         ),
     )
+
+
+def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
+    """See `RankMemory`. A step's own is measured where it runs; here it is the output of its widest linear layer, and
+    that layer's weight in 16 bits where it is held in fewer."""
+    if config.model.device != "cuda":
+        return 0
+    holding, most = prepared.holding, config.scheduler
+    dtype = holding.dtype if holding.memory == "rows" else torch.float32
+    capacity = {Rows.TOKENS: most.max_num_batched_tokens, Rows.LOGITS: most_logits_rows(most.max_num_seqs)}
+    shapes = [
+        (sum(shape.parts), len(shape.inputs))
+        for piece in layer_pieces(prepared.source.spec, "layers.0.")
+        if isinstance(piece, Linear)
+        for shape in [holding.shape_of(piece)]
+    ]
+    is_packed = holding.quantization != "none"
+    widest = max(outputs * (most.max_num_batched_tokens + inputs * is_packed) for outputs, inputs in shapes)
+    return buffer_bytes(build_decoder(holding), capacity, dtype) + widest * dtype.itemsize
 
 
 def _largest(pages: Callable[[int], int], limit: int, page_size: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from allspan.protos.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from allspan.protos.config_json import from_json, to_json
+from allspan.protos.config_json import from_json, settled, to_json
 from allspan.protos.errors import ConfigError
 
 FULL = WorkerConfig(
@@ -24,7 +24,7 @@ def test_every_field_survives_the_file() -> None:
 
 
 def test_what_is_left_out_has_its_default() -> None:
-    assert from_json(json.dumps(LEAST)) == WorkerConfig(ModelConfig("/m", "m"), ServiceConfig("/r"))
+    assert from_json(json.dumps(LEAST)) == settled(WorkerConfig(ModelConfig("/m", "m"), ServiceConfig("/r")))
 
 
 def test_each_rank_reads_its_own_entry() -> None:
@@ -46,10 +46,10 @@ def test_each_rank_reads_its_own_entry() -> None:
         ({"model": {"path": "/m", "name": "m", "dtype": "float17"}}, 'model.dtype is "float17", must be one of auto'),
         ({"cache": {"page_size": 17}}, "cache.page_size is 17, must be one of 16, 32, 64, 128"),
         ({"cache": []}, "cache must be an object"),
-        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs is 0, must be from 1 to 4096"),
+        ({"scheduler": {"max_num_seqs": -1}}, "scheduler.max_num_seqs is -1, must be from 0 to 4096"),
         (
             {"scheduler": {"max_num_batched_tokens": 10**12}},
-            "max_num_batched_tokens is 1000000000000, must be from 1 to",
+            "max_num_batched_tokens is 1000000000000, must be from 0 to",
         ),
         ({"parallel": {"threads": 0}}, "parallel.threads is 0, must be from 1 to 4096"),
         ({"parallel": {"threads": True}}, "parallel.threads is true, must be of type int"),

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from allspan.kernels.table import op_set
 from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.protos.errors import ConfigError
 from allspan.worker.cache.budget import Room
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.models.loader import load_model
+from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.loader import load_model, prepare
+from allspan.worker.models.program import Interpreter, Rows, buffer_bytes
+from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.plan_memory import main, plan_memory
 from support.threads import ThreadWorld
 from support.tiny_models import save_tiny
@@ -73,6 +77,26 @@ def test_weights_are_taken_off_the_memory_before_the_cache_gets_its_share(tmp_pa
     page = max(rank.kv_bytes_per_page for rank in free.ranks)
     budget = 40 * page
     assert plan_memory(config, 2, Room(2 * heaviest + 2 * 4 * budget), 2).num_pages == 40
+
+
+def test_what_steps_take_of_a_gpu_is_taken_off_too(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", torch.bfloat16)
+    config = config_for(tmp_path)
+    config = replace(config, model=replace(config.model, device="cuda"), scheduler=SchedulerConfig())
+    few = replace(config, scheduler=SchedulerConfig(64, 512))
+    with_many, with_few = (plan_memory(each, 1, Room(4 << 30, 4 << 30), 1) for each in (config, few))
+    page, freed = with_few.ranks[0].kv_bytes_per_page, with_many.ranks[0].step_bytes - with_few.ranks[0].step_bytes
+    assert freed == pytest.approx((8192 - 512) / 8192 * with_many.ranks[0].step_bytes, rel=0.1)
+    assert with_few.num_pages - with_many.num_pages == pytest.approx(freed / page, abs=2)
+
+
+def test_buffers_take_what_is_planned(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    program = build_decoder(prepare(config_for(tmp_path).model, CacheConfig(), 0, 1).holding)
+    capacity = {Rows.TOKENS: 100, Rows.LOGITS: 7}
+    buffers = Interpreter(program, op_set("reference"), LocalCollectives(), capacity, "cpu").buffers
+    held = {buffer.untyped_storage().data_ptr(): buffer.nbytes for buffer in buffers}
+    assert buffer_bytes(program, capacity, torch.float32) == sum(held.values())
 
 
 def test_the_host_tier_has_as_many_pages_as_every_rank_has_bytes_for(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from allspan.kernels.cuda import modules
 from allspan.kernels.cuda.variants import variants_of
 from allspan.kernels.ops import OpSet
 from allspan.protos.config import ModelConfig, WorkerConfig
-from allspan.protos.config_json import check
+from allspan.protos.config_json import check, settled
 from allspan.protos.errors import ConfigError
 from allspan.protos.text.generation import generation_defaults
 from allspan.worker.cache.budget import CacheDemand, check_weights_fit, num_kv_pages
@@ -67,7 +67,7 @@ def load_engine(
     Raises ModelNotFound, CheckpointError, or ConfigError (also when one full context does not fit the cache).
     """
     started = time.monotonic()
-    check(config)
+    config = settled(check(config))
     model, cache, most = config.model, config.cache, config.scheduler
     logits = most_logits_rows(most.max_num_seqs)
 

@@ -114,6 +114,23 @@ def with_whole_logits(program: Program, widths: tuple[int, ...]) -> Program:
     return Program((*program.slots, buffer), (*program.ops, gather), whole)
 
 
+def buffer_bytes(program: Program, capacity: Mapping[Rows, int], dtype: torch.dtype) -> int:
+    """What an Interpreter's buffers take, for so many rows, with activations in this dtype."""
+    return sum(math.prod(shape) * held.itemsize for shape, held in _storages(program, capacity, dtype).values())
+
+
+def _storages(
+    program: Program, capacity: Mapping[Rows, int], dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for slot in program.slots:
+        if isinstance(slot, Buffer):
+            held = torch.float32 if slot.is_exact else dtype
+            found.setdefault(slot.storage, ((capacity[slot.rows], *slot.shape), held))
+    return found
+
+
 class ProgramBuilder:
     """Collects slots and ops; the same name is the same slot."""
 
@@ -179,14 +196,14 @@ class Interpreter:
         self._table: list[Any] = [None] * len(program.slots)
         self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
         self._buffers: list[tuple[int, Rows, Tensor]] = []
-        storages: dict[str, Tensor] = {}
         dtype: torch.dtype = getattr(ops, "activations", torch.float32)
+        storages = {
+            name: torch.zeros(shape, dtype=held, device=device)
+            for name, (shape, held) in _storages(program, self._capacity, dtype).items()
+        }
         for i, slot in enumerate(program.slots):
             if isinstance(slot, Buffer):
                 shape = (self._capacity[slot.rows], *slot.shape)
-                if slot.storage not in storages:
-                    held = torch.float32 if slot.is_exact else dtype
-                    storages[slot.storage] = torch.zeros(shape, dtype=held, device=device)
                 self._buffers.append((i, slot.rows, storages[slot.storage].view(shape)))
         self._calls: list[tuple[Callable[..., None], tuple[Argument, ...], bool]] = [
             (getattr(collectives if op.name in COLLECTIVE_OPS else ops, op.name), op.arguments, op.rows is Rows.LOGITS)

@@ -51,6 +51,22 @@ def test_settings_reach_their_group(tmp_path, home):
     assert (config.model.name, config.model.path) == ("tiny", str(tmp_path / "tiny"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, (64, 512)),
+        ({"device": "cuda"}, (256, 8192)),
+        ({"max_num_seqs": 1000}, (1000, 1000)),
+        ({"max_num_batched_tokens": 16}, (16, 16)),
+        ({"device": "cuda", "max_num_batched_tokens": 512}, (256, 512)),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 9}, (8, 9)),
+    ],
+)
+def test_a_step_s_sizes_are_the_device_s_where_nothing_is_said(tmp_path, home, settings, sizes):
+    most = worker_config(folder(tmp_path / "tiny"), settings).scheduler
+    assert (most.max_num_seqs, most.max_num_batched_tokens) == sizes
+
+
 def test_by_default_it_uses_the_processors_it_may_use(tmp_path, home):
     assert worker_config(folder(tmp_path / "tiny"), {}).parallel.threads >= 1
 
@@ -61,7 +77,7 @@ def test_by_default_it_uses_the_processors_it_may_use(tmp_path, home):
         ({"max_model_length": 5}, "unknown setting 'max_model_length'; did you mean 'max_model_len'"),
         ({"path": "x"}, "unknown setting 'path'"),
         ({"page_size": 17}, "page_size is 17"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": -1}, "max_num_seqs is -1"),
         ({"threads": "two"}, "threads"),
         ({"threads": object()}, "cannot be used"),
         ({"dtype": "float8"}, "dtype"),
