@@ -168,6 +168,14 @@ __device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float far, u
   return sum;
 }
 
+// The highest of each four tokens, one each.
+__device__ __noinline__ void count_into_bins(Part part, Scale scale, uint32_t counts) {
+  part.each([&](const float4& v, int) {
+    const int bin = scale.bin(scale.y(highest_of(v)));
+    if (bin < kBins - 1) add_shared(counts + bin * 4, 1);
+  });
+}
+
 // Of the lane: the weights of tokens with y of at most `most` and z of at least `least`.
 __device__ __noinline__ u64 sum_of_part(Part part, Scale scale, uint32_t most, float least) {
   const float reach =
@@ -355,10 +363,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
 
   u64 each[kEachBin];
   if (mode == kList) {
-    part.each([&](const float4& v, int) {
-      const int bin = scale.bin(scale.y(highest_of(v)));
-      if (bin < kBins - 1) atomicAdd(s.low + bin, 1u);
-    });
+    count_into_bins(part, scale, smem(s.low));
     meet();
     gather_bins(each, s);
     const int last = min(first_bin(each, 0, Goal{static_cast<double>(its.top_k), false}, s), kBins - 2);
