@@ -15,7 +15,8 @@ from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows,
 MOST_GROUP = 16
 """Query heads that read one KV head."""
 
-_ROWS = 16  # of a tile of queries
+_ROWS = 16  # of partial results
+_MOST_BLOCKS = 2  # of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,17 @@ def paged_decode(
     group = heads // kv.heads if table.first_heads is None else table.most_heads
     _check(q, kv.heads, group, workspace, table)
     device = gpu(q.device)
-    shape = _shape(kv.format, kv.is_scaled, dim, device.shared_bytes)
-    kind = element_macro(q.dtype, kv.tensors[0].dtype)
     halves, capped = 1 + (group > 8), int(scores.soft_cap > 0)
+    shape = _shape(kv.format, kv.is_scaled, dim, halves, device.shared_bytes)
+    kind = element_macro(q.dtype, kv.tensors[0].dtype)
     function = _kernel(kv.format, kv.is_scaled, dim, shape, halves, capped, kind)
     arguments = [
         q, np.int64(q.stride(0)), *kv.arguments(), table.indptr, table.indices, table.kv_lens, table.rows,
         table.first_heads, out, lse, workspace.partial, workspace.counters, np.int32(requests), np.int32(kv.heads),
-        np.int32(heads), np.int32(kv.page_size.bit_length() - 1), *scores.arguments(),
+        np.int32(heads), np.int32(group), np.int32(kv.page_size.bit_length() - 1), *scores.arguments(),
     ]  # fmt: skip
-    shared = shape.shared + (3 * requests + 1) * 4
-    launch(function, (device.multiprocessors,), shape.warps * 32, arguments, shared, is_early=True)
+    shared = shape.shared(group) + (4 * requests + kv.heads + 2) * 4
+    launch(function, (device.multiprocessors * shape.blocks,), shape.warps * 32, arguments, shared, is_early=True)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
@@ -81,29 +82,39 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     limit = shared_limit(capability)
     for dim in (64, 128, 256):
         for form in range(3) if dim < 256 else range(1):
-            shape = _shape(form, form > 0, dim, limit)
             for halves in (1, 2) if form == 0 else (1,):
-                yield _kernel(form, form > 0, dim, shape, halves, 0, {})
-        yield _kernel(0, False, dim, _shape(0, False, dim, limit), 1, 0, element_macro(torch.float16))
+                yield _kernel(form, form > 0, dim, _shape(form, form > 0, dim, halves, limit), halves, 0, {})
+        yield _kernel(0, False, dim, _shape(0, False, dim, 1, limit), 1, 0, element_macro(torch.float16))
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
+    """Of thread blocks."""
+
+    dim: int
     warps: int
+    blocks: int
+    """Of a multiprocessor."""
+    tile: int
+    """Tokens of a warp's copies."""
     stages: int
-    shared: int
-    """Bytes, without what there is for each request."""
+    stage_bytes: int
+
+    def shared(self, group: int) -> int:
+        """Bytes, without what there is for each request and KV head."""
+        return self.warps * (self.stages * self.stage_bytes + max(group * (self.dim + 6) * 4, 768))
 
 
-def _shape(form: int, is_scaled: bool, dim: int, limit: int) -> _Shape:
-    """64 KB and more are on their way if there is room for them; 16 KB are left for what there is for each request."""
+def _shape(form: int, is_scaled: bool, dim: int, halves: int, limit: int) -> _Shape:
+    """64 KB and more are on their way if there is room for them; 12 KB are left for what there is for each request."""
     tile, row = (16, dim * 2) if form == 0 else (32, dim // 2 if form == 2 else dim)
     stage = 2 * tile * pitch(row) + is_scaled * 16 * tile
-    for warps in (8, 4, 2, 1):
-        for stages in range(max(2, min(6, 131072 // (warps * stage))), 1, -1):
-            shared = warps * (stages * stage + _ROWS * (dim + 10) * 4)
-            if shared <= limit - 16384 or (warps, stages) == (1, 2):
-                return _Shape(warps, stages, shared)
+    for warps, blocks in ((8, 1), (4, 1), (2, 1), (1, 1)) if form == 0 else ((4, 2), (4, 1), (2, 1), (1, 1)):
+        room = (limit + 1024) // blocks - 1024 - 12288
+        for stages in range(max(2, min(6, 131072 // (blocks * warps * stage))), 1, -1):
+            shape = _Shape(dim, warps, blocks, tile, stages, stage)
+            if shape.shared(8 * halves) <= room or (warps, stages) == (1, 2):
+                return shape
     raise AssertionError
 
 
@@ -111,13 +122,13 @@ def _kernel(
     form: int, is_scaled: bool, dim: int, shape: _Shape, halves: int, soft_cap: int, kind: dict[str, int]
 ) -> Kernel:
     return kernel(
-        "decode.cu", "decode", HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), STAGES=shape.stages,
-        WARPS=shape.warps, HALVES=halves, SOFT_CAP=soft_cap, **kind,
+        "decode.cu", "decode", HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), STAGES=shape.stages, TILE=shape.tile,
+        WARPS=shape.warps, BLOCKS=shape.blocks, HALVES=halves, SOFT_CAP=soft_cap, **kind,
     )  # fmt: skip
 
 
 def _blocks(device: torch.device) -> int:
-    return gpu(device).multiprocessors
+    return gpu(device).multiprocessors * _MOST_BLOCKS
 
 
 def _check(q: Tensor, kv_heads: int, group: int, workspace: DecodeWorkspace, table: PageTable) -> None:

@@ -1,8 +1,9 @@
 // Prefill attention over paged KV, for sm_80 and later: FlashAttention-2 (T. Dao, arXiv:2307.08691) with the heads of a
 // group in the rows of one tile, so that they share its keys and values. Bounded by the tensor cores (mma.sync).
-// Compiled with what kv.cuh names, SOFT_CAP (1: logits are capped) and PARTIAL (1: float32 states of parts of the
-// tokens, to be merged). One barrier a tile of tokens: keys and values are in two buffers, those of the next tile on
-// their way while this one is computed. Codes come the same way and are made bfloat16 once for all rows.
+// Compiled with what kv.cuh names, SOFT_CAP (1: logits are capped), PARTIAL (1: float32 states of parts of the
+// tokens, to be merged) and SMALL_PAGES (1: tokens that a warp copies may lie in several pages). One barrier a tile of
+// tokens: keys and values are in two buffers, those of the next tile on their way while this one is computed. Codes
+// come the same way and are made bfloat16 once for all rows.
 #include "kv.cuh"
 
 #ifndef SOFT_CAP
@@ -11,15 +12,70 @@
 #ifndef PARTIAL
 #define PARTIAL 0
 #endif
+#ifndef SMALL_PAGES
+#define SMALL_PAGES 0
+#endif
+#ifndef TOKENS
+#define TOKENS (HEAD_DIM <= 128 ? 64 : 32)
+#endif
 // Rows of a warp are as many as its registers can hold sums for.
 constexpr int kWarps = D <= 128 ? 4 : 8, kMatrices = D <= 128 ? 2 : 1, kWarpRows = kMatrices * 16;
-constexpr int kRows = kWarps * kWarpRows, kTokens = D <= 128 ? 64 : 32, kThreads = kWarps * 32;
+constexpr int kRows = kWarps * kWarpRows, kTokens = TOKENS, kThreads = kWarps * 32;
 constexpr int kPitch = pitch(D * 2), kCodePitch = pitch(kRow), kQueryChunks = D / 8;
 constexpr int kTileBytes = kTokens * kPitch, kCodeBytes = kTokens * kCodePitch;  // of keys or values
 constexpr int kScores = kTokens / 8;
 constexpr int kStageBytes = 2 * (kIsCodes ? kCodeBytes : kTileBytes) + (kScaled ? 16 * kTokens : 0);
-static_assert(kRows == 128 && kTokens <= kThreads, "as prefill.py has it");
+static_assert(kRows == 128, "as prefill.py has it");
+// A warp copies kWarpTokens tokens of a tile, kAtOnce of them, a power of two, at once.
+constexpr int kWarpTokens = kTokens / kWarps;
+__device__ constexpr int at_once() {
+  int rows = 1;
+  while (rows * 2 * kChunks <= 32 && rows < kWarpTokens) rows *= 2;
+  return rows;
+}
+constexpr int kAtOnce = at_once();
 
+// N words of a row in shared memory, from byte `at` on, a multiple of N * 4.
+template <int kPitch, int N>
+__device__ __forceinline__ void load_words(uint32_t* w, const char* tile, int row, int at) {
+#pragma unroll
+  for (int i = 0; i < N; i += N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1) {
+    const int byte = at + i * 4;
+    const char* from = tile + chunk<kPitch>(row, byte >> 4) + (byte & 15);
+    if (N % 4 == 0) {
+      const uint4 x = *reinterpret_cast<const uint4*>(from);
+      w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
+    } else if (N % 2 == 0) {
+      const uint2 x = *reinterpret_cast<const uint2*>(from);
+      w[i] = x.x, w[i + 1] = x.y;
+    } else {
+      w[i] = *reinterpret_cast<const uint32_t*>(from);
+    }
+  }
+}
+
+// A word's codes as pairs of 16-bit elements, code i of the low 16 bits beside code i of the high ones. uint4's come
+// out larger by kBias, the number of kUnitPair, whose last bits count ones.
+constexpr int kPairs = kBits == 4 ? 4 : 2;
+constexpr float kBias = kFormat == kUint4 ? (FP16 ? 1024.0f : 128.0f) : 0.0f;
+constexpr uint32_t kUnitPair = FP16 ? 0x64006400u : 0x43004300u, kSigns = 0x80008000u;
+__device__ __forceinline__ void spread(uint32_t* pairs, uint32_t word) {
+  if (kFormat == kUint4) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pairs[i] = (word >> 4 * i & 0x000f000fu) | kUnitPair;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const uint32_t bytes = word >> 8 * i;
+      if (kFormat == kInt8)  // the unit and the low seven bits, less the unit and, of a negative number, 128
+        pairs[i] = add_pairs((bytes & 0x007f007fu) | kUnitPair, (bytes & 0x00800080u) | kUnitPair | kSigns);
+      else if (FP16)  // the exponent's bias is less by 8
+        pairs[i] = multiply_pairs((bytes << 8 & kSigns) | (bytes << 7 & 0x3f803f80u), 0x5c005c00u);
+      else  // … by 120
+        pairs[i] = multiply_pairs((bytes << 8 & 0x80008000u) | (bytes << 4 & 0x07f007f0u), 0x7b807b80u);
+    }
+  }
+}
 // Codes of a tile as bfloat16.
 __device__ __forceinline__ void widen(char* to, const char* codes, const float* scales) {
 #pragma unroll 1  // more of them spill registers
@@ -52,22 +108,26 @@ __device__ __forceinline__ void widen(char* to, const char* codes, const float* 
   }
 }
 
-// tiles: [blocks][2]: request (-1: none), and first row of the tile; row i of a request is query i / group, head
-// i % group of the KV head's. first_heads: [kv_heads + 1], or null: as many query heads for each. Part z of a tile's
-// tokens goes to out_ and lse from row z * q_rows on.
+// tiles: [tiles][2]: request (-1: none), and first row of the tile; row i of a request is query i / group, head
+// i % group of the KV head's. first_heads: [kv_heads + 1], or null: as many query heads for each. The tiles of
+// heads_at_once KV heads come one after the other, then those of the next ones. Part y of a tile's tokens goes to out_
+// and lse from row y * q_rows on.
 extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     prefill(const bf16* q, long long q_stride, const char* k_cache, const char* v_cache, const float* k_scales,
             const float* v_scales, long long page_stride, long long head_stride, long long token_stride,
             const int* tiles, const int* qo_indptr, const int* page_indptr, const int* indices, const int* kv_lens,
-            const int* first_heads, void* out, float* lse, int q_rows, int heads, int page_shift, int is_causal,
-            int window, float scale, float cap) {
+            const int* first_heads, void* out, float* lse, int q_rows, int heads, int kv_heads, int heads_at_once,
+            int page_shift, int is_causal, int window, float scale, float cap) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   wait_for_ahead();
   let_next_begin();
-  const int request = tiles[2 * blockIdx.x], row0 = tiles[2 * blockIdx.x + 1], kv_head = blockIdx.y;
+  const int of_some = gridDim.x / kv_heads * heads_at_once, head_from = blockIdx.x / of_some * heads_at_once;
+  const int some = min(heads_at_once, kv_heads - head_from), kv_head = head_from + blockIdx.x % of_some % some;
+  const int tile_number = blockIdx.x % of_some / some;
+  const int request = tiles[2 * tile_number], row0 = tiles[2 * tile_number + 1];
   if (request < 0) return;
-  const int kv_heads = gridDim.y, even = heads / kv_heads;
+  const int even = heads / kv_heads;
   const int first_head = first_heads ? first_heads[kv_head] : even * kv_head;
   const int group = first_heads ? first_heads[kv_head + 1] - first_head : even;
   const int first_query = qo_indptr[request], queries = qo_indptr[request + 1] - first_query;
@@ -76,16 +136,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
   const int* pages = indices + page_indptr[request];
   const char *k = k_cache + kv_head * head_stride, *v = v_cache + kv_head * head_stride;
   constexpr int kBuffers = kIsCodes ? 1 : 2;
-  char *const q_tile = shared, *const tile = q_tile + kRows * kPitch;                 // [kBuffers]: keys, values
-  char* const stages = kIsCodes ? tile + 2 * kTileBytes : tile;                       // [2]: as they come
-  long long* const offsets = reinterpret_cast<long long*>(stages + 2 * kStageBytes);  // [2][kTokens], -1: not there
+  char *const q_tile = shared, *const tile = q_tile + kRows * kPitch;  // [kBuffers]: keys, values
+  char* const stages = kIsCodes ? tile + 2 * kTileBytes : tile;        // [2]: as they come
 
   const int before = length - queries;  // tokens that the first query sees beside itself
   const int last_row = min(row0 + kRows, rows) - 1;
   int begin = window < 0 ? 0 : max(0, before + row0 / group - window) / kTokens * kTokens;
   int end = is_causal ? min(length, before + last_row / group + 1) : length;
-  const int stride = ((end - begin + kTokens - 1) / kTokens + gridDim.z - 1) / gridDim.z * kTokens;
-  begin += blockIdx.z * stride, end = min(end, begin + stride);
+  const int stride = ((end - begin + kTokens - 1) / kTokens + gridDim.y - 1) / gridDim.y * kTokens;
+  begin += blockIdx.y * stride, end = min(end, begin + stride);
   const int all_see = is_causal ? before + row0 / group + 1 : length;  // tokens that every row of the tile sees, up to
   const int all_from = window < 0 ? 0 : before + last_row / group - window;  // … and from
 
@@ -97,51 +156,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
         is_there ? (first_query + row / group) * q_stride + (first_head + row % group) * D + c * 8 : 0;
     copy16(smem(q_tile + chunk<kPitch>(r, c)), q + from, is_there);
   }
-  const auto look_up = [&](int token0) {  // the page of this thread's token
-    const int token = token0 + threadIdx.x;
-    return threadIdx.x < kTokens && token < end ? __ldg(pages + (token >> page_shift)) : 0;
+  const int first = warp * kWarpTokens;   // of this warp's tokens of a tile
+  const auto look_up = [&](int token0) {  // the page of this warp's tokens, or of its own token for every lane
+    const int token = token0 + first + (SMALL_PAGES ? lane % kWarpTokens : 0);
+    return token < end ? __ldg(pages + (token >> page_shift)) : 0;
   };
-  const auto put = [&](int token0, int page) {
-    const int token = token0 + threadIdx.x;
-    if (threadIdx.x < kTokens)
-      offsets[(token0 - begin) / kTokens % 2 * kTokens + threadIdx.x] =
-          token < end ? page * page_stride + (token & ((1 << page_shift) - 1)) * token_stride : -1;
-  };
+  const int in_page = (1 << page_shift) - 1, my_row = lane / kChunks, my_chunk = lane % kChunks;
   const auto ask = [&](int token0, int page) {
-    const int parity = (token0 - begin) / kTokens % 2;
-    char* const to = stages + parity * kStageBytes;
     constexpr int kPitchHere = kIsCodes ? kCodePitch : kPitch, kBytes = kTokens * kPitchHere;
-#pragma unroll 4  // all of them spill registers
-    for (int j = 0; j < (kTokens * kChunks + kThreads - 1) / kThreads; ++j) {
-      const int at = j * kThreads + threadIdx.x, r = at / kChunks, c = at % kChunks;
-      if (kTokens * kChunks % kThreads && r >= kTokens) break;
-      const long long offset = offsets[parity * kTokens + r];
-      const bool is_there = offset >= 0;
-      const long long from = (is_there ? offset : 0) + c * 16;
-      copy16(smem(to + chunk<kPitchHere>(r, c)), k + from, is_there);
-      copy16(smem(to + kBytes + chunk<kPitchHere>(r, c)), v + from, is_there);
-    }
-    if (kScaled && threadIdx.x < kTokens) {
-      const int token = token0 + threadIdx.x;
+    const uint32_t to = smem(stages + (token0 - begin) / kTokens % 2 * kStageBytes);
+    const uint32_t at = to + chunk<kPitchHere>(first + my_row, my_chunk);
+    const int token = token0 + first + (SMALL_PAGES ? lane % kWarpTokens : 0);
+    const long long from = page * page_stride + (token & in_page) * token_stride;
+    const auto ask_rows = [&](bool all_there) {
+      long long place = from + (SMALL_PAGES ? 0 : my_row * token_stride) + my_chunk * 16;
+#pragma unroll
+      for (int row = 0; row < kWarpTokens; row += kAtOnce) {
+        if (SMALL_PAGES) place = __shfl_sync(~0u, from, row + my_row) + my_chunk * 16;
+        const bool is_there = all_there || token0 + first + my_row + row < end;
+        if (kAtOnce * kChunks == 32 || my_row < kAtOnce) {
+          copy16(rows_on<kPitchHere>(at, row), k + (is_there ? place : 0), is_there);
+          copy16(rows_on<kPitchHere>(at, row) + kBytes, v + (is_there ? place : 0), is_there);
+        }
+        if (!SMALL_PAGES) place += kAtOnce * token_stride;
+      }
+    };
+    if (token0 + kTokens <= end)
+      ask_rows(true);
+    else
+      ask_rows(false);
+    if (kScaled && lane < kWarpTokens) {
+      const int token = token0 + first + lane;
       const bool is_there = token < end;
       const long long zero = (static_cast<long long>(page) * kv_heads + kv_head << 1) << page_shift;
-      const uint32_t scales = smem(to + 2 * kBytes) + threadIdx.x * 4;
+      const uint32_t scales = to + 2 * kBytes + (first + lane) * 4;
 #pragma unroll
       for (int which = 0; which < 2; ++which) {
-        const long long at = is_there ? zero + (which << page_shift) + (token & ((1 << page_shift) - 1)) : 0;
-        copy4(scales + which * kTokens * 4, k_scales + at, is_there);
-        copy4(scales + (2 + which) * kTokens * 4, v_scales + at, is_there);
+        const long long place = is_there ? zero + (which << page_shift) + (token & in_page) : 0;
+        copy4(scales + which * kTokens * 4, k_scales + place, is_there);
+        copy4(scales + (2 + which) * kTokens * 4, v_scales + place, is_there);
       }
     }
   };
-  int page_next = look_up(begin);
-  put(begin, page_next);
-  const int page_first = page_next;
-  page_next = look_up(begin + kTokens);
-  put(begin + kTokens, page_next);
-  __syncthreads();
-  if (begin < end) ask(begin, page_first);
+  if (begin < end) ask(begin, look_up(begin));
   commit();
+  int page_next = look_up(begin + kTokens);
 
   float o[kMatrices][kOut][4], top[kMatrices][2], total[kMatrices][2];
 #pragma unroll
@@ -266,8 +325,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
         }
       }
     }
-    // The place is that of this tile, which all have asked for.
-    put(token0 + 2 * kTokens, page_next);
   }
   wait_for<0>();
 #pragma unroll
@@ -280,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
       const int row = row0 + warp * kWarpRows + m * 16 + h * 8 + lane / 4;
       if (row >= rows) continue;
       const float once = sum == 0 ? 0 : 1.0f / sum;
-      const long long q_row = static_cast<long long>(blockIdx.z) * q_rows + first_query + row / group;
+      const long long q_row = static_cast<long long>(blockIdx.y) * q_rows + first_query + row / group;
       const long long head = q_row * heads + first_head + row % group;
 #pragma unroll
       for (int n = 0; n < kOut; ++n) {

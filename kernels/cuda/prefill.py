@@ -125,12 +125,14 @@ def attend(
         return
     arguments = [
         q, np.int64(q.stride(0)), *kv.arguments(), plan.tiles, plan.qo_indptr, table.indptr, table.indices,
-        table.kv_lens, table.first_heads, out, lse, np.int32(len(q)), np.int32(heads),
-        np.int32(kv.page_size.bit_length() - 1), np.int32(is_causal), *scores.arguments(),
+        table.kv_lens, table.first_heads, out, lse, np.int32(len(q)), np.int32(heads), np.int32(kv.heads),
+        np.int32(_heads_at_once(len(plan.tiles), kv.heads)), np.int32(kv.page_size.bit_length() - 1),
+        np.int32(is_causal), *scores.arguments(),
     ]  # fmt: skip
     capped, partial = int(scores.soft_cap > 0), int(out.dtype is torch.float32)
-    function = _kernel(kv.format, kv.is_scaled, dim, capped, partial, element_macro(q.dtype, kv.tensors[0].dtype))
-    blocks = (len(plan.tiles), kv.heads, parts)
+    kind, is_small = element_macro(q.dtype, kv.tensors[0].dtype), kv.page_size < _warp_tokens(dim)
+    function = _kernel(kv.format, kv.is_scaled, dim, capped, partial, is_small, kind)
+    blocks = (len(plan.tiles) * kv.heads, parts)
     launch(function, blocks, 128 if dim <= 128 else 256, arguments, _shared(kv.format, kv.is_scaled, dim), True)
 
 
@@ -139,20 +141,33 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dim in (64, 128):
         for form in range(3):
             for partial in (0, 1):
-                yield _kernel(form, form > 0, dim, 0, partial, {})
-    yield _kernel(0, False, 256, 0, 0, {})
+                yield _kernel(form, form > 0, dim, 0, partial, False, {})
+    yield _kernel(0, False, 256, 0, 0, False, {})
     for dim in (64, 128, 256):
-        yield _kernel(0, False, dim, 0, 0, element_macro(torch.float16))
+        yield _kernel(0, False, dim, 0, 0, False, element_macro(torch.float16))
+
+
+def _heads_at_once(tiles: int, kv_heads: int) -> int:
+    """KV heads whose tiles are taken together: all, so that the longest tiles of all heads come first, as long as the
+    cache on the GPU holds what they read (the keys of 32,768 tokens and 8 heads do not fit into it)."""
+    return max(1, min(kv_heads, 2048 // tiles))
+
+
+def _warp_tokens(dim: int) -> int:
+    """That a warp copies of a tile."""
+    return 16 if dim <= 128 else 4
 
 
 def _shared(form: int, is_scaled: bool, dim: int) -> int:
     tokens, row = (64 if dim <= 128 else 32), pitch(2 * dim)
     stage = 2 * tokens * (row if form == 0 else pitch(dim // (2 if form == 2 else 1))) + 16 * tokens * is_scaled
-    return _ROWS * row + (form != 0) * 2 * tokens * row + 2 * stage + 2 * tokens * 8
+    return _ROWS * row + (form != 0) * 2 * tokens * row + 2 * stage
 
 
-def _kernel(form: int, is_scaled: bool, dim: int, soft_cap: int, partial: int, kind: dict[str, int]) -> Kernel:
+def _kernel(
+    form: int, is_scaled: bool, dim: int, soft_cap: int, partial: int, has_small_pages: bool, kind: dict[str, int]
+) -> Kernel:
     return kernel(
         "prefill.cu", "prefill", HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), SOFT_CAP=soft_cap, PARTIAL=partial,
-        **kind,
+        SMALL_PAGES=int(has_small_pages), **kind,
     )  # fmt: skip

@@ -88,6 +88,12 @@ __device__ __forceinline__ void multiply(float* c, const uint32_t* a, uint32_t b
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// Of half precision, whatever the 16-bit elements are; subnormal numbers count.
+__device__ __forceinline__ void multiply_halves(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 // Two 16-bit elements.
 // The same, to what was nothing.
 __device__ __forceinline__ void multiply_anew(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
@@ -100,6 +106,17 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t pair;
   asm("cvt.rn." ALLSPAN_ELEMENT "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
+}
+__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// Of an 8 x 8 matrix of 16 bits, of which lanes hold fragments: the fragment of the transposed one.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+  uint32_t other;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+  return other;
 }
 // Of pairs of 16-bit elements, each rounded.
 __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
@@ -117,6 +134,16 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
 __device__ __forceinline__ float power(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float logarithm(float x) {  // to base 2
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // A float16 in the lower bits.
@@ -148,6 +175,23 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
   return pair;
 #else
   return narrow_e4m3(low) | narrow_e4m3(high) << 8;
+#endif
+}
+
+// Four bytes of e4m3 as halves: bytes 0 and 2, then bytes 1 and 3.
+__device__ __forceinline__ void widen_e4m3(uint32_t* pairs, uint32_t word) {
+#if __CUDA_ARCH__ >= 890
+  asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.rn.f16x2.e4m3x2 %0, x; cvt.rn.f16x2.e4m3x2 %1, y;}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(__byte_perm(word, 0, 0x3120)));
+#else  // the exponent's bias is less by 8
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t high = i == 0 ? word << 8 : word;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;"
+        : "=r"(pairs[i])
+        : "r"((high & 0x80008000u) | (high >> 1 & 0x3f803f80u)), "r"(0x5c005c00), "r"(0x80008000));
+  }
 #endif
 }
 
@@ -185,6 +229,12 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t bits;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(a), "r"(b), "r"(c));
+  return bits;
+}
+// … and (a & b) ^ c.
+__device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(bits) : "r"(a), "r"(b), "r"(c));
   return bits;
 }
 // Pairs of bfloat16, one by one; subnormal numbers stay.

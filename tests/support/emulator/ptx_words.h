@@ -72,9 +72,7 @@ inline float half_wide(uint32_t bits) {
                                                  (exponent ? exponent : 1) - 25);
   return bits & 0x8000 ? -size : size;
 }
-#if FP16
-inline float wide(uint32_t bits) { return half_wide(bits); }
-inline bf16 narrow(float x) {
+inline unsigned short half_narrow(float x) {
   if (std::isnan(x)) return 0x7fff;
   const unsigned sign = __float_as_uint(x) >> 16 & 0x8000;
   const float size = std::fabs(x);
@@ -87,6 +85,9 @@ inline bf16 narrow(float x) {
   if (lowest == -24 && units < 1024) return static_cast<bf16>(sign | static_cast<unsigned>(units));
   return static_cast<bf16>(sign | (((lowest + 25) << 10) + static_cast<unsigned>(units) - 1024));
 }
+#if FP16
+inline float wide(uint32_t bits) { return half_wide(bits); }
+inline bf16 narrow(float x) { return half_narrow(x); }
 #else
 inline float wide(uint32_t bits) { return __uint_as_float(bits << 16); }
 inline bf16 narrow(float x) {
@@ -98,6 +99,9 @@ inline bf16 narrow(float x) {
 inline float wide_low(uint32_t pair) { return wide(pair & 0xffff); }
 inline float wide_high(uint32_t pair) { return wide(pair >> 16); }
 inline uint32_t pack(float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; }
+inline uint32_t pack_halves(float low, float high) {
+  return half_narrow(low) | static_cast<uint32_t>(half_narrow(high)) << 16;
+}
 inline uint32_t pack_e4m3(float low, float high) { return narrow_e4m3(low) | narrow_e4m3(high) << 8; }
 inline uint32_t add_pairs(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) + wide(b & 0xffff), wide(a >> 16) + wide(b >> 16));
@@ -106,7 +110,22 @@ inline uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
 }
 inline float power(float x) { return std::exp2(x); }
+inline float logarithm(float x) { return std::log2(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+inline void widen_e4m3(uint32_t* pairs, uint32_t word) {
+  for (int i = 0; i < 2; ++i) {
+    float x[2];
+    for (int e = 0; e < 2; ++e) {
+      const uint32_t byte = word >> 8 * (i + 2 * e) & 0xff, exponent = byte >> 3 & 15;
+      x[e] = std::ldexp(static_cast<float>(exponent ? 8 + byte % 8 : byte % 8), (exponent ? exponent : 1) - 10);
+      if ((byte & 0x7f) == 0x7f) x[e] = NAN;
+      if (byte & 0x80) x[e] = -x[e];
+    }
+    pairs[i] = pack_halves(x[0], x[1]);
+  }
+}
 inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
+inline uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) { return (a & b) ^ c; }
 inline uint32_t times(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
 }
@@ -142,6 +161,14 @@ inline void load_matrices(uint32_t* r, uint32_t at, bool transposed) {
 }
 inline void load4(uint32_t* r, uint32_t at) { load_matrices(r, at, false); }
 inline void load4_transposed(uint32_t* r, uint32_t at) { load_matrices(r, at, true); }
+inline uint32_t transpose(uint32_t pair) {
+  const uint32_t* all = emulator::exchange(pair, 23);
+  const int row = emulator::me->lane / 4, col = emulator::me->lane % 4 * 2;
+  uint32_t other = 0;
+  for (int e = 0; e < 2; ++e)
+    other |= (emulator::of_lane(all, (col + e) * 4 + row / 2) >> 16 * (row % 2) & 0xffff) << 16 * e;
+  return other;
+}
 
 struct Fragments {
   uint32_t a[4], b[2];
@@ -171,6 +198,9 @@ inline void multiply_anew(float* c, const uint32_t* a, uint32_t b0, uint32_t b1)
 }
 inline void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
   multiply_fragments<2>(c, a, b0, b1, 22, [](uint32_t x, int i) { return wide(x >> 16 * i & 0xffff); });
+}
+inline void multiply_halves(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  multiply_fragments<2>(c, a, b0, b1, 24, [](uint32_t x, int i) { return half_wide(x >> 16 * i & 0xffff); });
 }
 
 // Memory of another GPU, or that another GPU writes.
