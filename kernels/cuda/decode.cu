@@ -20,6 +20,7 @@
 #define BLOCKS 1
 #endif
 constexpr int kWarps = WARPS, kStages = STAGES, kThreads = kWarps * 32, kUnit = kTile * kWarps;  // tokens
+constexpr int kWarpBytes = kStages * kStageBytes;
 #include "decode_merge.cuh"
 
 struct Cursor {
@@ -28,7 +29,7 @@ struct Cursor {
 
 // q: [rows, heads or more, D], rows q_stride elements apart. Scales: [pages, kv_heads, 2, page size]: zeros, then
 // scales. Strides: bytes. rows: [requests], of q and out, -1: the request is left out; null: 0, 1, …
-// first_heads: [kv_heads + 1], null: as many query heads for each; `most` at the most. out: [rows, heads, D]; lse:
+// first_heads: [kv_heads + 1], null: as many query heads for each. out: [rows, heads, D]; lse:
 // [rows, heads] or null, base 2. partial: [grid * 2][kPart]. counters: [requests * kv_heads], zero before and after.
 // window: tokens before its own that a query sees, -1: all. Scores times scale are logarithms to base 2; with a cap,
 // cap * tanh(scores * scale).
@@ -36,21 +37,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     decode(const bf16* q_, long long q_stride, const char* k_, const char* v_, const float* k_scales,
            const float* v_scales, long long page_stride, long long head_stride, long long token_stride,
            const int* indptr, const int* indices, const int* kv_lens, const int* rows, const int* first_heads,
-           bf16* out, float* lse, float* partial, int* counters, int requests, int kv_heads, int heads, int most,
-           int page_shift, int window, float scale, float cap) {
+           bf16* out, float* lse, float* partial, int* counters, int requests, int kv_heads, int heads, int page_shift,
+           int window, float scale, float cap) {
   const Result result = {out, lse};
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  char* const tiles = shared + warp * (kStages * kStageBytes);
-  float* const merged =
-      reinterpret_cast<float*>(shared + kWarps * kStages * kStageBytes);                  // [kWarps][most][kMergedRow]
-  float2* const states = reinterpret_cast<float2*>(merged + kWarps * most * kMergedRow);  // [kWarps][most]
-  const int scratch = max(kWarps * most * (kMergedRow + 2), kThreads * 6);  // floats, of merge_blocks, too
-  int* const begins = reinterpret_cast<int*>(merged + scratch);             // [requests + 1], in units of a head
-  int* const lengths = begins + requests + 1;                               // [requests]
-  int* const starts = lengths + requests;                                   // [requests], of pages
-  int* const places = starts + requests;                                    // [requests], rows
-  int* const first_head = places + requests;                                // [kv_heads + 1]
+  char* const tiles = shared + warp * kWarpBytes;
+  int* const begins = reinterpret_cast<int*>(shared + kWarps * kWarpBytes);  // [requests + 1], in units of a head
+  int* const lengths = begins + requests + 1;                                // [requests]
+  int* const starts = lengths + requests;                                    // [requests], of pages
+  int* const places = starts + requests;                                     // [requests], rows
+  int* const first_head = places + requests;                                 // [kv_heads + 1]
 
   let_next_begin();  // where blocks of this one have ended, or leave room: products ask for their weights
   wait_for_ahead();
@@ -245,14 +242,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const long long head = static_cast<long long>(places[done.request]) * heads + head0;
     const bool is_whole = piece_begin == 0 && done.unit + 1 == done.units;
     float* const part = partial + (static_cast<long long>(mine) * 2 + (piece_begin == 0)) * kPart;
-    state.put_down(merged + warp * most * kMergedRow, states + warp * most, group);
+    char* const stage = shared + i % kStages * kStageBytes;  // of the first warp, until all ask again
+    state.put_down(stage + warp * kWarpBytes, group);
     if (i + 1 < count) {
       queries.settle(scale);
       state.clear();
       piece_begin = 0;
     }
     __syncthreads();
-    merge_warps(result, part, merged, states, most, head, group, is_whole);
+    merge_warps(result, part, stage, head, group, is_whole);
     __syncthreads();
     if (is_whole) continue;
     // The stretches that have parts of this pair are those of neighbouring thread blocks.
@@ -266,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       if (is_last) *counter = 0;
     }
     __syncthreads();
-    if (is_last) merge_blocks(result, partial, merged, begin_block, end_block - begin_block + 1, head, group);
+    if (is_last) merge_blocks(result, partial, stage, begin_block, end_block - begin_block + 1, head, group);
     __syncthreads();
   }
   wait_for<0>();

@@ -16,7 +16,7 @@ MOST_GROUP = 16
 """Query heads that read one KV head."""
 
 _ROWS = 16  # of partial results
-_MOST_BLOCKS = 2  # of a multiprocessor
+_MOST_BLOCKS = 3  # of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ def paged_decode(
     arguments = [
         q, np.int64(q.stride(0)), *kv.arguments(), table.indptr, table.indices, table.kv_lens, table.rows,
         table.first_heads, out, lse, workspace.partial, workspace.counters, np.int32(requests), np.int32(kv.heads),
-        np.int32(heads), np.int32(group), np.int32(kv.page_size.bit_length() - 1), *scores.arguments(),
+        np.int32(heads), np.int32(kv.page_size.bit_length() - 1), *scores.arguments(),
     ]  # fmt: skip
-    shared = shape.shared(group) + (4 * requests + kv.heads + 2) * 4
+    shared = shape.shared + (4 * requests + kv.heads + 2) * 4
     launch(function, (device.multiprocessors * shape.blocks,), shape.warps * 32, arguments, shared, is_early=True)
 
 
@@ -91,30 +91,31 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 class _Shape:
     """Of thread blocks."""
 
-    dim: int
     warps: int
     blocks: int
     """Of a multiprocessor."""
     tile: int
     """Tokens of a warp's copies."""
     stages: int
-    stage_bytes: int
+    shared: int
+    """Bytes, without what there is for each request and KV head."""
 
-    def shared(self, group: int) -> int:
-        """Bytes, without what there is for each request and KV head."""
-        return self.warps * (self.stages * self.stage_bytes + max(group * (self.dim + 6) * 4, 768))
+
+_TILES = {0: (16, (8, 1)), 1: (32, (4, 2)), 2: (32, (4, 3)), 3: (32, (8, 1))}
+"""By format: tokens of a tile; warps of a block and blocks of a multiprocessor, if there is room for them."""
 
 
 def _shape(form: int, is_scaled: bool, dim: int, halves: int, limit: int) -> _Shape:
     """64 KB and more are on their way if there is room for them; 12 KB are left for what there is for each request."""
-    tile, row = (16, dim * 2) if form == 0 else (32, dim // 2 if form == 2 else dim)
-    stage = 2 * tile * pitch(row) + is_scaled * 16 * tile
-    for warps, blocks in ((8, 1), (4, 1), (2, 1), (1, 1)) if form == 0 else ((4, 2), (4, 1), (2, 1), (1, 1)):
+    tile, best = _TILES[form]
+    read = 2 * tile * pitch(dim * 2 if form == 0 else dim // 2 if form == 2 else dim) + is_scaled * 16 * tile
+    stage = -(-max(read, 8 * halves * (dim + 6) * 4) // 128) * 128
+    for warps, blocks in (best, (4, 2), (4, 1), (2, 1), (1, 1)):
         room = (limit + 1024) // blocks - 1024 - 12288
-        for stages in range(max(2, min(6, 131072 // (blocks * warps * stage))), 1, -1):
-            shape = _Shape(dim, warps, blocks, tile, stages, stage)
-            if shape.shared(8 * halves) <= room or (warps, stages) == (1, 2):
-                return shape
+        for stages in range(max(2, min(6, 180224 // (blocks * warps * stage))), 1, -1):
+            shared = warps * stages * stage
+            if shared <= room or (warps, stages) == (1, 2):
+                return _Shape(warps, blocks, tile, stages, shared)
     raise AssertionError
 
 

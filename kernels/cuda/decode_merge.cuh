@@ -10,22 +10,26 @@ struct Result {
   float* lse;  // [rows, heads] or null, base 2
 };
 
-// Of `group` rows of every warp: out from `head` on, or this block's part of it.
-__device__ __forceinline__ void merge_warps(const Result& to, float* part, const float* merged, const float2* states,
-                                            int most, long long head, int group, bool is_whole) {
+// Of `group` rows of every warp, which lie in a stage of each: out from `head` on, or this block's part of it.
+__device__ __forceinline__ void merge_warps(const Result& to, float* part, const char* stage, long long head, int group,
+                                            bool is_whole) {
+  const auto merged = [&](int warp) { return reinterpret_cast<const float*>(stage + warp * kWarpBytes); };
+  const auto state_of = [&](int warp, int row) {
+    return reinterpret_cast<const float2*>(merged(warp) + kHeads * kMergedRow)[row];
+  };
   for (int slot = threadIdx.x; slot < group * (D / 4); slot += kThreads) {
     const int row = slot / (D / 4), col = slot % (D / 4) * 4;
     float top = -kInf, total = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, states[w * most + row].x);
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, state_of(w, row).x);
     const float base = top == -kInf ? 0 : top;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float2 state = states[w * most + row];
+      const float2 state = state_of(w, row);
       const float by = power(state.x - base);
       total += state.y * by;
-      const float4 x = *reinterpret_cast<const float4*>(merged + (w * most + row) * kMergedRow + col);
+      const float4 x = *reinterpret_cast<const float4*>(merged(w) + row * kMergedRow + col);
       sum.x += x.x * by, sum.y += x.y * by, sum.z += x.z * by, sum.w += x.w * by;
     }
     if (is_whole) {
@@ -41,7 +45,7 @@ __device__ __forceinline__ void merge_warps(const Result& to, float* part, const
 }
 
 // Merges what `pieces` thread blocks from `begin_block` on have of a pair into `group` rows of out, from `head` on.
-__device__ __forceinline__ void merge_blocks(const Result& to, const float* partial, float* scratch, int begin_block,
+__device__ __forceinline__ void merge_blocks(const Result& to, const float* partial, char* stage, int begin_block,
                                              int pieces, long long head, int group) {
   // Only the first has the pair's beginning, as its last piece; others have theirs as their first.
   const float* const parts = partial + static_cast<long long>(begin_block) * 2 * kPart;
@@ -77,13 +81,17 @@ __device__ __forceinline__ void merge_blocks(const Result& to, const float* part
       }
     }
     if (ways > 1) {
-      float4* const sums = reinterpret_cast<float4*>(scratch);
-      float2* const states = reinterpret_cast<float2*>(scratch + kThreads * 4);
-      sums[threadIdx.x] = sum, states[threadIdx.x] = make_float2(top, total);
+      const auto sum_of = [&](int i) -> float4& {
+        return reinterpret_cast<float4*>(stage + i / 32 * kWarpBytes)[i % 32];
+      };
+      const auto state_of = [&](int i) -> float2& {
+        return reinterpret_cast<float2*>(stage + i / 32 * kWarpBytes + 32 * sizeof(float4))[i % 32];
+      };
+      sum_of(threadIdx.x) = sum, state_of(threadIdx.x) = make_float2(top, total);
       __syncthreads();
       for (int w = 1; way == 0 && w < min(ways, pieces); ++w) {
-        const float2 other = states[w * slots + slot];
-        const float4 x = sums[w * slots + slot];
+        const float2 other = state_of(w * slots + slot);
+        const float4 x = sum_of(w * slots + slot);
         const float high = fmaxf(top, other.x), keep = power(top - high), by = power(other.x - high);
         total = total * keep + other.y * by, top = high;
         sum.x = sum.x * keep + x.x * by, sum.y = sum.y * keep + x.y * by;

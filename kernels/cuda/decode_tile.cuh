@@ -25,8 +25,10 @@
 #endif
 constexpr int kTile = TILE, kSixteens = kTile / 16, kHalves = HALVES, kHeads = 8 * kHalves;
 constexpr int kPitch = pitch(kRow), kTileBytes = kTile * kPitch;  // of K or of V
-constexpr int kStageBytes = 2 * kTileBytes + (kScaled ? 16 * kTile : 0);
-constexpr int kMergedRow = D + 4;  // floats; rows begin in different banks
+constexpr int kMergedRow = D + 4;                                 // floats; rows begin in different banks
+// Keys, values, scales; once they are not needed, what a warp has of a pair.
+constexpr int kReadBytes = 2 * kTileBytes + (kScaled ? 16 * kTile : 0), kMergedBytes = kHeads * (kMergedRow + 2) * 4;
+constexpr int kStageBytes = ((kReadBytes > kMergedBytes ? kReadBytes : kMergedBytes) + 127) / 128 * 128;
 static_assert(kTile % (kIsCodes ? 32 : 16) == 0, "whole products");
 
 constexpr int kPairs = kBits == 4 ? 4 : 2;           // of a word of codes
@@ -274,9 +276,11 @@ struct State {
     multiply_values(smem(keys + kTileBytes), weights);
   }
 
-  // Where `group` of the warp's heads are to be merged with those of other warps.
-  __device__ __forceinline__ void put_down(float* merged, float2* states, int group) {
+  // `group` of the warp's heads, to be merged with those of other warps.
+  __device__ __forceinline__ void put_down(char* stage, int group) {
     const int lane = threadIdx.x % 32, g = lane / 4;
+    float* const merged = reinterpret_cast<float*>(stage);                           // [kHeads][kMergedRow]
+    float2* const states = reinterpret_cast<float2*>(merged + kHeads * kMergedRow);  // [kHeads]
     constexpr float kOne = 1 / (kCodeOne * kLifted);
 #pragma unroll
     for (int h = 0; h < kHalves; ++h)

@@ -15,11 +15,14 @@
 #ifndef SMALL_PAGES
 #define SMALL_PAGES 0
 #endif
+#ifndef WARPS
+#define WARPS (HEAD_DIM <= 128 ? 4 : 8)
+#endif
 #ifndef TOKENS
 #define TOKENS (HEAD_DIM <= 128 ? 64 : 32)
 #endif
 // Rows of a warp are as many as its registers can hold sums for.
-constexpr int kWarps = D <= 128 ? 4 : 8, kMatrices = D <= 128 ? 2 : 1, kWarpRows = kMatrices * 16;
+constexpr int kWarps = WARPS, kMatrices = 8 / WARPS, kWarpRows = kMatrices * 16;
 constexpr int kRows = kWarps * kWarpRows, kTokens = TOKENS, kThreads = kWarps * 32;
 constexpr int kPitch = pitch(D * 2), kCodePitch = pitch(kRow), kQueryChunks = D / 8;
 constexpr int kTileBytes = kTokens * kPitch, kCodeBytes = kTokens * kCodePitch;  // of keys or values

@@ -94,6 +94,24 @@ def decoded(cache: Cache) -> tuple[Tensor, Tensor]:
     return held[0], held[1]
 
 
+def check_rounded(
+    out: Tensor, q: Tensor, pages: Pages, queries: list[int], scale: float, is_causal: bool, weight_bits: int
+) -> Tensor:
+    """That `out`, bfloat16, is what attention over these pages comes to, as close as it can be: products are exact, but
+    each weight is rounded to `weight_bits` bits and the result to 8. With as much as 2^-12 of the weighted sizes of the
+    values for float32 and for powers by tables. Returns `expected`'s logarithms."""
+    keys, values, table = pages
+    right, lse = expected(q, pages, queries, scale, is_causal)
+    sizes, _ = expected(q, (keys, values.abs(), table), queries, scale, is_causal)
+    most = (2.0**-weight_bits + 2.0**-12) * sizes + 2.0**-8 * right.abs()
+    excess = (out.float() - right).abs() - most
+    assert not out.isnan().any()
+    assert excess.max() <= 1e-6, (
+        f"{excess.argmax().item()}: {out.flatten()[excess.argmax()]}, by {excess.max()} too far"
+    )
+    return lse
+
+
 def check_prefill(
     prefill: Callable[..., None],
     batch: tuple[list[int], list[int]],
