@@ -73,7 +73,7 @@ def paged_decode(
         table.first_heads, out, lse, workspace.partial, workspace.counters, np.int32(requests), np.int32(kv.heads),
         np.int32(heads), np.int32(kv.page_size.bit_length() - 1), *scores.arguments(),
     ]  # fmt: skip
-    shared = shape.shared + (4 * requests + kv.heads + 2) * 4
+    shared = max(shape.shared + (4 * requests + kv.heads + 2) * 4, shape.least_shared)
     launch(function, (device.multiprocessors * shape.blocks,), shape.warps * 32, arguments, shared, is_early=True)
 
 
@@ -99,6 +99,8 @@ class _Shape:
     stages: int
     shared: int
     """Bytes, without what there is for each request and KV head."""
+    least_shared: int
+    """With so much, no more blocks share a multiprocessor, while another one stands idle."""
 
 
 _TILES = {0: (16, (8, 1)), 1: (32, (4, 2)), 2: (32, (4, 3)), 3: (32, (8, 1))}
@@ -115,7 +117,7 @@ def _shape(form: int, is_scaled: bool, dim: int, halves: int, limit: int) -> _Sh
         for stages in range(max(2, min(6, 180224 // (blocks * warps * stage))), 1, -1):
             shared = warps * stages * stage
             if shared <= room or (warps, stages) == (1, 2):
-                return _Shape(warps, blocks, tile, stages, shared)
+                return _Shape(warps, blocks, tile, stages, shared, (limit + 1024) // (blocks + 1) - 896)
     raise AssertionError
 
 
