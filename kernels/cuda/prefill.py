@@ -77,6 +77,12 @@ def plan_prefill(queries: Sequence[int], kv_lens: Sequence[int], group: int, dev
     return PrefillPlan(torch.from_numpy(tiles).to(device), torch.from_numpy(indptr).to(device), sum(queries), group)
 
 
+def heads_at_once(tiles: int, kv_heads: int) -> int:
+    """KV heads whose tiles are taken together: all, so that the longest tiles of all heads come first, as long as the
+    cache on the GPU holds what they read (the keys of 32,768 tokens and 8 heads do not fit into it)."""
+    return max(1, min(kv_heads, 2048 // tiles))
+
+
 def check_plan(plan: PrefillPlan, q: Tensor, kv_heads: int, table: PageTable, out: Tensor) -> None:
     """Raises ValueError for one made for other sizes."""
     group = plan.group if table.first_heads is not None else out.shape[1] // kv_heads
@@ -126,7 +132,7 @@ def attend(
     arguments = [
         q, np.int64(q.stride(0)), *kv.arguments(), plan.tiles, plan.qo_indptr, table.indptr, table.indices,
         table.kv_lens, table.first_heads, out, lse, np.int32(len(q)), np.int32(heads), np.int32(kv.heads),
-        np.int32(_heads_at_once(len(plan.tiles), kv.heads)), np.int32(kv.page_size.bit_length() - 1),
+        np.int32(heads_at_once(len(plan.tiles), kv.heads)), np.int32(kv.page_size.bit_length() - 1),
         np.int32(is_causal), *scores.arguments(),
     ]  # fmt: skip
     capped, partial = int(scores.soft_cap > 0), int(out.dtype is torch.float32)
@@ -145,12 +151,6 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     yield _kernel(0, False, 256, 0, 0, False, {})
     for dim in (64, 128, 256):
         yield _kernel(0, False, dim, 0, 0, False, element_macro(torch.float16))
-
-
-def _heads_at_once(tiles: int, kv_heads: int) -> int:
-    """KV heads whose tiles are taken together: all, so that the longest tiles of all heads come first, as long as the
-    cache on the GPU holds what they read (the keys of 32,768 tokens and 8 heads do not fit into it)."""
-    return max(1, min(kv_heads, 2048 // tiles))
 
 
 def _warp_tokens(dim: int) -> int:

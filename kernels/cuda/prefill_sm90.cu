@@ -86,13 +86,14 @@ struct Pages {
 
 // tiles: [cut][2]: request (-1: none), and first row of the tile, those that see most first; row i of a request is
 // query i / group and head i % group of the KV head's. first_heads: [kv_heads + 1], or null: as many query heads for
-// each. Part i of a tile's tokens goes to out and lse from row i * q_rows on.
+// each. The tiles of heads_at_once KV heads come before those of the next ones. Part i of a tile's tokens goes to out
+// and lse from row i * q_rows on.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefill_sm90(const bf16* q, long long q_stride, const char* k_cache, const char* v_cache, long long page_stride,
                  long long head_stride, long long token_stride, const int* tiles, const int* qo_indptr,
                  const int* page_indptr, const int* indices, const int* kv_lens, const int* first_heads, void* out,
-                 float* lse, int parts, int q_rows, int heads, int kv_heads, int cut, int page_shift, int is_causal,
-                 int window, float scale_log2) {
+                 float* lse, int parts, int q_rows, int heads, int kv_heads, int heads_at_once, int cut, int page_shift,
+                 int is_causal, int window, float scale_log2) {
   DYNAMIC_SHARED(memory);
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -119,8 +120,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     for (int round = 0; item_of(round) < cut * kv_heads * parts; ++round) {
-      const int tile = item_of(round) / parts / kv_heads, kv_head = item_of(round) / parts % kv_heads;
-      const int part = item_of(round) % parts;
+      const int of_some = cut * parts * heads_at_once, head_from = item_of(round) / of_some * heads_at_once;
+      const int some = min(heads_at_once, kv_heads - head_from), item = item_of(round) % of_some;
+      const int tile = item / parts / some, kv_head = head_from + item / parts % some, part = item % parts;
       const int request = tiles[2 * tile], row0 = tiles[2 * tile + 1];
       if (request < 0) continue;
       const int even = heads / kv_heads, head0 = first_heads ? first_heads[kv_head] : even * kv_head;

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from allspan.kernels.cuda import prefill
 from allspan.kernels.cuda.pages import PageTable, Scores, dense, dense_table
 from allspan.kernels.cuda.prefill import PrefillPlan, cut_prefill, paged_prefill, plan_prefill
 from support.cuda_pages import check_prefill, expected, random_pages, random_queries
@@ -38,6 +39,12 @@ def test_small_batches_agree_with_float32(
     batch: tuple[list[int], list[int]], dim: int, heads: tuple[int, int], device: str
 ) -> None:
     check_prefill(paged_prefill, batch, heads, dim, 16, device)
+
+
+def test_heads_that_take_turns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of long prompts do, so that a cache holds what they read: here two, then the last one."""
+    monkeypatch.setattr(prefill, "heads_at_once", lambda tiles, kv_heads: 2)
+    check_prefill(paged_prefill, ([70, 5], [90, 5]), (3, 2), 64, 16, device)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
