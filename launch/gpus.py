@@ -71,12 +71,20 @@ def visible_gpus(gpus: tuple[Gpu, ...], environ: Mapping[str, str] = os.environ)
     return tuple(found)
 
 
-def gpus_for(count: int, flags: str, gpus: tuple[Gpu, ...], environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The first `count` visible ones; `flags` says in words who asks for so many. Raises ConfigError with the
-    numbers."""
+def gpus_for(
+    count: int,
+    flags: str,
+    gpus: tuple[Gpu, ...],
+    environ: Mapping[str, str] = os.environ,
+    are_shared: bool = False,
+) -> tuple[Gpu, ...]:
+    """The first `count` visible ones; where there are fewer and they may be shared, these in turn. `flags` says in
+    words who asks for so many. Raises ConfigError with the numbers."""
     seen = visible_gpus(gpus, environ)
     if len(seen) >= count:
         return seen[:count]
+    if seen and are_shared:
+        return tuple(seen[i % len(seen)] for i in range(count))
     hidden = f" ({VISIBLE} is {environ[VISIBLE]!r}, the machine has {len(gpus)})" if VISIBLE in environ else ""
     if not seen:
         raise ConfigError(
@@ -84,7 +92,7 @@ def gpus_for(count: int, flags: str, gpus: tuple[Gpu, ...], environ: Mapping[str
         )
     raise ConfigError(
         f"{flags}, a GPU each, and there {'are' if len(seen) > 1 else 'is'} {len(seen)}{hidden}; lower --ranks or "
-        "--data-parallel-size, or make more GPUs visible"
+        "--data-parallel-size, make more GPUs visible, or pass --oversubscribe to have ranks share them"
     )
 
 

@@ -29,7 +29,7 @@ class PlacementConfig:
     bind: str = "auto"
     """"auto": each rank to its NUMA node; "none"; or processors rank by rank, as in "0-31|32-63"."""
     oversubscribe: bool = False
-    """Allow more ranks x threads than processors (slow; for tests)."""
+    """Allow more ranks x threads than processors, and more ranks than GPUs (slow; for tests)."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def place_on_gpus(
     """
     replicas, ranks = config.data_parallel_size, config.ranks or 1
     flags = f"--data-parallel-size x --ranks is {replicas} x {ranks}" if replicas > 1 else f"--ranks is {ranks}"
-    mine = gpus_for(replicas * ranks, flags, gpus)
+    mine = gpus_for(replicas * ranks, flags, gpus, are_shared=config.oversubscribe)
     if config.bind not in ("auto", "none"):
         placed = _place_by_list(topology, replace(config, ranks=ranks))
         return replace(placed, ranks=tuple(replace(p, gpu=gpu) for p, gpu in zip(placed.ranks, mine, strict=True)))

@@ -72,6 +72,13 @@ def test_a_part_of_a_gpu_is_taken_at_its_word() -> None:
     assert [gpu.visible for gpu in visible_gpus(FOUR, {gpus.VISIBLE: "MIG-1,MIG-2"})] == ["MIG-1", "MIG-2"]
 
 
+def test_too_few_gpus_are_shared_where_that_is_allowed() -> None:
+    shared = gpus_for(5, "--ranks is 5", FOUR, {gpus.VISIBLE: "2,1"}, are_shared=True)
+    assert [gpu.index for gpu in shared] == [2, 1, 2, 1, 2]
+    with pytest.raises(ConfigError, match="no NVIDIA GPU is found"):
+        gpus_for(1, "--ranks is 1", (), {}, are_shared=True)
+
+
 def test_too_few_gpus_are_refused_with_the_numbers() -> None:
     assert gpus_for(2, "--ranks is 2", FOUR, {}) == FOUR[:2]
     with pytest.raises(ConfigError, match="--ranks is 5, a GPU each, and there are 4; lower --ranks"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from allspan.worker.parallel.base import Collectives
@@ -17,7 +18,8 @@ class StagedCollectives:
         self._inner = inner
 
     def all_reduce(self, x: Tensor) -> None:
-        host = x.cpu()
+        """Of 16-bit elements, too: their sum is rounded once."""
+        host = x.float().cpu() if x.dtype in (torch.bfloat16, torch.float16) else x.cpu()
         self._inner.all_reduce(host)
         x.copy_(host)
 

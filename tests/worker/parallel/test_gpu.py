@@ -16,6 +16,8 @@ from allspan.kernels.errors import BackendUnavailable
 from allspan.protos.errors import DeadlineExceeded
 from allspan.worker.parallel import gpu
 from allspan.worker.parallel.gpu import GpuCollectives, join_gpus
+from allspan.worker.parallel.staged import StagedCollectives
+from support.threads import ThreadWorld
 
 
 class Host:
@@ -155,3 +157,15 @@ def test_tensors_of_the_host_are_summed_there(played: Callable[..., Played]) -> 
     collectives.all_reduce(torch.zeros(2))
     host: Any = collectives._host
     assert host._inner.calls == ["all_reduce"]
+
+
+def test_16_bit_elements_that_go_through_the_host_are_summed_in_float32() -> None:
+    world = ThreadWorld(3)
+
+    def on_rank(rank: int) -> list[float]:
+        x = torch.tensor([1.0, 256.0 if rank == 0 else 0.5], dtype=torch.bfloat16)
+        StagedCollectives(world.collectives[rank]).all_reduce(x)
+        assert x.dtype is torch.bfloat16
+        return x.tolist()
+
+    assert world.run(on_rank) == [[3.0, 256.0]] * 3, "rounded once: 257 is no bfloat16"
