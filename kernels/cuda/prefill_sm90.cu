@@ -58,11 +58,32 @@ struct Ring {
   }
 };
 
-// Rounds of a block: there and back, so that with the longest items first all blocks have about as much to do.
-__device__ __forceinline__ int item_of(int round) {
-  const int blocks = gridDim.x, me = blockIdx.x;
-  return round * blocks + (round % 2 ? blocks - 1 - me : me);
-}
+// What a block has to do, of `cut` tiles for each KV head in as many parts: those of some heads, which share what the
+// GPU's cache holds, before those of others. In rounds there and back, so that with the longest items first all blocks
+// have about as much to do; who had none in the last round begins with the next heads.
+struct Items {
+  const int cut, parts, kv_heads, heads_at_once;
+  int head_from, round, offset;
+  int tile, kv_head, part;
+
+  __device__ Items(int cut, int parts, int kv_heads, int heads_at_once)
+      : cut(cut), parts(parts), kv_heads(kv_heads), heads_at_once(heads_at_once), head_from(0), round(0), offset(0) {}
+  __device__ __forceinline__ bool next() {
+    const int blocks = gridDim.x;
+    for (; head_from < kv_heads; head_from += heads_at_once, round = 0) {
+      const int some = min(heads_at_once, kv_heads - head_from), items = cut * parts * some;
+      const int me = (blockIdx.x + blocks - offset) % blocks;
+      const int item = round * blocks + (round % 2 ? blocks - 1 - me : me);
+      ++round;
+      if (item < items) {
+        tile = item / parts / some, kv_head = head_from + item / parts % some, part = item % parts;
+        return true;
+      }
+      offset = (offset + items) % blocks;
+    }
+    return false;
+  }
+};
 
 // Copies of a warp of the first warpgroup: rows 32 warp to 32 warp + 31 of each tile.
 struct Copies {
@@ -119,10 +140,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         barrier_arrive(shared.queries_full);
       }
     };
-    for (int round = 0; item_of(round) < cut * kv_heads * parts; ++round) {
-      const int of_some = cut * parts * heads_at_once, head_from = item_of(round) / of_some * heads_at_once;
-      const int some = min(heads_at_once, kv_heads - head_from), item = item_of(round) % of_some;
-      const int tile = item / parts / some, kv_head = head_from + item / parts % some, part = item % parts;
+    for (Items items(cut, parts, kv_heads, heads_at_once); items.next();) {
+      const int tile = items.tile, kv_head = items.kv_head, part = items.part;
       const int request = tiles[2 * tile], row0 = tiles[2 * tile + 1];
       if (request < 0) continue;
       const int even = heads / kv_heads, head0 = first_heads ? first_heads[kv_head] : even * kv_head;

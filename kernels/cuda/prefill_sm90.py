@@ -10,7 +10,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, element_macro, gpu, kernel, launch
 from allspan.kernels.cuda.pages import KV, QUERIES, Cache, PageTable, Scores, check_rows, kv_of
-from allspan.kernels.cuda.prefill import PrefillPlan, check_plan, heads_at_once
+from allspan.kernels.cuda.prefill import PrefillPlan, check_plan
 from allspan.kernels.errors import BackendUnavailable
 
 HEAD_DIMS = (64, 128)
@@ -18,6 +18,8 @@ CAPABILITY = (9, 0)
 LEAST_PAGE = 16
 """Tokens: fewer would be looked up one by one."""
 
+_LONG = 512
+"""Tiles of a KV head, of all of which the GPU's cache does not hold what they read; then heads take turns."""
 _ROWS, _THREADS, _SLOTS, _REST = 128, 384, 6, 1024 + 256
 
 
@@ -64,7 +66,7 @@ def attend_sm90(
     arguments = [
         q, np.int64(q.stride(0)), *kv.tensors[:2], *map(np.int64, kv.strides), plan.tiles, plan.qo_indptr,
         table.indptr, table.indices, table.kv_lens, table.first_heads, out, lse, np.int32(parts), np.int32(len(q)),
-        np.int32(heads), np.int32(kv.heads), np.int32(heads_at_once(len(plan.tiles), kv.heads)),
+        np.int32(heads), np.int32(kv.heads), np.int32(kv.heads if len(plan.tiles) < _LONG else 1),
         np.int32(len(plan.tiles)), np.int32(kv.page_size.bit_length() - 1), np.int32(is_causal), window, factor,
     ]  # fmt: skip
     blocks = min(len(plan.tiles) * kv.heads * parts, device.multiprocessors)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from allspan.kernels.cuda import modules
+from allspan.kernels.cuda import modules, prefill_sm90
 from allspan.kernels.cuda.pages import PageTable, Scores, dense, dense_table, kv_of
 from allspan.kernels.cuda.prefill import PrefillPlan, plan_prefill
 from allspan.kernels.cuda.prefill_sm90 import attend_sm90, paged_prefill_sm90
@@ -75,6 +75,13 @@ def test_small_batches_agree_with_float32(
     batch: tuple[list[int], list[int]], heads: tuple[int, int], dim: int, page: int, device: str
 ) -> None:
     check_prefill(paged_prefill_sm90, batch, heads, dim, page, device)
+
+
+@pytest.mark.parametrize("queries", [[300], [40, 500]])
+def test_heads_that_take_turns(queries: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of long prompts do, so that a cache holds what they read; rounds of some end amid the blocks."""
+    monkeypatch.setattr(prefill_sm90, "_LONG", 0)
+    check_prefill(paged_prefill_sm90, (queries, queries), (3, 2), 64, 16, device)
 
 
 @pytest.mark.parametrize(("batch", "window"), [(([300], [600]), 130), (([70, 3], [70, 500]), 0), (([130], [200]), 500)])
