@@ -13,14 +13,19 @@ import pytest
 import torch
 
 from allspan import Engine, SamplingParams
+from allspan.kernels.cuda import modules
 from allspan.kernels.cuda.move_pages import gather_pages, scatter_pages
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.host_pages import HostPages
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.lanes import Lanes, cuda_lanes
 from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.engine import setup
+from allspan.worker.models import loader
+from allspan.worker.models.loader import memory_of
 from allspan.worker.patience import Patience
 from allspan.worker.scheduler.plan import Copy
+from support.emulator.driver import EmulatorDriver
 from support.tiny_models import prompt, save_tiny
 
 SPECS = {
@@ -188,6 +193,39 @@ def test_pages_of_many_parts_are_gathered_and_scattered(device: str) -> None:
         gather_pages(cache, range(5), buffer)
     with pytest.raises(ValueError, match=r"pages: 0 … 7 of 7"):
         gather_pages(cache, (0, 7), buffer)
+
+
+class AtOnce:
+    """A lane that is never behind."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> Mark:
+        return Mark(has_happened=True)
+
+    def wait(self, event: Any) -> None:
+        assert event.query()
+
+
+def test_an_engine_whose_pages_come_and_go_gives_the_same_tokens(
+    tmp_path: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "driver", lambda: emulator)
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
+    lanes = Lanes(AtOnce(), AtOnce(), AtOnce())
+    monkeypatch.setattr(setup, "_host_tier", lambda config, model, world: HostPages(model.cache_spec, 40, "cpu", lanes))
+    sizes = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    save_tiny(tmp_path / "model", "llama", torch.bfloat16, **sizes)
+    page = CacheSpec(16, 2, 1, 64, "bfloat16").bytes_per_page
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    asked = [prompt(33 + i, 90, i) for i in range(4)]
+    limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64, "page_size": 16}
+    settings: dict[str, Any] = {"kernels": "cuda", "dtype": "bfloat16", "kv_cache_bytes": 5 * page, **limits}
+    with Engine(tmp_path / "model", **settings) as engine:
+        first, again = ([engine.generate([one], params)[0].token_ids for one in asked] for _ in range(2))
+        assert engine.statistics().prefix_host_hit_tokens >= 4 * 32 - 5 * 16
+    assert first == again
 
 
 @pytest.mark.gpu
