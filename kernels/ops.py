@@ -156,6 +156,9 @@ class OpSet(Protocol):
     def gather_rows(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[m, H] = x[rows]; rows int32 [m]."""
 
+    def gather_columns(self, x: Tensor, columns: Tensor, out: Tensor) -> None:
+        """out[n, m] = x[:, columns]; columns int32 [m]."""
+
 
 class AttentionMeta(Protocol):
     """Which tokens and pages belong to which request. All int32."""

@@ -55,13 +55,14 @@ REFERENCE = {
     "attention": "allspan.kernels.reference.attention:attention",
     "silu_mul": "allspan.kernels.reference.elementwise:silu_mul",
     "gather_rows": "allspan.kernels.reference.elementwise:gather_rows",
+    "gather_columns": "allspan.kernels.reference.elementwise:gather_columns",
     "packed_embedding": "allspan.kernels.reference.packed:packed_embedding",
     "packed_linear": "allspan.kernels.reference.packed:packed_linear",
     "packed_linear_add": "allspan.kernels.reference.packed:packed_linear_add",
     "packed_gated_linear": "allspan.kernels.reference.packed:packed_gated_linear",
 }
 
-CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in REFERENCE}
+CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in REFERENCE} | {"gather_columns": REFERENCE["gather_columns"]}
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.elementwise:embedding",
@@ -75,6 +76,7 @@ CUDA = {
     "add_rms_norm": "allspan.kernels.cuda.elementwise:add_rms_norm",
     "silu_mul": "allspan.kernels.cuda.elementwise:silu_mul",
     "gather_rows": "allspan.kernels.cuda.elementwise:gather_rows",
+    "gather_columns": "allspan.kernels.cuda.columns:gather_columns",
     "rotary_append": "allspan.kernels.cuda.rotary_append:rotary_append",
     "attention": "allspan.kernels.cuda.attention:attention",
     "packed_linear": "allspan.kernels.cuda.linear:packed_linear",
@@ -169,7 +171,7 @@ def _resolve(name: str, backend: Backend, runtime: Any) -> dict[str, Callable[..
     ops = {op: _load(REFERENCE[op]) for op in missing}
     for op, target in backend.ops.items():
         function = _load(target)
-        ops[op] = function if runtime is None else partial(function, runtime)
+        ops[op] = function if runtime is None or target == REFERENCE[op] else partial(function, runtime)
     return ops
 
 

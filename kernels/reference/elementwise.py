@@ -77,3 +77,8 @@ def hadamard(x: Tensor, center: Tensor | None) -> None:
         turned = torch.stack((first + second, first - second), dim=-2)
         half *= 2
     x.copy_(turned.reshape(x.shape) * size**-0.5)
+
+
+def gather_columns(x: Tensor, columns: Tensor, out: Tensor) -> None:
+    """See `OpSet.gather_columns`."""
+    torch.index_select(x, 1, columns, out=out)

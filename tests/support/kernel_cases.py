@@ -181,6 +181,10 @@ def gather_rows(rows: list[int]) -> list[Any]:
     return [randn(70, 33), ints(rows), poison(len(rows), 33)]
 
 
+def gather_columns(n: int, columns: list[int]) -> list[Any]:
+    return [randn(n, 33), ints(columns), poison(n, len(columns))]
+
+
 F32, BF16, I8, U4 = torch.float32, torch.bfloat16, torch.int8, torch.uint8
 """Formats of pages; U4 holds two elements a byte."""
 GQA_9_3 = [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -268,6 +272,8 @@ def _cases() -> Iterator[Case]:
     yield Case("embedding", "of-a-rank-without-rows", embedding, ([1, 2], 0, 0, F32), 0)
     yield Case("gather_rows", "some", gather_rows, ([69, 0, 0, 31],), 0)
     yield Case("gather_rows", "none", gather_rows, ([],), 0)
+    yield Case("gather_columns", "some", gather_columns, (5, [32, 0, 0, 31]), 0)
+    yield Case("gather_columns", "of-nothing", gather_columns, (0, [2, 1]), 0)
     for dtype in (F32, BF16):
         for bias in (False, True):
             yield from _sized("linear", linear, [(*sizes, dtype, bias) for sizes in LINEAR])

@@ -146,3 +146,8 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
 def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
     for to, row in enumerate(rows.tolist()):
         out[to] = x[row]
+
+
+def gather_columns(x: Tensor, columns: Tensor, out: Tensor) -> None:
+    for to, column in enumerate(columns.tolist()):
+        out[:, to] = x[:, column]

@@ -276,9 +276,16 @@ class _Source:
 
     def fields(self, part: int, rows: range, inputs: range) -> Mapping[str, Tensor]:
         name, rows = self._find(part, rows)
+        return self._quantised(name).fields(name, rows, inputs)
+
+    def order(self, part: int) -> Tensor:
+        name, _ = self._find(part, range(0))
+        return self._quantised(name).order(name)
+
+    def _quantised(self, name: str) -> QuantisedCheckpoint:
         if not isinstance(self.checkpoint, QuantisedCheckpoint):
             raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no codes")
-        return self.checkpoint.fields(name, rows, inputs)
+        return self.checkpoint
 
     def _find(self, part: int, rows: range) -> tuple[str, range]:
         """The checkpoint's name of a part's weight, and which of its rows these are."""

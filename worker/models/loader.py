@@ -242,8 +242,11 @@ def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Chec
                 f"{checkpoint.where(name)}: tensor {name!r} is of a quantised checkpoint, and there is no "
                 "quantization_config in its config.json"
             )
+    expected = expected_shapes(shard, weights, checkpoint.naming)
     ignored = IGNORED_TENSORS + (("lm_head.weight",) if source.spec.tie_word_embeddings else ())
-    check_tensors(checkpoint, expected_shapes(shard, weights, checkpoint.naming), ignored)
+    if source.quantised is not None:
+        ignored += source.quantised.idle_biases(expected)
+    check_tensors(checkpoint, expected, ignored)
     return checkpoint
 
 
@@ -289,9 +292,16 @@ def memory_of(device: str, dtype: str) -> str:
 def note_decoded(path: str, holding: Holding) -> None:
     """Says which types of a quantised checkpoint are not computed with as they are."""
     pieces = [piece for piece in layout(holding.shard.spec) if not isinstance(piece, Vector)]
-    kinds = {kind for piece in pieces for kind in holding.shape_of(piece).stored}
-    layout_of = native if holding.quantization == "gguf" else stored_layout
-    decoded = sorted(kind for kind in kinds - {"F32", "BF16", PLAIN, ""} if layout_of(kind, holding.memory) is None)
+    kinds = {(kind, shape) for shape in map(holding.shape_of, pieces) for kind in shape.stored}
+    is_gguf = holding.quantization == "gguf"
+    decoded = sorted(
+        {
+            kind
+            for kind, shape in kinds
+            if kind not in ("F32", "BF16", PLAIN, "")
+            and (native(kind, shape.memory) if is_gguf else stored_layout(kind, shape)) is None
+        }
+    )
     if holding.quantization in OWN and decoded:
         held = str(holding.dtype).removeprefix("torch.")
         logger.warning("%s: tensors of type %s are decoded and held as %s", path, ", ".join(decoded), held)

@@ -19,6 +19,9 @@ from allspan.worker.models.profile import OpTimer, profiles
 from allspan.worker.models.program import COLLECTIVE_OPS, Buffer, Op, Program, Rows, Slot, flat
 from allspan.worker.parallel.base import Collectives
 
+_REFERENCE_OPS = frozenset({"gather_columns"})
+"""Those that have no compiled kernel."""
+
 _STEP_INPUTS = ("ids", "positions", "slots", "logits_rows", "attention")
 _ROWS = {"logits_rows": Rows.LOGITS}
 """What the rows of a step's input count; the others count tokens."""
@@ -34,6 +37,7 @@ class NativeProgram:
         self._capacity = dict(capacity)
         self._native = native(len(program.slots), window)
         self._names: dict[str, int] = {}
+        self._bound: dict[int, Any] = {}
         self._inputs: dict[str, Any] = {}
         self._buffers: dict[int, tuple[Rows, Tensor]] = {}
         storages: dict[str, Tensor] = {}
@@ -48,7 +52,7 @@ class NativeProgram:
                 self._names[slot.name] = i
                 if slot.name in _STEP_INPUTS:
                     self._native.declare_input(i, slot.name, _ROWS.get(slot.name) is Rows.LOGITS)
-        foreign = COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset()
+        foreign = _REFERENCE_OPS | (COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset())
         self._stretches: list[tuple[int, int] | _Foreign] = []
         self._timer = OpTimer("cpu")
         self._is_profiling = False
@@ -61,7 +65,9 @@ class NativeProgram:
         for is_foreign, stretch in itertools.groupby(program.ops, lambda op: op.name in foreign):
             ops_here = list(stretch)
             if is_foreign:
-                self._stretches += [_Foreign(op, getattr(collectives, op.name)) for op in ops_here]
+                self._stretches += [
+                    _Foreign(op, getattr(ops if op.name in _REFERENCE_OPS else collectives, op.name)) for op in ops_here
+                ]
                 continue
             for op in ops_here:
                 arguments = [(type(a) is Slot, a.index if type(a) is Slot else a) for a in flat(op.arguments)]
@@ -79,6 +85,7 @@ class NativeProgram:
         for name, value in values.items():
             index = self._names.get(name)
             if index is not None:
+                self._bound[index] = value
                 self._native.bind(index, value)
 
     def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
@@ -131,16 +138,21 @@ class NativeProgram:
         count = num_logits if op.rows is Rows.LOGITS else num_tokens
         if count == 0:
             return
-        values = [self._buffers[a.index][1][:count] if type(a) is Slot else a for a in op.arguments]
+        values = [self._value(a, count) if type(a) is Slot else a for a in op.arguments]
         if self._is_profiling:
             self._timer.call(op.name, foreign.function, *values)
         else:
             foreign.function(*values)
         self._foreign_progress += 1
 
+    def _value(self, slot: Slot, count: int) -> Any:
+        """A buffer's rows, or what is bound."""
+        buffer = self._buffers.get(slot.index)
+        return self._bound[slot.index] if buffer is None else buffer[1][:count]
+
 
 class _Foreign:
-    """An op that Python calls; its slots are buffers."""
+    """An op that Python calls."""
 
     def __init__(self, op: Op, function: Callable[..., None]) -> None:
         self.op = op

@@ -21,8 +21,8 @@ from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.gguf_file import GgufFile
 from allspan.worker.weights.quantised_folder import METHODS, QuantisedFolder
 
-_BESIDE = ("quantize_config.json", "quant_config.json")
-"""Where old tools described quantised weights."""
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where old tools described quantised weights, and by which method those are if it does not say."""
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 """model_type → family. A new family is one file and one name here."""
@@ -116,7 +116,7 @@ def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | Non
         beside = [path for name in _BESIDE if (path := folder / name).is_file()]
         if not beside:
             return None
-        source, described = beside[0], read_json_object(beside[0])
+        source, described = beside[0], {"quant_method": _BESIDE[beside[0].name]} | read_json_object(beside[0])
     method = (described.get("quant_method") or described.get("quant_type")) if isinstance(described, dict) else None
     if method not in METHODS:
         raise CheckpointError(

@@ -68,6 +68,9 @@ class Source(Protocol):
         """As other quantised checkpoints hold them: codes, scales and offsets, as
         `allspan.kernels.reference.packed` has them. `inputs` begin with a group."""
 
+    def order(self, part: int) -> Tensor:
+        """int32 [inputs]: those of the whole layer, in the order in which `fields` has them."""
+
 
 class Epilogue(enum.Enum):
     """What becomes of a product."""

@@ -31,6 +31,8 @@ class PackedPart:
     first_part: int
     column: int
     """Of the layer's outputs, the first one."""
+    is_ordered: bool = False
+    """Whether its inputs are in an order of their own."""
 
     @property
     def weight(self) -> str:
@@ -40,6 +42,10 @@ class PackedPart:
     def bias(self) -> str:
         return f"bias{self.number}"
 
+    @property
+    def order(self) -> str:
+        return f"order{self.number}"
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -48,6 +54,8 @@ class Layout:
     format: str
     activation: str
     group: int = 0
+    order: str = ""
+    """In which inputs are held, if not as they come: parts that are alike have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,8 @@ class PackedMethod(ABC):
         for layout, count in runs:
             parts = shape.parts[first : first + count]
             number = "" if len(runs) == 1 else f".{len(held)}"
-            held.append(PackedPart(number, packed_spec(layout, shape, parts), first, sum(shape.parts[:first])))
+            spec, column = packed_spec(layout, shape, parts), sum(shape.parts[:first])
+            held.append(PackedPart(number, spec, first, column, bool(layout.order)))
             first += count
         return tuple(held)
 
@@ -92,6 +101,8 @@ class PackedMethod(ABC):
             held[part.weight] = HeldTensor(part.spec.shape, torch.uint8)
             if shape.has_bias:
                 held[part.bias] = HeldTensor((part.spec.features,), torch.float32)
+            if part.is_ordered:
+                held[part.order] = HeldTensor((part.spec.inputs,), torch.int32)
         return held
 
     def load(self, shape: LinearShape, source: Source, held: Mapping[str, Tensor], packer: Packer) -> None:
@@ -100,6 +111,8 @@ class PackedMethod(ABC):
             if shape.has_bias:
                 for part, out in enumerate(torch.split(held[packed.bias], list(parts)), packed.first_part):
                     source.bias(part, out)
+            if packed.is_ordered:
+                held[packed.order].copy_(source.order(packed.first_part))
             step = _CHUNK // max(1, shape.all_inputs) // FEATURES * FEATURES or FEATURES
             for number, size in enumerate(parts if shape.inputs else ()):
                 for start in range(0, size, step):
@@ -122,7 +135,11 @@ class PackedMethod(ABC):
         for part in packed:
             op = _OPS[epilogue] if alone else "packed_linear"
             bias = weights[part.bias] if shape.has_bias else None
-            program.op(op, x, weights[part.weight], bias, part.spec, part.column, product)
+            seen = x
+            if part.is_ordered:
+                seen = program.scratch("ordered", x, part.spec.inputs)
+                program.op("gather_columns", x, weights[part.order], seen)
+            program.op(op, seen, weights[part.weight], bias, part.spec, part.column, product)
         if product is not out:
             program.op("add" if epilogue is Epilogue.ADD else "silu_mul", product, out)
 

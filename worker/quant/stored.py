@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from allspan.kernels.packed import FORMATS, ROW_FORMATS
@@ -9,18 +11,35 @@ from allspan.kernels.packing import Packer
 from allspan.worker.quant.base import LinearShape, Source
 from allspan.worker.quant.packed import Chunk, Layout, PackedMethod, block_inputs
 from allspan.worker.quant.plain import Plain
+from allspan.worker.weights.quantised_matrix import IRREGULAR
 
-_FORMATS = {
+_GROUPS = (32, 64, 128, 256, 512)
+_INTEGERS = {"int4": (4, "a16"), "int8": (8, "a16"), "a8w8": (8, "a8")}
+_LAYOUTS = {
     "fp8/-1": Layout("fp8", "e4m3"),
     "fp8/128": Layout("fp8_block", "e4m3"),
+    **{f"{name}/-1": Layout(f"channel{bits}", activation) for name, (bits, activation) in _INTEGERS.items()},
+    **{
+        f"{name}/{group}": Layout(f"group{bits}", activation, group)
+        for name, (bits, activation) in _INTEGERS.items()
+        for group in _GROUPS
+    },
 }
 """`allspan.worker.weights.quantised_matrix.QuantisedMatrix.kind` → how it is held."""
 
 
-def stored_layout(kind: str, memory: str) -> Layout | None:
-    """Of a kind that is computed with as it is; None: it is decoded."""
-    layout = _FORMATS.get(kind)
-    return layout if layout is not None and layout.format in (ROW_FORMATS if memory == "rows" else FORMATS) else None
+def stored_layout(kind: str, shape: LinearShape) -> Layout | None:
+    """Of a kind that is computed with as it is; None: it is decoded. So are matrices whose inputs do not come group by
+    group if the rank has only some of them."""
+    held, order = kind, ""
+    if kind.count("/") == 2:
+        held, _, order = kind.rpartition("/")
+    layout = _LAYOUTS.get(held)
+    if layout is None or layout.format not in (ROW_FORMATS if shape.memory == "rows" else FORMATS):
+        return None
+    if order and (order == IRREGULAR or len(shape.inputs) != shape.all_inputs):
+        return None
+    return replace(layout, order=order)
 
 
 class Stored(PackedMethod):
@@ -42,4 +61,4 @@ class Stored(PackedMethod):
         packer.fields(source.fields(chunk.part, chunk.rows, inputs), chunk.target)
 
     def _stored(self, shape: LinearShape, part: int) -> Layout | None:
-        return stored_layout(shape.stored[part], shape.memory) if shape.stored else None
+        return stored_layout(shape.stored[part], shape) if shape.stored else None

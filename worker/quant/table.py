@@ -15,7 +15,7 @@ from allspan.worker.quant.instant import SCHEMES, InstantQuant
 from allspan.worker.quant.plain import Plain
 from allspan.worker.quant.stored import Stored
 
-STORED = ("compressed-tensors",)
+STORED = ("gptq", "awq", "compressed-tensors")
 """Methods for checkpoints that are quantised so, and no others."""
 
 MakeMethod = Callable[[torch.dtype, int], LinearMethod]

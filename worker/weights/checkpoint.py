@@ -47,6 +47,9 @@ class QuantisedCheckpoint(Checkpoint, Protocol):
     def fields(self, name: str, rows: range, inputs: range) -> dict[str, Tensor]:
         """Codes, scales and offsets: see `allspan.worker.weights.quantised_matrix.QuantisedMatrix.fields`."""
 
+    def order(self, name: str) -> Tensor:
+        """int32 [in]: the inputs in the order in which `fields` has them."""
+
 
 def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], ignored: Collection[str]) -> None:
     """Before anything is read: every expected tensor is there with its shape, and none is left over.

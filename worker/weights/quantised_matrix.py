@@ -13,17 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+IRREGULAR = "irregular"
+
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix(ABC):
     name: str
-    """"fp8", "int4" or "int8"; "a8w8": int8, and inputs are to have 8 bits, too."""
+    """ "fp8", "int4" or "int8"; "a8w8": int8, and inputs are to have 8 bits, too."""
     shape: tuple[int, int]
     """[out, in]."""
     group: int
     """Inputs that share a scale; -1: all."""
-    order: Tensor | None
-    """int32 [in]: the inputs, those of a group next to each other; None: they are as they come."""
+    group_of: Tensor | None
+    """int64 [in]: the group of each input; None: they come group by group."""
 
     @abstractmethod
     def codes(self, rows: range, inputs: range) -> Tensor:
@@ -39,34 +41,39 @@ class QuantisedMatrix(ABC):
 
     @property
     def kind(self) -> str:
-        """NAME/GROUP; of a matrix whose inputs are not in the order of their groups NAME/GROUP/ORDER, a hash of it."""
+        """NAME/GROUP; where inputs do not come group by group NAME/GROUP/ORDER: a hash of their order, or IRREGULAR, if
+        groups are not of one size."""
         kind = f"{self.name}/{self.group}"
-        return kind if self.order is None else f"{kind}/{zlib.crc32(self.order.numpy().tobytes()):08x}"
+        if self.group_of is None:
+            return kind
+        if not torch.equal(self.group_of.sort()[0], in_groups(self.shape[1], self.group)):
+            return f"{kind}/{IRREGULAR}"
+        return f"{kind}/{zlib.crc32(self.order().numpy().tobytes()):08x}"
+
+    def order(self) -> Tensor:
+        """int32 [in]: the inputs, group by group."""
+        order = torch.arange(self.shape[1]) if self.group_of is None else self.group_of.argsort(stable=True)
+        return order.int()
 
     def floats(self, rows: range, inputs: range) -> Tensor:
         """float32 [rows, inputs]."""
-        groups = self._groups()[inputs.start : inputs.stop]
+        groups = in_groups(self.shape[1], self.group) if self.group_of is None else self.group_of
+        groups = groups[inputs.start : inputs.stop]
         codes, zeros = self.codes(rows, inputs), self.zeros(rows)
         values = codes.view(torch.float8_e4m3fn).float() if zeros is None else codes.float() - zeros[:, groups]
         return values * self.scales(rows)[:, groups]
 
     def fields(self, rows: range, inputs: range) -> dict[str, Tensor]:
         """Codes, scales and offsets as `allspan.kernels.reference.packed` has them: of `inputs`, which begin with a
-        group, in the order of groups."""
-        if self.order is None:
-            codes = self.codes(rows, inputs)
-        else:
-            codes = self.codes(rows, range(self.shape[1]))[:, self.order[inputs.start : inputs.stop].long()]
+        group; all of them in `order`, where that is another."""
+        codes = self.codes(rows, inputs)
+        if self.group_of is not None:
+            codes = codes[:, self.order()]
         size = self.group if self.group != -1 else max(1, self.shape[1])
         groups = slice(inputs.start // size, -(-inputs.stop // size))
         scales, zeros = self.scales(rows)[:, groups], self.zeros(rows)
         fields = {"codes": codes, "scales": scales}
         return fields if zeros is None else fields | {"offsets": zeros[:, groups] * scales}
-
-    def _groups(self) -> Tensor:
-        """int64 [in]: the group of each."""
-        groups = torch.arange(self.shape[1]) // (self.group if self.group != -1 else max(1, self.shape[1]))
-        return groups if self.order is None else torch.empty_like(groups).scatter_(0, self.order.long(), groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +103,103 @@ class ScaledMatrix(QuantisedMatrix):
 
     def _of(self, numbers: Tensor, rows: range) -> Tensor:
         return numbers[torch.arange(rows.start, rows.stop) // self.tall]
+
+
+@dataclass(frozen=True, slots=True)
+class WordMatrix(QuantisedMatrix):
+    """Codes of compressed-tensors, `bits` each: the inputs of an output side by side in words of 32 bits, the first in
+    the lowest."""
+
+    bits: int
+    words: Tensor
+    """int32 [out, words of inputs]."""
+    scale: Tensor
+    """[out, groups]."""
+    zero: Tensor | None
+    """int32 [words of outputs, groups]; None: 0 is half of all codes."""
+
+    def codes(self, rows: range, inputs: range) -> Tensor:
+        each = 32 // self.bits
+        words, first = _words(inputs, each)
+        codes = unpacked(self.words[rows.start : rows.stop, words], self.bits).flatten(1)
+        return codes[:, first : first + len(inputs)]
+
+    def scales(self, rows: range) -> Tensor:
+        return self.scale[rows.start : rows.stop].float()
+
+    def zeros(self, rows: range) -> Tensor:
+        if self.zero is None:
+            return torch.full((len(rows), self.scale.shape[1]), 2.0 ** (self.bits - 1))
+        words, first = _words(rows, 32 // self.bits)
+        zeros = unpacked(self.zero[words], self.bits).transpose(1, 2).flatten(0, 1)
+        return zeros[first : first + len(rows)].float()
+
+
+@dataclass(frozen=True, slots=True)
+class GptqMatrix(QuantisedMatrix):
+    """Codes of GPTQ: words of the inputs of an output, words lying output by output; zeros in words of outputs."""
+
+    bits: int
+    words: Tensor
+    """int32 [words of inputs, out]."""
+    zero: Tensor
+    """int32 [groups, words of outputs]."""
+    scale: Tensor
+    """[groups, out]."""
+    lack: int
+    """By which zeros are stored too low."""
+
+    def codes(self, rows: range, inputs: range) -> Tensor:
+        words, first = _words(inputs, 32 // self.bits)
+        codes = unpacked(self.words[words, rows.start : rows.stop].T, self.bits).flatten(1)
+        return codes[:, first : first + len(inputs)]
+
+    def scales(self, rows: range) -> Tensor:
+        return self.scale[:, rows.start : rows.stop].T.float()
+
+    def zeros(self, rows: range) -> Tensor:
+        words, first = _words(rows, 32 // self.bits)
+        zeros = unpacked(self.zero[:, words], self.bits).flatten(1)[:, first : first + len(rows)]
+        return (zeros + self.lack & (1 << self.bits) - 1).T.float()
+
+
+@dataclass(frozen=True, slots=True)
+class AwqMatrix(QuantisedMatrix):
+    """4-bit codes of AWQ's "gemm": words of outputs, in which outputs 0 to 7 are codes 0, 4, 1, 5, 2, 6, 3 and 7."""
+
+    words: Tensor
+    """int32 [in, words of outputs]."""
+    zero: Tensor
+    """int32 [groups, words of outputs]."""
+    scale: Tensor
+    """[groups, out]."""
+
+    def codes(self, rows: range, inputs: range) -> Tensor:
+        return self._outputs(self.words[inputs.start : inputs.stop], rows).T
+
+    def scales(self, rows: range) -> Tensor:
+        return self.scale[:, rows.start : rows.stop].T.float()
+
+    def zeros(self, rows: range) -> Tensor:
+        return self._outputs(self.zero, rows).T.float()
+
+    def _outputs(self, packed: Tensor, rows: range) -> Tensor:
+        words, first = _words(rows, 8)
+        codes = unpacked(packed[:, words], 4)[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
+        return codes[:, first : first + len(rows)]
+
+
+def in_groups(inputs: int, group: int) -> Tensor:
+    """int64 [inputs]: the group of each, where they come group by group."""
+    return torch.arange(inputs) // (group if group != -1 else max(1, inputs))
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 […] → uint8 […, 32 / bits], the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).to(torch.uint8)
+
+
+def _words(codes: range, each: int) -> tuple[slice, int]:
+    """The words that hold these codes, and which of theirs is the first."""
+    return slice(codes.start // each, -(-codes.stop // each)), codes.start % each

@@ -24,7 +24,14 @@ from allspan.worker.quant.base import HeldTensor
 from allspan.worker.weights.mapped_file import MappedFile
 from allspan.worker.weights.safetensors_folder import Stored, read_entry, read_header
 
-_NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 _MOST_ALIGNED = 64
 _POPULATE_BYTES = 64 << 20
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14

@@ -117,8 +117,10 @@ def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> Non
         ({"model_type": "gemma3"}, r"model_type 'gemma3' .*supported: llama, mistral, qwen2, qwen3"),
         ({"model_type": None}, r"model_type None is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"'LlamaForSequenceClassification'.*LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantised checkpoint \(awq\).*GGUF"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised checkpoint \(gptq\)"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            r"quantised checkpoint \(bitsandbytes\).*GGUF",
+        ),
         ({"quantization_config": {"quant_method": "hqq"}}, r"quantised checkpoint \(hqq\)"),
         ({"compression_config": {"format": "pack-quantized"}}, r"quantised checkpoint"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope type 'dynamic' .*default, linear, llama3, yarn"),
@@ -155,9 +157,9 @@ def test_linear_attention_layers_are_refused(tmp_path: Path) -> None:
         spec_of(tmp_path, mixed)
 
 
-def test_an_old_gptq_folder_is_recognised_by_its_own_file(tmp_path: Path) -> None:
-    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "quant_method": "gptq"}')
-    with pytest.raises(CheckpointError, match=r"quantize_config.json: quantised checkpoint \(gptq\)"):
+def test_an_old_quantised_folder_is_recognised_by_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "quant_method": "marlin"}')
+    with pytest.raises(CheckpointError, match=r"quantize_config.json: quantised checkpoint \(marlin\)"):
         spec_of(tmp_path, LLAMA)
 
 

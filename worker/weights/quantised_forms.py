@@ -1,0 +1,156 @@
+"""The forms in which tools store quantised matrices, told by the tensors that a matrix has and its config.
+
+| tensors | written by |
+|---|---|
+| weight (e4m3), weight_scale or weight_scale_inv (a scale, too) | vLLM's `fp8` and `fbgemm_fp8`, compressed-tensors |
+| weight (int8), weight_scale, weight_zero_point | compressed-tensors, `int-quantized` |
+| weight_packed, weight_shape, weight_scale, weight_zero_point, weight_g_idx | compressed-tensors, `pack-quantized` |
+| qweight, qzeros, scales, g_idx | GPTQ |
+| qweight, qzeros, scales | AWQ (`gemm`) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.worker.weights.quantised_matrix import (
+    AwqMatrix,
+    GptqMatrix,
+    QuantisedMatrix,
+    ScaledMatrix,
+    WordMatrix,
+    in_groups,
+)
+
+Config = Mapping[str, Any]
+"""A quantization_config."""
+
+MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
+"""Suffixes of tensors that only quantised matrices have."""
+
+SUFFIXES = (*MARKS, "weight", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx")
+"""Of all tensors that a matrix may have."""
+
+
+def quantised_matrix(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
+    """From the tensors of a matrix by their suffixes, and the config. Raises ValueError, or KeyError for one that is
+    missing."""
+    if "weight_packed" in tensors:
+        return _packed(tensors, config)
+    if "qweight" not in tensors:
+        return _scaled(tensors, config)
+    is_awq = config.get("quant_method", config.get("quant_type")) == "awq"
+    return _awq(tensors, config) if is_awq else _gptq(tensors, config)
+
+
+def _scaled(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
+    weight = tensors["weight"]
+    scale = tensors["weight_scale"] if "weight_scale" in tensors else tensors["weight_scale_inv"]
+    zero = tensors.get("weight_zero_point")
+    names = {torch.float8_e4m3fn: "fp8", torch.int8: "a8w8" if _has_small_inputs(config) else "int8"}
+    if weight.dtype not in names:
+        raise ValueError(f"weights are {weight.dtype}, which is not supported ({', '.join(map(str, names))})")
+    outputs, inputs = weight.shape
+    block = _block(config)
+    if scale.numel() == 1:
+        tall, group, scale = outputs, -1, scale.reshape(1, 1)
+    elif scale.numel() == outputs and (block is None or scale.ndim == 1):
+        tall, group, scale = 1, -1, scale.reshape(outputs, 1)
+    elif block is not None and scale.shape == (-(-outputs // block[0]), -(-inputs // block[1])):
+        tall, group = block
+    elif scale.ndim == 2 and scale.shape[0] == outputs:
+        tall, group = 1, _group(inputs, scale.shape[1], config)
+    else:
+        raise ValueError(f"the scales are neither one for all, nor for each output, nor for blocks of {block}")
+    zero = None if zero is None else zero.reshape(scale.shape)
+    return ScaledMatrix(names[weight.dtype], (outputs, inputs), group, None, weight, scale, tall, zero)
+
+
+def _packed(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
+    words, scale, zero = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
+    outputs, inputs = (int(size) for size in tensors["weight_shape"].tolist())
+    bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words.shape[1]), 0)
+    if not bits or scale.shape[0] != outputs or words.shape[0] != outputs:
+        raise ValueError("these are not codes of 4 or 8 bits")
+    if zero is not None and zero.shape != (-(-outputs * bits // 32), scale.shape[1]):
+        raise ValueError("the zeros are not packed like the weights")
+    group = _group(inputs, scale.shape[1], config)
+    order = _order(tensors.get("weight_g_idx"), inputs, group)
+    return WordMatrix(f"int{bits}", (outputs, inputs), group, order, bits, words, scale, zero)
+
+
+def _gptq(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
+    words, zero, scale, group_of = tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx")
+    bits = int(config["bits"])
+    inputs = words.shape[0] * 32 // bits if group_of is None else len(group_of)
+    outputs = words.shape[1]
+    bits = words.shape[0] * 32 // max(1, inputs)  # some layers may have others than most
+    if bits not in (4, 8):
+        raise ValueError(f"codes of {bits} bits are not supported (4, 8)")
+    if scale.shape[1] != outputs or zero.shape != (len(scale), outputs * bits // 32):
+        raise ValueError("the zeros or the scales are not those of the weights")
+    group = _group(inputs, len(scale), config)
+    order = _order(group_of, inputs, group)
+    lack = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    return GptqMatrix(f"int{bits}", (outputs, inputs), group, order, bits, words, zero, scale, lack)
+
+
+def _awq(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
+    words, zero, scale = tensors["qweight"], tensors["qzeros"], tensors["scales"]
+    bits, version = config.get("bits", config.get("w_bit")), str(config.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise ValueError(f"AWQ with {bits} bits in version {version!r} is not supported (4, 'gemm')")
+    inputs, outputs = words.shape[0], words.shape[1] * 8
+    if scale.shape[1] != outputs or zero.shape != (len(scale), words.shape[1]):
+        raise ValueError("the zeros or the scales are not those of the weights")
+    return AwqMatrix("int4", (outputs, inputs), _group(inputs, len(scale), config), None, words, zero, scale)
+
+
+def _group(inputs: int, groups: int, config: Config) -> int:
+    """The inputs that share a scale, of so many groups."""
+    if groups == 1:
+        return -1
+    sizes = [
+        config.get("group_size", config.get("q_group_size")),
+        *(args.get("group_size") for args in _weights(config)),
+    ]
+    for size in sizes:
+        if isinstance(size, int) and size > 0 and -(-inputs // size) == groups:
+            return size
+    raise ValueError(f"{inputs} inputs do not have {groups} groups of {sizes}")
+
+
+def _order(group_of: Tensor | None, inputs: int, group: int) -> Tensor | None:
+    """See `QuantisedMatrix.group_of`."""
+    if group_of is None or group == -1:
+        return None
+    if group_of.shape != (inputs,):
+        raise ValueError(f"{list(group_of.shape)} groups are named for {inputs} inputs")
+    named = group_of.long()
+    return None if torch.equal(named, in_groups(inputs, group)) else named
+
+
+def _weights(config: Config) -> Iterable[Config]:
+    """What compressed-tensors says of weights."""
+    groups = (config.get("config_groups") or {}).values()
+    return [group.get("weights") or {} for group in groups]
+
+
+def _has_small_inputs(config: Config) -> bool:
+    groups = (config.get("config_groups") or {}).values()
+    return any((group.get("input_activations") or {}).get("num_bits") == 8 for group in groups)
+
+
+def _block(config: Config) -> tuple[int, int] | None:
+    """Outputs and inputs that share a scale."""
+    found = config.get("weight_block_size")
+    for args in _weights(config):
+        found = found or args.get("block_structure")
+    if not found:
+        return None
+    tall, wide = found
+    return int(tall), int(wide)
