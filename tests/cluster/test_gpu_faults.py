@@ -148,23 +148,23 @@ def test_a_killed_rank_is_named_to_every_request_and_its_memory_is_free(start: S
     assert served.wait_exit(5.0) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "tokens"), [(1, 3000), (2, 400)])
 def test_the_next_world_has_the_memory_of_the_one_before_and_goes_on_with_its_requests(
-    start: Start, ranks: int
+    start: Start, ranks: int, tokens: int
 ) -> None:
-    """Three times over: what a dead rank left would add up."""
+    """Twice: what a dead rank left would add up. Ranks that share a GPU take turns at it, milliseconds each."""
     before = used_mib()
     served = start(f"--ranks={ranks}")
     with ClientEngine(attach=served.run_dir, resume_timeout=120.0) as engine:
         engine.generate([[5, 6, 7]], SHORT)
         held = used_mib()
         for epoch in (2, 3):
-            _, queue = engine.start_request([5, 6, 7], ENDLESS.with_(max_tokens=3000))
+            _, queue = engine.start_request([5, 6, 7], ENDLESS.with_(max_tokens=tokens))
             first = queue.get(timeout=60)
             assert first is not None
             kill(served, ranks - 1)
             rest = list(iter(partial(queue.get, timeout=120), None))
-            assert sum(len(output.token_ids) for output in (first, *rest)) == 3000, "none is missing, none came twice"
+            assert sum(len(output.token_ids) for output in (first, *rest)) == tokens, "none is missing, none came twice"
             assert engine.cluster.epoch == epoch
             wait_until(lambda: used_mib() <= held + SLACK_MIB, DOWN_S, "as much memory in use as before the fault")
     assert served.ask_to_end() == 0

@@ -9,7 +9,7 @@ from allspan.protos.errors import ConfigError
 
 DEFAULT_SHARE = 0.25
 """Of the node's available memory, for the KV of all ranks on it."""
-GPU_RESERVE = 1 << 30
+GPU_RESERVE = 3 << 29
 """Of a GPU's memory, for what comes after the KV: captured graphs, workspaces, kernels that are loaded."""
 MOST_PAGES = 2**20
 """That are taken unasked: a tiny model's would be so many that counting them takes seconds."""
