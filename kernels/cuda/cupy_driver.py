@@ -11,14 +11,14 @@ import importlib
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from allspan.kernels.cuda.compiled import compile_missing, compiled
-from allspan.kernels.cuda.modules import Gpu, Kernel
+from allspan.kernels.cuda.modules import Gpu, Kernel, Matrix
 from allspan.kernels.cuda.nvrtc import architecture, loaded_major, nvrtc
 from allspan.kernels.errors import BackendUnavailable
 
@@ -27,6 +27,9 @@ _CONFIG = struct.Struct("=6IIxxxxQQIxxxx")
 _EARLY = struct.Struct("=IxxxxI60x").pack(6, 1)
 """CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1."""
 _INVALID_CONTEXT = 201
+_MAP_TYPES = {torch.float8_e4m3fn: 0, torch.int8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+"""CUtensorMapDataType."""
+_SWIZZLE_128, _PROMOTION_256 = 3, 3
 _FORMATS: dict[type, str] = {
     torch.Tensor: "Q",
     torch.nn.Parameter: "Q",
@@ -129,7 +132,8 @@ class CupyDriver:
             raise BackendUnavailable("this torch is a CPU build; install one with CUDA (launch/demo.sh --gpu does)")
         try:
             self._cupy = importlib.import_module("cupy")
-            self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+            library = ctypes.CDLL("libcuda.so.1")
+            self._launch, self._encode = library.cuLaunchKernelEx, library.cuTensorMapEncodeTiled
         except ImportError as error:
             raise BackendUnavailable(
                 f"CuPy cannot be had: {error}; pip install 'allspan[cuda13]' (or cuda12)"
@@ -140,6 +144,7 @@ class CupyDriver:
         self._current_stream: Any = torch._C._cuda_getCurrentRawStream  # torch.cuda.current_stream makes an object
         self._launchers: dict[tuple[Kernel, int], Launcher] = {}
         self._gpus: dict[torch.device, Gpu] = {}
+        self.tensor_map = lru_cache(maxsize=4096)(self._tensor_map)
 
     def gpu(self, device: torch.device) -> Gpu:
         if device not in self._gpus:
@@ -160,6 +165,18 @@ class CupyDriver:
         device = self._current_device()
         launcher = self._launchers.get((kernel, device)) or self._load(kernel, device)
         launcher(blocks, threads, arguments, shared_bytes, self._current_stream(device), is_early)
+
+    def _tensor_map(self, matrix: Matrix) -> bytes:
+        """Raises RuntimeError for what CUDA refuses."""
+        made = (ctypes.c_char * 192)()
+        at = ctypes.addressof(made) + -ctypes.addressof(made) % 64
+        sizes, strides = (ctypes.c_uint64 * 2)(matrix.elements, matrix.rows), (ctypes.c_uint64 * 1)(matrix.row_bytes)
+        tile, ones = (ctypes.c_uint32 * 2)(matrix.tile_elements, matrix.tile_rows), (ctypes.c_uint32 * 2)(1, 1)
+        to, kind, of = ctypes.c_void_p(at), _MAP_TYPES[matrix.dtype], ctypes.c_void_p(matrix.address)
+        result = self._encode(to, kind, 2, of, sizes, strides, tile, ones, 0, _SWIZZLE_128, _PROMOTION_256, 0)
+        if result:
+            raise RuntimeError(f"{matrix}: CUDA refuses to copy tiles of it: error {result}")
+        return ctypes.string_at(at, 128)
 
     def _load(self, kernel: Kernel, device: int) -> Launcher:
         gpu = self.gpu(torch.device("cuda", device))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from allspan.kernels.cuda.gemm_sm90 import Scales, gemm_sm90, pays
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
 from allspan.kernels.cuda.skinny import (
     ADD,
@@ -110,7 +111,9 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 def _of_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
     """`matrix` bfloat16 [features, inputs]."""
     view = into.view(spec)
-    if into.epilogue == GATED or (bias is not None and is_float(into.out)):
+    if pays(x, matrix, bias, view, into.epilogue):
+        gemm_sm90(x, matrix, None, bias, view, into.epilogue)
+    elif into.epilogue == GATED or (bias is not None and is_float(into.out)):
         _finish(torch.mm(x, matrix.T), bias, spec, into)
     elif bias is not None:
         torch.addmm(bias.bfloat16(), x, matrix.T, out=view)
@@ -136,12 +139,15 @@ def _of_codes(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, 
 def _of_e4m3(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
     """e4m3 numbers on both sides, in a slab's order."""
     codes, scales, _ = _quantised(x, spec, torch.float8_e4m3fn)
-    matrix = codes_of(weight, spec).view(torch.float8_e4m3fn).T
+    matrix, view = codes_of(weight, spec).view(torch.float8_e4m3fn), into.view(spec)
+    if pays(codes, matrix, bias, view, into.epilogue):
+        gemm_sm90(codes, matrix, Scales(scales, numbers_of(weight, spec)[0]), bias, view, into.epilogue)
+        return
     if x.is_cuda:
         one = _one(x.device)
-        products = torch._scaled_mm(codes, matrix, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        products = torch._scaled_mm(codes, matrix.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     else:
-        products = (codes.float() @ matrix.float()).bfloat16()
+        products = (codes.float() @ matrix.T.float()).bfloat16()
     _finish(products, bias, spec, into, (scales, None, numbers_of(weight, spec)))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from allspan.kernels.errors import BackendUnavailable
 
@@ -38,6 +39,28 @@ class Gpu:
     """(9, 0): Hopper, whose own units only some kernels use."""
 
 
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix in global memory, as Hopper copies tiles of it to and from shared memory, 128 bytes wide."""
+
+    address: int
+    """A multiple of 16, like `row_bytes`."""
+    rows: int
+    elements: int
+    """Of a row."""
+    row_bytes: int
+    dtype: torch.dtype
+    tile_rows: int
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def tile_elements(self) -> int:
+        return 128 // self.element_bytes
+
+
 def shared_limit(capability: tuple[int, int]) -> int:
     """`Gpu.shared_bytes` of a GPU that is not here."""
     if capability[0] in (9, 10, 11):
@@ -49,6 +72,8 @@ class Driver(Protocol):
     """Compiles and launches."""
 
     def gpu(self, device: torch.device) -> Gpu: ...
+
+    def tensor_map(self, matrix: Matrix) -> bytes: ...
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
         """Has them compiled, side by side, so that their first launches need not."""
@@ -120,6 +145,16 @@ def noting() -> Iterator[dict[Kernel, None]]:
 def is_noting() -> bool:
     """Whether this thread's launches are only noted."""
     return _noting.kernels is not None
+
+
+def tensor_map(tensor: Tensor, tile_rows: int) -> bytes:
+    """A kernel's parameter: `TensorMap` of ptx_sm90.cuh, for a matrix whose address and rows are multiples of 16 bytes
+    (ValueError otherwise)."""
+    rows, elements = tensor.shape
+    address, row_bytes = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
+    if address % 16 or row_bytes % 16 or tensor.stride(1) != 1:
+        raise ValueError(f"matrix: at {address:#x}, in rows of {row_bytes} bytes; both must be multiples of 16")
+    return driver().tensor_map(Matrix(address, rows, elements, row_bytes, tensor.dtype, tile_rows))
 
 
 def gpu(device: torch.device) -> Gpu:

@@ -39,7 +39,69 @@ __device__ __forceinline__ void turn_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Between what came into shared memory, of other threads too that this one waited for, and products that read it.
+// As one of the `count`, and the phase is not done before so many more bytes came with tiles.
+__device__ __forceinline__ void barrier_arrive_for(uint32_t at, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+// Between barrier_init and the meeting of a cluster (ptx.cuh) after which other blocks use the barriers.
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// barrier_arrive at the barrier that lies at the same place of another block of the cluster.
+__device__ __forceinline__ void barrier_arrive_in(int rank, uint32_t at) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(at),
+      "r"(rank)
+      : "memory");
+}
+
+// A matrix in global memory, of which tiles are copied: what Driver.tensor_map makes. A kernel has it as a parameter
+// that is __grid_constant__.
+struct alignas(64) TensorMap {
+  char words[128];
+};
+// Copies a tile, the first of which is this element of this row, into shared memory, 128 bytes a row, 16-byte chunks
+// swizzled by the row; zeros where the matrix has nothing. The barrier counts its bytes. The other one copies it to the
+// same place of all blocks of the cluster whose bit is set in `ranks`, and counts at the barrier of each.
+__device__ __forceinline__ void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(&map), "r"(element), "r"(row), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void copy_tile_to_all(uint32_t to, const TensorMap& map, int element, int row,
+                                                 uint32_t barrier, int ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(element), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
+      : "memory");
+}
+// The other way, as far as the matrix goes: the tile is stored, or added to what is there (float32). wait_tiles waits
+// until what this thread has sent, but for the last N batches, was read from shared memory, which may then change.
+__device__ __forceinline__ void store_tile(const TensorMap& map, int element, int row, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(element),
+               "r"(row), "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void add_tile(const TensorMap& map, int element, int row, uint32_t from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+      "r"(element), "r"(row), "r"(from)
+      : "memory");
+}
+__device__ __forceinline__ void end_tiles() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void wait_tiles() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+// Between what threads wrote into shared memory, copies too (of other threads that this one waited for), and products
+// and tiles that read it.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int N>
@@ -82,6 +144,13 @@ __device__ __forceinline__ void hold(float x) {
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"  \
   "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
   "%56,%57,%58,%59,%60,%61,%62,%63}"
+#define ALLSPAN_SUMS128                                                                                         \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
+  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,"    \
+  "%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,"    \
+  "%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,"  \
+  "%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,"   \
+  "%127}"
 
 // d[64][128] (+)= a[64][16] · b[16][128], bfloat16, both in shared memory, rows of a and columns of b along k. As for
 // mma.sync, a warp has 16 rows; d[4 n ...] is its tile of columns 8 n to 8 n + 7.
@@ -120,6 +189,25 @@ __device__ __forceinline__ void multiply_values(float (&d)[32], const uint32_t* 
       : ALLSPAN_32(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+// d[64][256] (+)= a[64][32 bytes] · b[32 bytes][256], like multiply_keys: of 16-bit elements, or of e4m3.
+#define ALLSPAN_MULTIPLY_TILES(shape, more)                                                     \
+  asm volatile(                                                                                 \
+      "{\n"                                                                                     \
+      ".reg .pred adds;\n"                                                                      \
+      "setp.ne.b32 adds, %130, 0;\n"                                                            \
+      "wgmma.mma_async.sync.aligned." shape " " ALLSPAN_SUMS128 ", %128, %129, adds, 1, 1" more \
+      ";\n"                                                                                     \
+      "}"                                                                                       \
+      : ALLSPAN_32(d, 0), ALLSPAN_32(d, 32), ALLSPAN_32(d, 64), ALLSPAN_32(d, 96)               \
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
+__device__ __forceinline__ void multiply_tiles(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
+  ALLSPAN_MULTIPLY_TILES("m64n256k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT, ", 0, 0");
+}
+__device__ __forceinline__ void multiply_tiles_e4m3(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
+  ALLSPAN_MULTIPLY_TILES("m64n256k32.f32.e4m3.e4m3", "");
+}
+#undef ALLSPAN_MULTIPLY_TILES
+#undef ALLSPAN_SUMS128
 #undef ALLSPAN_8
 #undef ALLSPAN_32
 #undef ALLSPAN_SUMS32

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from allspan.kernels.cuda.modules import FOLDER, Gpu, Kernel
+from allspan.kernels.cuda.modules import FOLDER, Gpu, Kernel, Matrix, shared_limit
 from allspan.kernels.cuda.variants import all_variants
 
 HERE = Path(__file__).parent
@@ -96,7 +97,7 @@ class EmulatorDriver:
 
     def __init__(self, folder: Path, multiprocessors: int = 5, capability: tuple[int, int] = (8, 0)) -> None:
         self._folder = folder
-        self._gpu = Gpu(multiprocessors, 232448 - 1024, capability)
+        self._gpu = Gpu(multiprocessors, shared_limit((9, 0)), capability)
         self._libraries: dict[Kernel, Any] = {}
         self._streams: Streams | None = None
         self.launched: list[Kernel] = []
@@ -108,6 +109,10 @@ class EmulatorDriver:
     def prepare(self, kernels: Iterable[Kernel]) -> None:
         """Most of what an engine might launch is never launched in a test."""
         self.prepared += kernels
+
+    def tensor_map(self, matrix: Matrix) -> bytes:
+        sizes = (matrix.row_bytes, matrix.elements, matrix.rows, matrix.tile_elements, matrix.tile_rows)
+        return struct.pack("=QQ6I88x", matrix.address, *sizes, matrix.element_bytes, 0x5A5A)
 
     def launch(
         self,

@@ -8,37 +8,39 @@
 #define ALLSPAN_PTX_SM90
 
 struct PhaseBarrier {
-  uint16_t count, missing;
-  uint16_t phase : 1, is_unfenced : 1, : 14;  // is_unfenced: tells of copies that products may not see yet
-  uint16_t magic;
+  uint16_t count, missing : 14, phase : 1,
+      is_unfenced : 1;        // is_unfenced: tells of copies that products may not see yet
+  int bytes : 24, magic : 8;  // bytes: of tiles that have not come
 };
-inline PhaseBarrier& phase_barrier(uint32_t at, bool must_be = true) {
+static_assert(sizeof(PhaseBarrier) == 8);
+inline PhaseBarrier& phase_barrier(uint32_t at, bool must_be = true, char* base = emulator::block.base) {
   if (at % 8) emulator::fail("a barrier is not aligned");
-  auto& barrier = *reinterpret_cast<PhaseBarrier*>(emulator::block.base + at);
-  if (must_be && barrier.magic != 0x5a5a) emulator::fail("there is no barrier where one is used");
+  auto& barrier = *reinterpret_cast<PhaseBarrier*>(base + at);
+  if (must_be && barrier.magic != 0x5a) emulator::fail("there is no barrier where one is used");
   return barrier;
 }
 inline void barrier_init(uint32_t at, int count) {
   const auto many = static_cast<uint16_t>(count);
-  phase_barrier(at, false) = {many, many, 0, 0, 0x5a5a};
+  phase_barrier(at, false) = {many, many, 0, 0, 0, 0x5a};
 }
-inline void barrier_count(uint32_t at, bool is_unfenced) {
-  PhaseBarrier& barrier = phase_barrier(at);
+inline void barrier_count(char* base, uint32_t at, bool is_unfenced, int arrivals = 1, int bytes = 0) {
+  PhaseBarrier& barrier = phase_barrier(at, true, base);
   barrier.is_unfenced |= is_unfenced;
-  if (--barrier.missing == 0) barrier.missing = barrier.count, barrier.phase ^= 1;
+  barrier.missing -= arrivals, barrier.bytes += bytes;
+  if (barrier.missing == 0 && barrier.bytes == 0) barrier.missing = barrier.count, barrier.phase ^= 1;
   emulator::block.moved = true;
 }
 inline void barrier_arrive(uint32_t at) {
-  barrier_count(at, emulator::me->is_unfenced);
+  barrier_count(emulator::block.base, at, emulator::me->is_unfenced);
   emulator::yield();  // those that waited may be faster than what this thread does next
 }
 inline void barrier_arrive_with_copies(uint32_t at) {
   commit();
   auto& groups = emulator::me->groups;
-  emulator::block.later.push_back([at, came = std::move(groups)] {
+  emulator::block.later.push_back([at, base = emulator::block.base, came = std::move(groups)] {
     for (const auto& group : came)
       for (const auto& copy : group) emulator::land(copy);
-    barrier_count(at, true);
+    barrier_count(base, at, true);
   });
   groups.clear();
 }
@@ -47,6 +49,100 @@ inline void barrier_wait(uint32_t at, uint32_t parity) {
     emulator::yield();
   } while (phase_barrier(at).phase == parity);
   emulator::me->is_unfenced |= phase_barrier(at).is_unfenced;
+  emulator::block.moved = true;
+}
+
+inline void barrier_arrive_for(uint32_t at, int bytes) {
+  barrier_count(emulator::block.base, at, emulator::me->is_unfenced, 1, bytes);
+}
+
+inline void fence_barriers() {}
+inline char* base_of(int rank) {
+  if (rank < 0 || rank >= static_cast<int>(emulator::cluster.bases.size()))
+    emulator::fail("no such block of a cluster");
+  if (!emulator::cluster.blocks[rank]->alive && emulator::cluster.bases[rank] != emulator::block.base)
+    emulator::fail("a block reaches for another's memory that has ended");
+  return emulator::cluster.bases[rank];
+}
+inline void barrier_arrive_in(int rank, uint32_t at) {
+  barrier_count(base_of(rank), at, emulator::me->is_unfenced);
+  emulator::yield();
+}
+
+struct alignas(64) TensorMap {
+  char* base;
+  uint64_t row_bytes;
+  uint32_t elements, rows;            // of the matrix
+  uint32_t tile_elements, tile_rows;  // of a tile
+  uint32_t element_bytes, is_made;    // 0x5a5a
+  char rest[128 - 2 * 8 - 6 * 4];
+};
+static_assert(sizeof(TensorMap) == 128);
+// Of each 4 bytes of a tile: where they are in shared memory and in the matrix, or null where it has none.
+template <class Visit>
+void visit_tile(const TensorMap& map, int element, int row, char* base, uint32_t at, Visit&& visit) {
+  if (map.is_made != 0x5a5a) emulator::fail("a parameter is no tensor map");
+  if (map.tile_elements * map.element_bytes != 128 || at % 1024)
+    emulator::fail("a tile is not aligned or not 128 wide");
+  for (uint32_t r = 0; r < map.tile_rows; ++r)
+    for (uint32_t byte = 0; byte < 128; byte += 4) {
+      const long long x = element + static_cast<long long>(byte / map.element_bytes),
+                      y = row + static_cast<long long>(r);
+      uint32_t to = at + r * 128 + byte;
+      to ^= to >> 3 & 112;
+      const bool is_there = x >= 0 && x < map.elements && y >= 0 && y < map.rows;
+      const int bytes = is_there ? static_cast<int>(std::min<long long>(4, (map.elements - x) * map.element_bytes)) : 0;
+      visit(base + to, is_there ? map.base + y * map.row_bytes + x * map.element_bytes : nullptr, bytes);
+    }
+}
+inline void bring_tile(char* base, uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
+  emulator::block.later.push_back([=] {
+    visit_tile(map, element, row, base, to, [](char* into, const char* from, int bytes) {
+      std::memset(into, 0, 4);
+      if (from) std::memcpy(into, from, bytes);
+    });
+    barrier_count(base, barrier, false, 0, -static_cast<int>(map.tile_rows) * 128);
+  });
+}
+inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
+  bring_tile(emulator::block.base, to, map, element, row, barrier);
+}
+inline void copy_tile_to_all(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier, int ranks) {
+  for (int rank = 0; ranks >> rank; ++rank)
+    if (ranks >> rank & 1) bring_tile(base_of(rank), to, map, element, row, barrier);
+}
+template <class Put>
+void send_tile(const TensorMap& map, int element, int row, uint32_t from, Put&& put) {
+  if (emulator::me->is_unfenced) emulator::fail("a tile is stored that has no fence behind it");
+  auto count = emulator::me->tiles.back();
+  ++*count;
+  emulator::block.later.push_back([=, base = emulator::block.base] {
+    visit_tile(map, element, row, base, from, [&](const char* there, char* to, int bytes) {
+      if (to) put(to, there, bytes);
+    });
+    --*count;
+    emulator::block.moved = true;
+  });
+}
+inline void store_tile(const TensorMap& map, int element, int row, uint32_t from) {
+  send_tile(map, element, row, from, [](char* to, const char* there, int bytes) { std::memcpy(to, there, bytes); });
+}
+inline void add_tile(const TensorMap& map, int element, int row, uint32_t from) {
+  send_tile(map, element, row, from, [](char* to, const char* there, int) {
+    float sum, more;
+    std::memcpy(&sum, to, 4), std::memcpy(&more, there, 4);
+    sum += more;
+    std::memcpy(to, &sum, 4);
+  });
+}
+inline void end_tiles() { emulator::me->tiles.push_back(std::make_shared<int>(0)); }
+template <int N>
+void wait_tiles() {
+  auto& batches = emulator::me->tiles;
+  while (batches.size() > N + 1) {
+    while (*batches.front() > 0) emulator::yield();
+    batches.erase(batches.begin());
+  }
   emulator::block.moved = true;
 }
 
@@ -109,8 +205,26 @@ struct Factors {
   uint64_t a_matrix, b_matrix;
 };
 
-// One m64n(2 kSums)k16 product; a is `registers`, or, without any, a_matrix.
-template <int kSums>
+inline float e4m3_wide(uint32_t bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  if ((bits & 127) == 127) return NAN;
+  const float size = std::ldexp(static_cast<float>(exponent ? 8 + fraction : fraction), (exponent ? exponent : 1) - 10);
+  return bits & 128 ? -size : size;
+}
+// Of two times 16 bits: an element each, or two of e4m3.
+template <bool kIsE4m3>
+float dot(uint32_t x, uint32_t y) {
+  if (!kIsE4m3) return wide(x) * wide(y);
+  static const auto all = [] {
+    std::array<float, 256> values;
+    for (int i = 0; i < 256; ++i) values[i] = e4m3_wide(i);
+    return values;
+  }();
+  return all[x & 255] * all[y & 255] + all[x >> 8] * all[y >> 8];
+}
+
+// One m64n(2 kSums)k16 product, or k32 of e4m3; a is `registers`, or, without any, a_matrix.
+template <bool kIsE4m3 = false, int kSums>
 void start_product(float (&sums)[kSums], const uint32_t* registers, uint64_t a_matrix, uint64_t b_matrix,
                    bool is_b_across, bool adds) {
   constexpr int kColumns = 2 * kSums;
@@ -132,9 +246,10 @@ void start_product(float (&sums)[kSums], const uint32_t* registers, uint64_t a_m
     const int row = lane / 4 + h * 8;
     for (int k = 0; k < 16; ++k) {
       const uint32_t word = emulator::of_lane(all, row % 8 * 4 + k % 8 / 2).a[h + k / 8 * 2];
-      const float x = wide(registers ? word >> k % 2 * 16 & 0xffff : a[k * 16 + row]);
+      const uint32_t x = registers ? word >> k % 2 * 16 & 0xffff : a[k * 16 + row];
       for (int n = 0; n < kSums / 4; ++n)
-        for (int e = 0; e < 2; ++e) added[n * 4 + h * 2 + e] += x * wide(b[k * kColumns + n * 8 + lane % 4 * 2 + e]);
+        for (int e = 0; e < 2; ++e)
+          added[n * 4 + h * 2 + e] += dot<kIsE4m3>(x, b[k * kColumns + n * 8 + lane % 4 * 2 + e]);
     }
   }
   const std::vector<uint32_t> held(mine.a, mine.a + 4);
@@ -157,6 +272,12 @@ inline void multiply_keys(float (&d)[64], uint64_t a, uint64_t b, bool adds) {
 }
 inline void multiply_values(float (&d)[64], const uint32_t* a, uint64_t b) { start_product(d, a, 0, b, true, true); }
 inline void multiply_values(float (&d)[32], const uint32_t* a, uint64_t b) { start_product(d, a, 0, b, true, true); }
+inline void multiply_tiles(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
+  start_product(d, nullptr, a, b, false, adds);
+}
+inline void multiply_tiles_e4m3(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
+  start_product<true>(d, nullptr, a, b, false, adds);
+}
 
 inline void begin_products() {}
 inline void end_products() {
@@ -171,6 +292,7 @@ void wait_products() {
     for (const auto& product : me.batches.front()) product.finish();
     me.batches.erase(me.batches.begin());
   }
+  emulator::exchange(0, 29);  // no lane says that it is done before the one that looks has
   for (auto at = me.sums.begin(); at != me.sums.end();) {
     const auto& [sums, real] = *at;
     const auto has = [&, to = sums](const auto& batch) {

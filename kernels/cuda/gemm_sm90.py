@@ -1,0 +1,117 @@
+"""Products of many rows on Hopper, with what becomes of them: see gemm_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch, tensor_map
+from allspan.kernels.cuda.skinny import ADD, GATED, STORE
+from allspan.kernels.errors import BackendUnavailable
+
+CAPABILITY = (9, 0)
+
+_ROWS, _FEATURES, _STAGES, _THREADS = 128, 256, 4, 384
+_LEAD = 2
+_STAGE = (_ROWS + _FEATURES) * 128
+_SHARED = 1024 - 128 + _STAGES * _STAGE + 8 * 2 * 2048 + _FEATURES * 8 + (2 * _STAGES + 2) * 8
+_BAND = 2048
+"""Rows that meet all features before the next ones do: at 128 bytes of depth, as much as a wave of blocks reads of the
+weight."""
+
+_LEAST_ROWS = {
+    (dtype, epilogue, has_bias): 512
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    for epilogue in (STORE, ADD, GATED)
+    for has_bias in (False, True)
+}
+"""By the elements, what becomes of the product and whether it has a bias: from where on it is faster than cuBLAS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """x · weight times these is the product, of e4m3."""
+
+    rows: Tensor
+    """float32 [n]."""
+    numbers: Tensor
+    """float32 [features, 2]: see kernels/rows.py; the first of each."""
+
+
+def gemm_sm90(
+    x: Tensor,
+    matrix: Tensor,
+    scales: Scales | None,
+    bias: Tensor | None,
+    out: Tensor,
+    epilogue: int,
+    cluster: int = 2,
+    band: int = _BAND,
+) -> None:
+    """out = x · matrixᵀ (· scales + bias), or what `epilogue` (STORE, ADD, GATED) makes of it.
+
+    x [n, depth] and matrix [features, depth] are bfloat16, or e4m3 with `scales`; bias float32 [features]. out is
+    bfloat16 [n, features], float32 for ADD; GATED has half as many. Rows may be apart, but begin at multiples of 16
+    bytes. Sums are float32, those of e4m3 as the tensor cores have them (what cuBLAS calls fast accumulation).
+
+    `cluster`: blocks, 1 or 2, that read a weight together. `band`: rows, see the kernel. Raises ValueError for what the
+    kernel does not take, BackendUnavailable on other GPUs than Hopper.
+    """
+    device = gpu(x.device)
+    if device.capability != CAPABILITY:
+        raise BackendUnavailable("gemm_sm90: made for compute capability 9.0, not {}.{}".format(*device.capability))
+    _check(x, matrix, scales, bias, out, epilogue)
+    (rows, depth), features, outputs = x.shape, len(matrix), out.shape[1]
+    if 0 in (rows, outputs):
+        return
+    across = _FEATURES // 2 if epilogue == GATED else _FEATURES
+    row_tiles = -(-rows // (_ROWS * cluster))
+    blocks = min(row_tiles * -(-outputs // across), device.multiprocessors // cluster) * cluster
+    steps = -(-depth * x.element_size() // 128)
+    of_band = max(1, band // (_ROWS * cluster))
+    arguments = (
+        tensor_map(x, 128), tensor_map(matrix, 128), tensor_map(out, 16), scales and scales.rows,
+        scales and scales.numbers, bias, *map(np.int32, (rows, features, outputs, steps, of_band)),
+    )  # fmt: skip
+    launch(_kernel(x.dtype, epilogue, cluster), (blocks,), _THREADS, arguments, _SHARED, is_early=True)
+
+
+def pays(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, epilogue: int) -> bool:
+    """Whether `gemm_sm90` takes these and is faster than cuBLAS with a pass behind it."""
+    least = _LEAST_ROWS.get((x.dtype, epilogue, bias is not None))
+    if least is None or len(x) < least or gpu(x.device).capability != CAPABILITY:
+        return False
+    if out.dtype != (torch.float32 if epilogue == ADD else torch.bfloat16):
+        return False
+    sides = (x, matrix, out)
+    return all(t.data_ptr() % 16 == 0 == t.stride(0) * t.element_size() % 16 and t.stride(1) == 1 for t in sides)
+
+
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+    if capability == CAPABILITY:
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            yield from (_kernel(dtype, epilogue, 2) for epilogue in (STORE, ADD, GATED))
+
+
+def _kernel(dtype: torch.dtype, epilogue: int, cluster: int) -> Kernel:
+    is_e4m3 = int(dtype is torch.float8_e4m3fn)
+    return kernel("gemm_sm90.cu", "gemm_sm90", E4M3=is_e4m3, EPILOGUE=epilogue, CLUSTER=cluster, LEAD=_LEAD)
+
+
+def _check(x: Tensor, matrix: Tensor, scales: Scales | None, bias: Tensor | None, out: Tensor, epilogue: int) -> None:
+    dtype = torch.bfloat16 if scales is None else torch.float8_e4m3fn
+    features = len(matrix)
+    if x.dtype != dtype or matrix.dtype != dtype or x.shape[1] != matrix.shape[1] or x.shape[1] == 0:
+        raise ValueError(f"x: {x.dtype} {list(x.shape)} and matrix {matrix.dtype} {list(matrix.shape)} are not {dtype}")
+    outputs = features // 2 if epilogue == GATED else features
+    kind = torch.float32 if epilogue == ADD else torch.bfloat16
+    if out.dtype != kind or tuple(out.shape) != (len(x), outputs):
+        raise ValueError(f"out: {out.dtype} {list(out.shape)} is not {kind} [{len(x)}, {outputs}]")
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (features,) or not bias.is_contiguous()):
+        raise ValueError(f"bias: {bias.dtype} {list(bias.shape)} is not float32 [{features}]")
+    if scales is not None and (scales.rows.shape != (len(x),) or scales.numbers.shape != (features, 2)):
+        raise ValueError(f"scales: {list(scales.rows.shape)} and {list(scales.numbers.shape)} are not of x and matrix")
