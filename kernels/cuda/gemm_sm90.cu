@@ -36,6 +36,8 @@ constexpr int kPieces = kAcross / kColumns, kTiles = kColumns / 8;  // and tiles
 constexpr uint64_t kAlong = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32 | 1 << 16;
 __device__ __forceinline__ uint64_t matrix(uint32_t at) { return kAlong | (at & 0x3ffff) >> 4; }
 
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + power(x * -1.4426950408889634f)); }
+
 struct Shared {
   uint32_t stages, pieces, full, empty, columns_full, columns_empty;  // barriers, of stages one each
   char* pieces_at;
@@ -121,6 +123,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             copy_tile(to + kTile, weight, element, feature, full);
             copy_tile(to + 2 * kTile, weight, element, feature + second, full);
           }
+          // What is there comes to the L2 cache before the tile is added to it.
+          if (EPILOGUE == kAdd)
+            for (int i = step * 4; i < min(step * 4 + 4, 8 * kPieces); ++i)
+              fetch_tile(out, feature + i / 8 * kColumns, row + i % 8 * 16);
           ring.next();
         }
       }
@@ -226,8 +232,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             float value[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-              value[e] =
-                  EPILOGUE == kGated ? __fdividef(sums[e], 1.0f + __expf(-sums[e])) * sums[kFeatures / 4 + e] : sums[e];
+              value[e] = EPILOGUE == kGated ? silu(sums[e]) * sums[kFeatures / 4 + e] : sums[e];
             const int to = h * 1024 + ((i ^ lane / 4) << 4) + lane % 4 * 4;
             *reinterpret_cast<uint32_t*>(row_at + to) = pack(value[0], value[1]);
           }

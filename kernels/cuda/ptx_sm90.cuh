@@ -81,6 +81,11 @@ __device__ __forceinline__ void copy_tile_to_all(uint32_t to, const TensorMap& m
       "l"(&map), "r"(element), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
       : "memory");
 }
+// Asks for a tile to be in the L2 cache.
+__device__ __forceinline__ void fetch_tile(const TensorMap& map, int element, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(element), "r"(row)
+               : "memory");
+}
 // The other way, as far as the matrix goes: the tile is stored, or added to what is there (float32). wait_tiles waits
 // until what this thread has sent, but for the last N batches, was read from shared memory, which may then change.
 __device__ __forceinline__ void store_tile(const TensorMap& map, int element, int row, uint32_t from) {

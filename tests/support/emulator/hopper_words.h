@@ -111,6 +111,7 @@ inline void copy_tile_to_all(uint32_t to, const TensorMap& map, int element, int
   for (int rank = 0; ranks >> rank; ++rank)
     if (ranks >> rank & 1) bring_tile(base_of(rank), to, map, element, row, barrier);
 }
+inline void fetch_tile(const TensorMap&, int, int) {}
 template <class Put>
 void send_tile(const TensorMap& map, int element, int row, uint32_t from, Put&& put) {
   if (emulator::me->is_unfenced) emulator::fail("a tile is stored that has no fence behind it");
