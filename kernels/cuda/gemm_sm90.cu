@@ -3,12 +3,11 @@
 //
 // A persistent block makes tiles of 128 rows by 256 features: one thread asks for tiles of x and weight ahead, a ring
 // of them; two warpgroups with 64 rows each multiply. What they have goes out through a little shared memory of each
-// warp, while the ring fills for the next tile. Of a gated product, a tile has 128 features of each half. The blocks of
-// a cluster have rows below each other: each copies its part of the weight's tile to all of them, which halves what
-// they ask of the L2 cache. Bound by the tensor cores, or what power they may draw.
+// warp, while the ring fills for the next tile; one of them begins two stages earlier, so that each has the tensor
+// cores while the other is at its outputs. Of a gated product, a tile has 128 features of each half. Bound by the
+// tensor cores, or what power they may draw.
 //
-// Compiled with E4M3 (elements of x and weight; else of 16 bits), EPILOGUE (codes.cuh; 0: stored), CLUSTER (1 or 2) and
-// LEAD, stages by which one warpgroup begins earlier: then each has the tensor cores while the other is at its outputs.
+// Compiled with E4M3 (elements of x and weight; else of 16 bits) and EPILOGUE (codes.cuh; 0: stored).
 #include "codes.cuh"
 #include "ptx_sm90.cuh"
 
@@ -18,13 +17,7 @@
 #ifndef EPILOGUE
 #define EPILOGUE 0
 #endif
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
-#ifndef LEAD
-#define LEAD 0
-#endif
-constexpr int kRows = 128, kFeatures = 256, kStages = 4, kGroup = 128, kThreads = 3 * kGroup;
+constexpr int kRows = 128, kFeatures = 256, kStages = 4, kLead = 2, kGroup = 128, kThreads = 3 * kGroup;
 constexpr int kTile = 128 * 128;                                    // bytes: 128 rows of 128, swizzled
 constexpr int kStage = (kRows + kFeatures) / 128 * kTile;           // of x, then of the weight
 constexpr int kAcross = EPILOGUE == kGated ? 128 : 256;             // outputs of a tile
@@ -62,7 +55,7 @@ struct Ring {
   }
 };
 
-// The tiles of a cluster: `band` tiles of rows meet all features before the next ones do, so that what a wave of blocks
+// The order of tiles: `band` tiles of rows meet all features before the next ones do, so that what a wave of blocks
 // reads is about as much of x as of the weight.
 struct Tiles {
   int row_tiles, feature_tiles, band;
@@ -77,29 +70,24 @@ struct Tiles {
 
 // row_scales [rows] and numbers [features][scale, offset] of e4m3; bias [features] or null. `outputs`: features, or
 // half of them. `steps` of 128 bytes along the inputs.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gemm_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
               const __grid_constant__ TensorMap out, const float* row_scales, const float2* numbers, const float* bias,
               int rows, int features, int outputs, int steps, int band) {
   DYNAMIC_SHARED(memory);
   const Shared shared(memory);
-  const int rank = blockIdx.x % CLUSTER;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared.full + i * 8, 1);
-      barrier_init(shared.empty + i * 8, 8 * CLUSTER);  // warps that multiply
+      barrier_init(shared.empty + i * 8, 8);  // warps that multiply
     }
     barrier_init(shared.columns_full, 32);
     barrier_init(shared.columns_empty, 8);
   }
-  if (CLUSTER > 1)
-    fence_barriers(), cluster_arrive(), cluster_wait();
-  else
-    __syncthreads();
+  __syncthreads();
   wait_for_ahead();
   let_next_begin();
-  const Tiles tiles = {(rows + kRows * CLUSTER - 1) / (kRows * CLUSTER), (outputs + kAcross - 1) / kAcross, band};
-  const int first_tile = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+  const Tiles tiles = {(rows + kRows - 1) / kRows, (outputs + kAcross - 1) / kAcross, band};
   const int second = EPILOGUE == kGated ? outputs : 128;  // features from one half of a tile's to the other
   const bool has_columns = E4M3 || bias;
 
@@ -107,22 +95,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     give_registers<40>();
     if (threadIdx.x == 0) {
       Ring ring;
-      for (int tile = first_tile; tile < tiles.count(); tile += clusters) {
+      for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
         int row_tile, feature_tile;
         tiles.find(tile, row_tile, feature_tile);
-        const int row = (row_tile * CLUSTER + rank) * kRows, feature = feature_tile * kAcross;
+        const int row = row_tile * kRows, feature = feature_tile * kAcross;
         for (int step = 0; step < steps; ++step) {
           const uint32_t to = shared.stages + ring.slot * kStage, full = shared.full + ring.slot * 8;
           const int element = step * (E4M3 ? 128 : 64);
           barrier_wait(shared.empty + ring.slot * 8, ring.parity ^ 1);
           barrier_arrive_for(full, kStage);
           copy_tile(to, x, element, row, full);
-          if (CLUSTER > 1) {
-            copy_tile_to_all(to + (1 + rank) * kTile, weight, element, feature + rank * second, full, 3);
-          } else {
-            copy_tile(to + kTile, weight, element, feature, full);
-            copy_tile(to + 2 * kTile, weight, element, feature + second, full);
-          }
+          copy_tile(to + kTile, weight, element, feature, full);
+          copy_tile(to + 2 * kTile, weight, element, feature + second, full);
           // What is there comes to the L2 cache before the tile is added to it.
           if (EPILOGUE == kAdd)
             for (int i = step * 4; i < min(step * 4 + 4, 8 * kPieces); ++i)
@@ -132,7 +116,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       }
     } else if (threadIdx.x / 32 == 1 && has_columns) {
       uint32_t parity = 1;
-      for (int tile = first_tile; tile < tiles.count(); tile += clusters, parity ^= 1) {
+      for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x, parity ^= 1) {
         int row_tile, feature_tile;
         tiles.find(tile, row_tile, feature_tile);
         float2 found[kFeatures / 32];
@@ -158,17 +142,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     uint32_t parity = 0;
     float d[kFeatures / 2];
     const auto release = [&](int slot) {
-      if (CLUSTER > 1) {
-        if (lane < CLUSTER) barrier_arrive_in(lane, shared.empty + slot * 8);
-      } else if (lane == 0) {
-        barrier_arrive(shared.empty + slot * 8);
-      }
+      if (lane == 0) barrier_arrive(shared.empty + slot * 8);
     };
-    if (LEAD > 0 && side == 1 && steps > LEAD) barrier_wait(shared.full + LEAD * 8, 0);
-    for (int tile = first_tile; tile < tiles.count(); tile += clusters, parity ^= 1) {
+    if (side == 1 && steps > kLead) barrier_wait(shared.full + kLead * 8, 0);
+    for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x, parity ^= 1) {
       int row_tile, feature_tile;
       tiles.find(tile, row_tile, feature_tile);
-      const int row0 = (row_tile * CLUSTER + rank) * kRows + warp * 16;
+      const int row0 = row_tile * kRows + warp * 16;
       float scale_of[2] = {1, 1};
       if (E4M3)
 #pragma unroll
@@ -249,5 +229,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     }
     if (lane == 0) wait_tiles<0>();
   }
-  if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // others copy here, and tell of what they have read
 }

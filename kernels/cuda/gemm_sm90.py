@@ -16,20 +16,17 @@ from allspan.kernels.errors import BackendUnavailable
 CAPABILITY = (9, 0)
 
 _ROWS, _FEATURES, _STAGES, _THREADS = 128, 256, 4, 384
-_LEAD = 2
 _STAGE = (_ROWS + _FEATURES) * 128
 _SHARED = 1024 - 128 + _STAGES * _STAGE + 8 * 2 * 2048 + _FEATURES * 8 + (2 * _STAGES + 2) * 8
 _BAND = 2048
 """Rows that meet all features before the next ones do: at 128 bytes of depth, as much as a wave of blocks reads of the
 weight."""
 
-_LEAST_ROWS = {
-    (dtype, epilogue, has_bias): 512
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-    for epilogue in (STORE, ADD, GATED)
-    for has_bias in (False, True)
-}
-"""By the elements, what becomes of the product and whether it has a bias: from where on it is faster than cuBLAS."""
+_LEAST_ROWS = 256
+_FLOPS = {torch.bfloat16: 0.68e15, torch.float8_e4m3fn: 1.25e15}
+"""A second, of an H200: of cuBLAS's kernels, and of this one while all multiprocessors have a tile."""
+_PASS_BYTES, _PASS_S = 4e12, 4e-6
+"""A second, and seconds: what a pass behind cuBLAS reads and writes, and takes at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,6 @@ def gemm_sm90(
     bias: Tensor | None,
     out: Tensor,
     epilogue: int,
-    cluster: int = 2,
     band: int = _BAND,
 ) -> None:
     """out = x · matrixᵀ (· scales + bias), or what `epilogue` (STORE, ADD, GATED) makes of it.
@@ -58,8 +54,8 @@ def gemm_sm90(
     bfloat16 [n, features], float32 for ADD; GATED has half as many. Rows may be apart, but begin at multiples of 16
     bytes. Sums are float32, those of e4m3 as the tensor cores have them (what cuBLAS calls fast accumulation).
 
-    `cluster`: blocks, 1 or 2, that read a weight together. `band`: rows, see the kernel. Raises ValueError for what the
-    kernel does not take, BackendUnavailable on other GPUs than Hopper.
+    `band`: rows, see the kernel. Raises ValueError for what the kernel does not take, BackendUnavailable on other GPUs
+    than Hopper.
     """
     device = gpu(x.device)
     if device.capability != CAPABILITY:
@@ -68,38 +64,46 @@ def gemm_sm90(
     (rows, depth), features, outputs = x.shape, len(matrix), out.shape[1]
     if 0 in (rows, outputs):
         return
-    across = _FEATURES // 2 if epilogue == GATED else _FEATURES
-    row_tiles = -(-rows // (_ROWS * cluster))
-    blocks = min(row_tiles * -(-outputs // across), device.multiprocessors // cluster) * cluster
+    blocks = min(_tiles(rows, features), device.multiprocessors)
     steps = -(-depth * x.element_size() // 128)
-    of_band = max(1, band // (_ROWS * cluster))
     arguments = (
         tensor_map(x, 128), tensor_map(matrix, 128), tensor_map(out, 16), scales and scales.rows,
-        scales and scales.numbers, bias, *map(np.int32, (rows, features, outputs, steps, of_band)),
+        scales and scales.numbers, bias, *map(np.int32, (rows, features, outputs, steps, band // _ROWS)),
     )  # fmt: skip
-    launch(_kernel(x.dtype, epilogue, cluster), (blocks,), _THREADS, arguments, _SHARED, is_early=True)
+    launch(_kernel(x.dtype, epilogue), (blocks,), _THREADS, arguments, _SHARED, is_early=True)
 
 
-def pays(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, epilogue: int) -> bool:
-    """Whether `gemm_sm90` takes these and is faster than cuBLAS with a pass behind it."""
-    least = _LEAST_ROWS.get((x.dtype, epilogue, bias is not None))
-    if least is None or len(x) < least or gpu(x.device).capability != CAPABILITY:
+def pays(x: Tensor, matrix: Tensor, out: Tensor, epilogue: int) -> bool:
+    """Whether `gemm_sm90` takes these, and the pass behind cuBLAS which it saves takes longer than what multiprocessors
+    without a tile could do in the last wave. Without a pass both are as fast."""
+    device = gpu(x.device)
+    if len(x) < _LEAST_ROWS or device.capability != CAPABILITY or x.dtype not in _FLOPS:
+        return False
+    if x.dtype is torch.bfloat16 and epilogue != GATED:
         return False
     if out.dtype != (torch.float32 if epilogue == ADD else torch.bfloat16):
         return False
-    sides = (x, matrix, out)
-    return all(t.data_ptr() % 16 == 0 == t.stride(0) * t.element_size() % 16 and t.stride(1) == 1 for t in sides)
+    if any(t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16 or t.stride(1) != 1 for t in (x, matrix, out)):
+        return False
+    (rows, depth), features = x.shape, len(matrix)
+    waves = -(-_tiles(rows, features) // device.multiprocessors)
+    idle = waves * device.multiprocessors * _ROWS * _FEATURES - rows * features
+    return 2 * idle * depth / _FLOPS[x.dtype] < _PASS_S + 4 * rows * features / _PASS_BYTES
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     if capability == CAPABILITY:
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            yield from (_kernel(dtype, epilogue, 2) for epilogue in (STORE, ADD, GATED))
+            yield from (_kernel(dtype, epilogue) for epilogue in (STORE, ADD, GATED))
 
 
-def _kernel(dtype: torch.dtype, epilogue: int, cluster: int) -> Kernel:
+def _kernel(dtype: torch.dtype, epilogue: int) -> Kernel:
     is_e4m3 = int(dtype is torch.float8_e4m3fn)
-    return kernel("gemm_sm90.cu", "gemm_sm90", E4M3=is_e4m3, EPILOGUE=epilogue, CLUSTER=cluster, LEAD=_LEAD)
+    return kernel("gemm_sm90.cu", "gemm_sm90", E4M3=is_e4m3, EPILOGUE=epilogue)
+
+
+def _tiles(rows: int, features: int) -> int:
+    return -(-rows // _ROWS) * -(-features // _FEATURES)
 
 
 def _check(x: Tensor, matrix: Tensor, scales: Scales | None, bias: Tensor | None, out: Tensor, epilogue: int) -> None:

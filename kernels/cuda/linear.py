@@ -4,9 +4,10 @@ x is bfloat16 [n, K]; out is bfloat16, or float32 (logits, and what `packed_line
 
 - Few rows (`skinny.py`): kernels that read the weight once, at the speed of memory; codes meet x as it is, whatever the
   spec's activation: at these sizes rounding x would save nothing.
-- Many: cuBLAS, through torch. Codes become bfloat16 first; but with scales a channel and activation a8 or e4m3, x
-  becomes int8 or e4m3 (sm_89 and later), with a scale a row, and codes are multiplied as they are. So are those of
-  fp8_block on Hopper (with cuBLAS 12.9 or later), and x has a scale for each 128 inputs.
+- Many: cuBLAS, through torch, or on Hopper `gemm_sm90.py`, where that is faster. Codes become bfloat16 first; but with
+  scales a channel and activation a8 or e4m3, x becomes int8 or e4m3 (sm_89 and later), with a scale a row, and codes
+  are multiplied as they are. So are those of fp8_block on Hopper (with cuBLAS 12.9 or later), and x has a scale for
+  each 128 inputs.
 
 So a row's bits depend on how many come with it, unlike on the CPU.
 """
@@ -111,7 +112,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 def _of_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
     """`matrix` bfloat16 [features, inputs]."""
     view = into.view(spec)
-    if pays(x, matrix, bias, view, into.epilogue):
+    if pays(x, matrix, view, into.epilogue):
         gemm_sm90(x, matrix, None, bias, view, into.epilogue)
     elif into.epilogue == GATED or (bias is not None and is_float(into.out)):
         _finish(torch.mm(x, matrix.T), bias, spec, into)
@@ -140,7 +141,7 @@ def _of_e4m3(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
     """e4m3 numbers on both sides, in a slab's order."""
     codes, scales, _ = _quantised(x, spec, torch.float8_e4m3fn)
     matrix, view = codes_of(weight, spec).view(torch.float8_e4m3fn), into.view(spec)
-    if pays(codes, matrix, bias, view, into.epilogue):
+    if pays(codes, matrix, view, into.epilogue):
         gemm_sm90(codes, matrix, Scales(scales, numbers_of(weight, spec)[0]), bias, view, into.epilogue)
         return
     if x.is_cuda:

@@ -44,41 +44,18 @@ __device__ __forceinline__ void barrier_arrive_for(uint32_t at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
-// Between barrier_init and the meeting of a cluster (ptx.cuh) after which other blocks use the barriers.
-__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// barrier_arrive at the barrier that lies at the same place of another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_in(int rank, uint32_t at) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-      "}" ::"r"(at),
-      "r"(rank)
-      : "memory");
-}
-
 // A matrix in global memory, of which tiles are copied: what Driver.tensor_map makes. A kernel has it as a parameter
 // that is __grid_constant__.
 struct alignas(64) TensorMap {
   char words[128];
 };
 // Copies a tile, the first of which is this element of this row, into shared memory, 128 bytes a row, 16-byte chunks
-// swizzled by the row; zeros where the matrix has nothing. The barrier counts its bytes. The other one copies it to the
-// same place of all blocks of the cluster whose bit is set in `ranks`, and counts at the barrier of each.
+// swizzled by the row; zeros where the matrix has nothing. The barrier counts its bytes.
 __device__ __forceinline__ void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
       "l"(&map), "r"(element), "r"(row), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void copy_tile_to_all(uint32_t to, const TensorMap& map, int element, int row,
-                                                 uint32_t barrier, int ranks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
-      "%3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(element), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
       : "memory");
 }
 // Asks for a tile to be in the L2 cache.

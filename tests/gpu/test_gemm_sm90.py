@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from allspan.kernels.cuda import gemm_sm90 as gemm
 from allspan.kernels.cuda import linear, modules
-from allspan.kernels.cuda.gemm_sm90 import Scales, gemm_sm90
+from allspan.kernels.cuda.gemm_sm90 import Scales, gemm_sm90, pays
 from allspan.kernels.cuda.skinny import ADD, GATED, STORE
 from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.packed import PackedSpec
@@ -26,7 +25,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 @pytest.fixture(scope="module")
 def emulator(request: pytest.FixtureRequest) -> EmulatorDriver:
     cache: pytest.Cache = request.config.cache
-    return EmulatorDriver(cache.mkdir("emulated"), multiprocessors=4, capability=(9, 0))
+    return EmulatorDriver(cache.mkdir("emulated"), multiprocessors=2, capability=(9, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,6 @@ def check(
     sizes: tuple[int, int, int],
     has_bias: bool,
     device: str,
-    cluster: int = 2,
     band: int = 2048,
 ) -> None:
     """sizes: rows, features, depth. What lies beside the product's columns stays as it was."""
@@ -75,7 +73,7 @@ def check(
         product += out
     else:
         out.fill_(math.nan)
-    gemm_sm90(x, matrix, scales, bias, out, epilogue, cluster, band)
+    gemm_sm90(x, matrix, scales, bias, out, epilogue, band)
     tolerance = 2e-3 if epilogue == ADD else 1e-2
     torch.testing.assert_close(out.double(), product, rtol=tolerance, atol=tolerance * product.abs().mean().item())
     out.fill_(0.5)
@@ -104,11 +102,10 @@ def test_small_products_agree_with_float64(
 @pytest.mark.parametrize("epilogue", [STORE, ADD, GATED])
 @pytest.mark.parametrize("kind", [BF16, E4M3])
 def test_products_of_every_size_agree_with_float64(kind: torch.dtype, epilogue: int) -> None:
+    shapes = ((16, 16), (264, 48), (4608, 3584), (3584, 896), (37888, 512), (272, 18944))
     for i, rows in enumerate((1, 64, 127, 129, 256, 1000, 4097, 8192)):
-        for j, (features, depth) in enumerate(
-            ((16, 16), (264, 48), (4608, 3584), (3584, 896), (37888, 512), (272, 18944))
-        ):
-            check(kind, epilogue, (rows, features, depth), (i + j) % 2 == 0, "cuda", 1 + (i + j) // 2 % 2, 128 << i % 5)
+        for j, (features, depth) in enumerate(shapes):
+            check(kind, epilogue, (rows, features, depth), (i + j) % 2 == 0, "cuda", 128 << i % 7)
 
 
 @pytest.mark.gpu
@@ -141,8 +138,8 @@ def test_linear_ops_take_it_where_it_pays(kind: str, device: str, monkeypatch: p
         weight, bias = random_weight(spec).to(device), torch.randn(spec.features, device=device)
         width = spec.parts[0] if op is linear.packed_gated_linear else spec.features
         found = []
-        for least in (10**9, 65):
-            monkeypatch.setattr(gemm, "_LEAST_ROWS", dict.fromkeys(gemm._LEAST_ROWS, least))
+        for does in (False, True):
+            monkeypatch.setattr(linear, "pays", lambda *_, does=does: does)
             out = torch.full((70, width + 8), 0.5, dtype=dtype, device=device)
             op(x, weight, bias, spec, 8, out)
             found.append(out)
@@ -153,14 +150,17 @@ def test_linear_ops_take_it_where_it_pays(kind: str, device: str, monkeypatch: p
     assert len(taken) == 3
 
 
-def test_what_is_not_aligned_goes_another_way(device: str) -> None:
-    x, matrix = (torch.zeros(1024, 64, dtype=BF16, device=device) for _ in range(2))
-    out = torch.zeros(1024, 1032, dtype=BF16, device=device)
-    assert gemm.pays(x, matrix, None, out[:, 8:], STORE)
-    assert not gemm.pays(x, matrix, None, out[:, 4:1028], STORE)
-    assert not gemm.pays(x[:, 1:], matrix[:, 1:], None, out[:, 8:], STORE)
-    assert not gemm.pays(x[:64], matrix, None, out[:64, 8:], STORE)
-    assert not gemm.pays(x, matrix, None, out[:, 8:].float(), STORE)
+def test_it_pays_where_it_saves_a_pass_and_fills_the_gpu(device: str) -> None:
+    x, matrix = (torch.zeros(n, 512, dtype=BF16, device=device) for n in (2048, 4096))
+    out = torch.zeros(2048, 2056, dtype=BF16, device=device)
+    assert pays(x, matrix, out[:, 8:], GATED)
+    assert not pays(x, matrix[:2048], out[:, 8:], STORE)  # cuBLAS has no pass behind it
+    assert pays(x.to(E4M3), matrix[:2048].to(E4M3), out[:, 8:], STORE)
+    assert not pays(x[:64], matrix, out[:64, 8:], GATED)
+    assert not pays(x[:257], matrix[:16], out[:257, 8:16], GATED) or device == "cpu"
+    assert not pays(x, matrix, out[:, 4:2052], GATED)  # not aligned
+    assert not pays(x[:, 1:], matrix[:, 1:], out[:, 8:], GATED)
+    assert not pays(x, matrix, out[:, 8:].float(), GATED)
 
 
 @pytest.mark.gpu

@@ -13,9 +13,9 @@ struct PhaseBarrier {
   int bytes : 24, magic : 8;  // bytes: of tiles that have not come
 };
 static_assert(sizeof(PhaseBarrier) == 8);
-inline PhaseBarrier& phase_barrier(uint32_t at, bool must_be = true, char* base = emulator::block.base) {
+inline PhaseBarrier& phase_barrier(uint32_t at, bool must_be = true) {
   if (at % 8) emulator::fail("a barrier is not aligned");
-  auto& barrier = *reinterpret_cast<PhaseBarrier*>(base + at);
+  auto& barrier = *reinterpret_cast<PhaseBarrier*>(emulator::block.base + at);
   if (must_be && barrier.magic != 0x5a) emulator::fail("there is no barrier where one is used");
   return barrier;
 }
@@ -23,24 +23,24 @@ inline void barrier_init(uint32_t at, int count) {
   const auto many = static_cast<uint16_t>(count);
   phase_barrier(at, false) = {many, many, 0, 0, 0, 0x5a};
 }
-inline void barrier_count(char* base, uint32_t at, bool is_unfenced, int arrivals = 1, int bytes = 0) {
-  PhaseBarrier& barrier = phase_barrier(at, true, base);
+inline void barrier_count(uint32_t at, bool is_unfenced, int arrivals = 1, int bytes = 0) {
+  PhaseBarrier& barrier = phase_barrier(at);
   barrier.is_unfenced |= is_unfenced;
   barrier.missing -= arrivals, barrier.bytes += bytes;
   if (barrier.missing == 0 && barrier.bytes == 0) barrier.missing = barrier.count, barrier.phase ^= 1;
   emulator::block.moved = true;
 }
 inline void barrier_arrive(uint32_t at) {
-  barrier_count(emulator::block.base, at, emulator::me->is_unfenced);
+  barrier_count(at, emulator::me->is_unfenced);
   emulator::yield();  // those that waited may be faster than what this thread does next
 }
 inline void barrier_arrive_with_copies(uint32_t at) {
   commit();
   auto& groups = emulator::me->groups;
-  emulator::block.later.push_back([at, base = emulator::block.base, came = std::move(groups)] {
+  emulator::block.later.push_back([at, came = std::move(groups)] {
     for (const auto& group : came)
       for (const auto& copy : group) emulator::land(copy);
-    barrier_count(base, at, true);
+    barrier_count(at, true);
   });
   groups.clear();
 }
@@ -52,22 +52,7 @@ inline void barrier_wait(uint32_t at, uint32_t parity) {
   emulator::block.moved = true;
 }
 
-inline void barrier_arrive_for(uint32_t at, int bytes) {
-  barrier_count(emulator::block.base, at, emulator::me->is_unfenced, 1, bytes);
-}
-
-inline void fence_barriers() {}
-inline char* base_of(int rank) {
-  if (rank < 0 || rank >= static_cast<int>(emulator::cluster.bases.size()))
-    emulator::fail("no such block of a cluster");
-  if (!emulator::cluster.blocks[rank]->alive && emulator::cluster.bases[rank] != emulator::block.base)
-    emulator::fail("a block reaches for another's memory that has ended");
-  return emulator::cluster.bases[rank];
-}
-inline void barrier_arrive_in(int rank, uint32_t at) {
-  barrier_count(base_of(rank), at, emulator::me->is_unfenced);
-  emulator::yield();
-}
+inline void barrier_arrive_for(uint32_t at, int bytes) { barrier_count(at, emulator::me->is_unfenced, 1, bytes); }
 
 struct alignas(64) TensorMap {
   char* base;
@@ -80,7 +65,7 @@ struct alignas(64) TensorMap {
 static_assert(sizeof(TensorMap) == 128);
 // Of each 4 bytes of a tile: where they are in shared memory and in the matrix, or null where it has none.
 template <class Visit>
-void visit_tile(const TensorMap& map, int element, int row, char* base, uint32_t at, Visit&& visit) {
+void visit_tile(const TensorMap& map, int element, int row, uint32_t at, Visit&& visit) {
   if (map.is_made != 0x5a5a) emulator::fail("a parameter is no tensor map");
   if (map.tile_elements * map.element_bytes != 128 || at % 1024)
     emulator::fail("a tile is not aligned or not 128 wide");
@@ -92,24 +77,18 @@ void visit_tile(const TensorMap& map, int element, int row, char* base, uint32_t
       to ^= to >> 3 & 112;
       const bool is_there = x >= 0 && x < map.elements && y >= 0 && y < map.rows;
       const int bytes = is_there ? static_cast<int>(std::min<long long>(4, (map.elements - x) * map.element_bytes)) : 0;
-      visit(base + to, is_there ? map.base + y * map.row_bytes + x * map.element_bytes : nullptr, bytes);
+      visit(emulator::block.base + to, is_there ? map.base + y * map.row_bytes + x * map.element_bytes : nullptr,
+            bytes);
     }
 }
-inline void bring_tile(char* base, uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
+inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
   emulator::block.later.push_back([=] {
-    visit_tile(map, element, row, base, to, [](char* into, const char* from, int bytes) {
+    visit_tile(map, element, row, to, [](char* into, const char* from, int bytes) {
       std::memset(into, 0, 4);
       if (from) std::memcpy(into, from, bytes);
     });
-    barrier_count(base, barrier, false, 0, -static_cast<int>(map.tile_rows) * 128);
+    barrier_count(barrier, false, 0, -static_cast<int>(map.tile_rows) * 128);
   });
-}
-inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
-  bring_tile(emulator::block.base, to, map, element, row, barrier);
-}
-inline void copy_tile_to_all(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier, int ranks) {
-  for (int rank = 0; ranks >> rank; ++rank)
-    if (ranks >> rank & 1) bring_tile(base_of(rank), to, map, element, row, barrier);
 }
 inline void fetch_tile(const TensorMap&, int, int) {}
 template <class Put>
@@ -117,8 +96,8 @@ void send_tile(const TensorMap& map, int element, int row, uint32_t from, Put&& 
   if (emulator::me->is_unfenced) emulator::fail("a tile is stored that has no fence behind it");
   auto count = emulator::me->tiles.back();
   ++*count;
-  emulator::block.later.push_back([=, base = emulator::block.base] {
-    visit_tile(map, element, row, base, from, [&](const char* there, char* to, int bytes) {
+  emulator::block.later.push_back([=] {
+    visit_tile(map, element, row, from, [&](const char* there, char* to, int bytes) {
       if (to) put(to, there, bytes);
     });
     --*count;
@@ -293,7 +272,6 @@ void wait_products() {
     for (const auto& product : me.batches.front()) product.finish();
     me.batches.erase(me.batches.begin());
   }
-  emulator::exchange(0, 29);  // no lane says that it is done before the one that looks has
   for (auto at = me.sums.begin(); at != me.sums.end();) {
     const auto& [sums, real] = *at;
     const auto has = [&, to = sums](const auto& batch) {
