@@ -83,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     barrier_init(shared.columns_full, 32);
     barrier_init(shared.columns_empty, 8);
+    fence_shared();  // copies count at them
   }
   __syncthreads();
   wait_for_ahead();

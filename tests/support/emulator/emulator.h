@@ -264,26 +264,17 @@ inline void run_cluster(unsigned count, size_t shared) {
     block.body = body, block.error.clear();
     take_memory(shared);
     begin_block();
-    block.later.clear();
     cluster.bases.push_back(block.base), cluster.alive += block.alive;
     enter(rank);
   }
   std::string error;
-  std::vector<std::vector<std::function<void()>>> due(count);
   for (unsigned long round = 0, idle = 0; cluster.alive > 0 && error.empty() && idle <= 100; ++round, ++idle) {
     for (unsigned rank = 0; rank < count && error.empty(); ++rank) {
+      if (round % (1 + (rank + first.x) % 3 * 3)) continue;
       enter(rank);
       try {
-        if (!due[rank].empty()) idle = 0;
-        for (const auto& come : due[rank]) come();
-        due[rank] = std::move(block.later);
-        block.later.clear();
-        const unsigned all = block.threads.size();
-        for (unsigned group = 0; group * 4 * kWarp < all && block.alive; ++group) {
-          if (round % (1 + (group + rank + first.x) % 3 * 3)) continue;
-          go_on(group * 4 * kWarp, std::min<unsigned>(4 * kWarp, all - group * 4 * kWarp), false);
-          if (block.moved) idle = 0;
-        }
+        if (block.alive) go_on(0, block.threads.size(), false);
+        if (block.moved) idle = 0;
         if (!block.alive) check_past();
       } catch (const std::exception& what) {
         error = what.what();

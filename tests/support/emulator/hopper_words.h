@@ -8,9 +8,8 @@
 #define ALLSPAN_PTX_SM90
 
 struct PhaseBarrier {
-  uint16_t count, missing : 14, phase : 1,
-      is_unfenced : 1;        // is_unfenced: tells of copies that products may not see yet
-  int bytes : 24, magic : 8;  // bytes: of tiles that have not come
+  uint16_t count, missing : 14, phase : 1, is_unfenced : 1;  // the last: tells of copies that need a fence still
+  int bytes : 24, magic : 8;                                 // bytes: of tiles that have not come
 };
 static_assert(sizeof(PhaseBarrier) == 8);
 inline PhaseBarrier& phase_barrier(uint32_t at, bool must_be = true) {
