@@ -176,9 +176,20 @@ def _of_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec,
 
 
 def _multiplies_blocks(x: Tensor) -> bool:
-    """Whether cuBLAS takes scales of 128 inputs."""
-    cublas = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) if x.is_cuda else (12, 9)
-    return gpu(x.device).capability == (9, 0) and cublas >= (12, 9)
+    """Whether a product may have scales of 128 inputs."""
+    return gpu(x.device).capability == (9, 0) and (not x.is_cuda or _cublas_takes_blocks(x.device))
+
+
+@cache
+def _cublas_takes_blocks(device: torch.device) -> bool:
+    """Tries it: it takes Hopper, cuBLAS 12.9 and a torch that knows of them."""
+    codes = torch.zeros(16, 256, device=device).to(torch.float8_e4m3fn)
+    scales = torch.ones(2, 16, device=device)
+    try:
+        torch._scaled_mm(codes, codes.T, scales.T, scales, out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):  # NotImplementedError is a RuntimeError
+        return False
+    return True
 
 
 def _quantised(x: Tensor, spec: PackedSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
