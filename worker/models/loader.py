@@ -74,7 +74,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
         config = replace(config, **source.converted.held(config))
     shard = make_shard(source.spec, rank, size)
     quantization = quantization_of(config, source)
-    dtype = weight_dtype(config.dtype, source.spec, quantization)
+    dtype = weight_dtype(config.dtype, source.spec, quantization, config.device)
     memory = memory_of(config.device, dtype)
     if quantization in ROWS_ONLY and memory != "rows" and quantization != own_quantization(source):
         raise ConfigError(
@@ -139,6 +139,7 @@ def load_model(
         for note in prepared.source.spec.notes:
             logger.warning("%s: %s", config.path, note)
         note_decoded(config.path, prepared.holding)
+        note_rounded(config, prepared)
     holding = replace(prepared.holding, packer=Packer(getattr(ops, "runtime", None)))
     weights = open_weights(prepared.source, holding, config)
     check_room(prepared.weight_bytes)
@@ -273,11 +274,12 @@ def own_quantization(source: ModelSource) -> str:
     return "gguf" if source.gguf is not None and source.gguf.is_quantised() else "none"
 
 
-def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none") -> str:
-    """float32 or bfloat16; "auto" is the checkpoint's, float16 held as float32 (exact), and bfloat16 for what is left
-    of a model whose linear weights are quantised."""
+def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", device: str = "cpu") -> str:
+    """float32 or bfloat16; "auto" is the checkpoint's, float16 held as float32 (exact) on CPUs, as bfloat16 on GPUs,
+    which have kernels for that; and bfloat16 for what is left of a model whose linear weights are quantised."""
     if wanted == "auto":
-        return "bfloat16" if spec.dtype == "bfloat16" or quantization in COMPACT else "float32"
+        halves = ("bfloat16", "float16") if device == "cuda" else ("bfloat16",)
+        return "bfloat16" if spec.dtype in halves or quantization in COMPACT else "float32"
     if wanted not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(WEIGHT_DTYPES)})")
     return wanted
@@ -305,6 +307,17 @@ def note_decoded(path: str, holding: Holding) -> None:
     if holding.quantization in OWN and decoded:
         held = str(holding.dtype).removeprefix("torch.")
         logger.warning("%s: tensors of type %s are decoded and held as %s", path, ", ".join(decoded), held)
+
+
+def note_rounded(config: ModelConfig, prepared: Prepared) -> None:
+    """Says that a GPU holds float16 weights with 8 significant bits instead of 11."""
+    is_half = prepared.source.spec.dtype == "float16" and prepared.held["quantization"] == "none"
+    if is_half and config.dtype == "auto" and prepared.held["dtype"] == "bfloat16":
+        logger.warning(
+            "%s: float16 weights are rounded to bfloat16, which the CUDA kernels are for; --dtype float32 keeps them as "
+            "they are, and is slow",
+            config.path,
+        )
 
 
 def context_length(wanted: int, spec: ModelSpec) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from allspan.protos.config import ModelConfig
+from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.protos.errors import CheckpointError, ConfigError, ModelNotFound
 from allspan.worker.engine.setup import ends_of
-from allspan.worker.models.loader import context_length, weight_dtype
+from allspan.worker.models.loader import context_length, note_rounded, prepare, weight_dtype
 from allspan.worker.models.registry import inspect_model
 from allspan.worker.models.spec import ModelSpec
 
@@ -184,6 +184,19 @@ def test_auto_dtype_is_the_checkpoints_with_float16_held_as_float32(tmp_path: Pa
         assert weight_dtype("auto", spec_of(tmp_path, LLAMA | {"dtype": stored})) == held
     with pytest.raises(ConfigError, match=r"dtype 'int8' is not known \(auto, float32, bfloat16\)"):
         weight_dtype("int8", spec_of(tmp_path, LLAMA))
+
+
+def test_float16_is_rounded_to_bfloat16_on_a_gpu_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec_of(tmp_path, LLAMA | {"dtype": "float16"})
+    for dtype, held in (("float32", "float32"), ("auto", "bfloat16")):
+        config = ModelConfig(str(tmp_path), "tiny", device="cuda", dtype=dtype)
+        prepared = prepare(config, CacheConfig(), 0, 1)
+        assert not caplog.text
+        note_rounded(config, prepared)
+        assert prepared.held["dtype"] == held
+    assert "float16 weights are rounded to bfloat16, which the CUDA kernels are for; --dtype float32" in caplog.text
 
 
 def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
