@@ -314,8 +314,8 @@ def note_rounded(config: ModelConfig, prepared: Prepared) -> None:
     is_half = prepared.source.spec.dtype == "float16" and prepared.held["quantization"] == "none"
     if is_half and config.dtype == "auto" and prepared.held["dtype"] == "bfloat16":
         logger.warning(
-            "%s: float16 weights are rounded to bfloat16, which the CUDA kernels are for; --dtype float32 keeps them as "
-            "they are, and is slow",
+            "%s: float16 weights are rounded to bfloat16, which the CUDA kernels are for; --dtype float32 keeps them "
+            "as they are, and is slow",
             config.path,
         )
 
