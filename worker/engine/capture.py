@@ -40,7 +40,8 @@ def capture_steps(buffers: InputBuffers, model: StepModel, max_tokens: int, beat
         return
     captures = cast(Capturing, model)
     started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-    for inputs in padded_steps(buffers, max_tokens):
+    buffers.chunks = chunk_buckets(max_tokens)
+    for inputs in padded_steps(buffers):
         captures.capture(inputs)
         beat()
     torch.cuda.synchronize()
@@ -57,9 +58,8 @@ def capture_steps(buffers: InputBuffers, model: StepModel, max_tokens: int, beat
     )
 
 
-def padded_steps(buffers: DeviceBuffers, max_tokens: int) -> Iterator[StepInputs]:
-    """All that is captured, what needs most memory first; from now on steps with prompts are padded, too."""
-    buffers.chunks = chunk_buckets(max_tokens)
+def padded_steps(buffers: DeviceBuffers) -> Iterator[StepInputs]:
+    """All to which steps are padded, what needs most memory first."""
     for chunk in reversed(buffers.chunks):
         yield buffers.chunk_padding(chunk)
     for bucket in reversed(buffers.buckets):

@@ -14,7 +14,7 @@ from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.engine.buffers import BatchSizes
 from allspan.worker.engine.capture import padded_steps
-from allspan.worker.engine.device_buffers import DeviceBuffers, buffers_for, is_on_gpu
+from allspan.worker.engine.device_buffers import DeviceBuffers, buffers_for, chunk_buckets, is_on_gpu
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.models.model import Model
 from allspan.worker.sampling.device import DeviceSampling
@@ -25,6 +25,7 @@ OpenSampling = Callable[[], DeviceSampling | None]
 _SAMPLING = ("sampling", "changes")
 _PROMPTS = (2, 9, 17, 33, 65, 257, 1025)
 """Tokens of a step: few are multiplied by other kernels than many."""
+_MOST_CHUNK = 128
 
 
 def rehearse(
@@ -65,11 +66,13 @@ def _run_all(model: Model, device: str, most: SchedulerConfig) -> None:
 
 
 def _steps(buffers: DeviceBuffers, sizes: BatchSizes) -> Iterator[StepInputs]:
-    """Those that are launched op by op, and those that are captured; nothing reads what the inputs say."""
+    """Those that are launched op by op, and those that are captured, without the large ones, whose products take time
+    and whose kernels are the same; nothing reads what the inputs say."""
     largest = min(sizes.max_tokens, sizes.max_rows * (sizes.max_model_len - 1))
     for tokens in (*(count for count in _PROMPTS if count < largest), largest):
         yield _prompts(buffers, sizes, tokens)
-    yield from padded_steps(buffers, sizes.max_tokens)
+    buffers.chunks = tuple(tokens for tokens in chunk_buckets(sizes.max_tokens) if tokens <= _MOST_CHUNK)
+    yield from padded_steps(buffers)
 
 
 def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInputs:
