@@ -23,7 +23,7 @@ from allspan.worker.scheduler.limits import most_logits_rows
 OpenSampling = Callable[[], DeviceSampling | None]
 
 _SAMPLING = ("sampling", "changes")
-_PROMPTS = (2, 9, 17, 33, 65, 257, 1025)
+_PROMPTS = (2, 9, 17, 33, 65, 257, 513, 1025, 4097)
 """Tokens of a step: few are multiplied by other kernels than many."""
 _MOST_CHUNK = 128
 
