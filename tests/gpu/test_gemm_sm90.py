@@ -44,8 +44,8 @@ def check(
     device: str,
     band: int = 2048,
 ) -> None:
-    """sizes: rows, features, depth. What lies beside the product's columns stays as it was. Tensor cores have some 14 bits
-    of sums of e4m3."""
+    """sizes: rows, features, depth. What lies beside the product's columns stays as it was. Of sums of e4m3, tensor
+    cores have some 14 bits."""
     rows, features, depth = sizes
     generator = torch.Generator(device).manual_seed(rows + features)
 
