@@ -24,6 +24,10 @@ class Skips:
             self._counts[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the tests of Engine run")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_skipped] = Counter()
     config.pluginmanager.register(Skips(config.stash[_skipped]))

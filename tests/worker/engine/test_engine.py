@@ -50,8 +50,16 @@ def texts(tiny):
 
 
 @pytest.fixture(scope="module")
-def engine(texts):
-    with Engine(texts, kernels="reference", threads=1, max_num_seqs=8) as engine:
+def on(pytestconfig):
+    """Settings of an engine, by --device; on a GPU float32 is torch's, so that tokens can be compared."""
+    if pytestconfig.getoption("--device") == "cuda":
+        return {"device": "cuda", "dtype": "float32", "kv_cache_bytes": 64 << 20}
+    return {"kernels": "reference", "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def engine(texts, on):
+    with Engine(texts, **on, max_num_seqs=8) as engine:
         yield engine
 
 
@@ -88,7 +96,7 @@ def test_greedy_tokens_equal_those_of_transformers(tiny, engine):
     ],
     ids=str,
 )
-def test_a_batch_of_mixed_lengths_gives_the_tokens_of_one_by_one(tiny, engine, settings):
+def test_a_batch_of_mixed_lengths_gives_the_tokens_of_one_by_one(tiny, on, engine, settings):
     """The smallest cache holds one context and a little: everything is preempted."""
     asked = prompts(16)
     params = [GREEDY.with_(max_tokens=30, seed=i, temperature=i % 2, logprobs=2) for i in range(16)]
@@ -96,7 +104,7 @@ def test_a_batch_of_mixed_lengths_gives_the_tokens_of_one_by_one(tiny, engine, s
     page_bytes = engine.statistics().ranks[0].kv_bytes // engine.statistics().pages_total // 2
     if "kv_cache_bytes" in settings:
         settings = {"kv_cache_bytes": page_bytes * 16, "max_num_seqs": 8}
-    with Engine(tiny[0], kernels="reference", threads=1, page_size=16, max_model_len=256, **settings) as other:
+    with Engine(tiny[0], **{**on, "page_size": 16, "max_model_len": 256, **settings}) as other:
         together = other.generate(asked, params)
         counters = other.statistics()
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
@@ -230,8 +238,8 @@ def test_one_bad_prompt_among_many_stops_nothing_half_way(engine):
     assert engine.statistics().finished_requests == before
 
 
-def test_more_prompts_than_the_queue_takes_all_come_through(tiny):
-    with Engine(tiny[0], kernels="reference", threads=1, max_num_seqs=2, max_queued_requests=3) as engine:
+def test_more_prompts_than_the_queue_takes_all_come_through(tiny, on):
+    with Engine(tiny[0], **on, max_num_seqs=2, max_queued_requests=3) as engine:
         asked = prompts(25, longest=6)
         assert len(engine.generate(asked, GREEDY.with_(max_tokens=3))) == 25
         assert len(asyncio.run(engine.agenerate(asked, GREEDY.with_(max_tokens=3)))) == 25
@@ -264,12 +272,12 @@ def test_a_model_that_is_stopped_refuses_and_starts_again(engine):
     assert len(engine.generate([1], GREEDY)) == 1
 
 
-def test_without_a_tokenizer_ids_work_and_text_is_refused(tiny, tmp_path):
+def test_without_a_tokenizer_ids_work_and_text_is_refused(tiny, on, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in ("config.json", "model.safetensors"):
         (bare / file).symlink_to(tiny[0] / file)
-    with Engine(bare, kernels="reference", threads=1) as engine:
+    with Engine(bare, **on) as engine:
         assert engine.generate([1], GREEDY)[0].text == ""
         with pytest.raises(Exception, match="give tokenizer=PATH"):
             engine.generate("text", GREEDY)
@@ -277,8 +285,8 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused(tiny, tmp_path):
             engine.generate([1], GREEDY.with_(stop=("x",)))
 
 
-def test_an_engine_that_is_closed_refuses_and_fails_what_runs(tiny):
-    engine = Engine(tiny[0], kernels="reference", threads=1)
+def test_an_engine_that_is_closed_refuses_and_fails_what_runs(tiny, on):
+    engine = Engine(tiny[0], **on)
     _, queue = engine.start_request([1], GREEDY.with_(max_tokens=200))
     engine.close()
     engine.close()
@@ -287,9 +295,9 @@ def test_an_engine_that_is_closed_refuses_and_fails_what_runs(tiny):
         engine.start_request([1], GREEDY)
 
 
-def test_an_engine_nobody_holds_ends_its_thread(tiny):
+def test_an_engine_nobody_holds_ends_its_thread(tiny, on):
     before = {thread for thread in threading.enumerate() if thread.name == "allspan-engine"}
-    engine = Engine(tiny[0], kernels="reference", threads=1)
+    engine = Engine(tiny[0], **on)
     engine.generate([1], GREEDY)
     del engine
     gc.collect()
@@ -309,9 +317,9 @@ def test_an_engine_nobody_holds_ends_its_thread(tiny):
         ({"wings": 2}, ConfigError, "unknown setting 'wings'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(tiny, settings, error, words):
+def test_settings_that_cannot_be_are_refused(tiny, on, settings, error, words):
     with pytest.raises(error, match=words):
-        Engine(tiny[0], **{"kernels": "reference", "threads": 1, **settings})
+        Engine(tiny[0], **on | settings)
 
 
 def test_a_model_that_is_not_here_is_refused():
