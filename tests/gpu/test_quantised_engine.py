@@ -1,0 +1,75 @@
+"""Quantised checkpoints in the engine on the CUDA kernels: the tokens of transformers' model with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from allspan import Engine, SamplingParams
+from allspan.worker.models import loader
+from allspan.worker.models.loader import memory_of
+from support.quantised_checkpoints import FORMS, quantise_folder
+from support.tiny_models import prompt, reference_logits, save_tiny
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": 288,
+}
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "kv_cache_bytes": 4_000_000,
+}
+
+
+@pytest.fixture
+def on(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of an engine on the CUDA kernels; emulated, its tensors lie on the CPU as they would on a GPU."""
+    if device == "cuda":
+        return {"device": "cuda"}
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
+    return {"kernels": "cuda"}
+
+
+def save_quantised(folder: Path, name: str) -> Any:
+    """transformers' model in float32, with the weights that the tensors stand for."""
+    model = save_tiny(folder, "qwen2", **SIZES).float()
+    form, config = FORMS[name]
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for each, values in quantise_folder(folder, form, config).items():
+            parameters[each].copy_(values)
+    return model
+
+
+def check(folder: Path, name: str, asked: list[list[int]], on: dict[str, Any]) -> None:
+    """Each token is transformers' best, or as good but for what bfloat16 and inputs of 8 bits round away."""
+    model = save_quantised(folder, name)
+    slack = 0.5 if "fp8" in name or name == "compressed-int8" else 0.1
+    with Engine(folder, **on, **SETTINGS) as engine:
+        outputs = engine.generate(asked, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    for one, output in zip(asked, outputs, strict=True):
+        logits: Tensor = reference_logits(model, [*one, *output.token_ids])[len(one) - 1 : -1]
+        for token, row in zip(output.token_ids, logits, strict=True):
+            assert float(row.max() - row[token]) <= slack * float(row.std())
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-ordered"])
+def test_a_few_tokens_are_those_of_transformers(name: str, tmp_path: Path, on: dict[str, Any]) -> None:
+    check(tmp_path, name, [prompt(7, 97), prompt(2, 97, 1)], on)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMS)
+def test_tokens_behind_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """More rows than the kernels for few rows take."""
+    check(tmp_path, name, [prompt(length, 97, length) for length in (1, 40, 120, 200)], {"device": "cuda"})
