@@ -43,11 +43,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   char* const tiles = shared + warp * kWarpBytes;
-  int* const begins = reinterpret_cast<int*>(shared + kWarps * kWarpBytes);  // [requests + 1], in units of a head
-  int* const lengths = begins + requests + 1;                                // [requests]
-  int* const starts = lengths + requests;                                    // [requests], of pages
-  int* const places = starts + requests;                                     // [requests], rows
-  int* const first_head = places + requests;                                 // [kv_heads + 1]
+  char* const query_slots = shared + kWarps * kWarpBytes;                          // [kStages][kHeads][kQueryRow]
+  int* const begins = reinterpret_cast<int*>(query_slots + kStages * kQuerySlot);  // [requests + 1], in units of a head
+  int* const lengths = begins + requests + 1;                                      // [requests]
+  int* const starts = lengths + requests;                                          // [requests], of pages
+  int* const places = starts + requests;                                           // [requests], rows
+  int* const first_head = places + requests;                                       // [kv_heads + 1]
 
   let_next_begin();  // where blocks of this one have ended, or leave room: products ask for their weights
   wait_for_ahead();
@@ -123,8 +124,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   // What is asked for runs kStages - 1 tiles ahead; pages one tile more.
   constexpr int kLooks = (kTile + 31) / 32;
-  const bool has_fours = window < 0 && page_shift >= 2;  // zeros and scales of four tokens lie together
+  // Zeros and scales of four tokens lie together.
+  const auto aligned = [](const float* scales) { return reinterpret_cast<unsigned long long>(scales) % 16 == 0; };
+  const bool has_fours = window < 0 && page_shift >= 2 && aligned(k_scales) && aligned(v_scales);
   Cursor ahead = at;
+  bool is_new = true;  // a pair, whose queries come with its first tile
+  int pairs_ahead = 0;
   int length = 0, token0 = 0, page[kLooks];  // page: of this lane's token, of lane % kTile, and of those 32 on
   const int* pages = indices;
   const int in_page = (1 << page_shift) - 1;
@@ -151,8 +156,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           if (in_tile / 32 == n) its_page = found;
         }
         const int token = token0 + in_tile;
-        const long long row = (static_cast<long long>(its_page) * kv_heads + ahead.kv_head) * 2 + which % 2;
-        copy16(to + fours * 16, (which < 2 ? k_scales : v_scales) + (row << page_shift) + (token & in_page),
+        const float* const of_head =
+            (which < 2 ? k_scales : v_scales) + ((ahead.kv_head * 2 + which % 2) << page_shift) + (token & in_page);
+        copy16(to + fours * 16, of_head + its_page * static_cast<long long>(kv_heads << page_shift + 1),
                token < length);
       }
     } else {
@@ -170,8 +176,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
     }
   };
+  const auto ask_queries = [&] {  // every warp, the same: then each has waited for them when its own have come
+    const int first = first_head[ahead.kv_head], group = first_head[ahead.kv_head + 1] - first;
+    const bf16* const from = q_ + places[ahead.request] * q_stride + first * D;
+    const uint32_t to = smem(query_slots + pairs_ahead % kStages * kQuerySlot);
+    for (int x = lane; x < group * (D / 8); x += 32)
+      copy16(to + x / (D / 8) * kQueryRow + x % (D / 8) * 16, from + x * 8, true);
+    ++pairs_ahead, is_new = false;
+  };
   const auto ask = [&](int i) {
     if (i < count) {
+      if (is_new) ask_queries();
       const uint32_t to = smem(tiles + i % kStages * kStageBytes);
       const char *const k = k_ + ahead.kv_head * head_stride, *const v = v_ + ahead.kv_head * head_stride;
       long long from[kLooks];
@@ -199,6 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         if (++ahead.unit == ahead.units) {
           const int before = ahead.request;
           next_pair(ahead);
+          is_new = true;
           if (ahead.request != before) enter();
         }
         look_up();
@@ -209,34 +225,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   Queries queries;
   State state;
-  const auto load_queries = [&](const Cursor& c) {
-    const int first = first_head[c.kv_head];
-    queries.load(q_ + places[c.request] * q_stride + first * D, first_head[c.kv_head + 1] - first);
+  bool is_begun = false;
+  int pairs = 0, piece_begin = 0;
+  const auto begin_pair = [&] {
+    const int group = first_head[at.kv_head + 1] - first_head[at.kv_head];
+    queries.take(query_slots + pairs % kStages * kQuerySlot, group, scale);
+    state.clear();
+    is_begun = true, piece_begin = at.unit, ++pairs;
   };
-  load_queries(at);
+  ask_queries();
+  commit();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) ask(i);
-  queries.settle(scale);
-  state.clear();
-  int piece_begin = at.unit;
+  wait_for<kStages - 1>();  // the first queries come before the tiles
+  __syncwarp();
+  begin_pair();
   for (int i = 0; i < count; ++i) {
     wait_for<kStages - 2>();
     __syncwarp();
     ask(i + kStages - 1);
+    if (!is_begun) begin_pair();
     const char* const tile = tiles + i % kStages * kStageBytes;
     const int seen = lengths[at.request] - first_token(lengths[at.request]);
     const int there = seen - at.unit * kUnit - warp * kTile;
-    const bool ends = at.unit + 1 == at.units || i + 1 == count;
-    const Cursor done = at;
-    Product s[kHalves][kSixteens];
-    if (there > 0) multiply_keys(s, queries, smem(tile));
-    ++at.unit;
-    if (ends && i + 1 < count) {  // the next queries are on their way while this pair is brought to its end
-      next_pair(at);
-      load_queries(at);
+    if (there > 0) {
+      Product s[kHalves][kSixteens];
+      multiply_keys(s, queries, smem(tile));
+      state.add(s, queries, tile, there, cap);
     }
-    if (there > 0) state.add(s, queries, tile, there, cap);
-    if (!ends) continue;
+    const Cursor done = at;
+    if (++at.unit < at.units && i + 1 < count) continue;
 
     const int head0 = first_head[done.kv_head], group = first_head[done.kv_head + 1] - head0;
     const long long head = static_cast<long long>(places[done.request]) * heads + head0;
@@ -244,11 +262,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     float* const part = partial + (static_cast<long long>(mine) * 2 + (piece_begin == 0)) * kPart;
     char* const stage = shared + i % kStages * kStageBytes;  // of the first warp, until all ask again
     state.put_down(stage + warp * kWarpBytes, group);
-    if (i + 1 < count) {
-      queries.settle(scale);
-      state.clear();
-      piece_begin = 0;
-    }
+    if (i + 1 < count) next_pair(at);
+    is_begun = false;
     __syncthreads();
     merge_warps(result, part, stage, head, group, is_whole);
     __syncthreads();

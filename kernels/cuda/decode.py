@@ -115,7 +115,7 @@ def _shape(form: int, is_scaled: bool, dim: int, halves: int, limit: int) -> _Sh
     for warps, blocks in (best, (4, 2), (4, 1), (2, 1), (1, 1)):
         room = (limit + 1024) // blocks - 1024 - 12288
         for stages in range(max(2, min(6, 180224 // (blocks * warps * stage))), 1, -1):
-            shared = warps * stages * stage
+            shared = stages * (warps * stage + 8 * halves * (dim * 2 + 16))
             if shared <= room or (warps, stages) == (1, 2):
                 return _Shape(warps, blocks, tile, stages, shared, (limit + 1024) // (blocks + 1) - 896)
     raise AssertionError

@@ -29,6 +29,7 @@ constexpr int kMergedRow = D + 4;                                 // floats; row
 // Keys, values, scales; once they are not needed, what a warp has of a pair.
 constexpr int kReadBytes = 2 * kTileBytes + (kScaled ? 16 * kTile : 0), kMergedBytes = kHeads * (kMergedRow + 2) * 4;
 constexpr int kStageBytes = ((kReadBytes > kMergedBytes ? kReadBytes : kMergedBytes) + 127) / 128 * 128;
+constexpr int kQueryRow = D * 2 + 16, kQuerySlot = kHeads * kQueryRow;  // bytes; rows begin in different banks
 static_assert(kTile % (kIsCodes ? 32 : 16) == 0, "whole products");
 
 constexpr int kPairs = kBits == 4 ? 4 : 2;           // of a word of codes
@@ -78,36 +79,38 @@ __device__ __forceinline__ uint32_t matrices(uint32_t tile, int sixteen) {
 }
 __device__ __forceinline__ uint32_t chunks_on(uint32_t at, int c) { return (at ^ (c % 8 << 4)) + c / 8 * 128; }
 
-// Query heads of a KV head: heads lane / 4 and + 8, as they are in memory, in the order in which a lane meets the
-// elements of keys.
+// Query heads of a KV head: heads lane / 4 and + 8, in the order in which a lane meets the elements of keys.
 struct Queries {
   uint32_t x[kHalves][kSteps][2];
   float by;                // of what is multiplied, to make scores of it
   float sums[kHalves][2];  // of heads lane % 4 * 2 and + 1, in units of what is multiplied
 
-  __device__ __forceinline__ void load(const bf16* from, int group) {
+  // `group` rows of shared memory.
+  __device__ __forceinline__ void take(const char* slot, int group, float scale) {
     const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int head = h * 8 + lane / 4;
       const bool is_there = head < group;
-      const bf16* const row = from + head * D;
+      const char* const row = slot + head * kQueryRow;
       uint32_t* const to = x[h][0];
 #pragma unroll
       for (int i = 0; i < kSteps * 2; i += kIsCodes ? kPairs : 1) {
         if (kBits == 16) {
-          to[i] = is_there ? *reinterpret_cast<const uint32_t*>(row + i * 8 + t * 2) : 0u;
+          to[i] = is_there ? *reinterpret_cast<const uint32_t*>(row + i * 16 + t * 4) : 0u;
         } else if (kBits == 8) {
-          const uint2 two = is_there ? *reinterpret_cast<const uint2*>(row + i * 8 + t * 4) : make_uint2(0, 0);
+          const uint2 two = is_there ? *reinterpret_cast<const uint2*>(row + i * 16 + t * 8) : make_uint2(0, 0);
           to[i] = two.x, to[i + 1] = two.y;
         } else {
-          const uint4 four = is_there ? *reinterpret_cast<const uint4*>(row + i * 8 + t * 8) : make_uint4(0, 0, 0, 0);
+          const uint4 four = is_there ? *reinterpret_cast<const uint4*>(row + i * 16 + t * 16) : make_uint4(0, 0, 0, 0);
           to[i] = four.x, to[i + 1] = four.y, to[i + kPairs - 2] = four.z, to[i + kPairs - 1] = four.w;
         }
       }
     }
+    settle(scale);
   }
 
+ private:
   // What came, as the products take it.
   __device__ __forceinline__ void settle(float scale) {
     by = scale;

@@ -181,6 +181,8 @@ def check_rows(q: Tensor, kv_heads: int, table: PageTable, out: Tensor, lse: Ten
         raise ValueError(f"q: {q.dtype} is not bfloat16 or float16")
     if q.shape[1] < out.shape[1] or q.stride(2) != 1 or q.stride(1) != q.shape[2] or q.stride(0) % 8:
         raise ValueError(f"q: {tuple(q.shape)} {q.stride()} does not hold {out.shape[1]} heads one after the other")
+    if q.data_ptr() % 16:
+        raise ValueError("q: does not begin at a multiple of 16 bytes; take a copy of it")
     if out.dtype is not q.dtype or out.shape[::2] != q.shape[::2] or not out.is_contiguous():
         raise ValueError(f"out: {out.dtype} {tuple(out.shape)} must be {q.dtype}, contiguous, as q {tuple(q.shape)}")
     if lse is not None and (lse.dtype is not torch.float32 or lse.shape != out.shape[:2] or not lse.is_contiguous()):

@@ -124,6 +124,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         "float32": q.float(),
         "34 query heads": q.repeat(1, 17, 1),
         "3 queries": q.repeat(3, 1, 1),
+        "16 bytes": torch.cat((q.flatten(), q.flatten()))[1 : 1 + q.numel()].view_as(q),
     }
     for name, wrong in wrongs.items():
         with pytest.raises(ValueError, match=name):
