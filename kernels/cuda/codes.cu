@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(256)
         float factors[WIDTH];
         values_of(others[r], ups, scale, sum, factors);
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) values[e] = values[e] / (1.0f + __expf(-values[e])) * factors[e];
+        for (int e = 0; e < WIDTH; ++e) values[e] = __fdividef(values[e], 1.0f + __expf(-values[e])) * factors[e];
       }
       put(values, out, static_cast<long long>(row) * out_stride + column + feature, epilogue == kAdd, out_floats);
     }
