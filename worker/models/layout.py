@@ -274,9 +274,9 @@ class _Source:
             raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no blocks")
         return self.checkpoint.blocks(name, rows, inputs)
 
-    def fields(self, part: int, rows: range, inputs: range) -> Mapping[str, Tensor]:
+    def fields(self, part: int, rows: range, inputs: range, device: torch.device) -> Mapping[str, Tensor]:
         name, rows = self._find(part, rows)
-        return self._quantised(name).fields(name, rows, inputs)
+        return self._quantised(name).fields(name, rows, inputs, device)
 
     def order(self, part: int) -> Tensor:
         name, _ = self._find(part, range(0))

@@ -64,8 +64,8 @@ class Source(Protocol):
     def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
         """As a GGUF file holds them: uint8 [rows, bytes], the whole blocks of its type that hold these inputs."""
 
-    def fields(self, part: int, rows: range, inputs: range) -> Mapping[str, Tensor]:
-        """As other quantised checkpoints hold them: codes, scales and offsets, as
+    def fields(self, part: int, rows: range, inputs: range, device: torch.device) -> Mapping[str, Tensor]:
+        """On `device`: as other quantised checkpoints hold them: codes, scales and offsets, as
         `allspan.kernels.reference.packed` has them. `inputs` begin with a group."""
 
     def order(self, part: int) -> Tensor:

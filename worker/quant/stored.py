@@ -58,7 +58,7 @@ class Stored(PackedMethod):
             return
         spec = chunk.target.spec
         inputs = block_inputs(spec, shape) if spec.kind.scale_bytes else shape.inputs
-        packer.fields(source.fields(chunk.part, chunk.rows, inputs), chunk.target)
+        packer.fields(source.fields(chunk.part, chunk.rows, inputs, chunk.target.weight.device), chunk.target)
 
     def _stored(self, shape: LinearShape, part: int) -> Layout | None:
         return stored_layout(shape.stored[part], shape) if shape.stored else None

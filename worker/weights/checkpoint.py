@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from allspan.protos.errors import CheckpointError
@@ -44,8 +45,9 @@ class BlockCheckpoint(Checkpoint, Protocol):
 class QuantisedCheckpoint(Checkpoint, Protocol):
     """A checkpoint whose matrices have codes and scales of their own."""
 
-    def fields(self, name: str, rows: range, inputs: range) -> dict[str, Tensor]:
-        """Codes, scales and offsets: see `allspan.worker.weights.quantised_matrix.QuantisedMatrix.fields`."""
+    def fields(self, name: str, rows: range, inputs: range, device: torch.device) -> dict[str, Tensor]:
+        """Codes, scales and offsets, on `device`, which unpacks them: see
+        `allspan.worker.weights.quantised_matrix.QuantisedMatrix.fields`."""
 
     def order(self, name: str) -> Tensor:
         """int32 [in]: the inputs in the order in which `fields` has them."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from allspan.protos.errors import CheckpointError
@@ -52,6 +53,7 @@ class QuantisedFolder:
                 self._first[f"{stem}.weight"] = name
                 used.update(tensors.values())
         self._plain = names - used
+        self._near: tuple[str, torch.device, QuantisedMatrix] | None = None
         if not self._matrices:
             raise CheckpointError(
                 f"{source} names weights quantised by {config.get('quant_method')!r}, and {folder} has none "
@@ -91,13 +93,16 @@ class QuantisedFolder:
         elif out.numel():
             out.copy_(matrix.floats(ranges[0], ranges[1]))
 
-    def fields(self, name: str, rows: range, inputs: range) -> dict[str, Tensor]:
-        return self._matrices[name].fields(rows, inputs)
+    def fields(self, name: str, rows: range, inputs: range, device: torch.device) -> dict[str, Tensor]:
+        if self._near is None or self._near[:2] != (name, device):  # rows come in pieces, matrix after matrix
+            self._near = name, device, self._matrices[name].to(device)
+        return self._near[2].fields(rows, inputs)
 
     def order(self, name: str) -> Tensor:
         return self._matrices[name].order()
 
     def release(self) -> None:
+        self._near = None
         self._folder.release()
 
     def _matrix(self, stem: str, tensors: Mapping[str, str]) -> QuantisedMatrix:

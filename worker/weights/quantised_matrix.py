@@ -6,9 +6,11 @@ is stored, for `allspan.worker.quant.stored`.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -55,6 +57,12 @@ class QuantisedMatrix(ABC):
         order = torch.arange(self.shape[1]) if self.group_of is None else self.group_of.argsort(stable=True)
         return order.int()
 
+    def to(self, device: torch.device) -> Self:
+        """With its tensors there."""
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: part.to(device) for name, part in held.items() if isinstance(part, Tensor)}
+        return dataclasses.replace(self, **moved)
+
     def floats(self, rows: range, inputs: range) -> Tensor:
         """float32 [rows, inputs]."""
         groups = in_groups(self.shape[1], self.group) if self.group_of is None else self.group_of
@@ -72,8 +80,8 @@ class QuantisedMatrix(ABC):
         size = self.group if self.group != -1 else max(1, self.shape[1])
         groups = slice(inputs.start // size, -(-inputs.stop // size))
         scales, zeros = self.scales(rows)[:, groups], self.zeros(rows)
-        fields = {"codes": codes, "scales": scales}
-        return fields if zeros is None else fields | {"offsets": zeros[:, groups] * scales}
+        made = {"codes": codes, "scales": scales}
+        return made if zeros is None else made | {"offsets": zeros[:, groups] * scales}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ class ScaledMatrix(QuantisedMatrix):
         return torch.full_like(self.scales(rows), 128) if self.zero is None else self._of(self.zero, rows).float() + 128
 
     def _of(self, numbers: Tensor, rows: range) -> Tensor:
-        return numbers[torch.arange(rows.start, rows.stop) // self.tall]
+        return numbers[torch.arange(rows.start, rows.stop, device=numbers.device) // self.tall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,7 @@ class WordMatrix(QuantisedMatrix):
 
     def zeros(self, rows: range) -> Tensor:
         if self.zero is None:
-            return torch.full((len(rows), self.scale.shape[1]), 2.0 ** (self.bits - 1))
+            return torch.full_like(self.scales(rows), 2.0 ** (self.bits - 1))
         words, first = _words(rows, 32 // self.bits)
         zeros = unpacked(self.zero[words], self.bits).transpose(1, 2).flatten(0, 1)
         return zeros[first : first + len(rows)].float()
@@ -196,7 +204,7 @@ def in_groups(inputs: int, group: int) -> Tensor:
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """int32 […] → uint8 […, 32 / bits], the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).to(torch.uint8)
 
 
