@@ -55,14 +55,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   // The line of work: every thread block finds out for itself.
   __shared__ int warp_sums[kWarps], is_last;
+#pragma unroll 4
+  for (int r = threadIdx.x; r < requests; r += kThreads) {
+    const int length = kv_lens[r], row = rows ? rows[r] : r, start = indptr[r];
+    lengths[r] = row < 0 ? 0 : length, starts[r] = start, places[r] = row;
+  }
   int carry = 0;
   for (int base = 0; base < requests; base += kThreads) {
     const int r = base + threadIdx.x;
     int x = 0;
     if (r < requests) {
-      const int length = kv_lens[r], row = rows ? rows[r] : r, start = indptr[r];
-      const int tokens = row < 0 ? 0 : length;
-      lengths[r] = tokens, starts[r] = start, places[r] = row;
+      const int tokens = lengths[r], row = places[r];
       x = ((window < 0 ? tokens : min(tokens, window + 1)) + kUnit - 1) / kUnit;
       if (tokens == 0 && row >= 0 && r % gridDim.x == blockIdx.x)
         for (int h = 0; h < heads; ++h) {

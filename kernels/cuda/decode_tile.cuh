@@ -116,12 +116,12 @@ struct Queries {
     by = scale;
     if (!kIsCodes) return;
     const int lane = threadIdx.x % 32;
-    float top = 0;
+    uint32_t largest = 0;
 #pragma unroll
     for (int h = 0; h < kHalves; ++h)
 #pragma unroll
-      for (int i = 0; i < kSteps * 2; ++i)
-        top = fmaxf(top, fmaxf(fabsf(wide_low(x[h][0][i])), fabsf(wide_high(x[h][0][i]))));
+      for (int i = 0; i < kSteps * 2; ++i) largest = larger_pairs(largest, x[h][0][i] & 0x7fff7fffu);
+    float top = fmaxf(wide_low(largest), wide_high(largest));
 #pragma unroll
     for (int o = 16; o > 0; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
     const int exponent = min(max(static_cast<int>(__float_as_uint(top) >> 23), 15), 254);  // 127 is 2^0

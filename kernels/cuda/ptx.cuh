@@ -131,6 +131,11 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   asm("fma.rn." ALLSPAN_ELEMENT "x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000));
   return pair;
 }
+__device__ __forceinline__ uint32_t larger_pairs(uint32_t a, uint32_t b) {
+  uint32_t pair;
+  asm("max." ALLSPAN_ELEMENT "x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
 __device__ __forceinline__ float power(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -109,6 +109,9 @@ inline uint32_t add_pairs(uint32_t a, uint32_t b) {
 inline uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
 }
+inline uint32_t larger_pairs(uint32_t a, uint32_t b) {
+  return pack(std::fmax(wide(a & 0xffff), wide(b & 0xffff)), std::fmax(wide(a >> 16), wide(b >> 16)));
+}
 inline float power(float x) { return std::exp2(x); }
 inline float logarithm(float x) { return std::log2(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
