@@ -262,6 +262,8 @@ __device__ __forceinline__ float4 load_shared16(uint32_t at) {
                : "memory");
   return x;
 }
+// To L2 only, a line.
+__device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 // 16 bytes, asked for here and not later: what follows a barrier cannot go before, nor this after it.
 __device__ __forceinline__ uint4 load16(const void* from) {
   uint4 x;

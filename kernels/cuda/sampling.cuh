@@ -146,9 +146,8 @@ __device__ u64 reduce(u64 mine, Shared& s, Join join) {
   for (int o = 16; o > 0; o /= 2) mine = join(mine, __shfl_xor_sync(~0u, mine, o));
   if (threadIdx.x % 32 == 0) s.warps[threadIdx.x / 32] = mine;
   __syncthreads();
-  u64 all = s.warps[0];
-#pragma unroll 8
-  for (int w = 1; w < kWarps; ++w) all = join(all, s.warps[w]);
+  u64 all = s.warps[threadIdx.x % kWarps];
+  for (int o = kWarps / 2; o > 0; o /= 2) all = join(all, __shfl_xor_sync(~0u, all, o));
   __syncthreads();
   return all;
 }
@@ -172,9 +171,8 @@ __device__ __noinline__ inline u64 sum_before(u64 mine, Shared& s) {
   }
   if (lane == 31) s.warps[warp] = sum;
   __syncthreads();
-  u64 before = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) before += w < warp ? s.warps[w] : 0;
+  u64 before = lane % kWarps < warp ? s.warps[lane % kWarps] : 0;
+  for (int o = kWarps / 2; o > 0; o /= 2) before += __shfl_xor_sync(~0u, before, o);
   __syncthreads();
   return before + sum - mine;
 }
@@ -283,8 +281,11 @@ __device__ __noinline__ u64 choose(const Items& items, const Scale& scale, const
       if (s.weights[i] == 0) continue;
       const u64 its = s.keys[i];
       u64 sum = before;
-#pragma unroll 4
-      for (int j = 0; j < items.count; ++j) sum += s.keys[j] <= its ? s.weights[j] : 0;
+#pragma unroll 8
+      for (int j = 0; j < items.count; ++j) {
+        const u64 weight = s.weights[j];  // asked for whether it counts or not, so that loads do not wait for keys
+        sum += s.keys[j] <= its ? weight : 0;
+      }
       if (goal.is_met(sum) && its < best) best = its;
     }
     return least_of(best, s);

@@ -23,7 +23,7 @@ SHARED_ROWS = 64 << 10
 """Bytes of logits of which a block keeps no more, if there are blocks to share the row with: so that three of them fit
 on a multiprocessor, and some compute while others read."""
 
-_GROUP, _MEETING_BYTES = 16, 9216
+_GROUP, _MEETING_BYTES, _MOST_THREADS = 16, 11264, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +132,14 @@ def sample_rows(
     warps = w.threads // 32
     room = min(w.kept or device.shared_bytes, device.shared_bytes - _MEETING_BYTES)
     stay = min(-(-(w.vocab + 6) // (4 * cluster * warps)), room // (16 * warps))
+    shared_bytes = _MEETING_BYTES + stay * warps * 16
+    at_once = min(_MOST_THREADS // w.threads, device.shared_bytes // (shared_bytes + 1024)) * device.multiprocessors
     arguments = [
-        logits, np.int32(w.vocab), np.int32(stay), wanted.rows, settings, wanted.positions, wanted.targets,
+        logits, np.int32(w.vocab), np.int32(stay), np.int32(at_once // cluster * cluster), wanted.rows, settings, wanted.positions, wanted.targets,
         w.flags if is_changed else None, w.listed_logits, w.listed_ids, out, _columns(out),
     ]  # fmt: skip
     what = _variant("sample", w.threads, w.capacity, cluster)
-    launch(what, (m * cluster,), w.threads, arguments, _MEETING_BYTES + stay * warps * 16, is_early=True)
+    launch(what, (m * cluster,), w.threads, arguments, shared_bytes, is_early=True)
 
 
 def cluster_of(rows: int, vocab: int, multiprocessors: int, capability: tuple[int, int]) -> int:
@@ -145,7 +147,7 @@ def cluster_of(rows: int, vocab: int, multiprocessors: int, capability: tuple[in
     if capability < (9, 0):
         return 1
     for count in CLUSTERS:
-        if rows * count >= multiprocessors and vocab * 4 <= SHARED_ROWS * count:
+        if rows * count >= 0.9 * multiprocessors and vocab * 4 <= SHARED_ROWS * count:
             return count
     return CLUSTERS[-1]
 

@@ -25,6 +25,7 @@
 namespace {
 
 constexpr int kEachBin = (kBins + kThreads - 1) / kThreads;
+constexpr int kNear = CAPACITY < 4096 ? 16 : 256;  // tokens in one bin that are compared each with each: a power of 2
 
 // How a row's token is found: it is (kDone), or from those that may be among the k most likely (kList), by the weights
 // of all that count (kPlain), the same below a threshold (kShare), or step by step over the whole row (kWhole).
@@ -41,10 +42,15 @@ __device__ Mode mode_of(const Settings& settings, int vocab) {
 struct Meeting {
   Shared s;
   u64 best[CLUSTER], totals[CLUSTER], sums[CLUSTER];  // of each block
+  double share;                                       // of the weight, before the token that is drawn
   int listed;                                         // in the first block's: tokens in the list
+  int cut;                                            // of this block: tokens in the bin that top-p cuts
+  uint32_t threshold;                                 // y's bits
+  uint4 tokens[kNear / 2];                            // in that bin: y's bits, the weight's halves
 };
-constexpr int kMeetingBytes = 9216;  // as in sampling.py
-static_assert(sizeof(Meeting) <= kMeetingBytes);
+constexpr int kMeetingBytes = 11264;  // as in sampling.py
+static_assert(sizeof(Meeting) <= kMeetingBytes &&
+              sizeof(uint4[kNear]) <= sizeof(Shared::keys) + sizeof(Shared::weights));
 
 // What was stored before is there for all blocks of the row after.
 __device__ __forceinline__ void meet() {
@@ -115,8 +121,9 @@ struct Part {
 };
 
 // The block's highest logit and its place, as one number that is larger for a higher logit, then for a lower place.
-__device__ __forceinline__ u64 best_of(const Part& part, Shared& s) {
-  float best = -kInf;
+// best: the thread's highest.
+__device__ __forceinline__ u64 best_of(const Part& part, float& best, Shared& s) {
+  best = -kInf;
   int where = -1;
   bool bad = false;
   for (int i = threadIdx.x % 32; i < part.count; i += 32) {
@@ -166,6 +173,16 @@ __device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float far, u
     }
   });
   return sum;
+}
+
+// All tokens with y beyond this together weigh less than what top-p leaves out, so the threshold does not lie there.
+// The total is at least what the threads' highest weigh, of which each has one (best).
+__device__ __forceinline__ float far_of(float best, const Scale& scale, int vocab, double top_p, Shared& s) {
+  const float its = power(-scale.y(best) * 1.44269504f) * 1048576.0f;
+  const float least = static_cast<float>(sum_of(static_cast<u64>(its), s)) * (0.999f / 1048576.0f);
+  const float far = logf(vocab / (static_cast<float>(1 - top_p) * fmaxf(least, 1.0f))) + 0.1f;
+  // Where weights are few units, rounding makes them twice as large at most.
+  return fminf(far < scale.limit - 6.0f ? far : far + 0.7f, scale.limit);
 }
 
 // The highest of each four tokens, one each.
@@ -294,6 +311,54 @@ __device__ __noinline__ void list_tokens(Part part, Scale scale, int least, int 
   });
 }
 
+// Tokens of a bin to the block's, if there is room; `cut` counts them all the same.
+__device__ __noinline__ void list_near(Part part, Scale scale, int bin, Meeting& all) {
+  const float step = __fdiv_rn(scale.temperature, scale.bins);
+  const float from = scale.highest - (bin + 1.01f) * step, to = scale.highest - (bin - 0.01f) * step;
+  part.each([&](const float4& v, int) {
+    const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (values[j] < from || values[j] > to) continue;
+      const float y = scale.y(values[j]);
+      if (scale.bin(y) != bin) continue;
+      const int place = atomicAdd(&all.cut, 1);
+      if (place >= kNear / 2) continue;
+      const u64 weight = scale.weight(y);
+      all.tokens[place] =
+          make_uint4(__float_as_uint(y), static_cast<uint32_t>(weight), static_cast<uint32_t>(weight >> 32), 0);
+    }
+  });
+}
+
+// The smallest y, as bits, of these tokens at which the weight up to it, and `before`, meets the goal.
+__device__ __noinline__ uint32_t threshold_of(const uint4* tokens, int count, u64 before, Goal goal, Meeting& all) {
+  constexpr int kSplit = kThreads > kNear ? kThreads / kNear : 1;  // threads that share a token
+  for (int base = 0; base < count; base += kThreads / kSplit) {
+    const int i = base + static_cast<int>(threadIdx.x) / kSplit;
+    if (i - static_cast<int>(threadIdx.x) % 32 / kSplit >= count) break;  // none for this warp
+    const uint32_t its = tokens[min(i, count - 1)].x;
+    u64 sum = 0;
+#pragma unroll 4
+    for (int j = threadIdx.x % kSplit; j < count; j += kSplit) {
+      const uint4 other = tokens[j];
+      sum += other.x <= its ? join(other.y, other.z) : 0;
+    }
+    for (int o = 1; o < kSplit; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
+    const uint32_t mine = i < count && goal.is_met(before + sum) ? its : ~0u;
+    const uint32_t least = __reduce_min_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0 && least != ~0u) atomicMin(&all.threshold, least);
+  }
+  __syncthreads();
+  return all.threshold;
+}
+
+// Of whole warps.
+__device__ __forceinline__ u64 sum_of_warp(u64 mine) {
+  for (int o = 16; o > 0; o /= 2) mine += __shfl_xor_sync(~0u, mine, o);
+  return mine;
+}
+
 // By the first block, from the list where it holds all that can be drawn, or the whole row.
 __device__ __noinline__ int draw_alone(const Items& items, float highest, const Settings& its, double share, int vocab,
                                        Shared& s) {
@@ -303,12 +368,14 @@ __device__ __noinline__ int draw_alone(const Items& items, float highest, const 
 
 }  // namespace
 
-// grid: (rows * CLUSTER). logits [rows, vocab]; stay: quads that each warp keeps; owners: of which row of `settings`
+// grid: (rows * CLUSTER). logits [rows, vocab]; stay: quads that each warp keeps; ahead: how many blocks run at once,
+// a multiple of CLUSTER, or 0; owners: of which row of `settings`
 // each is, -1 of none: nothing is written for it; targets: a known token, or -1, or null; flags: what `change` found,
 // or null. listed_logits, listed_ids [rows, CAPACITY]: scratch. out: a token every `columns`.
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
-    sample(const float* logits, int vocab, int stay, const int* owners, const Settings* settings, const int* positions,
-           const int* targets, int* flags, float* listed_logits, int* listed_ids, int* out, int columns) {
+    sample(const float* logits, int vocab, int stay, int ahead, const int* owners, const Settings* settings,
+           const int* positions, const int* targets, int* flags, float* listed_logits, int* listed_ids, int* out,
+           int columns) {
   DYNAMIC_SHARED(memory);
   Meeting& all = *reinterpret_cast<Meeting*>(memory);
   Shared& s = all.s;
@@ -320,13 +387,20 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   part.fetch();
   const int owner = owners[row], target = targets ? targets[row] : -1, flag = flags ? flags[row] : 0;
   const Settings its = settings[max(owner, 0)];
-  const double share = uniform(its.seed, positions[row]);
+  if (threadIdx.x / 32 == kWarps - 1) all.share = uniform(its.seed, positions[row]);
   for (int i = threadIdx.x; i < kBins; i += kThreads) s.low[i] = s.high[i] = 0;
-  if (threadIdx.x == 0) all.listed = 0;
+  if (threadIdx.x == 0) all.listed = all.cut = 0, all.threshold = ~0u;
   if (CLUSTER > 1) cluster_arrive();
   wait_for<0>();
   part.clean(quads, stay);
-  const u64 mine = best_of(part, s);
+  float best;
+  const u64 mine = best_of(part, best, s);
+  // What the block needs that comes when this one ends is on its way while this one computes.
+  if (ahead && blockIdx.x + ahead < gridDim.x) {
+    const long long step = static_cast<long long>(ahead / CLUSTER) * vocab;
+    const char* const its_first = reinterpret_cast<const char*>(part.from + part.first * 4ll + step);
+    for (int i = threadIdx.x % 32 * 128; i < part.stay * 16; i += 32 * 128) prefetch_l2(its_first + i);
+  }
   if (CLUSTER > 1) cluster_wait();  // all blocks are there
   if (threadIdx.x < CLUSTER) *at_block(all.best + rank, threadIdx.x) = mine;
   meet();
@@ -352,6 +426,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   if (owner < 0) return;
   int* const to = out + static_cast<long long>(row) * columns;
   const Scale scale(top, its.temperature, vocab);
+  const double share = all.share;
   float* const its_logits = listed_logits + static_cast<long long>(row) * CAPACITY;
   int* const its_ids = listed_ids + static_cast<long long>(row) * CAPACITY;
   if (mode == kDone || mode == kWhole) {
@@ -397,46 +472,87 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
     if (threadIdx.x < CLUSTER) *at_block(all.sums + rank, threadIdx.x) = sum;
     meet();
   } else {
-    // All tokens beyond `far` together weigh less than what top-p leaves out, so the cut does not lie there. Rounding
-    // makes a weight twice as large at most.
-    const float far = logf(vocab / static_cast<float>(1 - its.top_p)) + 0.8f;
-    const u64 mine_all = sum_of(weigh_into_bins(part, scale, fminf(far, scale.limit), smem(s.low), smem(s.high)), s);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float far = far_of(best, scale, vocab, its.top_p, s);
+    const u64 mine_all = sum_of(weigh_into_bins(part, scale, far, smem(s.low), smem(s.high)), s);
     if (threadIdx.x < CLUSTER) *at_block(all.totals + rank, threadIdx.x) = mine_all;
     meet();
     gather_bins(each, s);
     u64 sum = 0;
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) sum += all.totals[r];
-    const double wanted = its.top_p * static_cast<double>(sum);
-    const int found = first_bin(each, 0, Goal{wanted, false}, s);
+    const Goal wanted = {its.top_p * static_cast<double>(sum), false};
+    const int found = first_bin(each, 0, wanted, s);
     const u64 before = s.found;
     // min-p may cut before.
     const int floor = scale.bin(-its.min_z), cut = min(found, floor);
-    u64 less = 0;
-    for (int i = threadIdx.x; i < cut; i += kThreads) less += join(s.low[i], s.high[i]);
-    less = sum_of(less, s);
-    if (threadIdx.x < CLUSTER) *at_block(all.sums + rank, threadIdx.x) = less;
-    list_tokens(part, scale, cut, cut, its_logits, its_ids, at_block(&all.listed, 0));
-    meet();
-    const int count = *at_block(&all.listed, 0);
-    if (CLUSTER > 1) cluster_arrive();  // the first block may end
-    if (count > CAPACITY) {
-      if (rank == 0) {
-        token = draw_alone(Items{x, nullptr, vocab}, top, its, share, vocab, s);
-        if (threadIdx.x == 0) *to = token;
-      }
-      if (CLUSTER > 1) cluster_wait();
-      return;
+    list_near(part, scale, cut, all);
+    for (int r = warp; r < CLUSTER; r += kWarps) {
+      u64 less = 0;
+#pragma unroll 4
+      for (int i = lane; i < cut; i += 32) less += join(*at_block(s.low + i, r), *at_block(s.high + i, r));
+      less = sum_of_warp(less);
+      if (lane == 0) all.sums[r] = less;
     }
-    const Items list = {its_logits, its_ids, count};
-    if (found <= floor)
-      kept.most = static_cast<uint32_t>(choose(list, scale, kept, kY, Goal{wanted, false}, before, s));
-    clear_bins(s, CLUSTER);
-    list.each([&](float v, int id, int) {
-      const u64 its_weight = kept.weight(v, scale);
-      const int block = part.block_of(id);
-      if (its_weight) add(s.low + block, s.high + block, its_weight);
-    });
+    meet();
+    int starts[CLUSTER + 1];
+    starts[0] = 0;
+    bool fits = true;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+      const int count = *at_block(&all.cut, r);
+      fits &= count <= kNear / 2;
+      starts[r + 1] = starts[r] + count;
+    }
+    if (fits && starts[CLUSTER] <= kNear) {
+      uint4* const gathered = reinterpret_cast<uint4*>(s.keys);
+      for (int i = threadIdx.x; i < starts[CLUSTER]; i += kThreads) {
+        int r = 0;
+#pragma unroll
+        for (int next = 1; next < CLUSTER; ++next) r += i >= starts[next];
+        int start = 0;
+#pragma unroll
+        for (int next = 1; next < CLUSTER; ++next) start = r == next ? starts[next] : start;
+        gathered[i] = *at_block(all.tokens + i - start, r);
+      }
+      if (CLUSTER > 1) cluster_arrive();  // others may end
+      __syncthreads();
+      if (found <= floor) kept.most = threshold_of(gathered, starts[CLUSTER], before, wanted, all);
+#pragma unroll
+      for (int r = 0; r < CLUSTER; ++r) {
+        if (warp != r % kWarps) continue;
+        u64 its_weight = 0;
+        for (int i = starts[r] + lane; i < starts[r + 1]; i += 32) {
+          const uint4 token = gathered[i];
+          if (token.x <= kept.most && -__uint_as_float(token.x) >= its.min_z) its_weight += join(token.y, token.z);
+        }
+        its_weight = sum_of_warp(its_weight);
+        if (lane == 0) all.sums[r] += its_weight;
+      }
+    } else {
+      list_tokens(part, scale, cut, cut, its_logits, its_ids, at_block(&all.listed, 0));
+      meet();
+      const int count = *at_block(&all.listed, 0);
+      if (CLUSTER > 1) cluster_arrive();
+      if (count > CAPACITY) {
+        if (rank == 0) {
+          token = draw_alone(Items{x, nullptr, vocab}, top, its, share, vocab, s);
+          if (threadIdx.x == 0) *to = token;
+        }
+        if (CLUSTER > 1) cluster_wait();
+        return;
+      }
+      const Items list = {its_logits, its_ids, count};
+      if (found <= floor) kept.most = static_cast<uint32_t>(choose(list, scale, kept, kY, wanted, before, s));
+      clear_bins(s, CLUSTER);
+      list.each([&](float v, int id, int) {
+        const u64 its_weight = kept.weight(v, scale);
+        const int block = part.block_of(id);
+        if (its_weight) add(s.low + block, s.high + block, its_weight);
+      });
+      __syncthreads();
+      if (threadIdx.x < CLUSTER) all.sums[threadIdx.x] += join(s.low[threadIdx.x], s.high[threadIdx.x]);
+    }
     __syncthreads();
   }
   // In which block the draw falls.
@@ -444,7 +560,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   u64 total = 0;
 #pragma unroll
   for (int r = 0; r < CLUSTER; ++r) {
-    sums[r] = all.sums[r] + (mode == kPlain ? 0 : join(s.low[r], s.high[r]));
+    sums[r] = all.sums[r];
     total += sums[r];
   }
   const Goal goal = {share * static_cast<double>(total), true};

@@ -140,6 +140,7 @@ inline float4 load_shared16(uint32_t at) {
   if (at % 16) emulator::fail("a load of 16 bytes is not aligned");
   return *reinterpret_cast<const float4*>(emulator::block.base + at);
 }
+inline void prefetch_l2(const void*) {}
 inline uint4 load16(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a load of 16 bytes is not aligned");
   return *static_cast<const uint4*>(from);
