@@ -134,9 +134,10 @@ def sample_rows(
     stay = min(-(-(w.vocab + 6) // (4 * cluster * warps)), room // (16 * warps))
     shared_bytes = _MEETING_BYTES + stay * warps * 16
     at_once = min(_MOST_THREADS // w.threads, device.shared_bytes // (shared_bytes + 1024)) * device.multiprocessors
+    sizes = [np.int32(w.vocab), np.int32(stay), np.int32(at_once // cluster * cluster)]
     arguments = [
-        logits, np.int32(w.vocab), np.int32(stay), np.int32(at_once // cluster * cluster), wanted.rows, settings, wanted.positions, wanted.targets,
-        w.flags if is_changed else None, w.listed_logits, w.listed_ids, out, _columns(out),
+        logits, *sizes, wanted.rows, settings, wanted.positions, wanted.targets, w.flags if is_changed else None,
+        w.listed_logits, w.listed_ids, out, _columns(out),
     ]  # fmt: skip
     what = _variant("sample", w.threads, w.capacity, cluster)
     launch(what, (m * cluster,), w.threads, arguments, shared_bytes, is_early=True)
