@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from allspan.kernels.cuda import linear, skinny
 from allspan.kernels.packed import ROW_FORMATS, PackedSpec
-from allspan.kernels.reference.packed import unpack
+from allspan.kernels.reference.packed import packed_linear, unpack
 from support.packed_cases import random_weight
 
 FORMATS_AND_GROUPS = [
@@ -167,6 +167,16 @@ def test_rows_of_eight_bits_agree_with_float64(check: Callable[[Case], None], de
     seen = (x / most * 127).round() * most / 127
     case.product = seen @ unpack(case.arguments[1].cpu(), case.spec, torch.float64).T + case.arguments[2].cpu()
     check(case)
+
+
+def test_rows_of_eight_bits_are_those_of_the_reference_where_a_row_has_one_scale_there(device: str) -> None:
+    """Of more than 128 inputs, these have a scale for each 128 there."""
+    case = Case(replace(spec_of("channel8", 0, (24, 24), 120), activation="a8"), 70, device)
+    x, weight, bias, spec, column = case.arguments
+    expected, out = torch.full((70, 50), math.nan), case.out(torch.float32, 48)
+    packed_linear(x.cpu(), weight.cpu(), bias.cpu(), spec, column, expected)
+    linear.packed_linear(*case.arguments, out)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.fixture

@@ -37,7 +37,8 @@ def stored_layout(kind: str, shape: LinearShape) -> Layout | None:
     layout = _LAYOUTS.get(held)
     if layout is None or layout.format not in (ROW_FORMATS if shape.memory == "rows" else FORMATS):
         return None
-    if order and (order == IRREGULAR or len(shape.inputs) != shape.all_inputs):
+    is_whole = len(shape.inputs) == shape.all_inputs and not shape.is_vocabulary  # embeddings gather nothing
+    if order and (order == IRREGULAR or not is_whole):
         return None
     return replace(layout, order=order)
 
