@@ -44,8 +44,10 @@ def test_logits_are_those_with_panels(quantization: str, ranks: int, tmp_path: P
 
 def test_fp8_is_near_bfloat16_and_refused_where_weights_lie_in_panels(tmp_path: Path, rows: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path, "llama")
-    plain, found = logits(tmp_path, 2), logits(tmp_path, 2, quantization="fp8")
-    assert 0 < (plain - found).abs().max() / plain.abs().max() < 0.15
+    plain = logits(tmp_path, 2)
+    for group in (-1, 128):
+        found = logits(tmp_path, 2, quantization="fp8", quantization_group=group)
+        assert 0 < (plain - found).abs().max() / plain.abs().max() < 0.15
     rows.undo()
     with pytest.raises(ConfigError, match="quantization 'fp8' is for bfloat16 models on GPUs; device is cpu"):
         logits(tmp_path, 1, quantization="fp8")
