@@ -45,7 +45,7 @@ struct Meeting {
   double share;                                       // of the weight, before the token that is drawn
   int listed;                                         // in the first block's: tokens in the list
   int cut;                                            // of this block: tokens in the bin that top-p cuts
-  uint32_t threshold;                                 // y's bits
+  uint32_t threshold, token;                          // y's bits; an id
   uint4 tokens[kNear / 2];                            // in that bin: y's bits, the weight's halves
 };
 constexpr int kMeetingBytes = 11264;  // as in sampling.py
@@ -331,26 +331,100 @@ __device__ __noinline__ void list_near(Part part, Scale scale, int bin, Meeting&
   });
 }
 
-// The smallest y, as bits, of these tokens at which the weight up to it, and `before`, meets the goal.
-__device__ __noinline__ uint32_t threshold_of(const uint4* tokens, int count, u64 before, Goal goal, Meeting& all) {
-  constexpr int kSplit = kThreads > kNear ? kThreads / kNear : 1;  // threads that share a token
+// Each of at most kNear tokens by kSplit neighbouring threads: body gets it, and which of them this is, in whole warps.
+constexpr int kSplit = kThreads > kNear ? kThreads / kNear : 1;
+template <class Body>
+__device__ __forceinline__ void each_token(int count, Body body) {
   for (int base = 0; base < count; base += kThreads / kSplit) {
     const int i = base + static_cast<int>(threadIdx.x) / kSplit;
     if (i - static_cast<int>(threadIdx.x) % 32 / kSplit >= count) break;  // none for this warp
-    const uint32_t its = tokens[min(i, count - 1)].x;
+    body(min(i, count - 1), i < count, static_cast<int>(threadIdx.x) % kSplit);
+  }
+}
+template <class T>
+__device__ __forceinline__ T sum_of_split(T mine) {
+  for (int o = 1; o < kSplit; o *= 2) mine += __shfl_xor_sync(~0u, mine, o);
+  return mine;
+}
+__device__ __forceinline__ void put_least(uint32_t* least, uint32_t mine) {
+  mine = __reduce_min_sync(~0u, mine);
+  if (threadIdx.x % 32 == 0 && mine != ~0u) atomicMin(least, mine);
+}
+
+// Tokens as y's bits, the weight's halves, the id. The smallest y, as bits, at which the weight up to it, and `before`,
+// meets the goal.
+__device__ __noinline__ uint32_t threshold_of(const uint4* tokens, int count, u64 before, Goal goal, Meeting& all) {
+  each_token(count, [&](int i, bool is_there, int split) {
+    const uint32_t its = tokens[i].x;
     u64 sum = 0;
 #pragma unroll 4
-    for (int j = threadIdx.x % kSplit; j < count; j += kSplit) {
+    for (int j = split; j < count; j += kSplit) {
       const uint4 other = tokens[j];
       sum += other.x <= its ? join(other.y, other.z) : 0;
     }
-    for (int o = 1; o < kSplit; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
-    const uint32_t mine = i < count && goal.is_met(before + sum) ? its : ~0u;
-    const uint32_t least = __reduce_min_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0 && least != ~0u) atomicMin(&all.threshold, least);
-  }
+    sum = sum_of_split(sum);
+    put_least(&all.threshold, is_there && goal.is_met(before + sum) ? its : ~0u);
+  });
   __syncthreads();
   return all.threshold;
+}
+
+// By the first block, of at most kNear tokens: by top-k, top-p and min-p.
+__device__ __noinline__ int draw_few(const float* logits, const int* ids, int count, Scale scale, int top_k,
+                                     double top_p, float min_z, double share, Meeting& all) {
+  uint4* const tokens = reinterpret_cast<uint4*>(all.s.keys);
+  uint32_t* const keys = all.s.low;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const float x = __ldcg(logits + i), y = scale.y(x);
+    const u64 weight = scale.weight(y);
+    keys[i] = ordered(x);
+    tokens[i] = make_uint4(__float_as_uint(y), static_cast<uint32_t>(weight), static_cast<uint32_t>(weight >> 32),
+                           __ldcg(ids + i));
+  }
+  __syncthreads();
+  each_token(count, [&](int i, bool is_there, int split) {
+    const uint32_t its = keys[i];
+    int higher = 0;
+#pragma unroll 4
+    for (int j = split; j < count; j += kSplit) higher += keys[j] > its;
+    if (sum_of_split(higher) >= top_k && is_there && split == 0) tokens[i].y = tokens[i].z = 0;
+  });
+  __syncthreads();
+  uint32_t most = ~0u;
+  if (top_p < 1) {
+    each_token(count, [&](int i, bool is_there, int split) {
+      const uint4 its = tokens[i];
+      u64 sum = 0, total = 0;
+#pragma unroll 4
+      for (int j = split; j < count; j += kSplit) {
+        const uint4 other = tokens[j];
+        const u64 weight = join(other.y, other.z);
+        total += weight;
+        sum += other.x <= its.x ? weight : 0;
+      }
+      sum = sum_of_split(sum);
+      const Goal goal = {top_p * static_cast<double>(sum_of_split(total)), false};
+      put_least(&all.threshold, is_there && (its.y | its.z) && goal.is_met(sum) ? its.x : ~0u);
+    });
+    __syncthreads();
+    most = all.threshold;
+  }
+  each_token(count, [&](int i, bool is_there, int split) {
+    const uint32_t its = tokens[i].w;
+    u64 sum = 0, total = 0;
+#pragma unroll 4
+    for (int j = split; j < count; j += kSplit) {
+      const uint4 other = tokens[j];
+      const u64 weight = other.x <= most && -__uint_as_float(other.x) >= min_z ? join(other.y, other.z) : 0;
+      total += weight;
+      sum += other.w <= its ? weight : 0;
+    }
+    sum = sum_of_split(sum);
+    const Goal goal = {share * static_cast<double>(sum_of_split(total)), true};
+    put_least(&all.token, is_there && goal.is_met(sum) ? its : ~0u);
+  });
+  __syncthreads();
+  return static_cast<int>(all.token);
 }
 
 // Of whole warps.
@@ -389,7 +463,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   const Settings its = settings[max(owner, 0)];
   if (threadIdx.x / 32 == kWarps - 1) all.share = uniform(its.seed, positions[row]);
   for (int i = threadIdx.x; i < kBins; i += kThreads) s.low[i] = s.high[i] = 0;
-  if (threadIdx.x == 0) all.listed = all.cut = 0, all.threshold = ~0u;
+  if (threadIdx.x == 0) all.listed = all.cut = 0, all.threshold = all.token = ~0u;
   if (CLUSTER > 1) cluster_arrive();
   wait_for<0>();
   part.clean(quads, stay);
@@ -447,6 +521,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
     if (rank != 0) return;
     const int count = all.listed;
     Items items = {x, nullptr, vocab};
+    if (count <= kNear && !(its.typical_p < 1)) {
+      token = draw_few(its_logits, its_ids, count, scale, its.top_k, its.top_p, its.min_z, share, all);
+      if (threadIdx.x == 0) *to = token;
+      return;
+    }
     if (count <= CAPACITY) {
       items = {its_logits, its_ids, count};
       if (count <= stay * kWarps * 2) {  // where the row was
