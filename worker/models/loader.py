@@ -298,7 +298,7 @@ def note_decoded(path: str, holding: Holding) -> None:
     is_gguf = holding.quantization == "gguf"
     decoded = sorted(
         {
-            kind
+            _without_order(kind)
             for kind, shape in kinds
             if kind not in ("F32", "BF16", PLAIN, "")
             and (native(kind, shape.memory) if is_gguf else stored_layout(kind, shape)) is None
@@ -307,6 +307,11 @@ def note_decoded(path: str, holding: Holding) -> None:
     if holding.quantization in OWN and decoded:
         held = str(holding.dtype).removeprefix("torch.")
         logger.warning("%s: tensors of type %s are decoded and held as %s", path, ", ".join(decoded), held)
+
+
+def _without_order(kind: str) -> str:
+    """See `allspan.worker.weights.quantised_matrix.QuantisedMatrix.kind`: every matrix has an order of its own."""
+    return kind if kind.count("/") < 2 else f"{kind.rpartition('/')[0]} with inputs out of order"
 
 
 def note_rounded(config: ModelConfig, prepared: Prepared) -> None:

@@ -176,6 +176,16 @@ def test_formats_without_kernels_are_decoded_and_a_line_says_so(
     assert {kind for kind, _ in weights_of(tmp_path, 0, 1).values()} == {"bf16"}
 
 
+def test_inputs_out_of_order_that_ranks_share_are_decoded_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_quantised(tmp_path, "gptq-ordered")
+    for size in (1, 2):
+        assert not caplog.text
+        note_decoded(str(tmp_path), prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), 0, size).holding)
+    assert "tensors of type int4/64 with inputs out of order are decoded and held as bfloat16" in caplog.text
+
+
 def test_a_quantised_checkpoint_can_be_quantised_otherwise(tmp_path: Path) -> None:
     model, _ = save_quantised(tmp_path, "fp8-blocks")
     (found,) = logits_on_ranks(tmp_path, 1, [PROMPT], quantization="int8", dtype="float32")
