@@ -17,11 +17,11 @@ __device__ __forceinline__ uint32_t word(const uint4& chunk, int i) {
   return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
 }
 
-// Bytes `low` and `high` of four, as what they are: signed whole numbers. 2^23 + (byte + 128) is exact.
+// Bytes `low` and `high` of four, signed whole numbers: what their lower 7 bits are more than 0 as 128 + bits, less 4
+// times 32, or 64 where the sign bit, which is the last of the exponent there, is set. All exact.
 __device__ __forceinline__ uint32_t pair_of_bytes(uint32_t bytes, int low, int high) {
-  const float offset = 8388608.0f + 128.0f;
-  return pack(__uint_as_float(__byte_perm(bytes, 0x4b000000, 0x7440 + low)) - offset,
-              __uint_as_float(__byte_perm(bytes, 0x4b000000, 0x7440 + high)) - offset);
+  const uint32_t pair = __byte_perm(bytes, 0, 0x4040 | low | high << 8);
+  return multiply_add(and_or(pair, 0x00800080, 0x42004200), 0xc080c080, and_or(pair, 0x007f007f, 0x43004300));
 }
 
 // Two e4m3 numbers in the upper bytes of halves: their bits are those of a bfloat16 2^120 times smaller.
@@ -54,8 +54,8 @@ __device__ __forceinline__ void decode(const uint4& chunk, int set, uint32_t* pa
         pairs[half * 2] = pair_of_floats(__byte_perm(bytes, 0, 0x1404));
         pairs[half * 2 + 1] = pair_of_floats(__byte_perm(bytes, 0, 0x3424));
       } else {
-        pairs[half * 2] = pair_of_bytes(bytes ^ 0x80808080, 0, 1);
-        pairs[half * 2 + 1] = pair_of_bytes(bytes ^ 0x80808080, 2, 3);
+        pairs[half * 2] = pair_of_bytes(bytes, 0, 1);
+        pairs[half * 2 + 1] = pair_of_bytes(bytes, 2, 3);
       }
     }
   }

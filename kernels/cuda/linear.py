@@ -24,19 +24,8 @@ from torch.nn import functional
 
 from allspan.kernels.cuda.gemm_sm90 import Scales, gemm_sm90, pays
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
-from allspan.kernels.cuda.skinny import (
-    ADD,
-    FEW_ROWS,
-    GATED,
-    STORE,
-    Into,
-    bits_of,
-    few_rows,
-    group_sets,
-    groups,
-    is_float,
-    slabs,
-)
+from allspan.kernels.cuda.products import ADD, GATED, STORE, Into, bits_of, group_sets, groups, is_float, slabs
+from allspan.kernels.cuda.skinny import few_rows, is_few
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import codes_of, numbers_of
 
@@ -86,7 +75,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
     _check(x, weight, bias, spec, into)
     if len(x) == 0 or spec.features == 0:
         return
-    if len(x) <= FEW_ROWS[spec.kind.bits] or spec.inputs == 0:
+    if is_few(len(x), spec, into, gpu(x.device)) or spec.inputs == 0:
         few_rows(_aligned(x, spec), weight, bias, spec, into)
     elif spec.activation == "a8" and spec.format == "channel8" and spec.features % 8 == 0:
         _of_codes(_aligned(x, spec), weight, bias, spec, into)

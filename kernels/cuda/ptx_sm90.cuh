@@ -190,6 +190,25 @@ __device__ __forceinline__ void multiply_tiles_e4m3(float (&d)[128], uint64_t a,
 }
 #undef ALLSPAN_MULTIPLY_TILES
 #undef ALLSPAN_SUMS128
+// d[64][2 N] += a[64][16] · b[16][2 N]: a as four registers, b in shared memory, its columns along k.
+#define ALLSPAN_ROWS(sums, columns, registers, a0, a1, a2, a3, matrix, ...)                                     \
+  asm volatile(                                                                                                 \
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, 1, 0;\n"                                                          \
+      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT " " registers \
+      ", {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #matrix ", adds, 1, 1, 0;\n}"                                \
+      : __VA_ARGS__                                                                                             \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+__device__ __forceinline__ void multiply_rows(float (&d)[32], const uint32_t* a, uint64_t b) {
+  ALLSPAN_ROWS(32, 64, ALLSPAN_SUMS32, 32, 33, 34, 35, 36, ALLSPAN_32(d, 0));
+}
+__device__ __forceinline__ void multiply_rows(float (&d)[16], const uint32_t* a, uint64_t b) {
+  ALLSPAN_ROWS(16, 32, "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}", 16, 17, 18, 19, 20, ALLSPAN_8(d, 0),
+               ALLSPAN_8(d, 8));
+}
+__device__ __forceinline__ void multiply_rows(float (&d)[8], const uint32_t* a, uint64_t b) {
+  ALLSPAN_ROWS(8, 16, "{%0,%1,%2,%3,%4,%5,%6,%7}", 8, 9, 10, 11, 12, ALLSPAN_8(d, 0));
+}
+#undef ALLSPAN_ROWS
 #undef ALLSPAN_8
 #undef ALLSPAN_32
 #undef ALLSPAN_SUMS32

@@ -9,60 +9,57 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allspan.kernels.cuda import skinny_sm90
 from allspan.kernels.cuda.modules import Gpu, Kernel, gpu, kernel, launch, shared_limit
+from allspan.kernels.cuda.products import (
+    GATED,
+    Into,
+    common_specs,
+    is_float,
+    macros_of,
+    numbers_of_slab,
+    sizes_of,
+    slabs,
+)
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import numbers_of
 
-FEW_ROWS = {16: 64, 8: 64, 4: 64}
+_FEW_ROWS = {16: 16, 8: 64, 4: 64}
 """By the bits of a code, the most rows that are not left to cuBLAS, which would need codes as bfloat16 first."""
 
-STORE, ADD, GATED = 0, 1, 2
-
 _ROWS = 8
-"""Of a tile: rows of x that one product on tensor cores takes."""
+"""Of a tile: rows of x that one product on tensor cores takes; so many are bound by reading the weight alone."""
 _LAUNCH_BYTES = 8 << 20
 """What a GPU reads in the time that one more kernel takes to begin and end: 2 µs."""
 _REGISTERS = {2: 12, 4: 8, 8: 8}
 """By the tiles of rows, warps of a multiprocessor whose sums fit into its registers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Into:
-    """Where a product goes, and what becomes of it there."""
-
-    out: Tensor
-    column: int
-    epilogue: int
-
-    def width(self, spec: PackedSpec) -> int:
-        return spec.parts[0] if self.epilogue == GATED else spec.features
-
-    def view(self, spec: PackedSpec) -> Tensor:
-        return self.out[:, self.column : self.column + self.width(spec)]
+def is_few(rows: int, spec: PackedSpec, into: Into, device: Gpu) -> bool:
+    """Whether `few_rows` is for them. On Hopper cuBLAS is faster with bfloat16 weights whose inputs would be cut."""
+    if rows > _ROWS and spec.kind.bits == 16 and device.capability == skinny_sm90.CAPABILITY:
+        return rows <= skinny_sm90.MOST_ROWS and skinny_sm90.cut_of(spec, rows, into, device).splits == 1
+    return rows <= _FEW_ROWS[spec.kind.bits]
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
-    """x [n, K]: with the lead before it, in rows of whole 16 bytes; n is up to `FEW_ROWS`."""
-    if len(x) <= _ROWS or spec.inputs == 0:
-        _one_tile(x, weight, bias, spec, into)
+    """x [n, K]: with the lead before it, in rows of whole 16 bytes; see `is_few`."""
+    if len(x) <= _ROWS:
+        _streamed(x, weight, bias, spec, into)
+    elif spec.inputs == 0:
+        for rows in (slice(at, at + _ROWS) for at in range(0, len(x), _ROWS)):
+            _streamed(x[rows], weight, bias, spec, Into(into.out[rows], into.column, into.epilogue))
+    elif gpu(x.device).capability == skinny_sm90.CAPABILITY:
+        skinny_sm90.few_rows(x, weight, bias, spec, into)
     else:
         _more_tiles(x, weight, bias, spec, into)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    device = Gpu(0, shared_limit(capability), capability)
-    sizes = {
-        "bf16": (0,),
-        "fp8": (0,),
-        "fp8_block": (0,),
-        "channel8": (0,),
-        "channel4": (0,),
-        "group8": (32, 64),
-        "group4": (32, 64, 128),
-    }
-    for name, group in ((name, group) for name, all_of in sizes.items() for group in all_of):
-        spec = PackedSpec(name, "", (), 0, group=group, memory="rows")
-        yield from (_skinny(spec, is_wide)[0] for is_wide in (False, True))
+    device = Gpu(132, shared_limit(capability), capability)
+    for spec in common_specs():
+        for parts in (1, 2):
+            yield from (_kernel(spec, form) for form in (*_forms(spec, parts), _passing(spec, parts, device)))
         yield from (_shape(spec, tiles, device).kernel for tiles in (2, 4, 8))
     yield _REDUCE
 
@@ -70,26 +67,72 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 _REDUCE = kernel("skinny_reduce.cu", "skinny_reduce")
 
 
-def _one_tile(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
-    """The warps of a block take its features' inputs in turn: no partial sums leave it."""
-    width = into.width(spec)
-    is_wide = into.epilogue == GATED or width >= 64 * gpu(x.device).multiprocessors
-    blocks = -(-width // (32 if is_wide and into.epilogue != GATED else 16)) * -(-len(x) // _ROWS)
-    skinny, warps, warp_bytes = _skinny(spec, is_wide)
-    arguments = (weight, numbers_of(weight, spec), x, bias, into.out, *_sizes(x, spec, into))
-    launch(skinny, (blocks,), warps * 32, arguments, warps * warp_bytes, is_early=True)
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of blocks of `skinny`: its macros."""
+
+    tiles: int
+    parts: int
+    resident: int
+    whole: int = 0
+    warps: int = 16
+    stages: int = 4
+    blocks: int = 1
+    """Of a multiprocessor."""
+
+    def shared_bytes(self, spec: PackedSpec, rows: int) -> int:
+        sets, numbers = 16 // spec.kind.bits, numbers_of_slab(spec)
+        stage = self.parts * 1024 + numbers * self.parts * 64 + (0 if self.resident else self.tiles * sets * 512)
+        sums = 2 * rows * (self.parts * 16 + 4) * 4 + self.tiles * (4 if self.whole else 8) * 4
+        of_groups = slabs(spec) * max(1, numbers) * rows * 8 if self.whole else 0
+        x = rows * (slabs(spec) * sets | 1) * 64 if self.resident else 0
+        return self.warps * (self.stages * stage + sums) + of_groups + x
+
+    def launch_bytes(self, spec: PackedSpec, rows: int, device: Gpu) -> int:
+        """So many that no more than `blocks` are on a multiprocessor, or others would have fewer."""
+        all_bytes = device.shared_bytes + 1024
+        least = (all_bytes // (self.blocks + 1) - 1024 + 16) // 16 * 16
+        return max(self.shared_bytes(spec, rows), min(least, device.shared_bytes))
 
 
-def _skinny(spec: PackedSpec, is_wide: bool) -> tuple[Kernel, int, int]:
-    """And its warps, and the bytes of shared memory of one: its stages, or later its sums."""
-    parts, warps, stages = (2, 4, 4) if is_wide else (1, 8, 8)
-    if spec.kind.bits == 4 and not is_wide:
-        warps, stages = 16, 4  # there is more to do for each byte
-    macros = _macros(spec)
-    numbers = _numbers(spec) * parts * 16
-    floats = parts * 8 * 20 + 8
-    skinny = kernel("skinny.cu", "skinny", **macros, PARTS=parts, WARPS=warps, STAGES=stages)
-    return skinny, warps, max(stages * (parts * 1024 + numbers * 4), floats * 4)
+def _form(spec: PackedSpec, rows: int, into: Into, device: Gpu) -> _Form:
+    """Codes that are whole numbers meet x as such, where it fits into shared memory."""
+    each = -(-into.width(spec) // device.multiprocessors)
+    parts = 2 if into.epilogue == GATED or each > 16 else 1
+    for form in _forms(spec, parts):
+        fits = form.shared_bytes(spec, rows) <= device.shared_bytes and rows <= form.tiles * (4 if form.whole else 8)
+        if fits and (form.whole or form.resident == (each > 16 * parts)):
+            return form
+    return _passing(spec, parts, device)
+
+
+def _forms(spec: PackedSpec, parts: int) -> Iterator[_Form]:
+    """In which x stays in shared memory, best first."""
+    if spec.kind.bits < 16 and not spec.kind.is_e4m3:
+        yield from (_Form(tiles, parts, 1, 1, stages=stages) for tiles in (1, 2) for stages in (4, 3))
+    yield from (_Form(1, parts, 1, stages=stages) for stages in (4, 3))
+
+
+def _passing(spec: PackedSpec, parts: int, device: Gpu) -> _Form:
+    """x comes along with the weight."""
+    forms = (_Form(1, parts, 0, warps=warps, stages=stages) for warps in (16, 8) for stages in (4, 3, 2))
+    return next(form for form in forms if form.shared_bytes(spec, _ROWS) <= device.shared_bytes)
+
+
+def _streamed(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
+    """All blocks are there at once, with an equal share of the features each."""
+    device = gpu(x.device)
+    form = _form(spec, len(x), into, device)
+    blocks = min(form.blocks * device.multiprocessors, into.width(spec))
+    arguments = (weight, numbers_of(weight, spec), x, bias, into.out, *sizes_of(x, spec, into))
+    shared = form.launch_bytes(spec, len(x), device)
+    launch(_kernel(spec, form), (blocks,), form.warps * 32, arguments, shared, is_early=True)
+
+
+def _kernel(spec: PackedSpec, form: _Form) -> Kernel:
+    macros = {"TILES": form.tiles, "PARTS": form.parts, "RESIDENT": form.resident, "WHOLE": form.whole}
+    sizes = {"WARPS": form.warps, "STAGES": form.stages, "BLOCKS": form.blocks}
+    return kernel("skinny.cu", "skinny", **macros_of(spec), **macros, **sizes)
 
 
 def _more_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
@@ -100,7 +143,7 @@ def _more_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec
     partial = torch.empty(floats, dtype=torch.float32, device=x.device) if floats else None
     numbers = numbers_of(weight, spec)
     line = (share.tiles, share.steps, share.waves, share.rest)
-    arguments = (weight, numbers, x, bias, into.out, partial, *_sizes(x, spec, into), *map(np.int32, line))
+    arguments = (weight, numbers, x, bias, into.out, partial, *sizes_of(x, spec, into), *map(np.int32, line))
     launch(shape.kernel, (share.blocks,), shape.warps * 32, arguments, shape.shared, is_early=True)
     if partial is not None:
         sizes = (len(x), into.width(spec), into.epilogue, is_float(into.out), into.out.stride(0), into.column, tiles)
@@ -132,8 +175,8 @@ def _shape(spec: PackedSpec, tiles: int, device: Gpu) -> _Shape:
     wanted = 8 if tiles * _ROWS * 16 // bits > 128 else 4  # 2 bytes a row, and bits / 8 of 32 features a warp
     slabs_of_step = 2 if bits == 16 else 1
     x_bytes = tiles * _ROWS * slabs_of_step * (512 // bits) * 2
-    warp_bytes = slabs_of_step * 2048 + _numbers(spec) * 128
-    sum_bytes = 2 * max(1, _numbers(spec)) * tiles * _ROWS * 4
+    warp_bytes = slabs_of_step * 2048 + numbers_of_slab(spec) * 128
+    sum_bytes = 2 * max(1, numbers_of_slab(spec)) * tiles * _ROWS * 4
     for warps in (wanted, 4):
         for blocks in range(max(1, _REGISTERS[tiles] // warps), 0, -1):
             limit = (device.shared_bytes + 1024) // blocks - 1024 - sum_bytes
@@ -142,7 +185,7 @@ def _shape(spec: PackedSpec, tiles: int, device: Gpu) -> _Shape:
                 macros = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "BLOCKS": blocks}
                 shared = stages * (x_bytes + warps * warp_bytes) + sum_bytes
                 return _Shape(
-                    kernel("skinny_shared.cu", "skinny_shared", **_macros(spec), **macros), warps, blocks, shared
+                    kernel("skinny_shared.cu", "skinny_shared", **macros_of(spec), **macros), warps, blocks, shared
                 )
     raise AssertionError
 
@@ -172,42 +215,3 @@ def _share(spec: PackedSpec, into: Into, shape: _Shape, multiprocessors: int) ->
             blocks = min(blocks, rest * steps)
         return _Share(tiles, steps, waves, rest, blocks)
     return _Share(tiles, steps, waves + (rest > 0), 0, min(blocks, tiles))
-
-
-def _sizes(x: Tensor, spec: PackedSpec, into: Into) -> Iterator[np.int32]:
-    sizes = (len(x), spec.features, x.shape[1], slabs(spec), groups(spec)[1], into.epilogue, is_float(into.out))
-    return map(np.int32, (*sizes, x.stride(0), into.out.stride(0), into.column))
-
-
-def _macros(spec: PackedSpec) -> dict[str, int]:
-    return bits_of(spec) | {"GROUP_SETS": min(group_sets(spec), 16 // spec.kind.bits)}
-
-
-def _numbers(spec: PackedSpec) -> int:
-    """Groups that a slab has a part of, if numbers are a group's."""
-    sets = 16 // spec.kind.bits
-    return sets // min(group_sets(spec), sets) if group_sets(spec) else 0
-
-
-def bits_of(spec: PackedSpec) -> dict[str, int]:
-    """Macros of codes.cuh."""
-    return {"BITS": spec.kind.bits, "FLOATS": int(spec.kind.is_e4m3)}
-
-
-def group_sets(spec: PackedSpec) -> int:
-    """Sets of 32 inputs that share numbers, 0 where all do."""
-    return spec.block // 32 if spec.kind.scale_bytes else 0
-
-
-def groups(spec: PackedSpec) -> tuple[int, int]:
-    """How many there are, and their sets."""
-    return spec.groups, max(1, group_sets(spec))
-
-
-def slabs(spec: PackedSpec) -> int:
-    """Of 64 bytes, that a feature's codes are."""
-    return spec.depth * spec.kind.bits // 512
-
-
-def is_float(out: Tensor) -> int:
-    return int(out.dtype == torch.float32)

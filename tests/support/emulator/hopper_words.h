@@ -257,6 +257,10 @@ inline void multiply_tiles(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
 inline void multiply_tiles_e4m3(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
   start_product<true>(d, nullptr, a, b, false, adds);
 }
+template <int kSums>
+void multiply_rows(float (&d)[kSums], const uint32_t* a, uint64_t b) {
+  start_product(d, a, 0, b, false, true);
+}
 
 inline void begin_products() {}
 inline void end_products() {

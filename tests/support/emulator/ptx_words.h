@@ -141,6 +141,11 @@ inline float4 load_shared16(uint32_t at) {
   return *reinterpret_cast<const float4*>(emulator::block.base + at);
 }
 inline void prefetch_l2(const void*) {}
+inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  return pack(std::fma(wide(a & 0xffff), wide(b & 0xffff), wide(c & 0xffff)),
+              std::fma(wide(a >> 16), wide(b >> 16), wide(c >> 16)));
+}
+inline void keep(uint32_t&) {}
 inline uint4 load16(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a load of 16 bytes is not aligned");
   return *static_cast<const uint4*>(from);
@@ -205,6 +210,13 @@ inline void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
 }
 inline void multiply_halves(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
   multiply_fragments<2>(c, a, b0, b1, 24, [](uint32_t x, int i) { return half_wide(x >> 16 * i & 0xffff); });
+}
+inline void multiply_whole(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  multiply_fragments<4>(c, a, b0, b1, 23, [](uint32_t x, int i) { return static_cast<int8_t>(x >> 8 * i); });
+}
+inline void multiply_whole_anew(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  c[0] = c[1] = c[2] = c[3] = 0;
+  multiply_whole(c, a, b0, b1);
 }
 
 // Memory of another GPU, or that another GPU writes.
