@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch, tensor_map
-from allspan.kernels.cuda.skinny import ADD, GATED, STORE
+from allspan.kernels.cuda.products import ADD, GATED, STORE
 from allspan.kernels.errors import BackendUnavailable
 
 CAPABILITY = (9, 0)

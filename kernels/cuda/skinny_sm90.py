@@ -28,6 +28,8 @@ MOST_ROWS = 64
 
 _WARPGROUPS = 5
 """Most of a block; each has 64 features."""
+_FULL = 3
+"""Of a block that has as much on its way as a multiprocessor's share of the memory can take."""
 _STAGES = {16: 4, 8: 6, 4: 5}
 """By the bits of a code, steps of five warpgroups and 64 rows that there is shared memory for."""
 _PART_BYTES = 1 << 16
@@ -83,7 +85,7 @@ def _tiles(rows: int) -> int:
 
 def cut_of(spec: PackedSpec, rows: int, into: Into, device: Gpu) -> Cut:
     """What takes the least time, in bytes of the weight a multiprocessor: each block reads its features, and from L2
-    all of x; partial sums go out to L2 and come back."""
+    all of x; partial sums go out to L2 and come back. Small blocks have too few bytes on their way."""
     tiles, multiprocessors = _tiles(rows), device.multiprocessors
     halves = 2 if into.epilogue == GATED else 1
     width = into.width(spec)
@@ -93,7 +95,8 @@ def cut_of(spec: PackedSpec, rows: int, into: Into, device: Gpu) -> Cut:
         count = min(width, waves * max(1, multiprocessors // splits))
         features = -(-width // count) * halves
         cut = Cut(count, splits, -(-features // 64))
-        each = features * spec.row_bytes / splits + 0.6 * tiles * 16 * spec.inputs / splits
+        weight = features * spec.row_bytes / splits * max(1.0, _FULL / cut.warpgroups)
+        each = weight + 0.6 * tiles * 16 * spec.inputs / splits
         partial = 0.6 * 2 * splits * spec.features * tiles * 32 / multiprocessors
         cost = waves * each + (_PART_BYTES + partial if splits > 1 else 0)
         if cut.warpgroups <= _WARPGROUPS and (best is None or cost < best[0]):

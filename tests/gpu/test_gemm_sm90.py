@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from allspan.kernels.cuda import linear, modules
 from allspan.kernels.cuda.gemm_sm90 import Scales, gemm_sm90, pays
-from allspan.kernels.cuda.skinny import ADD, GATED, STORE
+from allspan.kernels.cuda.products import ADD, GATED, STORE
 from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.reference.packed import unpack
