@@ -60,7 +60,8 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for spec in common_specs():
         for parts in (1, 2):
             yield from (_kernel(spec, form) for form in (*_forms(spec, parts), _passing(spec, parts, device)))
-        yield from (_shape(spec, tiles, device).kernel for tiles in (2, 4, 8))
+        if capability != skinny_sm90.CAPABILITY:
+            yield from (_shape(spec, tiles, device).kernel for tiles in (2, 4, 8))
     yield _REDUCE
 
 
