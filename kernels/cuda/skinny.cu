@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   float* const warp_sums = sums + 2 * WARPS * rows * kPitch;                             // of x, [WARPS][kRows]
   // Of x as whole numbers, for each group and row: the scale of the slab, and their sum.
   float2* const of_groups = reinterpret_cast<float2*>(warp_sums + (kHasSums ? WARPS * kRows : 0));
-  char* const x_at = reinterpret_cast<char*>(of_groups + (kHasSums && kIsResident ? slabs * kGroups * rows : 0));
+  char* const x_at = reinterpret_cast<char*>(of_groups + (kIsWhole ? slabs * kGroups * rows : 0));
   const int x_pitch = ((slabs * kSets) | 1) * (kIsWhole ? 32 : 64);
   const char* x_of[TILES];  // of this lane, of slab `warp`
 #pragma unroll

@@ -115,11 +115,14 @@ def test_few_rows_agree_with_float64(check: Callable[[Case], None], rows: int, d
 
 
 @pytest.mark.parametrize(("name", "group"), [("channel8", 0), ("group4", 32)])
-def test_x_that_does_not_fit_into_shared_memory_comes_along_with_the_weight(
+def test_x_that_does_not_fit_into_shared_memory_stays_as_it_is_or_comes_along_with_the_weight(
     name: str, group: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skinny, "_forms", lambda *_: ())
-    check_gated(Case(spec_of(name, group, (90, 90), 700), 5, device))
+    case = Case(spec_of(name, group, (170, 170), 300), 5, device)
+    forms = [form for form in skinny._forms(case.spec, 2) if not form.whole]
+    for some in (forms, ()):
+        monkeypatch.setattr(skinny, "_forms", lambda *_, some=some: some)
+        check_gated(case)
 
 
 @pytest.mark.parametrize("name", ["channel8", "bf16"])
