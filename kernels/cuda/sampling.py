@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
+from allspan.kernels.cuda.modules import Gpu, Kernel, gpu, kernel, launch
 
 SETTINGS_BYTES = 40
 """Of a row of settings, laid out as in worker/sampling/settings.py."""
@@ -19,9 +19,8 @@ MOST_LIKELY = 256
 THREADS, CAPACITY = 512, 8192
 CLUSTERS = (1, 2, 4, 8)
 """Blocks that may share a row; more than one on sm_90 and later."""
-SHARED_ROWS = 64 << 10
-"""Bytes of logits of which a block keeps no more, if there are blocks to share the row with: so that three of them fit
-on a multiprocessor, and some compute while others read."""
+FEW_THREADS, FEW_BYTES = 256, 64 << 10
+"""Of blocks of which several run on a multiprocessor, and the bytes of a row that they keep at most: three fit."""
 
 _GROUP, _MEETING_BYTES, _MOST_THREADS = 16, 11264, 1024
 
@@ -35,7 +34,7 @@ class SamplingWorkspace:
     threads: int
     capacity: int
     cluster: int
-    """Blocks of a row; 0: as many as are good for the number of rows."""
+    """Blocks of a row when it is sampled; 0: as many as are good for the number of rows, and of as many threads."""
     kept: int
     """Bytes of its logits that a block keeps at most; 0: what it can."""
     groups: Tensor
@@ -128,29 +127,33 @@ def sample_rows(
     if not m:
         return
     w, device = workspace, gpu(logits.device)
-    cluster = w.cluster or cluster_of(m, w.vocab, device.multiprocessors, device.capability)
-    warps = w.threads // 32
+    cluster, threads = w.cluster, w.threads
+    if not cluster:
+        cluster, most = blocks_for(m, w.vocab, device)
+        threads = min(threads, most)
+    warps = threads // 32
     room = min(w.kept or device.shared_bytes, device.shared_bytes - _MEETING_BYTES)
     stay = min(-(-(w.vocab + 6) // (4 * cluster * warps)), room // (16 * warps))
     shared_bytes = _MEETING_BYTES + stay * warps * 16
-    at_once = min(_MOST_THREADS // w.threads, device.shared_bytes // (shared_bytes + 1024)) * device.multiprocessors
+    at_once = min(_MOST_THREADS // threads, device.shared_bytes // (shared_bytes + 1024)) * device.multiprocessors
     sizes = [np.int32(w.vocab), np.int32(stay), np.int32(at_once // cluster * cluster)]
     arguments = [
         logits, *sizes, wanted.rows, settings, wanted.positions, wanted.targets, w.flags if is_changed else None,
         w.listed_logits, w.listed_ids, out, _columns(out),
     ]  # fmt: skip
-    what = _variant("sample", w.threads, w.capacity, cluster)
-    launch(what, (m * cluster,), w.threads, arguments, shared_bytes, is_early=True)
+    what = _variant("sample", threads, w.capacity, cluster)
+    launch(what, (m * cluster,), threads, arguments, shared_bytes, is_early=True)
 
 
-def cluster_of(rows: int, vocab: int, multiprocessors: int, capability: tuple[int, int]) -> int:
-    """How many blocks share a row: enough of them for all multiprocessors, with no more of it each than SHARED_ROWS."""
-    if capability < (9, 0):
-        return 1
-    for count in CLUSTERS:
-        if rows * count >= 0.9 * multiprocessors and vocab * 4 <= SHARED_ROWS * count:
-            return count
-    return CLUSTERS[-1]
+def blocks_for(rows: int, vocab: int, device: Gpu) -> tuple[int, int]:
+    """How many blocks share a row, and their threads. No more than there are multiprocessors, if rows are few: what
+    blocks do beside their logits is most of what many small ones do."""
+    if device.capability < (9, 0):
+        return 1, THREADS
+    most = device.multiprocessors
+    cluster = next((count for count in CLUSTERS[1:] if rows * count >= 0.9 * most), CLUSTERS[-1])
+    is_few = vocab * 4 <= FEW_BYTES * cluster and rows * cluster >= 3 * most
+    return cluster, FEW_THREADS if is_few else THREADS
 
 
 def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> None:
@@ -184,8 +187,11 @@ def _scan(logits: Tensor, groups: Tensor | None, out: Tensor | None, w: Sampling
 def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     """See variants.py."""
     yield from (_variant(name, THREADS, CAPACITY) for name in ("scan", "weigh", "likely"))
-    clusters = CLUSTERS if capability >= (9, 0) else (1,)
-    yield from (_variant("sample", THREADS, CAPACITY, cluster) for cluster in clusters)
+    if capability < (9, 0):
+        yield _variant("sample", THREADS, CAPACITY, 1)
+    else:
+        yield from (_variant("sample", THREADS, CAPACITY, cluster) for cluster in CLUSTERS[1:])
+        yield from (_variant("sample", FEW_THREADS, CAPACITY, cluster) for cluster in CLUSTERS[1:])
 
 
 def _kernel(name: str, workspace: SamplingWorkspace) -> Kernel:
