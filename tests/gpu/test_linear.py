@@ -279,15 +279,9 @@ def test_blocks_that_cublas_does_not_multiply_become_bfloat16(device: str) -> No
     ],
 )
 def test_tiles_of_warpgroups_agree_with_float64(
-    name: str,
-    group: int,
-    parts: tuple[int, ...],
-    inputs: int,
-    rows: int,
-    splits: int,
-    hopper: str,
+    name: str, group: int, parts: tuple[int, ...], inputs: int, rows: int, splits: int, hopper: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Of all inputs, or in stretches that are added up."""
     cut = skinny_sm90.Cut(2, splits, -(-sum(parts) // 128))
     monkeypatch.setattr(skinny_sm90, "cut_of", lambda *_: cut)
