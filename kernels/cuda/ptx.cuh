@@ -266,6 +266,11 @@ __device__ __forceinline__ uint32_t add_shared(uint32_t at, uint32_t by) {
   asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(at), "r"(by) : "memory");
   return before;
 }
+__device__ __forceinline__ float load_shared4(uint32_t at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
 __device__ __forceinline__ float4 load_shared16(uint32_t at) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"

@@ -109,6 +109,10 @@ struct Part {
     if (i < stay) return load_shared16(kept + i * 16);
     return cleaned(*reinterpret_cast<const float4*>(from + (first + i) * 4ll), i);
   }
+  // One of four that are there.
+  __device__ __forceinline__ float one(int i, int which) const {
+    return i < stay ? load_shared4(kept + i * 16 + which * 4) : from[(first + i) * 4ll + which];
+  }
   // Body gets four logits and the id of the first, in order; all lanes of the warp together, -inf where there is none.
   template <class Body>
   __device__ __forceinline__ void each(Body body) const {
@@ -195,16 +199,36 @@ __device__ __noinline__ void count_into_bins(Part part, Scale scale, uint32_t co
 
 // Of the lane: the weights of tokens with y of at most `most` and z of at least `least`.
 __device__ __noinline__ u64 sum_of_part(Part part, Scale scale, uint32_t most, float least) {
-  const float reach =
-      fminf(fminf(scale.limit, -least), most == ~0u ? kInf : __uint_as_float(most)) * scale.temperature * 1.0001f;
+  const float farthest = fminf(-least, most == ~0u ? kInf : __uint_as_float(most));
+  const float reach = fminf(scale.limit, farthest) * scale.temperature * 1.0001f;
   u64 sum = 0;
-  part.each([&](const float4& v, int) {
-    if (!(__fsub_rn(scale.highest, highest_of(v)) <= reach)) return;
-    float ys[4];
-    scale.four(v, ys);
+  if (farthest >= scale.limit) {
+    part.each([&](const float4& v, int) {
+      float ys[4];
+      scale.four(v, ys);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sum += __float_as_uint(ys[j]) <= most && -ys[j] >= least ? scale.weight(ys[j]) : 0;
-  });
+      for (int j = 0; j < 4; ++j) sum += scale.weight(ys[j]);
+    });
+    return sum;
+  }
+  // Few of them count: of 16 at a time a lane weighs only those, while others weigh theirs.
+  constexpr int kAtOnce = 4;
+  for (int base = threadIdx.x % 32; base < part.count; base += 32 * kAtOnce) {
+    unsigned mine = 0;
+#pragma unroll
+    for (int q = 0; q < kAtOnce; ++q) {
+      if (base + q * 32 >= part.count) continue;
+      const float4 v = part.at(base + q * 32);
+      const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) mine |= (__fsub_rn(scale.highest, values[j]) <= reach ? 1u : 0u) << (q * 4 + j);
+    }
+    for (; mine; mine &= mine - 1) {
+      const int which = __ffs(mine) - 1;
+      const float y = scale.y(part.one(base + which / 4 * 32, which % 4));
+      if (__float_as_uint(y) <= most && -y >= least) sum += scale.weight(y);
+    }
+  }
   return sum;
 }
 

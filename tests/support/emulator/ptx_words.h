@@ -136,6 +136,7 @@ inline uint32_t add_shared(uint32_t at, uint32_t by) {
   auto& word = *reinterpret_cast<uint32_t*>(emulator::block.base + at);
   return (word += by) - by;
 }
+inline float load_shared4(uint32_t at) { return *reinterpret_cast<const float*>(emulator::block.base + at); }
 inline float4 load_shared16(uint32_t at) {
   if (at % 16) emulator::fail("a load of 16 bytes is not aligned");
   return *reinterpret_cast<const float4*>(emulator::block.base + at);
