@@ -52,7 +52,8 @@ def gemm_sm90(
 
     x [n, depth] and matrix [features, depth] are bfloat16, or e4m3 with `scales`; bias float32 [features]. out is
     bfloat16 [n, features], float32 for ADD; GATED has half as many. Rows may be apart, but begin at multiples of 16
-    bytes. Sums are float32, those of e4m3 as the tensor cores have them (what cuBLAS calls fast accumulation).
+    bytes, and a row of out is whole 16 bytes. Sums are float32, those of e4m3 as the tensor cores have them (what
+    cuBLAS calls fast accumulation).
 
     `band`: rows, see the kernel. Raises ValueError for what the kernel does not take, BackendUnavailable on other GPUs
     than Hopper.
@@ -85,6 +86,8 @@ def pays(x: Tensor, matrix: Tensor, out: Tensor, epilogue: int) -> bool:
         return False
     if any(t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16 or t.stride(1) != 1 for t in (x, matrix, out)):
         return False
+    if _is_ragged(out):
+        return False
     (rows, depth), features = x.shape, len(matrix)
     waves = -(-_tiles(rows, features) // device.multiprocessors)
     idle = waves * device.multiprocessors * _ROWS * _FEATURES - rows * features
@@ -115,7 +118,14 @@ def _check(x: Tensor, matrix: Tensor, scales: Scales | None, bias: Tensor | None
     kind = torch.float32 if epilogue == ADD else torch.bfloat16
     if out.dtype != kind or tuple(out.shape) != (len(x), outputs):
         raise ValueError(f"out: {out.dtype} {list(out.shape)} is not {kind} [{len(x)}, {outputs}]")
+    if _is_ragged(out):
+        raise ValueError(f"out: rows of {outputs} elements ({out.dtype}) are no multiple of 16 bytes")
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (features,) or not bias.is_contiguous()):
         raise ValueError(f"bias: {bias.dtype} {list(bias.shape)} is not float32 [{features}]")
     if scales is not None and (scales.rows.shape != (len(x),) or scales.numbers.shape != (features, 2)):
         raise ValueError(f"scales: {list(scales.rows.shape)} and {list(scales.numbers.shape)} are not of x and matrix")
+
+
+def _is_ragged(out: Tensor) -> bool:
+    """What copies tiles out writes whole 16 bytes, also past the end of a row."""
+    return out.shape[1] * out.element_size() % 16 != 0

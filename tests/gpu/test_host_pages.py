@@ -55,7 +55,10 @@ class Turns:
         return TurnLane(self, self.queues[-1])
 
     def go(self, most: int) -> None:
-        """Some more is done, where nothing waits; one lane stands still for a while, if another can go on."""
+        """Some more is done, where nothing waits; one lane stands still for a while, if another can go on.
+        A GPU's own lanes do theirs by themselves."""
+        if not self.queues:
+            return
         late = self.chance.choice(self.queues)
         for _ in range(most):
             ready = [queue for queue in self.queues if queue and not is_waiting(queue[0])]

@@ -14,7 +14,8 @@ from allspan.worker.__main__ import main, read_config
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    config = WorkerConfig(ModelConfig("/m", "m"), ServiceConfig(str(tmp_path)))
+    sizes = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=70)
+    config = WorkerConfig(ModelConfig("/m", "m"), ServiceConfig(str(tmp_path)), scheduler=sizes)
     file = tmp_path / "config.json"
     file.write_text(to_json(config))
     assert read_config([str(file)]) == config
