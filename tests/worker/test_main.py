@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan.protos.config import ModelConfig, ParallelConfig, ServiceConfig, WorkerConfig
+from allspan.protos.config import ModelConfig, ParallelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.protos.config_json import to_json
 from allspan.worker.__main__ import main, read_config
 
