@@ -124,7 +124,7 @@ struct Scale {
 struct Shared {
   u64 warps[kWarps], keys[kFew], weights[kFew], found;
   uint32_t low[kBins], high[kBins];
-  int bin, count, groups;
+  int bin, count, groups, is_met;
 };
 
 // Exact in any order: what overflows the low half is carried.
@@ -188,17 +188,17 @@ struct Goal {
 };
 
 // The first of the bins, of kEach a thread in order, with which the sum meets the goal; s.found: the sum without it.
-// The last one if none does.
+// The last one if none does (s.is_met).
 template <int kEach>
 __device__ __noinline__ int first_bin(const u64 (&sums)[kEach], u64 before, const Goal& goal, Shared& s) {
   u64 mine = 0;
   for (int i = 0; i < kEach; ++i) mine += sums[i];
-  if (threadIdx.x == 0) s.bin = kEach * kThreads - 1, s.found = before;
+  if (threadIdx.x == 0) s.bin = kEach * kThreads - 1, s.found = before, s.is_met = 0;
   u64 sum = before + sum_before(mine, s);
   if (!goal.is_met(sum) && goal.is_met(sum + mine)) {
     int i = 0;
     for (; i < kEach - 1 && !goal.is_met(sum + sums[i]); ++i) sum += sums[i];
-    s.bin = threadIdx.x * kEach + i, s.found = sum;
+    s.bin = threadIdx.x * kEach + i, s.found = sum, s.is_met = 1;
   }
   __syncthreads();
   return s.bin;

@@ -1,11 +1,12 @@
 // From rows of logits to tokens, one launch for whatever the rows ask. Each row is read once: CLUSTER blocks (a cluster
 // where there are several; one block on sm_80) share it, a warp after the other, and keep it in shared memory; what
-// does not fit there is read again. What bounds it: reading, and for draws of which all tokens are a part (top-p, plain
-// ones) as many instructions, about 35 a token, that give its weight; with few rows the meetings of blocks, 3 at most.
+// does not fit there is read again. What bounds it: reading; for draws of which all tokens are a part (top-p, plain
+// ones) as many instructions, about 25 a token, that give its exact weight, and two cycles for each that goes into a
+// bin; with few rows the meetings of blocks, 4 at most.
 //
 //   1 the highest logit. Greedy, known and bad rows end here
-//   2 top-k: the highest of each four tokens, counted in bins of y; top-p: the weight of all tokens in such bins; else
-//     the weight of those that count
+//   2 top-k: the highest of each four tokens, counted in bins of y; top-p: the weight of tokens in such bins, and of
+//     all; else the weight of those that count
 //   3 in all blocks alike, from all blocks' bins: the bin in which the threshold is; its tokens (top-k: and those
 //     before it) go to a list
 //   4 top-k: the first block draws from the list; top-p: all blocks find the threshold and in which of them the draw
@@ -144,8 +145,10 @@ __device__ __forceinline__ u64 best_of(const Part& part, float& best, Shared& s)
   return most_of(bad ? kBad : static_cast<u64>(ordered(best)) << 32 | ~static_cast<uint32_t>(id), s);
 }
 
-// Of the lane: all weights. Those of y below `far` go into bins, too, in shared memory at `low` and `high`.
-__device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float far, uint32_t low, uint32_t high) {
+// Of the lane: all weights. Those of y from `near` and below `far` go into bins, too, in shared memory at `low` and
+// `high`: at two cycles for each token of a multiprocessor, so few should.
+__device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float near, float far, uint32_t low,
+                                            uint32_t high) {
   u64 sum = 0;
   part.each([&](const float4& v, int) {
     float ys[4];
@@ -162,13 +165,13 @@ __device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float far, u
     for (int j = 0; j < 4; ++j) {
       const uint32_t less = static_cast<uint32_t>(weights[j]);
       more[j] = 0;
-      if (ys[j] < far) more[j] = add_shared(low + places[j], less);
+      if (ys[j] >= near && ys[j] < far) more[j] = add_shared(low + places[j], less);
     }
     // What overflows the low half is carried.
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t carry = more[j] + static_cast<uint32_t>(weights[j]) < more[j] ? 1u : 0u;
-      more[j] = ys[j] < far ? static_cast<uint32_t>(weights[j] >> 32) + carry : 0;
+      more[j] = ys[j] >= near && ys[j] < far ? static_cast<uint32_t>(weights[j] >> 32) + carry : 0;
     }
     if (more[0] | more[1] | more[2] | more[3]) {
 #pragma unroll
@@ -189,11 +192,18 @@ __device__ __forceinline__ float far_of(float best, const Scale& scale, int voca
   return fminf(far < scale.limit - 6.0f ? far : far + 0.7f, scale.limit);
 }
 
-// The highest of each four tokens, one each.
-__device__ __noinline__ void count_into_bins(Part part, Scale scale, uint32_t counts) {
+// Below which y the thresholds of top-p and top-k lie nearly always, where logits are about normal, or peaked: what is
+// beyond goes into bins only if they turn out not to.
+__device__ __forceinline__ float guess_of(int vocab, double top_p) {
+  return 0.8f * logf(static_cast<float>(vocab)) - logf(static_cast<float>(1 - top_p)) - 1.8f;
+}
+__device__ __forceinline__ float guess_of(int top_k) { return logf(static_cast<float>(top_k)) + 2.0f; }
+
+// The highest of each four tokens, one each, of those of y from `near` and below `far`.
+__device__ __noinline__ void count_into_bins(Part part, Scale scale, float near, float far, uint32_t counts) {
   part.each([&](const float4& v, int) {
-    const int bin = scale.bin(scale.y(highest_of(v)));
-    if (bin < kBins - 1) add_shared(counts + bin * 4, 1);
+    const float y = scale.y(highest_of(v));
+    if (y >= near && y < far) add_shared(counts + scale.bin_below(y) * 4, 1);
   });
 }
 
@@ -536,10 +546,20 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
 
   u64 each[kEachBin];
   if (mode == kList) {
-    count_into_bins(part, scale, smem(s.low));
+    const float guess = fminf(guess_of(its.top_k), scale.limit);
+    count_into_bins(part, scale, 0, guess, smem(s.low));
     meet();
     gather_bins(each, s);
-    const int last = min(first_bin(each, 0, Goal{static_cast<double>(its.top_k), false}, s), kBins - 2);
+    const Goal wanted = {static_cast<double>(its.top_k), false};
+    int last = first_bin(each, 0, wanted, s);
+    if (!s.is_met) {  // all blocks see so
+      meet();
+      count_into_bins(part, scale, guess, scale.limit, smem(s.low));
+      meet();
+      gather_bins(each, s);
+      last = first_bin(each, 0, wanted, s);
+    }
+    last = min(last, kBins - 2);
     list_tokens(part, scale, 0, last, its_logits, its_ids, at_block(&all.listed, 0));
     meet();
     if (rank != 0) return;
@@ -576,8 +596,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
     meet();
   } else {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float far = far_of(best, scale, vocab, its.top_p, s);
-    const u64 mine_all = sum_of(weigh_into_bins(part, scale, far, smem(s.low), smem(s.high)), s);
+    const float guess = fminf(guess_of(vocab, its.top_p), scale.limit);
+    const u64 mine_all = sum_of(weigh_into_bins(part, scale, 0, guess, smem(s.low), smem(s.high)), s);
     if (threadIdx.x < CLUSTER) *at_block(all.totals + rank, threadIdx.x) = mine_all;
     meet();
     gather_bins(each, s);
@@ -585,7 +605,15 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) sum += all.totals[r];
     const Goal wanted = {its.top_p * static_cast<double>(sum), false};
-    const int found = first_bin(each, 0, wanted, s);
+    int found = first_bin(each, 0, wanted, s);
+    if (!s.is_met) {  // all blocks see so
+      const float far = far_of(best, scale, vocab, its.top_p, s);
+      meet();
+      weigh_into_bins(part, scale, guess, far, smem(s.low), smem(s.high));
+      meet();
+      gather_bins(each, s);
+      found = first_bin(each, 0, wanted, s);
+    }
     const u64 before = s.found;
     // min-p may cut before.
     const int floor = scale.bin(-its.min_z), cut = min(found, floor);
