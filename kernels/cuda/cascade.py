@@ -19,6 +19,9 @@ from allspan.kernels.cuda.pages import QUERIES, Cache, PageTable, Scores, check_
 from allspan.kernels.cuda.prefill import PrefillPlan, attend, check_plan, cut_rows
 from allspan.kernels.cuda.prefill_sm90 import CAPABILITY, attend_sm90, why_not
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 _THREADS = 256
 MOST_PARTS = 8
 _LEAST_PART = 512  # tokens; shorter ones cost more to merge than they gain

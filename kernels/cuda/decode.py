@@ -12,6 +12,9 @@ from torch import Tensor
 from allspan.kernels.cuda.modules import Kernel, element_macro, gpu, kernel, launch, shared_limit
 from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 MOST_GROUP = 16
 """Query heads that read one KV head."""
 

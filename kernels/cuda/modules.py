@@ -65,6 +65,8 @@ def shared_limit(capability: tuple[int, int]) -> int:
     """`Gpu.shared_bytes` of a GPU that is not here."""
     if capability[0] in (9, 10, 11):
         return 232_448
+    if capability < (8, 0):
+        return 65_536
     return 166_912 if capability in ((8, 0), (8, 7)) else 101_376
 
 

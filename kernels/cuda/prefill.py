@@ -13,6 +13,9 @@ from torch import Tensor
 from allspan.kernels.cuda.modules import Kernel, element_macro, kernel, launch
 from allspan.kernels.cuda.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 _ROWS = 128  # of a tile of queries
 
 Ints = NDArray[np.int32]

@@ -1,11 +1,14 @@
 // All that the kernels say to the hardware by name: copies to shared memory, matrix fragments, products on tensor
-// cores. sm_80 and later. Kernels have no assembly of their own, so that tests can put other functions in place of
-// these.
+// cores. sm_80 and later, and in half precision sm_75, where copies are over when they return and products are of two
+// halves. Kernels have no assembly of their own, so that tests can put other functions in place of these.
 #ifndef ALLSPAN_PTX
 #define ALLSPAN_PTX
 #include "e4m3.cuh"
 
 typedef unsigned int uint32_t;
+
+// Copies to shared memory beside the thread, products of 16 deep, pairs that are rounded or compared at once.
+#define ALLSPAN_SM80 (__CUDA_ARCH__ >= 800)
 
 // Elements of 16 bits are bfloat16, or, with FP16 = 1, IEEE's half precision: all here that has "16-bit" in its
 // comment.
@@ -24,6 +27,7 @@ typedef unsigned short bf16;
 #define kInf __int_as_float(0x7f800000)
 
 __device__ __forceinline__ uint32_t smem(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+#if ALLSPAN_SM80
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0));
 }
@@ -31,6 +35,23 @@ __device__ __forceinline__ void copy4(uint32_t to, const void* from, bool is_the
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
+template <int N>
+__device__ __forceinline__ void wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+#else
+__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool is_there) {
+  const uint4 x = is_there ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+__device__ __forceinline__ void copy4(uint32_t to, const void* from, bool is_there) {
+  const uint32_t x = is_there ? *static_cast<const uint32_t*>(from) : 0;
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ void commit() {}
+template <int N>
+__device__ __forceinline__ void wait_for() {}
+#endif
 // Of a kernel whose blocks may begin before the one ahead has ended (`is_early` of a launch; otherwise these do
 // nothing; sm_90 and later): waits until that one has, and what it wrote is there; and lets the next one's blocks
 // begin, once all blocks of this one have come here: best before the wait, as the next one but one may be a product
@@ -67,10 +88,6 @@ __device__ __forceinline__ T* of_block(T* mine, int rank) {
   return mine;
 #endif
 }
-template <int N>
-__device__ __forceinline__ void wait_for() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 __device__ __forceinline__ void load4(uint32_t* r, uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -81,21 +98,32 @@ __device__ __forceinline__ void load4_transposed(uint32_t* r, uint32_t at) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(at));
 }
-// Of 16-bit elements.
-__device__ __forceinline__ void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT
-               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 // Of half precision, whatever the 16-bit elements are; subnormal numbers count.
 __device__ __forceinline__ void multiply_halves(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+#if ALLSPAN_SM80
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[half * 2]), "r"(a[half * 2 + 1]), "r"(half ? b1 : b0));
+#endif
 }
-// Two 16-bit elements.
-// The same, to what was nothing.
+// Of 16-bit elements.
+__device__ __forceinline__ void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+#if FP16
+  multiply_halves(c, a, b0, b1);
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+// Of bfloat16, to what was nothing.
 __device__ __forceinline__ void multiply_anew(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
@@ -114,15 +142,26 @@ __device__ __forceinline__ void multiply_whole_anew(int* c, const uint32_t* a, u
       : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
 }
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn." ALLSPAN_ELEMENT "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
   uint32_t pair;
+#if ALLSPAN_SM80
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+  asm("{.reg .b16 x, y; cvt.rn.f16.f32 x, %1; cvt.rn.f16.f32 y, %2; mov.b32 %0, {x, y};}"
+      : "=r"(pair)
+      : "f"(low), "f"(high));
+#endif
   return pair;
+}
+// Two 16-bit elements.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+#if FP16
+  return pack_halves(low, high);
+#else
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#endif
 }
 // Of an 8 x 8 matrix of 16 bits, of which lanes hold fragments: the fragment of the transposed one.
 __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
@@ -143,11 +182,23 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   asm("fma.rn." ALLSPAN_ELEMENT "x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000));
   return pair;
 }
+// The larger of pairs of 16-bit elements that are not negative.
 __device__ __forceinline__ uint32_t larger_pairs(uint32_t a, uint32_t b) {
+#if ALLSPAN_SM80
   uint32_t pair;
   asm("max." ALLSPAN_ELEMENT "x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
   return pair;
+#else  // their bits are ordered as they are
+  return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);
+#endif
 }
+#if !ALLSPAN_SM80
+__device__ __forceinline__ unsigned __reduce_max_sync(unsigned lanes, unsigned x) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) x = max(x, __shfl_xor_sync(lanes, x, o));
+  return x;
+}
+#endif
 __device__ __forceinline__ float power(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -25,6 +25,9 @@ from allspan.kernels.cuda.modules import Kernel, element_macro, kernel, launch
 from allspan.kernels.cuda.rows import EARLY, NOTHING, TYPES, check, is_whole
 from allspan.kernels.ops import Norms, Pages
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 MOST_DIM = 256
 
 _FORMATS = TYPES | {torch.uint8: 5}

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, element_macro, kernel, launch
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """float16 and bfloat16 do not come together."""
 CODES = (torch.int8, torch.float8_e4m3fn)

@@ -15,7 +15,7 @@ from functools import cache
 from allspan.kernels.cuda.modules import FOLDER, Kernel
 
 LEAST_CAPABILITY = (8, 0)
-"""Of modules that name no other: mma.sync with bfloat16, cp.async."""
+"""Of modules that name no other: mma.sync with bfloat16, cp.async. Below it there is half precision alone."""
 
 
 @cache
@@ -31,4 +31,6 @@ def variants_of(modules: Iterable[str], capability: tuple[int, int]) -> tuple[Ke
         module = importlib.import_module(f"allspan.kernels.cuda.{name}")
         if capability >= getattr(module, "LEAST_CAPABILITY", LEAST_CAPABILITY) and hasattr(module, "kernel_variants"):
             found |= dict.fromkeys(module.kernel_variants(capability))
+    if capability < LEAST_CAPABILITY:
+        return tuple(kernel for kernel in found if ("FP16", 1) in kernel.defines)
     return tuple(found)

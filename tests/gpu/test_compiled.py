@@ -45,12 +45,12 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=architecture)
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)], ids=architecture)
 def test_every_kernel_compiles(
     capability: tuple[int, int], compiler: Nvrtc, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With all macros for Hopper; elsewhere with the first and the last, which is what a minute of two processors is
-    enough for."""
+    enough for. sm_75 has half precision alone."""
     name = architecture(capability)
     kernels = all_variants(capability)
     if capability != (9, 0):
