@@ -53,7 +53,8 @@ class SharedPages:
         most = int(whole.max(initial=0))
         if not most or len(np.unique(self._pages[rows, 0])) == len(rows):
             return
-        table = self._pages[rows, :most]
+        # Without the pages that a row is still filling: it would part rows that share what comes before.
+        table = np.where(np.arange(most) < whole[:, None], self._pages[rows, :most], -1).astype(np.int32)
         order = np.array(sorted(range(len(rows)), key=lambda row: table[row].tobytes()))
         table, whole = table[order], whole[order]
         differ = table[1:] != table[:-1]

@@ -43,6 +43,15 @@ def test_nothing_is_found_where_nothing_is_shared() -> None:
     assert shared.of((0, 1), np.array([3, 3]))[1] is None
 
 
+def test_a_short_row_does_not_part_those_beside_it_when_it_leaves() -> None:
+    shared = SharedPages(np.array([[5, 6], [5, 6], [5, 6]], np.int32), PAGE)
+    computed = np.array([4, 3, 4])
+    shared.of((0, 1, 2), computed)
+    order, common = shared.of((0, 2), computed)
+    assert common is not None
+    assert (sorted(order.tolist()), common.tolist()) == ([0, 2], [4, 0])
+
+
 rows = st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), min_size=1, max_size=9)
 
 
