@@ -27,6 +27,6 @@ fi
 # What only computes shares the processors out, the longest folders first; what keeps to deadlines comes after it,
 # undisturbed.
 computing=(tests/kernels tests/gpu tests/static tests/worker/{cache,models,quant,sampling,scheduler,weights})
-python -m pytest -n logical --dist loadfile --no-loadscope-reorder "${computing[@]}"
-python -m pytest "${computing[@]/#/--ignore=}"
+python -m pytest --durations 15 -n logical --dist loadfile --no-loadscope-reorder "${computing[@]}"
+python -m pytest --durations 15 "${computing[@]/#/--ignore=}"
 "$root/tests/other_pythons.sh"
