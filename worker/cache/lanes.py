@@ -36,9 +36,14 @@ class Lanes:
     """From host memory to the device."""
 
 
+def current_lane() -> Lane:
+    """The stream that is current when it is used."""
+    return _CudaLane(None)
+
+
 def cuda_lanes() -> Lanes:
     """The stream that is current when it is used, and two of their own."""
-    return Lanes(_CudaLane(None), _CudaLane(torch.cuda.Stream()), _CudaLane(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+    return Lanes(current_lane(), _CudaLane(torch.cuda.Stream()), _CudaLane(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class EngineCore:
         )
         patience = Patience(config.service.watchdog_timeout)
         sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience)
-        self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device), tiers)
+        self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device, patience), tiers)
         self._runner = Runner(model, sampler, self._batch, most.async_scheduling and is_on_gpu(model))
         self._changed = threading.Condition()
         self._outbox: list[Outcome] = []

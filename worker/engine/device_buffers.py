@@ -14,9 +14,11 @@ from torch import Tensor
 from allspan.kernels.cuda.sharing import CascadeRule, Sharing
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.budget import pages_of
+from allspan.worker.cache.lanes import Lane, current_lane
 from allspan.worker.engine.buffers import BatchSizes, InputBuffers, StepBuffers
 from allspan.worker.engine.model import StepModel
 from allspan.worker.models.inputs import PlanTiles, SharedInputs, StepInputs
+from allspan.worker.patience import PATIENCE, Event, Patience
 
 Ints = NDArray[np.int32]
 
@@ -80,9 +82,16 @@ class DeviceBuffers:
     """What `fill` gives out are copies."""
 
     def __init__(
-        self, sizes: BatchSizes, device: torch.device, plan_tiles: PlanTiles, rule: CascadeRule | None = None
+        self,
+        sizes: BatchSizes,
+        device: torch.device,
+        plan_tiles: PlanTiles,
+        rule: CascadeRule | None = None,
+        lane: Lane | None = None,
+        patience: Patience = PATIENCE,
     ) -> None:
-        """`rule` None: what decodes share is not looked at."""
+        """`rule` None: what decodes share is not looked at. `lane`: where copies to the device are queued; None: they
+        are done at once."""
         self._sizes = sizes
         self._plan_tiles = plan_tiles
         self._rule = rule
@@ -104,10 +113,13 @@ class DeviceBuffers:
         if rule is not None:
             capacity += sum(_shared_lengths(rule, sizes.max_rows).values())
         capacity += 32 * _ALIGNMENT
-        # Two, so that one can be filled while the copy of the other is still to come.
+        # Two, so that one can be filled while the copy of the other is still to come. Only then: steps that nobody
+        # takes tokens of are waited for by nobody else.
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=self._is_gpu) for _ in range(2)]
         self._arrays: list[Ints] = [host.numpy() for host in self._hosts]
         self._turn = 0
+        self._lane, self._patience = lane, patience
+        self._copied: list[Event | None] = [None, None]
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._padded: dict[tuple[int, bool], tuple[_Place, StepInputs]] = {}
         self._chunked: dict[int, tuple[_Place, StepInputs]] = {}
@@ -251,19 +263,25 @@ class DeviceBuffers:
         return {name: self._device[first:last] for name, (first, last) in place.spans.items()}
 
     def _next(self) -> Ints:
+        """To be written. Raises DeadlineExceeded if what is there does not leave for the device in time."""
         self._turn ^= 1
+        if (copied := self._copied[self._turn]) is not None:
+            self._patience.wait(copied)
         return self._arrays[self._turn]
 
     def _send(self, length: int) -> None:
         self._device[:length].copy_(self._hosts[self._turn][:length], non_blocking=True)
+        if self._lane is not None:
+            self._copied[self._turn] = self._lane.record()
 
 
-def buffers_for(model: StepModel, sizes: BatchSizes, device: str) -> InputBuffers:
+def buffers_for(model: StepModel, sizes: BatchSizes, device: str, patience: Patience = PATIENCE) -> InputBuffers:
     """Those that the model's kernels want."""
     plan_tiles, where = _plan_tiles(model), torch.device(device)
     if plan_tiles is None:
         return StepBuffers(sizes, where)
-    return DeviceBuffers(sizes, where, plan_tiles, getattr(model, "cascade_rule", None))
+    lane = current_lane() if where.type == "cuda" else None
+    return DeviceBuffers(sizes, where, plan_tiles, getattr(model, "cascade_rule", None), lane, patience)
 
 
 def is_on_gpu(model: StepModel) -> bool:
