@@ -25,7 +25,7 @@ from torch.nn import functional
 from allspan.kernels.cuda.gemm_sm90 import Scales, gemm_sm90, pays
 from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
 from allspan.kernels.cuda.products import ADD, GATED, STORE, Into, bits_of, group_sets, groups, is_float, slabs
-from allspan.kernels.cuda.skinny import few_rows, is_few
+from allspan.kernels.cuda.skinny import few_rows, is_few, multiplies_e4m3
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import codes_of, numbers_of
 
@@ -75,13 +75,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
     _check(x, weight, bias, spec, into)
     if len(x) == 0 or spec.features == 0:
         return
-    if is_few(len(x), spec, into, gpu(x.device)) or spec.inputs == 0:
+    if is_few(len(x), spec, gpu(x.device)) or spec.inputs == 0:
         few_rows(_aligned(x, spec), weight, bias, spec, into)
     elif spec.activation == "a8" and spec.format == "channel8" and spec.features % 8 == 0:
         _of_codes(_aligned(x, spec), weight, bias, spec, into)
-    elif spec.format == "fp8" and spec.features % 16 == 0 and gpu(x.device).capability >= (8, 9):
+    elif spec.format == "fp8" and spec.features % 16 == 0 and multiplies_e4m3(spec, gpu(x.device)):
         _of_e4m3(_aligned(x, spec), weight, bias, spec, into)
-    elif spec.format == "fp8_block" and spec.features % 16 == spec.depth % spec.block == 0 and _multiplies_blocks(x):
+    elif spec.format == "fp8_block" and _multiplies_blocks(x, spec):
         _of_blocks(_aligned(x, spec), weight, bias, spec, into)
     else:
         matrix = codes_of(weight, spec) if spec.kind.bits == 16 else _dequantised(weight, spec)
@@ -164,9 +164,11 @@ def _of_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec,
     _finish(products[: len(x)], bias, spec, into)
 
 
-def _multiplies_blocks(x: Tensor) -> bool:
-    """Whether a product may have scales of 128 inputs."""
-    return gpu(x.device).capability == (9, 0) and (not x.is_cuda or _cublas_takes_blocks(x.device))
+def _multiplies_blocks(x: Tensor, spec: PackedSpec) -> bool:
+    """Whether cuBLAS takes scales of 128 inputs, and these sizes."""
+    if spec.features % 16 or spec.depth % spec.block or not multiplies_e4m3(spec, gpu(x.device)):
+        return False
+    return not x.is_cuda or _cublas_takes_blocks(x.device)
 
 
 @cache

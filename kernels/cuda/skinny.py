@@ -24,22 +24,29 @@ from allspan.kernels.cuda.products import (
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import numbers_of
 
-_FEW_ROWS = {16: 16, 8: 64, 4: 64}
-"""By the bits of a code, the most rows that are not left to cuBLAS, which would need codes as bfloat16 first."""
-
 _ROWS = 8
 """Of a tile: rows of x that one product on tensor cores takes; so many are bound by reading the weight alone."""
+_E4M3_ROWS = 16
+"""From more on, cuBLAS is faster, with x as e4m3, too."""
+_MOST_ROWS = 64
+"""From more on, codes are better decoded first, for cuBLAS."""
 _LAUNCH_BYTES = 8 << 20
 """What a GPU reads in the time that one more kernel takes to begin and end: 2 µs."""
 _REGISTERS = {2: 12, 4: 8, 8: 8}
 """By the tiles of rows, warps of a multiprocessor whose sums fit into its registers."""
 
 
-def is_few(rows: int, spec: PackedSpec, into: Into, device: Gpu) -> bool:
-    """Whether `few_rows` is for them. On Hopper cuBLAS is faster with bfloat16 weights whose inputs would be cut."""
-    if rows > _ROWS and spec.kind.bits == 16 and device.capability == skinny_sm90.CAPABILITY:
-        return rows <= skinny_sm90.MOST_ROWS and skinny_sm90.cut_of(spec, rows, into, device).splits == 1
-    return rows <= _FEW_ROWS[spec.kind.bits]
+def is_few(rows: int, spec: PackedSpec, device: Gpu) -> bool:
+    """Whether `few_rows` is for them."""
+    if spec.kind.bits == 16:
+        return rows <= _ROWS
+    return rows <= (_E4M3_ROWS if multiplies_e4m3(spec, device) else _MOST_ROWS)
+
+
+def multiplies_e4m3(spec: PackedSpec, device: Gpu) -> bool:
+    """Whether cuBLAS takes such codes as they are; whether it takes blocks of them hangs on its version, too."""
+    since = {"fp8": device.capability >= (8, 9), "fp8_block": device.capability == (9, 0)}
+    return since.get(spec.format, False)
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
@@ -49,7 +56,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
     elif spec.inputs == 0:
         for rows in (slice(at, at + _ROWS) for at in range(0, len(x), _ROWS)):
             _streamed(x[rows], weight, bias, spec, Into(into.out[rows], into.column, into.epilogue))
-    elif gpu(x.device).capability == skinny_sm90.CAPABILITY:
+    elif skinny_sm90.pays(len(x), spec, gpu(x.device)):
         skinny_sm90.few_rows(x, weight, bias, spec, into)
     else:
         _more_tiles(x, weight, bias, spec, into)
@@ -60,8 +67,9 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for spec in common_specs():
         for parts in (1, 2):
             yield from (_kernel(spec, form) for form in (*_forms(spec, parts), _passing(spec, parts, device)))
-        if capability != skinny_sm90.CAPABILITY:
-            yield from (_shape(spec, tiles, device).kernel for tiles in (2, 4, 8))
+        for tiles in (2, 4, 8):
+            if is_few(tiles // 2 * _ROWS + 1, spec, device) and not skinny_sm90.pays(tiles * _ROWS, spec, device):
+                yield _shape(spec, tiles, device).kernel
     yield _REDUCE
 
 
@@ -174,9 +182,8 @@ def _shape(spec: PackedSpec, tiles: int, device: Gpu) -> _Shape:
     have the registers for their sums, if there is shared memory for three steps of each."""
     bits = spec.kind.bits
     wanted = 8 if tiles * _ROWS * 16 // bits > 128 else 4  # 2 bytes a row, and bits / 8 of 32 features a warp
-    slabs_of_step = 2 if bits == 16 else 1
-    x_bytes = tiles * _ROWS * slabs_of_step * (512 // bits) * 2
-    warp_bytes = slabs_of_step * 2048 + numbers_of_slab(spec) * 128
+    x_bytes = tiles * _ROWS * (512 // bits) * 2
+    warp_bytes = 2048 + numbers_of_slab(spec) * 128
     sum_bytes = 2 * max(1, numbers_of_slab(spec)) * tiles * _ROWS * 4
     for warps in (wanted, 4):
         for blocks in range(max(1, _REGISTERS[tiles] // warps), 0, -1):
@@ -206,7 +213,7 @@ def _share(spec: PackedSpec, into: Into, shape: _Shape, multiprocessors: int) ->
     """The last tiles are shared if that many blocks would stand still for longer than partial sums take to go out and
     come back, and their kernel to run."""
     tiles = -(-into.width(spec) // (shape.features // 2 if into.epilogue == GATED else shape.features))
-    steps = -(-slabs(spec) // 2) if spec.kind.bits == 16 else slabs(spec)
+    steps = slabs(spec)
     blocks = multiprocessors * shape.blocks
     waves, rest = divmod(tiles, blocks)
     lost = (blocks - rest) * shape.features * spec.row_bytes

@@ -1,6 +1,6 @@
-// Products of 9 to 64 rows of x with a weight in rows (kernels/rows.py), for sm_80 and later. One or two dozen rows are
-// bound by reading the weight, more by tensor cores and by what x costs on its way from L2: therefore a block has
-// 32 · WARPS features (of gated products as many of either half together), which share x in shared memory.
+// Products of 9 to 64 rows of x with a weight in rows (kernels/rows.py) of codes, for sm_80 and later. One or two dozen
+// rows are bound by reading the weight, more by tensor cores and by what x costs on its way from L2: therefore a block
+// has 32 · WARPS features (of gated products as many of either half together), which share x in shared memory.
 //
 // Compiled with BITS and FLOATS (codes.cuh), GROUP_SETS (skinny.cu); TILES, of 8 rows of x, all of which a block has;
 // WARPS, each with two parts of 16 features; STAGES (steps that are on their way or worked on), BLOCKS (of a
@@ -28,13 +28,13 @@
 #define BLOCKS 1
 #endif
 constexpr int kThreads = WARPS * 32, kStages = STAGES, kParts = 2;
-constexpr int kSlabs = BITS == 16 ? 2 : 1, kStepSets = kSlabs * kSets;
-constexpr bool kGrouped = GROUP_SETS > 0, kHasSums = BITS < 16 && !FLOATS;
-constexpr int kGroupSets = kGrouped ? GROUP_SETS : kStepSets;
-constexpr int kGroups = kStepSets / kGroupSets;  // that a step has a part of
-constexpr int kChunks = kStepSets * 4;           // of 16 bytes, of a row of x
+static_assert(BITS < 16);
+constexpr bool kGrouped = GROUP_SETS > 0, kHasSums = !FLOATS;
+constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets;
+constexpr int kGroups = kSets / kGroupSets;  // that a step has a part of
+constexpr int kChunks = kSets * 4;           // of 16 bytes, of a row of x
 constexpr int kRows = TILES * 8, kXBytes = kRows * kChunks * 16;
-constexpr int kCodeBytes = kSlabs * kParts * 2 * 32 * 16, kNumbers = kGrouped ? kGroups * kParts * 16 : 0;
+constexpr int kCodeBytes = kParts * 2 * 32 * 16, kNumbers = kGrouped ? kGroups * kParts * 16 : 0;
 constexpr int kWarpBytes = kCodeBytes + kNumbers * 4, kStageBytes = kXBytes + WARPS * kWarpBytes;
 constexpr int kSums = kHasSums ? kGroups * kRows : 0;  // floats, for one of two steps
 constexpr int kAhead = kHasSums ? kStages - 3 : kStages - 2;
@@ -83,8 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        from[p][h] =
-            weight + (static_cast<long long>(feature(ahead.tile, p, g + 8 * h)) * slabs + ahead.step * kSlabs) * 4 + t;
+        from[p][h] = weight + (static_cast<long long>(feature(ahead.tile, p, g + 8 * h)) * slabs + ahead.step) * 4 + t;
     if (kGrouped) pairs = static_cast<const uint32_t*>(numbers) + feature(ahead.tile, lane / 16, lane % 16);
   };
   find();
@@ -93,19 +92,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       ahead = enter(ahead.round + 1), find();
     } else {
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) from[p][0] += kSlabs * 4, from[p][1] += kSlabs * 4;
+      for (int p = 0; p < kParts; ++p) from[p][0] += 4, from[p][1] += 4;
     }
   };
   const uint32_t base = smem(shared), weight_to = base + kXBytes + warp * kWarpBytes + lane * 16;
   const auto ask_weight = [&](int stage) {
     const uint32_t to = weight_to + stage * kStageBytes;
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s)
+    for (int p = 0; p < kParts; ++p)
 #pragma unroll
-      for (int p = 0; p < kParts; ++p)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          copy16(to + ((s * kParts + p) * 2 + h) * 512, from[p][h] + s * 4, s == 0 || ahead.step * kSlabs + s < slabs);
+      for (int h = 0; h < 2; ++h) copy16(to + (p * 2 + h) * 512, from[p][h], true);
     if (kGrouped) {
       const int first = GROUP_SETS < kSets ? ahead.step * kGroups : ahead.step * kSets / group_sets;
       const uint32_t* at = pairs + static_cast<long long>(first) * features;
@@ -121,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const bf16* const x_from = x + static_cast<long long>(x_row) * x_stride + x_input;
   const uint32_t x_to = base + place(x_row, threadIdx.x % kChunks);
   const auto ask_x = [&](int stage, int step) {
-    const int input = step * (kStepSets * 32);
+    const int input = step * (kSets * 32);
     const bf16* at = x_from + input;
     const bool is_there = x_input + input < inputs;
 #pragma unroll
@@ -211,15 +207,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         uint32_t a[kParts][2][4];
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
-          if (set % kSets == 0) {
+          if (set == 0) {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-              chunk[p][h] =
-                  *reinterpret_cast<const uint4*>(codes + ((set / kSets * kParts + p) * 2 + h) * 512 + lane * 16);
+              chunk[p][h] = *reinterpret_cast<const uint4*>(codes + (p * 2 + h) * 512 + lane * 16);
           }
           uint32_t low[4], high[4];
-          decode(chunk[p][0], set % kSets, low);
-          decode(chunk[p][1], set % kSets, high);
+          decode(chunk[p][0], set, low);
+          decode(chunk[p][1], set, high);
           a[p][0][0] = low[0], a[p][0][1] = high[0], a[p][0][2] = low[1], a[p][0][3] = high[1];
           a[p][1][0] = low[2], a[p][1][1] = high[2], a[p][1][2] = low[3], a[p][1][3] = high[3];
         }
@@ -270,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
 
     if (++at.step < steps && i + 1 < count) continue;
-    if (BITS < 16 && !kGrouped) {
+    if (!kGrouped) {
 #pragma unroll
       for (int p = 0; p < kParts; ++p)
 #pragma unroll

@@ -1,8 +1,8 @@
-// Products of 9 to 64 rows of x with a weight in rows (kernels/rows.py), on Hopper. Bound by reading the weight: at 64
-// rows tensor cores need two thirds of that time for 8 bits, and as long for 4.
+// Products of up to 64 rows of x with a weight in rows (kernels/rows.py) of 4-bit codes, on Hopper. Bound by decoding
+// them beside what tensor cores need, which at 64 rows is as long as reading the weight.
 //
 // Compiled with BITS and FLOATS (codes.cuh); GROUP_SETS, sets of 32 inputs of a step that share float16 numbers (0: all
-// inputs share float32 ones); TILES, of 8 rows of x; STAGES (steps that are on their way or worked on).
+// inputs share float32 ones); STAGES (steps that are on their way or worked on).
 //
 // A block has one tile of the features (gated: the same number of either half), 16 a warp, and all rows of x; of the
 // inputs all, or one of `splits` stretches, whose sums go to `partial` for skinny_sum. Warpgroups multiply: features
@@ -15,18 +15,17 @@
 #ifndef GROUP_SETS
 #define GROUP_SETS 0
 #endif
-#ifndef TILES
-#define TILES 8
-#endif
 #ifndef STAGES
-#define STAGES 4
+#define STAGES 5
 #endif
+static_assert(BITS == 4 && !FLOATS);
+constexpr int kTiles = 8;                              // of 8 rows of x
 constexpr int kStages = STAGES, kAhead = kStages - 2;  // products of one step still run while another is asked for
-constexpr int kSlabs = BITS == 16 ? 2 : 1, kStepSets = kSlabs * kSets, kStepInputs = kStepSets * 32;
-constexpr bool kGrouped = GROUP_SETS > 0, kHasSums = BITS < 16 && !FLOATS && !kGrouped;
-constexpr int kGroupSets = kGrouped ? GROUP_SETS : kStepSets, kGroups = kStepSets / kGroupSets;
-constexpr int kColumns = TILES * 8, kXTile = kColumns * 128, kXBytes = kStepInputs / 64 * kXTile;
-constexpr int kNumbers = kGrouped ? kGroups * 16 : 0, kWarpBytes = kSlabs * 1024 + kNumbers * 4;
+constexpr int kInputs = kSets * 32;                    // of a step
+constexpr bool kGrouped = GROUP_SETS > 0;
+constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets, kGroups = kSets / kGroupSets;
+constexpr int kColumns = kTiles * 8, kXTile = kColumns * 128, kXBytes = kInputs / 64 * kXTile;
+constexpr int kNumbers = kGrouped ? kGroups * 16 : 0, kWarpBytes = 1024 + kNumbers * 4;
 constexpr int kPitch = kColumns + 1;  // floats
 constexpr uint32_t kOnes = 0x3f803f80;
 static_assert(kAhead >= 1);
@@ -53,8 +52,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
   const auto share = [](int all, int i, int of) { return static_cast<int>(static_cast<long long>(all) * i / of); };
   const int begin = share(outputs, tile, tiles), width = share(outputs, tile + 1, tiles) - begin;
   const int mine = is_gated ? width * 2 : width;  // features of this block
-  const int all_steps = (slabs + kSlabs - 1) / kSlabs;
-  const int step0 = share(all_steps, split, splits), count = share(all_steps, split + 1, splits) - step0;
+  const int step0 = share(slabs, split, splits), count = share(slabs, split + 1, splits) - step0;
   // Feature i of the block; the last one again where there are no more.
   const auto feature = [&](int i) {
     const int j = min(i, mine - 1);
@@ -65,24 +63,21 @@ extern "C" __global__ void __launch_bounds__(640, 1)
   const uint4* from[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    from[h] = weight + (static_cast<long long>(feature(warp * 16 + g + 8 * h)) * slabs + step0 * kSlabs) * 4 + t;
+    from[h] = weight + (static_cast<long long>(feature(warp * 16 + g + 8 * h)) * slabs + step0) * 4 + t;
   const int groups = (inputs + 32 * group_sets - 1) / (32 * group_sets);
   const uint32_t* const pairs = static_cast<const uint32_t*>(numbers) + feature(warp * 16 + lane % 16);
   const int codes_at = kXBytes + warp * kWarpBytes;
   const auto ask_weight = [&](int stage, int i) {
     const uint32_t to = base + stage * stage_bytes + codes_at + lane * 16;
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        copy16(to + (s * 2 + h) * 512, from[h] + (i * kSlabs + s) * 4, s == 0 || (step0 + i) * kSlabs + s < slabs);
+    for (int h = 0; h < 2; ++h) copy16(to + h * 512, from[h] + i * 4, true);
     if constexpr (kGrouped) {
-      const int first = GROUP_SETS < kStepSets ? (step0 + i) * kGroups : (step0 + i) * kStepSets / group_sets;
+      const int first = GROUP_SETS < kSets ? (step0 + i) * kGroups : (step0 + i) * kSets / group_sets;
 #pragma unroll
       for (int j = 0; j < kNumbers; j += 32) {
         const int group = first + (j + lane) / 16;
         if (j + lane < kNumbers)
-          copy4(to - lane * 16 + kSlabs * 1024 + ((j + lane) / 16 * 16 + lane % 8 * 2 + lane / 8 % 2) * 4,
+          copy4(to - lane * 16 + 1024 + ((j + lane) / 16 * 16 + lane % 8 * 2 + lane / 8 % 2) * 4,
                 pairs + static_cast<long long>(min(group, groups - 1)) * features, group < groups);
       }
     }
@@ -91,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(640, 1)
   const uint32_t x_chunk = lane / 16 * 4 + lane % 4, x_word = lane % 16 / 4;
   const auto ask_x = [&](int stage, int i) {
     const uint32_t to = base + stage * stage_bytes;
-    const int input0 = (step0 + i) * kStepInputs + lane * 2;
+    const int input0 = (step0 + i) * kInputs + lane * 2;
 #pragma unroll
-    for (int part = 0; part < kStepInputs / 64; ++part)
+    for (int part = 0; part < kInputs / 64; ++part)
       for (int row = warp; row < rows; row += warps)
         copy4(to + part * kXTile + place(row, x_chunk, x_word),
               x + static_cast<long long>(row) * x_stride + input0 + part * 64, input0 + part * 64 < inputs);
@@ -103,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
     if (i < count) ask_weight(i, i);
   let_next_begin();
   float2 scales[2] = {};
-  if (BITS < 16 && !kGrouped) {
+  if (!kGrouped) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) scales[h] = static_cast<const float2*>(numbers)[feature(warp * 16 + g + 8 * h)];
   }
@@ -114,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(640, 1)
     commit();
   }
 
-  float sum[TILES * 4] = {};
-  constexpr int kMost = (TILES + 3) / 4;  // tiles of x that a warp has to add up
+  float sum[kTiles * 4] = {};
+  constexpr int kMost = (kTiles + 3) / 4;  // tiles of x that a warp has to add up
   float x_sum[kMost][4] = {};
   int stage = 0, free_stage = kAhead;
   for (int i = 0; i < count; ++i) {
@@ -131,31 +126,27 @@ extern "C" __global__ void __launch_bounds__(640, 1)
     uint4 chunk[2];
     uint32_t a[2][2][4], scale[2], offset[2];
 #pragma unroll
-    for (int set = 0; set < kStepSets; ++set) {
-      if (set % kSets == 0) {
+    for (int set = 0; set < kSets; ++set) {
+      if (set == 0) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          chunk[h] = *reinterpret_cast<const uint4*>(codes + (set / kSets * 2 + h) * 512 + lane * 16);
+        for (int h = 0; h < 2; ++h) chunk[h] = *reinterpret_cast<const uint4*>(codes + h * 512 + lane * 16);
       }
       if (kGrouped && set % kGroupSets == 0) {
-        const uint2 both = *reinterpret_cast<const uint2*>(codes + kSlabs * 1024 + (set / kGroupSets * 16 + g * 2) * 4);
+        const uint2 both = *reinterpret_cast<const uint2*>(codes + 1024 + (set / kGroupSets * 16 + g * 2) * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t pair = h ? both.y : both.x;
-          const float by = scale_of(pair), more = (BITS == 4 ? 8.0f : 128.0f) * by - offset_of(pair);
+          const float by = scale_of(pair), more = 8 * by - offset_of(pair);
           scale[h] = pack(by, by), offset[h] = pack(more, more);
         }
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         uint32_t pair[4];
-        decode(chunk[h], set % kSets, pair);
+        decode(chunk[h], set, pair);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          if (kGrouped) {
-            const uint32_t code = BITS == 4 ? add_pairs(pair[j], 0xc308c308) : pair[j];  // less 128 + 8
-            pair[j] = FLOATS ? times(code, scale[h]) : multiply_add(code, scale[h], offset[h]);
-          }
+          if (kGrouped) pair[j] = multiply_add(add_pairs(pair[j], 0xc308c308), scale[h], offset[h]);  // less 128 + 8
           a[set % 2][j / 2][j % 2 * 2 + h] = pair[j];
         }
       }
@@ -164,13 +155,13 @@ extern "C" __global__ void __launch_bounds__(640, 1)
       multiply_rows(sum, a[set % 2][0], b);
       multiply_rows(sum, a[set % 2][1], b + (32 >> 4));
       end_products();
-      if constexpr (kHasSums) {
+      if constexpr (!kGrouped) {
         const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
         const char* const x_of = shared + (x_at - base) + set / 2 * kXTile;
 #pragma unroll
         for (int m = 0; m < kMost; ++m) {
           const int n = warp + m * warps;
-          if (n >= TILES) continue;
+          if (n >= kTiles) continue;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int k = set % 2 * 4 + half * 2;
@@ -187,29 +178,27 @@ extern "C" __global__ void __launch_bounds__(640, 1)
   wait_for<0>();
 
   float* const x_sums = reinterpret_cast<float*>(shared + kStages * stage_bytes);
-  if constexpr (kHasSums) {
+  if constexpr (!kGrouped) {
 #pragma unroll
     for (int m = 0; m < kMost; ++m) {
       const int n = warp + m * warps;
-      if (n < TILES && g == 0)
+      if (n < kTiles && g == 0)
         *reinterpret_cast<float2*>(x_sums + n * 8 + t * 2) = make_float2(x_sum[m][0], x_sum[m][1]);
     }
   }
   __syncthreads();
   float* const sums = reinterpret_cast<float*>(shared);
 #pragma unroll
-  for (int n = 0; n < TILES; ++n)
+  for (int n = 0; n < kTiles; ++n)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = warp * 16 + g + 8 * h, row = n * 8 + t * 2;
       if (i >= mine || row >= rows) continue;
       float2 value = make_float2(sum[n * 4 + h * 2], sum[n * 4 + h * 2 + 1]);
-      if (BITS < 16 && !kGrouped) {
-        value.x *= scales[h].x, value.y *= scales[h].x;
-        if (kHasSums) {
-          const float less = kBase * scales[h].x + scales[h].y;
-          value.x -= less * x_sums[row], value.y -= less * x_sums[row + 1];
-        }
+      if (!kGrouped) {
+        const float less = kBase * scales[h].x + scales[h].y;
+        value.x = value.x * scales[h].x - less * x_sums[row];
+        value.y = value.y * scales[h].x - less * x_sums[row + 1];
       }
       if (splits > 1) {
         float* const to = partial + (static_cast<long long>(split) * features + feature(i)) * kColumns + row;

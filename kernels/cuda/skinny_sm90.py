@@ -1,4 +1,4 @@
-"""Products of 9 to 64 rows of x with weights in rows, on Hopper: see skinny_sm90.cu."""
+"""Products of 33 to 64 rows of x with 4-bit weights in rows, on Hopper: see skinny_sm90.cu."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import numbers_of
 
 CAPABILITY = (9, 0)
-MOST_ROWS = 64
 
 _WARPGROUPS = 5
 """Most of a block; each has 64 features."""
 _FULL = 3
 """Of a block that has as much on its way as a multiprocessor's share of the memory can take."""
-_STAGES = {16: 4, 8: 6, 4: 5}
-"""By the bits of a code, steps of five warpgroups and 64 rows that there is shared memory for."""
+_STAGES = 5
+"""Steps of five warpgroups that there is shared memory for."""
+_TILES = 8
+"""Of 8 rows of x."""
 _PART_BYTES = 1 << 16
 """Of its weight, what a multiprocessor reads while partial sums go out, come back and are added up."""
 
@@ -45,21 +46,24 @@ class Cut:
     warpgroups: int
 
 
+def pays(rows: int, spec: PackedSpec, device: Gpu) -> bool:
+    """Whether `few_rows` is faster than the kernels for all GPUs."""
+    return device.capability == CAPABILITY and spec.kind.bits == 4 and 32 < rows <= 8 * _TILES
+
+
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
-    """x [n, K]: with the lead before it, in rows of whole 16 bytes; n is up to `MOST_ROWS`."""
+    """x [n, K]: with the lead before it, in rows of whole 16 bytes; see `pays`."""
     device = gpu(x.device)
-    tiles, cut = _tiles(len(x)), cut_of(spec, len(x), into, device)
-    shape = cut.splits, spec.features, tiles * 8
+    cut = cut_of(spec, into, device)
+    shape = cut.splits, spec.features, _TILES * 8
     partial = torch.empty(shape, dtype=torch.float32, device=x.device) if cut.splits > 1 else None
     sizes = *sizes_of(x, spec, into), *map(np.int32, (cut.tiles, cut.splits))
     arguments = (weight, numbers_of(weight, spec), x, bias, into.out, partial, *sizes)
     blocks, threads = cut.tiles * cut.splits, cut.warpgroups * 128
-    launch(
-        _kernel(spec, tiles), (blocks,), threads, arguments, _shared_bytes(spec, tiles, cut.warpgroups), is_early=True
-    )
+    launch(_kernel(spec), (blocks,), threads, arguments, _shared_bytes(spec, cut.warpgroups), is_early=True)
     if partial is not None:
         counts = (len(x), spec.features, into.epilogue, is_float(into.out), into.out.stride(0), into.column, cut.splits)
-        added = _kernel(spec, tiles, "skinny_sum")
+        added = _kernel(spec, "skinny_sum")
         blocks = -(-into.width(spec) * -(-len(x) // 4) // 256)
         launch(added, (blocks,), 256, (partial, bias, into.out, *map(np.int32, counts)), is_early=True)
 
@@ -69,24 +73,19 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     if capability != CAPABILITY:
         return
     for spec in common_specs():
-        for tiles in (2, 4, 8):
-            assert _shared_bytes(spec, tiles, _WARPGROUPS) <= shared_limit(capability)
-            yield from (_kernel(spec, tiles, name) for name in ("skinny_sm90", "skinny_sum"))
+        if spec.kind.bits == 4:
+            assert _shared_bytes(spec, _WARPGROUPS) <= shared_limit(capability)
+            yield from (_kernel(spec, name) for name in ("skinny_sm90", "skinny_sum"))
 
 
-def _kernel(spec: PackedSpec, tiles: int, name: str = "skinny_sm90") -> Kernel:
-    return kernel("skinny_sm90.cu", name, **macros_of(spec), TILES=tiles, STAGES=_STAGES[spec.kind.bits])
+def _kernel(spec: PackedSpec, name: str = "skinny_sm90") -> Kernel:
+    return kernel("skinny_sm90.cu", name, **macros_of(spec), STAGES=_STAGES)
 
 
-def _tiles(rows: int) -> int:
-    """Of 8 rows of x."""
-    return 2 if rows <= 16 else 4 if rows <= 32 else 8
-
-
-def cut_of(spec: PackedSpec, rows: int, into: Into, device: Gpu) -> Cut:
+def cut_of(spec: PackedSpec, into: Into, device: Gpu) -> Cut:
     """What takes the least time, in bytes of the weight a multiprocessor: each block reads its features, and from L2
     all of x; partial sums go out to L2 and come back. Small blocks have too few bytes on their way."""
-    tiles, multiprocessors = _tiles(rows), device.multiprocessors
+    multiprocessors = device.multiprocessors
     halves = 2 if into.epilogue == GATED else 1
     width = into.width(spec)
     best: tuple[float, Cut] | None = None
@@ -96,8 +95,8 @@ def cut_of(spec: PackedSpec, rows: int, into: Into, device: Gpu) -> Cut:
         features = -(-width // count) * halves
         cut = Cut(count, splits, -(-features // 64))
         weight = features * spec.row_bytes / splits * max(1.0, _FULL / cut.warpgroups)
-        each = weight + 0.6 * tiles * 16 * spec.inputs / splits
-        partial = 0.6 * 2 * splits * spec.features * tiles * 32 / multiprocessors
+        each = weight + 0.6 * _TILES * 16 * spec.inputs / splits
+        partial = 0.6 * 2 * splits * spec.features * _TILES * 32 / multiprocessors
         cost = waves * each + (_PART_BYTES + partial if splits > 1 else 0)
         if cut.warpgroups <= _WARPGROUPS and (best is None or cost < best[0]):
             best = cost, cut
@@ -105,9 +104,8 @@ def cut_of(spec: PackedSpec, rows: int, into: Into, device: Gpu) -> Cut:
     return best[1]
 
 
-def _shared_bytes(spec: PackedSpec, tiles: int, warpgroups: int) -> int:
-    bits = spec.kind.bits
-    x = tiles * 1024 * (2 if bits == 4 else 1)
-    weight = warpgroups * 4 * ((2048 if bits == 16 else 1024) + numbers_of_slab(spec) * 64)
+def _shared_bytes(spec: PackedSpec, warpgroups: int) -> int:
+    x = _TILES * 2048
+    weight = warpgroups * 4 * (1024 + numbers_of_slab(spec) * 64)
     stage = -(-(x + weight) // 1024) * 1024
-    return 1024 + max(_STAGES[bits] * stage + tiles * 32, warpgroups * 64 * (tiles * 8 + 1) * 4)
+    return 1024 + max(_STAGES * stage + _TILES * 32, warpgroups * 64 * (_TILES * 8 + 1) * 4)

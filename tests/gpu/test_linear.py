@@ -42,7 +42,7 @@ class Case:
 
     def __init__(self, spec: PackedSpec, rows: int, device: str, has_bias: bool = True, column: int = 1) -> None:
         generator = torch.Generator().manual_seed(rows + spec.features)
-        self.spec, self.column = spec, column
+        self.spec, self.column, self.slack = spec, column, 1.0
         weight = random_weight(spec)
         x = torch.randn((rows, spec.inputs), generator=generator).bfloat16()
         bias = torch.randn(spec.features, generator=generator) if has_bias else None
@@ -55,14 +55,13 @@ class Case:
         return torch.full((len(self.product), width + 2), value, dtype=dtype, device=self.device)
 
     def check(self, out: Tensor, expected: Tensor, slack: float = 1.0) -> None:
-        """The columns beside are as they were. Many rows: weights, or what biases are added to, are bfloat16; on Hopper
-        weights with groups from 9 on."""
+        """The columns beside are as they were. Many rows: weights, or what biases are added to, are bfloat16."""
         end = self.column + expected.shape[1]
         inside = out[:, self.column : end].cpu().double()
-        kind, on_hopper = self.spec.kind, gpu(torch.device(self.device)).capability == skinny_sm90.CAPABILITY
-        is_few = len(out) <= (8 if kind.bits == 16 or (kind.scale_bytes and on_hopper) else 64)
+        device = gpu(torch.device(self.device))
+        is_few = skinny.is_few(len(out), self.spec, device) and not skinny_sm90.pays(len(out), self.spec, device)
         tolerance = (1e-2 if out.dtype == torch.bfloat16 else 1e-3) if is_few else 2e-2
-        torch.testing.assert_close(inside, expected, rtol=tolerance, atol=slack * tolerance)
+        torch.testing.assert_close(inside, expected, rtol=tolerance, atol=self.slack * slack * tolerance)
         beside = torch.cat((out[:, : self.column], out[:, end:]), 1)
         assert (beside.isnan() | (beside == 0.5)).all()
 
@@ -145,7 +144,6 @@ def test_a_few_rows_of_which_one_is_not_finite_say_so_alone(name: str, device: s
         ("group8", 512, (70, 70), 700, 12),
         ("fp8", 0, (140,), 200, 9),
         ("fp8_block", 0, (140,), 300, 9),
-        ("bf16", 0, (70, 70), 520, 64),
     ],
 )
 def test_tiles_that_blocks_share_agree_with_float64(
@@ -166,7 +164,7 @@ def test_every_format_agrees_with_float64(
     name: str, group: int, sizes: tuple[tuple[int, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles are shared or not, as it pays, or always."""
-    for rows in (3, 13, 29, 61):
+    for rows in (3, 13) if ROW_FORMATS[name].is_e4m3 else (3, 13, 29, 61):
         check_odd_sizes(name, group, "cuda", rows)
     parts, inputs = sizes
     checks = [check_store, check_gated, check_add]
@@ -174,7 +172,7 @@ def test_every_format_agrees_with_float64(
         has_bias = i % 2 == 0
         if i == 6:
             monkeypatch.setattr(skinny, "_LAUNCH_BYTES", -(1 << 40))
-        if ROW_FORMATS[name].is_e4m3 and rows > 64:
+        if ROW_FORMATS[name].is_e4m3 and rows > 16:
             continue  # x becomes e4m3, too: test_layers_of_real_sizes_agree_with_float64
         checks[i % 3](Case(spec_of(name, group, parts, inputs), rows, "cuda", has_bias, column=i // 2 % 2))
 
@@ -225,8 +223,9 @@ def seen_as_e4m3(x: Tensor, group: int) -> Tensor:
 
 
 def check_e4m3(check: Callable[[Case], None], spec: PackedSpec, rows: int, device: str) -> None:
-    """As far as x in 8 bits lets them."""
+    """As far as x in 8 bits lets them; tensor cores keep 14 bits of the sums of such products."""
     case = Case(spec, rows, device, column=0)
+    case.slack = 3.0 if device == "cuda" else 1.0
     x, weight, bias = (tensor.cpu() for tensor in case.arguments[:3])
     group = spec.block if spec.kind.scale_bytes else spec.inputs
     before = functional.pad(x, (spec.lead, 0))
@@ -256,7 +255,7 @@ def test_rows_of_e4m3_in_blocks_agree_with_float64(check: Callable[[Case], None]
 def test_layers_of_real_sizes_agree_with_float64(name: str, outputs: int, inputs: int) -> None:
     for rows in (1, 16, 64, 65, 500):
         spec = spec_of(name, 0, (outputs // 2, outputs // 2), inputs)
-        if rows > 64:
+        if rows > 16:
             check_e4m3(check_add, spec, rows, "cuda")
         else:
             check_add(Case(spec, rows, "cuda"))
@@ -270,12 +269,9 @@ def test_blocks_that_cublas_does_not_multiply_become_bfloat16(device: str) -> No
 @pytest.mark.parametrize(
     ("name", "group", "parts", "inputs", "rows", "splits"),
     [
-        ("channel8", 0, (70, 70), 200, 33, 1),
-        ("channel8", 0, (90,), 800, 64, 3),
-        ("fp8", 0, (65, 65), 450, 40, 2),
-        ("fp8_block", 0, (65,), 450, 20, 2),
-        ("group4", 32, (150,), 700, 20, 2),
-        ("bf16", 0, (80,), 520, 64, 3),
+        ("channel4", 0, (90,), 800, 64, 3),
+        ("group4", 32, (150,), 700, 40, 2),
+        ("group4", 128, (70, 70), 200, 33, 1),
     ],
 )
 def test_tiles_of_warpgroups_agree_with_float64(
@@ -285,7 +281,6 @@ def test_tiles_of_warpgroups_agree_with_float64(
     """Of all inputs, or in stretches that are added up."""
     cut = skinny_sm90.Cut(2, splits, -(-sum(parts) // 128))
     monkeypatch.setattr(skinny_sm90, "cut_of", lambda *_: cut)
-    monkeypatch.setattr(linear, "is_few", lambda *_: True)
     case = Case(spec_of(name, group, parts, inputs), rows, hopper)
     (check_gated if len(parts) == 2 else check_add)(case)
 

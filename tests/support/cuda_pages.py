@@ -94,15 +94,32 @@ def decoded(cache: Cache) -> tuple[Tensor, Tensor]:
     return held[0], held[1]
 
 
+def sizes_apart(cache: Cache) -> Tensor:
+    """What the codes and the zeros of values are, whose products are added up apart; float32."""
+    keys, values, *scales = cache
+    if not scales or scales[1] is None:
+        return decoded(cache)[1].abs()
+    zero, scale = scales[1].unbind(2)
+    _, of_codes = decoded((keys, values, scales[0], torch.stack((torch.zeros_like(zero), scale), 2)))
+    return of_codes.abs() + (zero * scale).abs()[..., None]
+
+
 def check_rounded(
-    out: Tensor, q: Tensor, pages: Pages, queries: list[int], scale: float, is_causal: bool, weight_bits: int
+    out: Tensor,
+    q: Tensor,
+    pages: Pages,
+    queries: list[int],
+    scale: float,
+    is_causal: bool,
+    weight_bits: int,
+    sizes_of: Tensor | None = None,
 ) -> Tensor:
     """That `out`, bfloat16, is what attention over these pages comes to, as close as it can be: products are exact, but
     each weight is rounded to `weight_bits` bits and the result to 8. With as much as 2^-12 of the weighted sizes of the
-    values for float32 and for powers by tables. Returns `expected`'s logarithms."""
+    values (`sizes_of`, or their own) for float32 and for powers by tables. Returns `expected`'s logarithms."""
     keys, values, table = pages
     right, lse = expected(q, pages, queries, scale, is_causal)
-    sizes, _ = expected(q, (keys, values.abs(), table), queries, scale, is_causal)
+    sizes, _ = expected(q, (keys, values.abs() if sizes_of is None else sizes_of, table), queries, scale, is_causal)
     most = (2.0**-weight_bits + 2.0**-12) * sizes + 2.0**-8 * right.abs()
     excess = (out.float() - right).abs() - most
     assert not out.isnan().any()

@@ -23,13 +23,11 @@ def quantise_folder(folder: Path, form: Form, config: dict[str, Any], kept: tupl
     """Replaces the matrices of all layers but those whose names contain one of `kept`. Returns what they stand for, by
     the name that they had."""
     path, decoded = folder / "model.safetensors", {}
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(path).items():
-        if "_proj.weight" in name and not any(each in name for each in kept):
-            stored, decoded[name] = form(tensor.float())
-            tensors |= {name.removesuffix("weight") + suffix: value for suffix, value in stored.items()}
-        else:
-            tensors[name] = tensor
+    tensors = load_file(path)
+    for name in [each for each in tensors if "_proj.weight" in each and not any(part in each for part in kept)]:
+        stored, decoded[name] = form(tensors.pop(name).float())
+        made = {name.removesuffix("weight") + suffix: value for suffix, value in stored.items()}
+        tensors = made | tensors  # a bias that the layer has stays
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     described = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
     (folder / "config.json").write_text(json.dumps(described))
