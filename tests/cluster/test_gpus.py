@@ -12,6 +12,8 @@ import pytest
 
 from allspan import ClientEngine, SamplingParams
 from allspan.launch.gpus import find_gpus, visible_gpus
+from support.default_model import chat_prompts, reference_logits
+from support.equality import assert_nearly_greedy
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -43,6 +45,17 @@ def test_greedy_output_on_two_gpus_is_that_of_the_cpu(
     with start_tiny(device="cuda", **small, **flags) as engine:
         found = [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)]
     assert found == expected
+
+
+def test_greedy_output_of_the_default_model_on_two_gpus_is_that_of_transformers(
+    start: Callable[..., ClientEngine],
+) -> None:
+    prompts = chat_prompts()
+    params = replace(GREEDY, max_tokens=64, ignore_eos=False)
+    with start(ranks=2, device="cuda", max_model_len=1024, gpu_memory_utilization=0.1) as engine:
+        outputs = engine.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_nearly_greedy(output.token_ids, reference_logits(prompt, list(output.token_ids)), f"{prompt[:4]}")
 
 
 def test_sampled_output_is_the_same_twice_on_two_gpus(start_tiny: Callable[..., ClientEngine]) -> None:
