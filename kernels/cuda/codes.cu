@@ -98,6 +98,14 @@ extern "C" __global__ void embed(const int* ids, const uint4* weight, const void
   }
 }
 
+// Of eight elements: magnitudes, as numbers, are in order, with NaN above all.
+__device__ __forceinline__ uint32_t largest(const uint4& eight) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) most = max(most, max(word(eight, j) & 0x7fff, word(eight, j) >> 16 & 0x7fff));
+  return most;
+}
+
 // A block a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, in the order of a slab. int8: scale = most /
 // 127, and `sums` are those of the row's codes; e4m3: scale = most / 448. A row with a NaN or an infinity gets the
 // scale NaN. Of a row longer than `held` elements what is behind those is read twice.
@@ -108,16 +116,12 @@ extern "C" __global__ void __launch_bounds__(256)
   __shared__ float most_of[8], sum_of[8];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kept = min(inputs, held) / 8;
   const uint4* const from = x + static_cast<long long>(blockIdx.x) * (inputs / 8);
-  uint32_t most_bits = 0;  // magnitudes of bfloat16, as numbers, are in order, with NaN above all
+  uint32_t most_bits = 0;
 #pragma unroll 4
   for (int at = threadIdx.x; at < inputs / 8; at += blockDim.x) {
     const uint4 eight = from[at];
     if (at < kept) row[at] = eight;  // to be read by the same thread
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t pair = word(eight, j);
-      most_bits = max(most_bits, max(pair & 0x7fff, pair >> 16 & 0x7fff));
-    }
+    most_bits = max(most_bits, largest(eight));
   }
 #pragma unroll
   for (int o = 16; o; o >>= 1) most_bits = max(most_bits, __shfl_xor_sync(~0u, most_bits, o));
@@ -172,12 +176,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int eight = group * 16 + t;
   const bool is_there = row < rows && eight < inputs / 8;
   const uint4 values = is_there ? x[static_cast<long long>(row) * (inputs / 8) + eight] : make_uint4(0, 0, 0, 0);
-  uint32_t most_bits = 0;  // magnitudes of bfloat16, as numbers, are in order, with NaN above all
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const uint32_t pair = word(values, j);
-    most_bits = max(most_bits, max(pair & 0x7fff, pair >> 16 & 0x7fff));
-  }
+  uint32_t most_bits = largest(values);
 #pragma unroll
   for (int o = 8; o; o >>= 1) most_bits = max(most_bits, __shfl_xor_sync(~0u, most_bits, o));
   const float most = wide(most_bits);

@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t pair_of_bytes(uint32_t bytes, int low, int h
 
 // Two e4m3 numbers in the upper bytes of halves: their bits are those of a bfloat16 2^120 times smaller.
 __device__ __forceinline__ uint32_t pair_of_floats(uint32_t halves) {
-  return times((halves >> 4 & 0x07f007f0) | (halves & 0x80008000), 0x7b807b80);
+  return multiply_pairs((halves >> 4 & 0x07f007f0) | (halves & 0x80008000), 0x7b807b80);
 }
 
 // What a group's 32 bits are: two halves, or of e4m3 codes a float32 scale, which has no offset beside it.

@@ -177,6 +177,7 @@ __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
       : "r"(a), "r"(FP16 ? 0x3c003c00 : 0x3f803f80), "r"(b));
   return pair;
 }
+// … subnormal numbers stay.
 __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   uint32_t pair;
   asm("fma.rn." ALLSPAN_ELEMENT "x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000));
@@ -304,12 +305,6 @@ __device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) 
   uint32_t bits;
   asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(bits) : "r"(a), "r"(b), "r"(c));
   return bits;
-}
-// Pairs of bfloat16, one by one; subnormal numbers stay.
-__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
-  uint32_t pair;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
-  return pair;
 }
 // Shared memory by its address there. What it held is returned.
 __device__ __forceinline__ uint32_t add_shared(uint32_t at, uint32_t by) {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from allspan.kernels.cuda import modules
+from allspan.worker.models import loader
+from allspan.worker.models.loader import memory_of
 from support.emulator.driver import EmulatorDriver
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -39,6 +42,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     emulator: EmulatorDriver = request.getfixturevalue("emulator")
     monkeypatch.setattr(modules, "driver", lambda: emulator)
     return "cpu"
+
+
+@pytest.fixture
+def on(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of an engine on the CUDA kernels; emulated, its tensors lie on the CPU as they would on a GPU."""
+    if device == "cuda":
+        return {"device": "cuda"}
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
+    return {"kernels": "cuda"}
 
 
 @pytest.fixture

@@ -11,9 +11,7 @@ import torch
 from allspan import Engine, SamplingParams
 from allspan.kernels.cuda import sharing
 from allspan.worker.engine.device_buffers import DeviceBuffers
-from allspan.worker.models import loader
 from allspan.worker.models.inputs import StepInputs
-from allspan.worker.models.loader import memory_of
 from allspan.worker.models.model import Model
 from support.tiny_models import prompt, reference_logits, save_tiny
 
@@ -31,15 +29,6 @@ SETTINGS: dict[str, Any] = {
     "page_size": 16,
     "kv_cache_bytes": 4_000_000,
 }
-
-
-@pytest.fixture
-def on(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of an engine on the CUDA kernels; emulated, its tensors lie on the CPU as they would on a GPU."""
-    if device == "cuda":
-        return {"device": "cuda"}
-    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
-    return {"kernels": "cuda"}
 
 
 @pytest.fixture(params=FAMILIES)

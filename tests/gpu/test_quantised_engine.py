@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from allspan import Engine, SamplingParams
-from allspan.worker.models import loader
-from allspan.worker.models.loader import memory_of
 from support.quantised_checkpoints import FORMS, quantise_folder
 from support.tiny_models import prompt, reference_logits, save_tiny
 
@@ -29,15 +27,6 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "kv_cache_bytes": 4_000_000,
 }
-
-
-@pytest.fixture
-def on(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of an engine on the CUDA kernels; emulated, its tensors lie on the CPU as they would on a GPU."""
-    if device == "cuda":
-        return {"device": "cuda"}
-    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
-    return {"kernels": "cuda"}
 
 
 def save_quantised(folder: Path, name: str) -> Any:

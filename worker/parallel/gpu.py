@@ -15,6 +15,7 @@ from allspan.protos.errors import DeadlineExceeded
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.parallel.nccl import Nccl, open_nccl
 from allspan.worker.parallel.staged import StagedCollectives
+from allspan.worker.patience import PATIENCE, Patience
 
 NCCL_BYTES = 16 << 20
 """From here on NCCL is the faster: every byte of a long message goes over NVLink as often, and NCCL keeps it busier."""
@@ -58,9 +59,16 @@ class GpuCollectives:
     norms = torch.bfloat16
     """What `all_reduce_add_rms_norm` takes."""
 
-    def __init__(self, host: Collectives, direct: AllReduce | None, nccl: Nccl | None, arenas: Arenas | None) -> None:
+    def __init__(
+        self,
+        host: Collectives,
+        direct: AllReduce | None,
+        nccl: Nccl | None,
+        arenas: Arenas | None,
+        patience: Patience = PATIENCE,
+    ) -> None:
         self.name, self.rank, self.size = host.name, host.rank, host.size
-        self._host = StagedCollectives(host)
+        self._host = StagedCollectives(host, patience)
         self._direct, self._nccl, self._arenas = direct, nccl, arenas
         self._alone: AllReduce | None = None
         self.gathers_columns = direct is not None
@@ -147,9 +155,9 @@ def join_gpus(
     if arenas is not None:
         direct = AllReduce(host.rank, arenas.addresses, "cuda", timeout_s)
         host.barrier()  # nobody sends before all are there
-        return GpuCollectives(host, direct, opened, arenas), "ipc", ""
+        return GpuCollectives(host, direct, opened, arenas, Patience(timeout_s)), "ipc", ""
     kind = "staged" if opened is None else "nccl"
-    return GpuCollectives(host, None, opened, None), kind, why_not
+    return GpuCollectives(host, None, opened, None, Patience(timeout_s)), kind, why_not
 
 
 def _open_arenas(host: Collectives, share: Share) -> tuple[Arenas | None, str]:

@@ -6,33 +6,34 @@ import torch
 from torch import Tensor
 
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.patience import PATIENCE
+from allspan.worker.patience import PATIENCE, Patience
 
 
 class StagedCollectives:
     """See `allspan.worker.parallel.base.Collectives`; `inner` works on host memory. Whoever's GPU hangs raises
     DeadlineExceeded."""
 
-    def __init__(self, inner: Collectives) -> None:
+    def __init__(self, inner: Collectives, patience: Patience = PATIENCE) -> None:
         self.name = inner.name
         self.rank = inner.rank
         self.size = inner.size
         self._inner = inner
+        self._patience = patience
 
     def all_reduce(self, x: Tensor) -> None:
         """Of 16-bit elements, too: their sum is rounded once."""
-        host = PATIENCE.to_host(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
+        host = self._patience.to_host(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
         self._inner.all_reduce(host)
         x.copy_(host)
 
     def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
         host = out if out.is_cpu else torch.empty_like(out, device="cpu")
-        self._inner.exchange_rows(PATIENCE.to_host(x), widths, host)
+        self._inner.exchange_rows(self._patience.to_host(x), widths, host)
         out.copy_(host)
 
     def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
         host = out if out.is_cpu else torch.empty_like(out, device="cpu")
-        self._inner.all_gather_rows(PATIENCE.to_host(x), host)
+        self._inner.all_gather_rows(self._patience.to_host(x), host)
         out.copy_(host)
 
     def barrier(self) -> None:

@@ -129,9 +129,6 @@ inline void widen_e4m3(uint32_t* pairs, uint32_t word) {
 }
 inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 inline uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) { return (a & b) ^ c; }
-inline uint32_t times(uint32_t a, uint32_t b) {
-  return pack(wide(a & 0xffff) * wide(b & 0xffff), wide(a >> 16) * wide(b >> 16));
-}
 inline uint32_t add_shared(uint32_t at, uint32_t by) {
   auto& word = *reinterpret_cast<uint32_t*>(emulator::block.base + at);
   return (word += by) - by;
