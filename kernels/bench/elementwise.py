@@ -173,7 +173,8 @@ def build_rotary(tokens: int, device: str) -> Built:
     qkv = _random(sets, tokens, width, DIM, device=device)
     count = -(-tokens // PAGE)
     keys, values = (torch.zeros(count, KV_HEADS, PAGE, DIM, dtype=BF16, device=device) for _ in range(2))
-    slots = torch.randperm(count * PAGE, device=device)[:tokens].int()
+    indices = torch.randperm(count, device=device).int()
+    slots = (indices[:, None] * PAGE + torch.arange(PAGE, device=device)).flatten()[:tokens].int()
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     angles = positions[:, None] / 1e4 ** (torch.arange(0, DIM, 2, device=device) / DIM)
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1).contiguous()
@@ -195,7 +196,6 @@ def build_rotary(tokens: int, device: str) -> Built:
         append = flashinfer.append_paged_kv_cache
         q, k, v = (part.contiguous() for part in torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], 2))
         request = torch.zeros(tokens, dtype=torch.int32, device=device)
-        indices = torch.randperm(count, device=device).int()
         indptr = torch.tensor([0, count], dtype=torch.int32, device=device)
         last = torch.tensor([(tokens - 1) % PAGE + 1], dtype=torch.int32, device=device)
         pages = torch.zeros_like(keys), torch.zeros_like(values)

@@ -195,6 +195,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
   let_next_begin();
   wait_for_ahead();
   const int slot = FORMAT != kNothing && is_there && !is_query ? slots[token] : -1;
+  const bool turns = rot && is_there && !is_value, is_near = WHOLE && rot == kLanes * 16;
+  const float* const angles = cos_sin + (turns ? static_cast<long long>(positions[token]) * rot : 0);
 
   Words words;
   const auto read = [&] {
@@ -207,10 +209,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     }
   };
   read();
+  float cosine[8] = {}, sine[8] = {};  // asked for before anything waits for the row
+  if (is_near && turns) {              // a lane has both elements of each pair
+    load<kFloat32, 8>(angles, lane * 8, 8, cosine);
+    load<kFloat32, 8>(angles, kLanes * 8 + lane * 8, 8, sine);
+  }
 
   if ((q_norm || k_norm || rot || spread != 0) && __any_sync(~0u, is_there && !is_value)) {
-    const float* const angles = rot ? cos_sin + static_cast<long long>(positions[token]) * rot : nullptr;
-    const bool is_near = WHOLE && rot == kLanes * 16;  // a lane has both elements of each pair
     Row x;
     open(words, x);
     if (q_norm || k_norm) {
@@ -227,9 +232,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
       }
     }
     if (is_near) {
-      float cosine[8], sine[8];
-      load<kFloat32, 8>(angles, lane * 8, 8, cosine);
-      load<kFloat32, 8>(angles, kLanes * 8 + lane * 8, 8, sine);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float low = x[0][j], high = x[1][j];
