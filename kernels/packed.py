@@ -92,14 +92,15 @@ FORMATS: Mapping[str, Format] = {
 
 ROW_FORMATS: Mapping[str, Format] = {
     **{name: FORMATS[name] for name in ("bf16", "channel8", "channel4", "group8", "group4", "q8_0", "q4_0")},
+    "f16": Format(16),
     "fp8": Format(8, zero=0, head_bytes=128, is_e4m3=True),
     "fp8_block": Format(8, zero=0, block=128, scale_bytes=64, is_e4m3=True),
 }
 """Those that rows hold; `allspan.kernels.rows` says how."""
 
-ACTIVATIONS = ("f32", "bf16", "a8", "a16")
-"""What a linear layer's input is turned into: with f32 and bf16 weights the same; with codes, whole numbers of 8 bits
-(a8) or 16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs. Of fp8, "e4m3": the same, a scale a row; of
+ACTIVATIONS = ("f32", "bf16", "f16", "a8", "a16")
+"""What a linear layer's input is turned into: with plain weights the same; with codes, whole numbers of 8 bits (a8) or
+16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs. Of fp8, "e4m3": the same, a scale a row; of
 fp8_block for each 128 inputs."""
 
 

@@ -38,7 +38,7 @@ class Packer:
         self._native: Any = native if hasattr(native, "pack_floats") else None
 
     def floats(self, values: Tensor, target: Target) -> None:
-        """values [rows, inputs], float32 for f32 and bfloat16 for bf16."""
+        """values [rows, inputs], float32 for f32, bfloat16 for bf16 and float16 for f16."""
         self._check(values, target, target.spec.inputs)
         values = _beside(values, target)
         if self._is_native(target):

@@ -17,7 +17,7 @@ the first input lie `lead` codes, after the last zeros up to the end of the slab
 
 | format | numbers |
 |---|---|
-| bf16 | none: rows are those of a plain matrix |
+| bf16, f16 | none: rows are those of a plain matrix |
 | channel8, channel4 | float32, one group |
 | group8, group4 | float16 for each `group` inputs |
 | q8_0 (zero 128), q4_0 (zero 8) | float16 for each 32 |
@@ -35,13 +35,16 @@ from torch.nn import functional
 
 from allspan.kernels.packed import Format, PackedSpec
 
+FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
+"""Formats that are plain matrices."""
+
 
 def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
-    """[features, bytes] uint8 or, of bf16, [features, depth] bfloat16: a view of where codes lie."""
+    """[features, bytes] uint8 or, of bf16 and f16, [features, depth] in that: a view of where codes lie."""
     kind = spec.kind
     size = spec.depth * kind.bits // 8
     codes = weight.view(-1)[: spec.features * size].view(spec.features, size)
-    return codes if kind.is_quantised else codes.view(torch.bfloat16)
+    return codes if kind.is_quantised else codes.view(FLOATS[spec.format])
 
 
 def numbers_of(weight: Tensor, spec: PackedSpec) -> Tensor:

@@ -35,8 +35,8 @@ class Backend:
     module: str | None = None
     program: str | None = None
     """What runs a whole program in one call; made of the runtime, the number of slots and the ranks' window or None."""
-    activations: torch.dtype = torch.float32
-    """Of what goes from op to op; the residual stream and logits are float32 everywhere."""
+    activations: tuple[torch.dtype, ...] = (torch.float32,)
+    """What may go from op to op (`activations_of`); the residual stream and logits are float32 everywhere."""
     device: str = "cpu"
     """Where its tensors lie."""
 
@@ -88,7 +88,9 @@ CUDA = {
 BACKENDS: Mapping[str, Backend] = {
     "cpu": Backend(CPU, module="allspan.kernels.cpu.runtime", program="allspan.kernels.cpu._native:Program"),
     "reference": Backend(REFERENCE),
-    "cuda": Backend(CUDA, module="allspan.kernels.cuda.runtime", activations=torch.bfloat16, device="cuda"),
+    "cuda": Backend(
+        CUDA, module="allspan.kernels.cuda.runtime", activations=(torch.bfloat16, torch.float16), device="cuda"
+    ),
 }
 """In order of preference."""
 
@@ -104,7 +106,7 @@ class LoadedOps:
         ops: Mapping[str, Callable[..., None]],
         runtime: Any = None,
         program: Callable[..., Any] | None = None,
-        activations: torch.dtype = torch.float32,
+        activations: tuple[torch.dtype, ...] = (torch.float32,),
     ) -> None:
         self.name = name
         self.activations = activations
@@ -115,6 +117,13 @@ class LoadedOps:
 
     def __repr__(self) -> str:
         return f"LoadedOps({self.name})"
+
+
+def activations_of(ops: OpSet, held: torch.dtype) -> torch.dtype:
+    """The dtype of what goes from op to op in a model whose plain weights are held in `held`: the same, where the ops
+    take it."""
+    kinds: tuple[torch.dtype, ...] = getattr(ops, "activations", (torch.float32,))
+    return held if held in kinds else kinds[0]
 
 
 def op_set(backend: str = "auto", threads: int = 1, cpus: tuple[int, ...] = ()) -> OpSet:

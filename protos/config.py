@@ -15,8 +15,8 @@ class ModelConfig:
     name: str
     """The name that requests use."""
     dtype: str = "auto"
-    """Of weights that are not quantised: "float32", "bfloat16", or "auto" (the checkpoint's; bfloat16 beside quantised
-    ones)."""
+    """Of weights that are not quantised: "float32", "bfloat16", "float16" (on GPUs), or "auto" (the checkpoint's, but
+    float16 as float32 on CPUs; bfloat16 beside quantised ones, on GPUs float16 where the checkpoint's is)."""
     max_model_len: int = 0
     """Most tokens of a request, prompt and output; 0 takes the model's."""
     quantization: str = "auto"
@@ -49,7 +49,8 @@ class CacheConfig:
     page_size: int = 32
     """Tokens a page: 16, 32, 64 or 128."""
     kv_cache_dtype: str = "auto"
-    """"float32", "bfloat16", "int8", "uint4" (both a scale a token and KV head), or "auto" (as the weights)."""
+    """"float32", "bfloat16", "float16" (of float16 models), "int8", "uint4" (both a scale a token and KV head), or
+    "auto" (as the weights)."""
     kv_cache_bytes: int = 0
     """Bytes of KV on this rank; 0: min(25 % of the node's free memory / ranks on it, max_num_seqs full contexts), or
     what `gpu_memory_utilization` leaves on a GPU."""
@@ -132,12 +133,12 @@ class WorkerConfig:
 
 
 CHOICES: dict[str, tuple[str | int, ...]] = {
-    "dtype": ("auto", "float32", "bfloat16"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "dummy"),
     "device": ("cpu", "cuda"),
     "quantization_group": (0, -1, 32, 64, 128, 256, 512),
     "page_size": (16, 32, 64, 128),
-    "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8", "uint4"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16", "int8", "uint4"),
     "collectives": ("auto", "window", "mpi"),
 }
 """What a field may be, by its name; flags and config keys refuse anything else."""

@@ -23,7 +23,7 @@
 // the host's memory, and no later round waits for anybody.
 //
 // Macros: RANKS (the most there are; 1: what is to be summed is summed already, push_reduce does the rest), WIDE (x is
-// float32, else bfloat16), NORM, PER (packets of a row that a thread holds).
+// float32, else of 16 bits), NORM, PER (packets of a row that a thread holds).
 #include "ptx.cuh"
 
 constexpr unsigned kNothing = 0xffffffff, kNaN = 0x7fff7fff;

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
+from allspan.kernels.cuda.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
 
 MOST_RANKS = 8
 PUSH_BYTES = {1: 0, 2: 2 << 20, 3: 512 << 10, 4: 512 << 10, 5: 192 << 10, 6: 192 << 10, 7: 128 << 10, 8: 128 << 10}
@@ -38,10 +38,14 @@ def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
         if ranks > 1:
             yield from (_kernel(name, ranks, wide) for name in ("push_reduce", "share_reduce") for wide in (0, 1))
             yield _kernel("gather_columns", ranks, wide=1)
+            halves = element_macro(torch.float16)
+            yield from (_kernel(name, ranks, **halves) for name in ("push_reduce", "share_reduce"))
+            yield from (_kernel("push_reduce", ranks, norm=1, per=per, **halves) for per in _PER)
+    yield from (_kernel("push_reduce", 1, norm=1, per=per, **element_macro(torch.float16)) for per in _PER)
 
 
-def _kernel(name: str, ranks: int, wide: int = 0, norm: int = 0, per: int = 1) -> Kernel:
-    return kernel("all_reduce.cu", name, RANKS=ranks, WIDE=wide, NORM=norm, PER=per)
+def _kernel(name: str, ranks: int, wide: int = 0, norm: int = 0, per: int = 1, **kind: int) -> Kernel:
+    return kernel("all_reduce.cu", name, RANKS=ranks, WIDE=wide, NORM=norm, PER=per, **kind)
 
 
 def arena_parts(ranks: int) -> tuple[int, int, int]:
@@ -86,7 +90,7 @@ class AllReduce:
         return int(self._error_view[0]) - 1 if self._error_view[0] else None
 
     def all_reduce(self, x: Tensor) -> None:
-        """x: contiguous bfloat16 or float32 of any shape; becomes the sum of every rank's, in place.
+        """x: contiguous bfloat16, float16 or float32 of any shape; becomes the sum of every rank's, in place.
 
         Raises ValueError for what does not fit, BackendUnavailable without CuPy.
         """
@@ -97,7 +101,7 @@ class AllReduce:
             packets = -(-len(flat) // packet)
             threads = min(_THREADS, -(-packets // 32) * 32)
             rows = -(-packets // threads)
-            what = _kernel("push_reduce", _capacity(self.ranks), int(packet == 4))
+            what = _kernel("push_reduce", _capacity(self.ranks), int(packet == 4), **element_macro(x.dtype))
             sizes = (np.int64(rows), np.int32(threads), np.int64(len(flat)))
             nothing = (None, None, np.float32(0), None)
             launch(what, (min(self._blocks, rows),), threads, (self._shared, x, *sizes, *nothing), shared_bytes=256)
@@ -106,14 +110,14 @@ class AllReduce:
             packets = -(-len(piece) // (packet * self.ranks))  # of a slice
             threads = min(_most_threads(self.ranks), -(-packets // 32) * 32)
             blocks = min(self._blocks, -(-packets // threads))
-            what = _kernel("share_reduce", _capacity(self.ranks), int(packet == 4))
+            what = _kernel("share_reduce", _capacity(self.ranks), int(packet == 4), **element_macro(x.dtype))
             launch(what, (blocks,), threads, (self._shared, piece, np.int64(len(piece))))
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """residual += the sum of every rank's x, rounded to bfloat16; then out = rms_norm(residual).
+        """residual += the sum of every rank's x, rounded to its type; then out = rms_norm(residual).
 
-        x, out: bfloat16 [n, H], H a multiple of 8; residual float32 [n, H]; weight float32 [H]; all contiguous. `out`
-        may be `x`, which is otherwise left alone or becomes the sum.
+        x, out: bfloat16 or float16 [n, H], H a multiple of 8; residual float32 [n, H]; weight float32 [H]; all
+        contiguous. `out` may be `x`, which is otherwise left alone or becomes the sum.
 
         Raises ValueError for what does not fit, BackendUnavailable without CuPy.
         """
@@ -155,7 +159,7 @@ class AllReduce:
             packets = width // 8
             per = next(per for per in _PER if packets <= per * _most_threads(self.ranks))
             threads = -(-packets // (32 * per)) * 32
-            what = _kernel("push_reduce", ranks, norm=1, per=per)
+            what = _kernel("push_reduce", ranks, norm=1, per=per, **element_macro(x.dtype))
             sizes = (np.int64(rows), np.int32(packets), np.int64(x.numel()))
             after = (residual, weight, np.float32(eps), out)
             launch(what, (min(self._blocks, rows),), threads, (self._shared, x, *sizes, *after), shared_bytes=256)
@@ -171,21 +175,22 @@ def _most_threads(ranks: int) -> int:
 
 
 def _flat(x: Tensor) -> Tensor:
-    if x.dtype not in (torch.bfloat16, torch.float32) or not x.is_contiguous() or x.data_ptr() % 16:
+    if x.dtype not in (*HALVES, torch.float32) or not x.is_contiguous() or x.data_ptr() % 16:
         raise ValueError(
-            f"x: {x.dtype} {tuple(x.shape)} of strides {x.stride()} must be contiguous bfloat16 or float32 that begins "
-            "at a multiple of 16 bytes"
+            f"x: {x.dtype} {tuple(x.shape)} of strides {x.stride()} must be contiguous bfloat16, float16 or float32 "
+            "that begins at a multiple of 16 bytes"
         )
     return x.view(-1)
 
 
 def _check_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor) -> None:
     rows, width = x.shape
+    kind = x.dtype if x.dtype in HALVES else torch.bfloat16
     wanted = (
-        ("x", x, torch.bfloat16, (rows, width)),
+        ("x", x, kind, (rows, width)),
         ("residual", residual, torch.float32, (rows, width)),
         ("weight", weight, torch.float32, (width,)),
-        ("out", out, torch.bfloat16, (rows, width)),
+        ("out", out, kind, (rows, width)),
     )
     for name, tensor, dtype, shape in wanted:
         if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.data_ptr() % 16:

@@ -11,11 +11,11 @@ from allspan.kernels.cuda import prefill_sm90
 from allspan.kernels.cuda.cascade import CascadeLevel, CascadeWorkspace, paged_cascade
 from allspan.kernels.cuda.decode import MOST_GROUP, DecodeWorkspace, paged_decode
 from allspan.kernels.cuda.modules import gpu
-from allspan.kernels.cuda.pages import MOST_HEAD_DIM, PageTable
+from allspan.kernels.cuda.pages import MOST_HEAD_DIM, QUERIES, PageTable
 from allspan.kernels.cuda.prefill import PrefillPlan, paged_prefill
 from allspan.kernels.cuda.prefill_sm90 import paged_prefill_sm90
 
-HEAD_STEPS = {"bfloat16": 16, "int8": 32, "uint4": 64}
+HEAD_STEPS = {"bfloat16": 16, "float16": 16, "int8": 32, "uint4": 64}
 """By the format of the pages: what a head's size is a multiple of, up to MOST_HEAD_DIM."""
 
 
@@ -40,7 +40,7 @@ def attention(
     meta: StepAttention,
     out: Tensor,
 ) -> None:
-    """See `allspan.kernels.ops.OpSet.attention`. q and out bfloat16; rows of `out` that no request has are left."""
+    """See `allspan.kernels.ops.OpSet.attention`. q and out of 16 bits; rows of `out` that no request has are left."""
     cache = k_cache, v_cache, k_scales, v_scales
     if meta.decodes is not None:
         count = len(meta.decodes.kv_lens)
@@ -64,7 +64,7 @@ def runs(head_dim: int, group: int, pages: str) -> bool:
 
 
 def _runs_on_hopper(cache: Tensor, device: torch.device) -> bool:
-    is_made_for = cache.dtype is torch.bfloat16 and cache.shape[3] in prefill_sm90.HEAD_DIMS
+    is_made_for = cache.dtype in QUERIES and cache.shape[3] in prefill_sm90.HEAD_DIMS
     return (
         is_made_for and cache.shape[2] >= prefill_sm90.LEAST_PAGE and gpu(device).capability == prefill_sm90.CAPABILITY
     )

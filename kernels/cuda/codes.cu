@@ -2,9 +2,10 @@
 // (kernels/rows.py). All of it is bound by memory: 16 bytes a thread, one pass.
 //
 // Compiled with BITS and FLOATS (codes.cuh) and GROUPED (numbers for each group, else float32 for all inputs);
-// of products with FROM_CODES (sums of codes in int32, else bfloat16), SCALED (bfloat16 sums of e4m3 codes, which take
-// the scales of their row and feature here: cuBLAS is faster without) and WIDTH, features of a thread (8, or 1 where
-// rows are not aligned).
+// of products with FROM_CODES (sums of codes in int32, else 16-bit elements, or, with FROM_BF16, bfloat16 whatever
+// these are), SCALED (sums of e4m3 codes, which take the scales of their row and feature here: cuBLAS is faster
+// without, and they are bfloat16, as half precision ends too early) and WIDTH, features of a thread (8, or 1 where rows
+// are not aligned).
 #include "codes.cuh"
 
 #ifndef GROUPED
@@ -16,12 +17,15 @@
 #ifndef SCALED
 #define SCALED 0
 #endif
+#ifndef FROM_BF16
+#define FROM_BF16 !FP16
+#endif
 #ifndef WIDTH
 #define WIDTH 8
 #endif
 
-// A decoded code times `scale`, less `offset`, is the weight.
-__device__ __forceinline__ void numbers_of(const void* numbers, long long at, float& scale, float& offset) {
+// What is `base` more than a code, times `scale`, less `offset`, is the weight.
+__device__ __forceinline__ void numbers_of(const void* numbers, long long at, float base, float& scale, float& offset) {
   float least = 0;
   if (BITS == 16) {
     scale = 1;
@@ -32,7 +36,7 @@ __device__ __forceinline__ void numbers_of(const void* numbers, long long at, fl
     const float2 pair = static_cast<const float2*>(numbers)[at];
     scale = pair.x, least = pair.y;
   }
-  offset = kBase * scale + least;
+  offset = base * scale + least;
 }
 
 // The 8 inputs of a set that a chunk holds, of a feature.
@@ -43,7 +47,8 @@ __device__ __forceinline__ void weights_of(const uint4& chunk, const void* numbe
   float scale, offset;
   // Of what fills the last slab, the last one.
   const long long group = GROUPED ? min((slab * kSets + set) / group_sets, groups - 1) : 0;
-  numbers_of(numbers, group * features + feature, scale, offset);
+  numbers_of(numbers, group * features + feature, kBase, scale, offset);
+  scale *= kUnit;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     values[j * 2] = scale * wide(pairs[j] & 0xffff) - offset;
@@ -55,7 +60,7 @@ __device__ __forceinline__ uint4 packed(const float* v) {
   return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
-// out bfloat16 [features, slabs · 32 · kSets], inputs in their order.
+// out: 16-bit elements [features, slabs · 32 · kSets], inputs in their order.
 extern "C" __global__ void dequantise(const uint4* weight, const void* numbers, uint4* out, int features, int groups,
                                       int group_sets, int slabs) {
   const long long chunks = static_cast<long long>(features) * slabs * 4;
@@ -98,7 +103,9 @@ extern "C" __global__ void embed(const int* ids, const uint4* weight, const void
   }
 }
 
-// Of eight elements: magnitudes, as numbers, are in order, with NaN above all.
+constexpr uint32_t kInfinite = FP16 ? 0x7c00 : 0x7f80;  // of 16 bits
+
+// Of eight elements: magnitudes, as whole numbers, are in order, with NaN above all.
 __device__ __forceinline__ uint32_t largest(const uint4& eight) {
   uint32_t most = 0;
 #pragma unroll
@@ -131,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int w = 0; w < 8; ++w) most_bits = max(most_bits, __float_as_uint(most_of[w]));
   const float most = wide(most_bits), largest = FLOATS ? 448.0f : 127.0f;
-  const bool usable = most_bits < 0x7f80 && most >= 1e-30f;
+  const bool usable = most_bits < kInfinite && most >= 1e-30f;
   const float factor = usable ? largest / most : 0.0f;
   float sum = 0;
   uint2* const to = codes + static_cast<long long>(blockIdx.x) * slabs * 8;
@@ -158,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(256)
   if (lane == 0) sum_of[warp] = sum;
   __syncthreads();
   if (threadIdx.x > 0) return;
-  scales[blockIdx.x] = most_bits >= 0x7f80 ? __uint_as_float(0x7fffffff) : usable ? most / largest : 0.0f;
+  scales[blockIdx.x] = most_bits >= kInfinite ? __uint_as_float(0x7fffffff) : usable ? most / largest : 0.0f;
   if (sums) {
     sum = 0;
     for (int w = 0; w < 8; ++w) sum += sum_of[w];
@@ -180,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int o = 8; o; o >>= 1) most_bits = max(most_bits, __shfl_xor_sync(~0u, most_bits, o));
   const float most = wide(most_bits);
-  const bool usable = most_bits < 0x7f80 && most >= 1e-30f;
+  const bool usable = most_bits < kInfinite && most >= 1e-30f;
   const float factor = usable ? 448.0f / most : 0.0f;
   uint32_t halves[2] = {};
 #pragma unroll
@@ -193,14 +200,15 @@ extern "C" __global__ void __launch_bounds__(256)
   codes[(static_cast<long long>(row) * groups + group) * 16 + t / 8 * 8 + t % 4 * 2 + t / 4 % 2] =
       make_uint2(halves[0], halves[1]);
   if (t == 0)
-    scales[static_cast<long long>(group) * all_rows + row] = most_bits >= 0x7f80 ? __uint_as_float(0x7fffffff)
-                                                             : usable            ? most / 448.0f
-                                                                                 : 0.0f;
+    scales[static_cast<long long>(group) * all_rows + row] = most_bits >= kInfinite ? __uint_as_float(0x7fffffff)
+                                                             : usable               ? most / 448.0f
+                                                                                    : 0.0f;
 }
 
 constexpr bool kHasFactors = FROM_CODES || SCALED;
-constexpr int kPieces = FROM_CODES ? 2 : 1;  // of 16 bytes, that eight features of a product have
-constexpr int kRows = FROM_CODES ? 2 : 4;    // whose products a thread asks for before it looks at the first
+constexpr float kProductBase = FROM_CODES ? -128.0f : 0.0f;  // of codes as cuBLAS had them
+constexpr int kPieces = FROM_CODES ? 2 : 1;                  // of 16 bytes, that eight features of a product have
+constexpr int kRows = FROM_CODES ? 2 : 4;  // whose products a thread asks for before it looks at the first
 
 // What WIDTH features take, whatever the row.
 struct Features {
@@ -209,7 +217,7 @@ struct Features {
   __device__ __forceinline__ Features(const void* numbers, const float* all, int feature) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
-      if (kHasFactors) numbers_of(numbers, feature + e, scale[e], offset[e]);
+      if (kHasFactors) numbers_of(numbers, feature + e, kProductBase, scale[e], offset[e]);
       bias[e] = all ? all[feature + e] : 0;
     }
   }
@@ -233,7 +241,8 @@ __device__ __forceinline__ void values_of(const uint4* pieces, const Features& o
       const float product = static_cast<float>(static_cast<int>(word(pieces[e / 4], e % 4)));
       values[e] = scale * (of.scale[e] * product - of.offset[e] * sum);
     } else {
-      values[e] = wide(word(pieces[0], e / 2) >> e % 2 * 16 & 0xffff);
+      const uint32_t bits = word(pieces[0], e / 2) >> e % 2 * 16 & 0xffff;
+      values[e] = FROM_BF16 ? __uint_as_float(bits << 16) : wide(bits);
       if (SCALED) values[e] *= scale * of.scale[e];
     }
     values[e] += of.bias[e];

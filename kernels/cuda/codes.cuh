@@ -1,5 +1,5 @@
-// What rows of packed weights hold (kernels/rows.py), as pairs of bfloat16. Compiled with BITS (16: bfloat16 itself, 8
-// or 4) and, of 8 bits, FLOATS (e4m3) or not.
+// What rows of packed weights hold (kernels/rows.py), as pairs of 16-bit elements (ptx.cuh). Compiled with BITS (16:
+// such elements themselves, 8 or 4) and, of 8 bits, FLOATS (e4m3) or not.
 #pragma once
 #include "ptx.cuh"
 
@@ -10,8 +10,13 @@
 #define FLOATS 0
 #endif
 constexpr int kSets = 16 / BITS;  // of 32 inputs, in a slab
-// What a decoded code is more than the code: small whole numbers are cheapest as 128 + code, and bytes lie less 128.
-constexpr float kBase = BITS == 4 ? 128.0f : BITS == 8 && !FLOATS ? -128.0f : 0.0f;
+// What a decoded code is more than the code: small whole numbers are cheapest in bfloat16 as 128 + code, and bytes lie
+// less 128. In half precision they are subnormal numbers as they are, and e4m3 numbers 2^8 times smaller: what is
+// decoded times kUnit is the code.
+constexpr float kBase = FP16 ? 0.0f : BITS == 4 ? 128.0f : BITS == 8 && !FLOATS ? -128.0f : 0.0f;
+constexpr float kUnit = !FP16 || BITS == 16 ? 1.0f : FLOATS ? 256.0f : 16777216.0f;
+
+constexpr uint32_t kOnes = FP16 ? 0x3c003c00 : 0x3f803f80;
 
 __device__ __forceinline__ uint32_t word(const uint4& chunk, int i) {
   return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
@@ -20,12 +25,14 @@ __device__ __forceinline__ uint32_t word(const uint4& chunk, int i) {
 // Bytes `low` and `high` of four, signed whole numbers: what their lower 7 bits are more than 0 as 128 + bits, less 4
 // times 32, or 64 where the sign bit, which is the last of the exponent there, is set. All exact.
 __device__ __forceinline__ uint32_t pair_of_bytes(uint32_t bytes, int low, int high) {
+  if (FP16) return __byte_perm(bytes ^ 0x80808080, 0, 0x4040 | low | high << 8);
   const uint32_t pair = __byte_perm(bytes, 0, 0x4040 | low | high << 8);
   return multiply_add(and_or(pair, 0x00800080, 0x42004200), 0xc080c080, and_or(pair, 0x007f007f, 0x43004300));
 }
 
 // Two e4m3 numbers in the upper bytes of halves: their bits are those of a bfloat16 2^120 times smaller.
 __device__ __forceinline__ uint32_t pair_of_floats(uint32_t halves) {
+  if (FP16) return (halves >> 1 & 0x3f803f80) | (halves & 0x80008000);
   return multiply_pairs((halves >> 4 & 0x07f007f0) | (halves & 0x80008000), 0x7b807b80);
 }
 
@@ -45,7 +52,8 @@ __device__ __forceinline__ void decode(const uint4& chunk, int set, uint32_t* pa
   } else if (BITS == 4) {
     const uint32_t codes = word(chunk, set);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) pairs[j] = and_or(codes >> 4 * j, 0x000f000f, 0x43004300);
+    for (int j = 0; j < 4; ++j)
+      pairs[j] = FP16 ? codes >> 4 * j & 0x000f000f : and_or(codes >> 4 * j, 0x000f000f, 0x43004300);
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

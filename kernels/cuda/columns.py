@@ -8,16 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, kernel, launch
+from allspan.kernels.cuda.modules import HALVES, Kernel, kernel, launch
 from allspan.kernels.cuda.rows import check
 
-_ELEMENTS = (torch.bfloat16, torch.float16)
 _GATHER = kernel("columns.cu", "gather_columns")
 
 
 def gather_columns(x: Tensor, columns: Tensor, out: Tensor) -> None:
     """See `OpSet.gather_columns`; x and out are both of 16 bits. Raises ValueError for what does not fit."""
-    check("x", x, _ELEMENTS, (len(out), x.shape[1]))
+    check("x", x, HALVES, (len(out), x.shape[1]))
     check("columns", columns, [torch.int32], (out.shape[1],))
     check("out", out, [x.dtype], (len(x), len(columns)))
     if out.numel() == 0:

@@ -1,13 +1,15 @@
-"""Products with packed weights in rows (`allspan.kernels.rows`), for bfloat16 models: see `allspan.kernels.ops.OpSet`.
+"""Products with packed weights in rows (`allspan.kernels.rows`), for models of 16 bits: see
+`allspan.kernels.ops.OpSet`.
 
-x is bfloat16 [n, K]; out is bfloat16, or float32 (logits, and what `packed_linear_add` adds to). Sums are float32.
+x is bfloat16 or float16 [n, K]; out is of its type, or float32 (logits, and what `packed_linear_add` adds to), and so
+are weights of 16 bits and what codes become. Sums are float32.
 
 - Few rows (`skinny.py`): kernels that read the weight once, at the speed of memory; codes meet x as it is, whatever the
   spec's activation: at these sizes rounding x would save nothing.
-- Many: cuBLAS, through torch, or on Hopper `gemm_sm90.py`, where that is faster. Codes become bfloat16 first; but with
+- Many: cuBLAS, through torch, or on Hopper `gemm_sm90.py`, where that is faster. Codes become x's type first; but with
   scales a channel and activation a8 or e4m3, x becomes int8 or e4m3 (sm_89 and later), with a scale a row, and codes
   are multiplied as they are. So are those of fp8_block on Hopper (with cuBLAS 12.9 or later), and x has a scale for
-  each 128 inputs.
+  each 128 inputs. Products of e4m3 come in bfloat16, which has the range that they need before they meet scales.
 
 So a row's bits depend on how many come with it, unlike on the CPU.
 """
@@ -23,16 +25,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.cuda.gemm_sm90 import Scales, gemm_sm90, pays
-from allspan.kernels.cuda.modules import Kernel, gpu, kernel, launch
-from allspan.kernels.cuda.products import ADD, GATED, STORE, Into, bits_of, group_sets, groups, is_float, slabs
+from allspan.kernels.cuda.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
+from allspan.kernels.cuda.products import (
+    ADD,
+    GATED,
+    STORE,
+    Into,
+    bits_of,
+    common_specs,
+    group_sets,
+    groups,
+    is_float,
+    slabs,
+)
 from allspan.kernels.cuda.skinny import few_rows, is_few, multiplies_e4m3
 from allspan.kernels.packed import PackedSpec
-from allspan.kernels.rows import codes_of, numbers_of
+from allspan.kernels.rows import FLOATS, codes_of, numbers_of
 
 _ROWS_TOGETHER = 8
 """Scales of rows of x lie side by side, and cuBLAS reads them 16 bytes at a time."""
-
-_QUANTISE_GROUPS = kernel("codes.cu", "quantise_groups", BITS=8, FLOATS=1)
 
 _ELEMENTWISE_BLOCKS = 16
 """Of a multiprocessor, for kernels that go through a tensor once."""
@@ -60,7 +71,7 @@ def packed_gated_linear(
 
 
 def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: int, out: Tensor) -> None:
-    """See `OpSet.packed_embedding`; out is float32 or bfloat16."""
+    """See `OpSet.packed_embedding`; out is float32 or of 16 bits."""
     _check_weight(weight, spec)
     if ids.dtype != torch.int32 or out.shape != (len(ids), spec.inputs) or not out.is_contiguous():
         raise ValueError(f"out: {list(out.shape)} is not {spec.inputs} of each of {len(ids)} ids ({ids.dtype})")
@@ -68,7 +79,7 @@ def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: i
         return
     sizes = (*groups(spec), spec.inputs, slabs(spec), spec.lead, first_row, is_float(out))
     arguments = (ids, weight, numbers_of(weight, spec), out, np.int32(spec.features), *map(np.int32, sizes))
-    launch(_codes("embed", spec), (len(ids),), 128, arguments)
+    launch(_codes("embed", spec, FLOATS.get(spec.format, out.dtype)), (len(ids),), 128, arguments)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
@@ -84,29 +95,30 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
     elif spec.format == "fp8_block" and _multiplies_blocks(x, spec):
         _of_blocks(_aligned(x, spec), weight, bias, spec, into)
     else:
-        matrix = codes_of(weight, spec) if spec.kind.bits == 16 else _dequantised(weight, spec)
+        matrix = codes_of(weight, spec) if spec.kind.bits == 16 else _dequantised(weight, spec, x.dtype)
         _of_floats(x, matrix[:, spec.lead : spec.lead + spec.inputs], bias, spec, into)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    for name in ("bf16", "fp8", "fp8_block", "channel8", "channel4", "group8", "group4"):
-        spec = PackedSpec(name, "", (), 0, group=32, memory="rows")
-        yield from (_codes(function, spec) for function in ("embed", "dequantise"))
-    yield from (_quantise_kernel(floats) for floats in (0, 1))
-    yield _QUANTISE_GROUPS
-    forms = (torch.bfloat16, False), (torch.bfloat16, True), (torch.int32, True)
-    yield from (_finish_kernel(*form, width) for form in forms for width in (1, 8))
+    for dtype in HALVES:
+        for spec in common_specs(dtype):
+            yield from (_codes(function, spec, dtype) for function in ("embed", "dequantise"))
+        yield from (_quantise_kernel("quantise", floats, dtype) for floats in (0, 1))
+        yield _quantise_kernel("quantise_groups", 1, dtype)
+        forms = (dtype, False), (torch.bfloat16, True), (torch.int32, True)
+        yield from (_finish_kernel(*form, width, dtype) for form in forms for width in (1, 8))
+    yield _finish_kernel(torch.bfloat16, False, 8, torch.float16)
 
 
 def _of_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
-    """`matrix` bfloat16 [features, inputs]."""
+    """`matrix` of x's type [features, inputs]."""
     view = into.view(spec)
     if pays(x, matrix, view, into.epilogue):
         gemm_sm90(x, matrix, None, bias, view, into.epilogue)
     elif into.epilogue == GATED or (bias is not None and is_float(into.out)):
         _finish(torch.mm(x, matrix.T), bias, spec, into)
     elif bias is not None:
-        torch.addmm(bias.bfloat16(), x, matrix.T, out=view)
+        torch.addmm(bias.to(x.dtype), x, matrix.T, out=view)
     elif not is_float(into.out):
         torch.mm(x, matrix.T, out=view)
     elif x.is_cuda:
@@ -153,7 +165,8 @@ def _of_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec,
     codes = torch.empty(rows, spec.depth, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(spec.groups, rows, dtype=torch.float32, device=x.device)
     sizes = map(np.int32, (len(x), x.shape[1], spec.groups, rows))
-    launch(_QUANTISE_GROUPS, (-(-rows * spec.groups // 16),), 256, (x, codes, scales, *sizes))
+    quantise = _quantise_kernel("quantise_groups", 1, x.dtype)
+    launch(quantise, (-(-rows * spec.groups // 16),), 256, (x, codes, scales, *sizes))
     matrix, numbers = codes_of(weight, spec).view(torch.float8_e4m3fn).T, numbers_of(weight, spec).squeeze(2)
     if x.is_cuda:
         products = torch._scaled_mm(codes, matrix, scales.T, numbers, out_dtype=torch.bfloat16)
@@ -189,20 +202,21 @@ def _quantised(x: Tensor, spec: PackedSpec, dtype: torch.dtype) -> tuple[Tensor,
     scales, sums = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
     held = min(x.shape[1], _HELD_ROW)
     sizes = np.int32(x.shape[1]), np.int32(slabs(spec)), np.int32(held)
-    launch(_quantise_kernel(int(spec.kind.is_e4m3)), (len(x),), 256, (x, codes, scales, sums, *sizes), 2 * held)
+    quantise = _quantise_kernel("quantise", int(spec.kind.is_e4m3), x.dtype)
+    launch(quantise, (len(x),), 256, (x, codes, scales, sums, *sizes), 2 * held)
     return codes, scales, sums
 
 
-def _quantise_kernel(floats: int) -> Kernel:
-    return kernel("codes.cu", "quantise", BITS=8, FLOATS=floats)
+def _quantise_kernel(name: str, floats: int, dtype: torch.dtype) -> Kernel:
+    return kernel("codes.cu", name, BITS=8, FLOATS=floats, **element_macro(dtype))
 
 
-def _dequantised(weight: Tensor, spec: PackedSpec) -> Tensor:
-    """bfloat16 [features, depth], for this call alone."""
-    out = torch.empty(spec.features, spec.depth, dtype=torch.bfloat16, device=weight.device)
+def _dequantised(weight: Tensor, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
+    """[features, depth], for this call alone."""
+    out = torch.empty(spec.features, spec.depth, dtype=dtype, device=weight.device)
     sizes = map(np.int32, (spec.features, *groups(spec), slabs(spec)))
     blocks = _blocks(spec.features * slabs(spec) * 4, weight)
-    launch(_codes("dequantise", spec), (blocks,), 256, (weight, numbers_of(weight, spec), out, *sizes))
+    launch(_codes("dequantise", spec, dtype), (blocks,), 256, (weight, numbers_of(weight, spec), out, *sizes))
     return out
 
 
@@ -213,26 +227,28 @@ def _finish(
     into: Into,
     factors: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
-    """`products` [n, features], bfloat16 or of codes, which take the `factors`: scales and sums of x, and numbers."""
+    """`products` [n, features], of 16 bits or of codes, which take the `factors`: scales and sums of x, and numbers."""
     width, stride = into.width(spec), into.out.stride(0)
     together = 8 if width % 8 == into.column % 8 == stride % 8 == 0 else 1
-    finish = _finish_kernel(products.dtype, factors[0] is not None, together)
+    finish = _finish_kernel(products.dtype, factors[0] is not None, together, into.out.dtype)
     sizes = (len(products), spec.features, into.epilogue, is_float(into.out), stride, into.column)
     across = -(-width // (256 * together))
     down = min(-(-len(products) // 2), max(1, _ELEMENTWISE_BLOCKS * gpu(products.device).multiprocessors // across))
     launch(finish, (across, down), 256, (products, *factors, bias, into.out, *map(np.int32, sizes)))
 
 
-def _finish_kernel(dtype: torch.dtype, is_scaled: bool, width: int) -> Kernel:
-    from_codes = dtype == torch.int32
+def _finish_kernel(products: torch.dtype, is_scaled: bool, width: int, out: torch.dtype) -> Kernel:
+    """From products in one type to an outcome in another."""
+    from_codes = products == torch.int32
     form = {"BITS": 8, "FLOATS": int(not from_codes)} if is_scaled else {"BITS": 16}
-    return kernel(
-        "codes.cu", "finish", **form, FROM_CODES=int(from_codes), SCALED=int(is_scaled and not from_codes), WIDTH=width
-    )
+    macros = {"FROM_CODES": int(from_codes), "SCALED": int(is_scaled and not from_codes), "WIDTH": width}
+    if torch.float16 in (products, out):
+        macros |= {"FP16": 1, "FROM_BF16": int(products == torch.bfloat16)}
+    return kernel("codes.cu", "finish", **form, **macros)
 
 
-def _codes(name: str, spec: PackedSpec) -> Kernel:
-    return kernel("codes.cu", name, **bits_of(spec), GROUPED=int(group_sets(spec) > 0))
+def _codes(name: str, spec: PackedSpec, dtype: torch.dtype) -> Kernel:
+    return kernel("codes.cu", name, **bits_of(spec, dtype), GROUPED=int(group_sets(spec) > 0))
 
 
 def _blocks(threads: int, tensor: Tensor) -> int:
@@ -256,13 +272,15 @@ def _check_weight(weight: Tensor, spec: PackedSpec) -> None:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
     _check_weight(weight, spec)
-    if x.dtype != torch.bfloat16 or x.shape[1:] != (spec.inputs,) or not x.is_contiguous():
-        raise ValueError(f"x: {x.dtype} {list(x.shape)} is not bfloat16 [n, {spec.inputs}]")
+    if x.dtype not in HALVES or x.shape[1:] != (spec.inputs,) or not x.is_contiguous():
+        raise ValueError(f"x: {x.dtype} {list(x.shape)} is not bfloat16 or float16 [n, {spec.inputs}]")
+    if FLOATS.get(spec.format, x.dtype) != x.dtype:
+        raise ValueError(f"x: {x.dtype} does not meet weights in {spec.format}; convert one of them")
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (spec.features,)):
         raise ValueError(f"bias: {bias.dtype} {list(bias.shape)} is not float32 [{spec.features}]")
     if into.epilogue == GATED and (len(spec.parts) != 2 or spec.parts[0] != spec.parts[1]):
         raise ValueError(f"weight: parts {spec.parts} are not two of one size")
     out, most = into.out, into.column + into.width(spec)
-    dtypes = (torch.float32,) if into.epilogue == ADD else (torch.float32, torch.bfloat16)
+    dtypes = (torch.float32,) if into.epilogue == ADD else (torch.float32, x.dtype)
     if out.dtype not in dtypes or out.ndim != 2 or len(out) != len(x) or out.shape[1] < most or out.stride(1) != 1:
         raise ValueError(f"out: {out.dtype} {list(out.shape)} does not take {len(x)} rows of {most}")

@@ -97,6 +97,10 @@ def kernel(file: str, name: str, **defines: int) -> Kernel:
     return Kernel(file, name, tuple(sorted(defines.items())))
 
 
+HALVES = (torch.bfloat16, torch.float16)
+"""What goes from op to op; one of them in a call."""
+
+
 def element_macro(*dtypes: torch.dtype | None) -> dict[str, int]:
     """Macro FP16 of ptx.cuh, for tensors of these types. Raises ValueError for bfloat16 beside float16."""
     if torch.float16 not in dtypes:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allspan.kernels.cuda.modules import HALVES
 from allspan.kernels.ops import Pages
 
 Cache = tuple[Tensor, Tensor] | Pages
@@ -81,7 +82,7 @@ _FORMATS = {
 }  # fmt: skip
 """FORMAT in kv.cuh, and what the head size is a multiple of."""
 MOST_HEAD_DIM = 256
-QUERIES = (torch.bfloat16, torch.float16)
+QUERIES = HALVES
 
 
 _LONGEST = 1 << 30

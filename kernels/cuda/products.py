@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allspan.kernels.cuda.modules import element_macro
 from allspan.kernels.packed import PackedSpec
 
 STORE, ADD, GATED = 0, 1, 2
@@ -31,10 +32,16 @@ class Into:
         return self.out[:, self.column : self.column + self.width(spec)]
 
 
-def common_specs() -> Iterator[PackedSpec]:
-    """Of those that products are compiled for ahead: one of each set of macros."""
+_COMMON = {
+    torch.bfloat16: ("bf16", "fp8", "fp8_block", "channel8", "channel4", "group8", "group4"),
+    torch.float16: ("f16", "channel8", "group4"),
+}
+
+
+def common_specs(dtype: torch.dtype) -> Iterator[PackedSpec]:
+    """Of those that products with x in `dtype` are compiled for ahead: one of each set of macros."""
     groups_of = {"group8": (32, 64), "group4": (32, 64, 128)}
-    for name in ("bf16", "fp8", "fp8_block", "channel8", "channel4", "group8", "group4"):
+    for name in _COMMON[dtype]:
         yield from (PackedSpec(name, "", (), 0, group=size, memory="rows") for size in groups_of.get(name, (0,)))
 
 
@@ -43,8 +50,9 @@ def sizes_of(x: Tensor, spec: PackedSpec, into: Into) -> Iterator[np.int32]:
     return map(np.int32, (*sizes, x.stride(0), into.out.stride(0), into.column))
 
 
-def macros_of(spec: PackedSpec) -> dict[str, int]:
-    return bits_of(spec) | {"GROUP_SETS": min(group_sets(spec), 16 // spec.kind.bits)}
+def macros_of(spec: PackedSpec, dtype: torch.dtype) -> dict[str, int]:
+    """Of products with x in `dtype`."""
+    return bits_of(spec, dtype) | {"GROUP_SETS": min(group_sets(spec), 16 // spec.kind.bits)}
 
 
 def numbers_of_slab(spec: PackedSpec) -> int:
@@ -53,9 +61,9 @@ def numbers_of_slab(spec: PackedSpec) -> int:
     return sets // min(group_sets(spec), sets) if group_sets(spec) else 0
 
 
-def bits_of(spec: PackedSpec) -> dict[str, int]:
-    """Macros of codes.cuh."""
-    return {"BITS": spec.kind.bits, "FLOATS": int(spec.kind.is_e4m3)}
+def bits_of(spec: PackedSpec, dtype: torch.dtype) -> dict[str, int]:
+    """Macros of codes.cuh, of what meets activations in `dtype`."""
+    return {"BITS": spec.kind.bits, "FLOATS": int(spec.kind.is_e4m3), **element_macro(dtype)}
 
 
 def group_sets(spec: PackedSpec) -> int:

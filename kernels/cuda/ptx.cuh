@@ -123,12 +123,17 @@ __device__ __forceinline__ void multiply(float* c, const uint32_t* a, uint32_t b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
-// Of bfloat16, to what was nothing.
+// … to what was nothing.
 __device__ __forceinline__ void multiply_anew(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+#if ALLSPAN_SM80
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+#else
+  c[0] = c[1] = c[2] = c[3] = 0;
+  multiply(c, a, b0, b1);
+#endif
 }
 // Of whole numbers of 8 bits, four a register.
 __device__ __forceinline__ void multiply_whole(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
@@ -329,7 +334,7 @@ __device__ __forceinline__ float4 load_shared16(uint32_t at) {
 __device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t pair;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  asm("fma.rn." ALLSPAN_ELEMENT "x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
   return pair;
 }
 // Has the compiler keep x, which it could find anew each time.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, element_macro, kernel, launch
+from allspan.kernels.cuda.modules import HALVES, Kernel, element_macro, kernel, launch
 from allspan.kernels.cuda.rows import EARLY, NOTHING, TYPES, check, is_whole
 from allspan.kernels.ops import Norms, Pages
 
@@ -31,7 +31,6 @@ LEAST_CAPABILITY = (7, 5)
 MOST_DIM = 256
 
 _FORMATS = TYPES | {torch.uint8: 5}
-_HALVES = (torch.bfloat16, torch.float16)
 _LANES = (4, 8, 16)
 """That have a head of 64, 128 and 256 elements."""
 _THREADS = 128
@@ -59,7 +58,7 @@ class _Heads:
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             if x is None:
                 continue
-            if x.dtype not in _HALVES or x.ndim != 3 or (x.shape[0], x.shape[2]) != (n, dim):
+            if x.dtype not in HALVES or x.ndim != 3 or (x.shape[0], x.shape[2]) != (n, dim):
                 kinds = "bfloat16 or float16"
                 raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)} is not {kinds} ({n}, heads, {dim})")
             if x.numel() and (x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != dim)):
@@ -208,4 +207,4 @@ def _checked_pages(
 
 def _may_lack_scales(dtype: torch.dtype, scales: Tensor | None) -> bool:
     """Whether pages of this dtype have none; fp8 ones as they come."""
-    return scales is None if dtype is torch.float8_e4m3fn else dtype in _HALVES
+    return scales is None if dtype is torch.float8_e4m3fn else dtype in HALVES

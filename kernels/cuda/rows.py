@@ -101,7 +101,7 @@ def elementwise(
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    """Those of float32 streams up to 8,192 wide and bfloat16 around them; others compile when they are first used."""
+    """Those of float32 streams up to 8,192 wide and 16 bits around them; others compile when they are first used."""
     f32, bf16, int8, e4m3, f16 = TYPES
     for addend in (None, bf16):
         yield _norm_kernel("norm", (f32, addend, f32, bf16), 1, whole=0)
@@ -119,6 +119,11 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         yield from (_elementwise_kernel("gather", (bf16, None, dtype), whole) for dtype in (f32, bf16))
     yield _elementwise_kernel("gather", (f32, None, f32), 1)
     yield from (_elementwise_kernel(op, (bf16, None, e4m3), 1) for op in ("plain", "silu"))
+    yield _elementwise_kernel("add", (f32, f16, f32), 1)
+    yield from (_elementwise_kernel("gather", (f16, None, dtype), 1) for dtype in (f32, f16))
+    for addend, each in itertools.product((None, f16), range(1, 5)):
+        yield _norm_kernel("norm", (f32, addend, f32, f16), each)
+    yield from (_norm_kernel("silu", (f16, None, None, out), 1) for out in (int8, e4m3))
     yield _elementwise_kernel("silu", (f16, None, f16), 1)
     yield from (_norm_kernel("norm", (f16, addend, f16, f16), 1) for addend in (None, f16))
 

@@ -150,7 +150,7 @@ class CascadeRule:
 
 def tile_token(pages: str, page_size: int, head_dim: int, device: torch.device) -> float:
     """By the format of the pages: that of TILE_TOKEN for the kernel that `paged_cascade` takes."""
-    if pages != "bfloat16":
+    if pages not in ("bfloat16", "float16"):
         return TILE_TOKEN["codes"]
     is_hopper = head_dim in prefill_sm90.HEAD_DIMS and page_size >= prefill_sm90.LEAST_PAGE
     return TILE_TOKEN["wgmma" if is_hopper and gpu(device).capability == prefill_sm90.CAPABILITY else "mma"]

@@ -49,10 +49,10 @@ constexpr int kCodeBytes = PARTS * 2 * 512, kXBytes = kIsResident ? 0 : kSets * 
 constexpr int kNumbers = kGrouped ? kGroups * PARTS * 16 : 0, kNumberCopies = (kNumbers + 31) / 32;
 constexpr int kStageBytes = kCodeBytes + kXBytes + kNumbers * 4;
 constexpr int kTileRows = kIsWhole ? 4 : 8, kRows = TILES * kTileRows;
-constexpr float kLack = kIsWhole && BITS == 4 ? 0 : kBase;  // what is multiplied, less the code
+constexpr float kLack = kIsWhole ? (BITS == 4 ? 0 : -128) : kBase;  // what is multiplied, less the code
+constexpr float kTimes = kIsWhole ? 1 : kUnit;
 static_assert(!kIsWhole || (kHasSums && kIsResident));
 constexpr int kPitch = PARTS * 16 + 4;  // floats of a row of sums: a warp's stores meet no bank twice
-constexpr uint32_t kOnes = 0x3f803f80;
 
 // Byte of the numbers of feature at % 16 of part at / 16: those that a lane needs lie together.
 __device__ __forceinline__ int place_of_pair(int at) {
@@ -416,7 +416,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             for (int p = 0; p < PARTS; ++p)
 #pragma unroll
               for (int h = 0; h < 2; ++h) {
-                const float scale = scale_of(pairs.of[p][h]), offset = kLack * scale + offset_of(pairs.of[p][h]);
+                const float scale = kTimes * scale_of(pairs.of[p][h]);
+                const float offset = kLack * scale + offset_of(pairs.of[p][h]);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
 #pragma unroll
@@ -455,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         if (kHasSums && !kGrouped) of_x += warp_sums[w * kRows + row];
       }
       if (BITS < 16 && !kGrouped) {
-        value *= beside.numbers[p].x;
+        value *= kTimes * beside.numbers[p].x;
         if (kHasSums) value -= (kLack * beside.numbers[p].x + beside.numbers[p].y) * of_x;
       }
       return value + beside.bias[p];

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda import skinny_sm90
-from allspan.kernels.cuda.modules import Gpu, Kernel, gpu, kernel, launch, shared_limit
+from allspan.kernels.cuda.modules import HALVES, Gpu, Kernel, element_macro, gpu, kernel, launch, shared_limit
 from allspan.kernels.cuda.products import (
     GATED,
     Into,
@@ -64,16 +64,19 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     device = Gpu(132, shared_limit(capability), capability)
-    for spec in common_specs():
-        for parts in (1, 2):
-            yield from (_kernel(spec, form) for form in (*_forms(spec, parts), _passing(spec, parts, device)))
-        for tiles in (2, 4, 8):
-            if is_few(tiles // 2 * _ROWS + 1, spec, device) and not skinny_sm90.pays(tiles * _ROWS, spec, device):
-                yield _shape(spec, tiles, device).kernel
-    yield _REDUCE
+    for dtype in HALVES:
+        for spec in common_specs(dtype):
+            for parts in (1, 2):
+                forms = (*_forms(spec, parts), _passing(spec, parts, device))
+                yield from (_kernel(spec, form, dtype) for form in forms)
+            for tiles in (2, 4, 8):
+                if is_few(tiles // 2 * _ROWS + 1, spec, device) and not skinny_sm90.pays(tiles * _ROWS, spec, device):
+                    yield _shape(spec, tiles, device, dtype).kernel
+        yield _reduce_kernel(dtype)
 
 
-_REDUCE = kernel("skinny_reduce.cu", "skinny_reduce")
+def _reduce_kernel(dtype: torch.dtype) -> Kernel:
+    return kernel("skinny_reduce.cu", "skinny_reduce", **element_macro(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +138,18 @@ def _streamed(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, 
     blocks = min(form.blocks * device.multiprocessors, into.width(spec))
     arguments = (weight, numbers_of(weight, spec), x, bias, into.out, *sizes_of(x, spec, into))
     shared = form.launch_bytes(spec, len(x), device)
-    launch(_kernel(spec, form), (blocks,), form.warps * 32, arguments, shared, is_early=True)
+    launch(_kernel(spec, form, x.dtype), (blocks,), form.warps * 32, arguments, shared, is_early=True)
 
 
-def _kernel(spec: PackedSpec, form: _Form) -> Kernel:
+def _kernel(spec: PackedSpec, form: _Form, dtype: torch.dtype) -> Kernel:
     macros = {"TILES": form.tiles, "PARTS": form.parts, "RESIDENT": form.resident, "WHOLE": form.whole}
     sizes = {"WARPS": form.warps, "STAGES": form.stages, "BLOCKS": form.blocks}
-    return kernel("skinny.cu", "skinny", **macros_of(spec), **macros, **sizes)
+    return kernel("skinny.cu", "skinny", **macros_of(spec, dtype), **macros, **sizes)
 
 
 def _more_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
     tiles = 2 if len(x) <= 16 else 4 if len(x) <= 32 else 8
-    shape = _shape(spec, tiles, gpu(x.device))
+    shape = _shape(spec, tiles, gpu(x.device), x.dtype)
     share = _share(spec, into, shape, gpu(x.device).multiprocessors)
     floats = share.blocks * 2 * shape.features * tiles * _ROWS if share.rest else 0
     partial = torch.empty(floats, dtype=torch.float32, device=x.device) if floats else None
@@ -158,7 +161,7 @@ def _more_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec
         sizes = (len(x), into.width(spec), into.epilogue, is_float(into.out), into.out.stride(0), into.column, tiles)
         line = (share.tiles, share.steps, share.rest, share.blocks)
         arguments = (partial, bias, into.out, *map(np.int32, sizes), *map(np.int32, line))
-        launch(_REDUCE, (share.rest * tiles,), shape.warps * 32, arguments, is_early=True)
+        launch(_reduce_kernel(x.dtype), (share.rest * tiles,), shape.warps * 32, arguments, is_early=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +180,7 @@ class _Shape:
         return self.warps * 32
 
 
-def _shape(spec: PackedSpec, tiles: int, device: Gpu) -> _Shape:
+def _shape(spec: PackedSpec, tiles: int, device: Gpu, dtype: torch.dtype) -> _Shape:
     """So many features a block that what it reads of x is no more than what it reads of the weight; as many blocks as
     have the registers for their sums, if there is shared memory for three steps of each."""
     bits = spec.kind.bits
@@ -192,9 +195,8 @@ def _shape(spec: PackedSpec, tiles: int, device: Gpu) -> _Shape:
             if stages >= 3:
                 macros = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "BLOCKS": blocks}
                 shared = stages * (x_bytes + warps * warp_bytes) + sum_bytes
-                return _Shape(
-                    kernel("skinny_shared.cu", "skinny_shared", **macros_of(spec), **macros), warps, blocks, shared
-                )
+                made = kernel("skinny_shared.cu", "skinny_shared", **macros_of(spec, dtype), **macros)
+                return _Shape(made, warps, blocks, shared)
     raise AssertionError
 
 

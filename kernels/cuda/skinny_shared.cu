@@ -38,7 +38,6 @@ constexpr int kCodeBytes = kParts * 2 * 32 * 16, kNumbers = kGrouped ? kGroups *
 constexpr int kWarpBytes = kCodeBytes + kNumbers * 4, kStageBytes = kXBytes + WARPS * kWarpBytes;
 constexpr int kSums = kHasSums ? kGroups * kRows : 0;  // floats, for one of two steps
 constexpr int kAhead = kHasSums ? kStages - 3 : kStages - 2;
-constexpr uint32_t kOnes = 0x3f803f80;
 static_assert(kAhead >= 0);
 
 // Rows lie in different halves of the banks by turns: a warp's reads of 8 rows meet none twice.
@@ -247,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           for (int h = 0; h < 2; ++h) {
             const uint32_t pair =
                 *reinterpret_cast<const uint32_t*>(codes + kCodeBytes + (group * 32 + p * 16 + g + 8 * h) * 4);
-            scale[p][h] = scale_of(pair), offset[p][h] = kBase * scale[p][h] + offset_of(pair);
+            scale[p][h] = kUnit * scale_of(pair), offset[p][h] = kBase * scale[p][h] + offset_of(pair);
           }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -276,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               float& c = sum[n][p][h * 2 + e];
-              c *= pair.x;
+              c *= kUnit * pair.x;
               if (kHasSums) c -= (kBase * pair.x + pair.y) * x_sum[n][e];
             }
         }

@@ -8,7 +8,7 @@
 // inputs all, or one of `splits` stretches, whose sums go to `partial` for skinny_sum. Warpgroups multiply: features
 // are rows of a, which comes from registers as mma.sync would have it, rows of x columns of b, in shared memory. There
 // x's inputs lie in the order in which a's registers have them: pairs are copied one by one. Codes of one scale a
-// channel are multiplied as whole numbers, and scales meet sums; with groups, they become bfloat16 before.
+// channel are multiplied as whole numbers, and scales meet sums; with groups, they become 16-bit elements before.
 #include "codes.cuh"
 #include "ptx_sm90.cuh"
 
@@ -27,7 +27,6 @@ constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets, kGroups = kSets / kGro
 constexpr int kColumns = kTiles * 8, kXTile = kColumns * 128, kXBytes = kInputs / 64 * kXTile;
 constexpr int kNumbers = kGrouped ? kGroups * 16 : 0, kWarpBytes = 1024 + kNumbers * 4;
 constexpr int kPitch = kColumns + 1;  // floats
-constexpr uint32_t kOnes = 0x3f803f80;
 static_assert(kAhead >= 1);
 
 // Rows of 128 bytes along k, in blocks of 8 whose 16 bytes are swapped as their number says.
@@ -146,7 +145,10 @@ extern "C" __global__ void __launch_bounds__(640, 1)
         decode(chunk[h], set, pair);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          if (kGrouped) pair[j] = multiply_add(add_pairs(pair[j], 0xc308c308), scale[h], offset[h]);  // less 128 + 8
+          if (kGrouped) {  // less 1024 + 8, or 128 + 8
+            const uint32_t code = FP16 ? add_pairs(pair[j] | 0x64006400, 0xe408e408) : add_pairs(pair[j], 0xc308c308);
+            pair[j] = multiply_add(code, scale[h], offset[h]);
+          }
           a[set % 2][j / 2][j % 2 * 2 + h] = pair[j];
         }
       }
@@ -197,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(640, 1)
       float2 value = make_float2(sum[n * 4 + h * 2], sum[n * 4 + h * 2 + 1]);
       if (!kGrouped) {
         const float less = kBase * scales[h].x + scales[h].y;
-        value.x = value.x * scales[h].x - less * x_sums[row];
-        value.y = value.y * scales[h].x - less * x_sums[row + 1];
+        value.x = value.x * (kUnit * scales[h].x) - less * x_sums[row];
+        value.y = value.y * (kUnit * scales[h].x) - less * x_sums[row + 1];
       }
       if (splits > 1) {
         float* const to = partial + (static_cast<long long>(split) * features + feature(i)) * kColumns + row;

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Gpu, Kernel, gpu, kernel, launch, shared_limit
+from allspan.kernels.cuda.modules import HALVES, Gpu, Kernel, gpu, kernel, launch, shared_limit
 from allspan.kernels.cuda.products import (
     GATED,
     Into,
@@ -60,10 +60,10 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, i
     sizes = *sizes_of(x, spec, into), *map(np.int32, (cut.tiles, cut.splits))
     arguments = (weight, numbers_of(weight, spec), x, bias, into.out, partial, *sizes)
     blocks, threads = cut.tiles * cut.splits, cut.warpgroups * 128
-    launch(_kernel(spec), (blocks,), threads, arguments, _shared_bytes(spec, cut.warpgroups), is_early=True)
+    launch(_kernel(spec, x.dtype), (blocks,), threads, arguments, _shared_bytes(spec, cut.warpgroups), is_early=True)
     if partial is not None:
         counts = (len(x), spec.features, into.epilogue, is_float(into.out), into.out.stride(0), into.column, cut.splits)
-        added = _kernel(spec, "skinny_sum")
+        added = _kernel(spec, x.dtype, "skinny_sum")
         blocks = -(-into.width(spec) * -(-len(x) // 4) // 256)
         launch(added, (blocks,), 256, (partial, bias, into.out, *map(np.int32, counts)), is_early=True)
 
@@ -72,14 +72,15 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     """See variants.py."""
     if capability != CAPABILITY:
         return
-    for spec in common_specs():
-        if spec.kind.bits == 4:
-            assert _shared_bytes(spec, _WARPGROUPS) <= shared_limit(capability)
-            yield from (_kernel(spec, name) for name in ("skinny_sm90", "skinny_sum"))
+    for dtype in HALVES:
+        for spec in common_specs(dtype):
+            if spec.kind.bits == 4:
+                assert _shared_bytes(spec, _WARPGROUPS) <= shared_limit(capability)
+                yield from (_kernel(spec, dtype, name) for name in ("skinny_sm90", "skinny_sum"))
 
 
-def _kernel(spec: PackedSpec, name: str = "skinny_sm90") -> Kernel:
-    return kernel("skinny_sm90.cu", name, **macros_of(spec), STAGES=_STAGES)
+def _kernel(spec: PackedSpec, dtype: torch.dtype, name: str = "skinny_sm90") -> Kernel:
+    return kernel("skinny_sm90.cu", name, **macros_of(spec, dtype), STAGES=_STAGES)
 
 
 def cut_of(spec: PackedSpec, into: Into, device: Gpu) -> Cut:

@@ -3,7 +3,7 @@
 `allspan.kernels.packed` has the layout. A weight's `Fields` are what it is made of, for all its features, those of the
 parts one below the other:
 
-- of f32 and bf16: "weight" [features, inputs];
+- of f32, bf16 and f16: "weight" [features, inputs];
 - of quantised formats: "codes" uint8 [features, depth], depth counting the lead and the filled tail of the last block,
   and the numbers of `FIELDS`, [features, blocks · count], or [features, 1] where they are in the head.
 
@@ -50,6 +50,7 @@ _K = (Field("d", torch.float16), Field("dmin", torch.float16), Field("s", torch.
 FIELDS: Mapping[str, tuple[Field, ...]] = {
     "f32": (),
     "bf16": (),
+    "f16": (),
     "channel8": _CHANNEL,
     "channel4": _CHANNEL,
     "group8": (_SCALES, _OFFSETS),
@@ -149,6 +150,8 @@ def activations(x: Tensor, spec: PackedSpec) -> Tensor:
     """x as the product sees it, float64."""
     if spec.activation == "f32":
         return x.double()
+    if spec.activation == "f16":
+        return x.half().double()
     if spec.activation in ("bf16", "e4m3"):
         return x.bfloat16().double()
     numbers, scales = quantise_activations(x, spec)

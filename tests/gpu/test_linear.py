@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.cuda import linear, skinny, skinny_sm90
-from allspan.kernels.cuda.modules import gpu
 from allspan.kernels.packed import ROW_FORMATS, PackedSpec
 from allspan.kernels.reference.packed import packed_linear, unpack
+from support.linear_cases import Case, check_add, check_gated, check_odd_sizes, check_store, spec_of
 from support.packed_cases import random_weight
 
 FORMATS_AND_GROUPS = [
     ("bf16", 0),
+    ("f16", 0),
     ("fp8", 0),
     ("fp8_block", 0),
     ("channel8", 0),
@@ -30,69 +31,6 @@ FORMATS_AND_GROUPS = [
     ("q8_0", 0),
     ("q4_0", 0),
 ]
-
-
-def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, lead: int = 0) -> PackedSpec:
-    activation = {"bf16": "bf16", "fp8": "e4m3", "fp8_block": "e4m3"}.get(name, "a16")
-    return PackedSpec(name, activation, parts, inputs, lead, group, memory="rows")
-
-
-class Case:
-    """A random weight, x and bias, and what an op should write into columns `column` and on of 2 more than needed."""
-
-    def __init__(self, spec: PackedSpec, rows: int, device: str, has_bias: bool = True, column: int = 1) -> None:
-        generator = torch.Generator().manual_seed(rows + spec.features)
-        self.spec, self.column, self.slack = spec, column, 1.0
-        weight = random_weight(spec)
-        x = torch.randn((rows, spec.inputs), generator=generator).bfloat16()
-        bias = torch.randn(spec.features, generator=generator) if has_bias else None
-        self.product = x.double() @ unpack(weight, spec, torch.float64).T
-        self.product += 0 if bias is None else bias
-        self.arguments = (x.to(device), weight.to(device), None if bias is None else bias.to(device), spec, column)
-        self.device = device
-
-    def out(self, dtype: torch.dtype, width: int, value: float = math.nan) -> Tensor:
-        return torch.full((len(self.product), width + 2), value, dtype=dtype, device=self.device)
-
-    def check(self, out: Tensor, expected: Tensor, slack: float = 1.0) -> None:
-        """The columns beside are as they were. Many rows: weights, or what biases are added to, are bfloat16."""
-        end = self.column + expected.shape[1]
-        inside = out[:, self.column : end].cpu().double()
-        device = gpu(torch.device(self.device))
-        is_few = skinny.is_few(len(out), self.spec, device) and not skinny_sm90.pays(len(out), self.spec, device)
-        tolerance = (1e-2 if out.dtype == torch.bfloat16 else 1e-3) if is_few else 2e-2
-        torch.testing.assert_close(inside, expected, rtol=tolerance, atol=self.slack * slack * tolerance)
-        beside = torch.cat((out[:, : self.column], out[:, end:]), 1)
-        assert (beside.isnan() | (beside == 0.5)).all()
-
-
-def check_store(case: Case) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        out = case.out(dtype, case.spec.features)
-        linear.packed_linear(*case.arguments, out)
-        case.check(out, case.product)
-
-
-def check_add(case: Case) -> None:
-    out = case.out(torch.float32, case.spec.features, 0.5)
-    linear.packed_linear_add(*case.arguments, out)
-    case.check(out, case.product + 0.5)
-
-
-def check_gated(case: Case) -> None:
-    gate, up = case.product.chunk(2, 1)
-    out = case.out(torch.bfloat16, gate.shape[1])
-    linear.packed_gated_linear(*case.arguments, out)
-    case.check(out, functional.silu(gate) * up, slack=4.0)  # the error of each, times the other
-
-
-def check_odd_sizes(name: str, group: int, device: str, rows: int = 3) -> None:
-    """A rank's inputs may begin within a group."""
-    lead = 24 + 5 if ROW_FORMATS[name].scale_bytes else 0
-    case = Case(spec_of(name, group, (21, 18), 301 if group != 512 else 700, lead), rows, device)
-    out = case.out(torch.float32, 39)
-    linear.packed_linear(*case.arguments, out)
-    case.check(out, case.product)
 
 
 @pytest.mark.parametrize(
@@ -108,18 +46,27 @@ def test_odd_sizes_of_more_rows_agree_with_float64(device: str) -> None:
     check_odd_sizes("q8_0", 0, device, 11)
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "rows"), [("f16", 0, 3), ("group4", 32, 2), ("fp8", 0, 3), ("group4", 32, 11), ("group8", 32, 70)]
+)
+def test_odd_sizes_in_half_precision_agree_with_float64(name: str, group: int, rows: int, device: str) -> None:
+    check_odd_sizes(name, group, device, rows, is_half=True)
+
+
 @pytest.mark.parametrize(("check", "rows"), [(check_store, 1), (check_gated, 6), (check_add, 9), (check_gated, 33)])
 def test_few_rows_agree_with_float64(check: Callable[[Case], None], rows: int, device: str) -> None:
     check(Case(spec_of("group4", 64, (19, 19), 200), rows, device))
 
 
-@pytest.mark.parametrize(("name", "group"), [("channel8", 0), ("group4", 32)])
+@pytest.mark.parametrize(
+    ("name", "group", "is_half"), [("channel8", 0, False), ("group4", 32, False), ("channel8", 0, True)]
+)
 def test_x_that_does_not_fit_into_shared_memory_stays_as_it_is_or_comes_along_with_the_weight(
-    name: str, group: int, device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, group: int, is_half: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(spec_of(name, group, (170, 170), 300), 5, device)
+    case = Case(spec_of(name, group, (170, 170), 300), 5, device, is_half=is_half)
     forms = [form for form in skinny._forms(case.spec, 2) if not form.whole]
-    for some in (forms, ()):
+    for some in ((),) if is_half else (forms, ()):
         monkeypatch.setattr(skinny, "_forms", lambda *_, some=some: some)
         check_gated(case)
 
@@ -166,6 +113,8 @@ def test_every_format_agrees_with_float64(
     """Tiles are shared or not, as it pays, or always."""
     for rows in (3, 13) if ROW_FORMATS[name].is_e4m3 else (3, 13, 29, 61):
         check_odd_sizes(name, group, "cuda", rows)
+        if name != "bf16":
+            check_odd_sizes(name, group, "cuda", rows, is_half=True)
     parts, inputs = sizes
     checks = [check_store, check_gated, check_add]
     for i, rows in enumerate((1, 9, 20, 33, 64, 130, 2, 5, 8, 9, 16, 17, 25, 32, 33, 56, 64, 65)):
@@ -174,7 +123,9 @@ def test_every_format_agrees_with_float64(
             monkeypatch.setattr(skinny, "_LAUNCH_BYTES", -(1 << 40))
         if ROW_FORMATS[name].is_e4m3 and rows > 16:
             continue  # x becomes e4m3, too: test_layers_of_real_sizes_agree_with_float64
-        checks[i % 3](Case(spec_of(name, group, parts, inputs), rows, "cuda", has_bias, column=i // 2 % 2))
+        for is_half in (False, True) if name != "bf16" else (False,):
+            case = Case(spec_of(name, group, parts, inputs), rows, "cuda", has_bias, i // 2 % 2, is_half)
+            checks[i % 3](case)
 
 
 @pytest.mark.parametrize(("check", "has_bias"), [(check_store, False), (check_add, False), (check_gated, True)])
@@ -182,12 +133,15 @@ def test_many_rows_agree_with_float64(check: Callable[[Case], None], has_bias: b
     """Aligned and not."""
     check(Case(spec_of("bf16", 0, (24, 24), 64), 70, device, has_bias, column=0))
     check(Case(spec_of("group8", 32, (19, 19), 90, 5), 70, device, has_bias))
+    check(Case(spec_of("f16", 0, (24, 24), 64), 70, device, has_bias, column=0))
 
 
-@pytest.mark.parametrize("check", [check_add, check_gated])
-def test_rows_of_eight_bits_agree_with_float64(check: Callable[[Case], None], device: str) -> None:
+@pytest.mark.parametrize(("check", "is_half"), [(check_add, False), (check_gated, False), (check_gated, True)])
+def test_rows_of_eight_bits_agree_with_float64(check: Callable[[Case], None], is_half: bool, device: str) -> None:
     """As far as a scale for each of them lets them."""
-    case = Case(replace(spec_of("channel8", 0, (24, 24), 90), activation="a8"), 70, device, column=0)
+    spec = replace(spec_of("channel8", 0, (24, 24), 90), activation="a8")
+    case = Case(spec, 70, device, column=0, is_half=is_half)
+    case.slack = 4.0 if is_half else 1.0  # of a code that is rounded the other way
     x = case.arguments[0].cpu().double()
     most = x.abs().amax(1, keepdim=True)
     seen = (x / most * 127).round() * most / 127
@@ -222,10 +176,10 @@ def seen_as_e4m3(x: Tensor, group: int) -> Tensor:
     return (codes.double() * most.double() / 448).flatten(1)[:, : x.shape[1]]
 
 
-def check_e4m3(check: Callable[[Case], None], spec: PackedSpec, rows: int, device: str) -> None:
-    """As far as x in 8 bits lets them; tensor cores keep 14 bits of the sums of such products."""
-    case = Case(spec, rows, device, column=0)
-    case.slack = 3.0 if device == "cuda" else 1.0
+def check_e4m3(check: Callable[[Case], None], spec: PackedSpec, rows: int, device: str, is_half: bool = False) -> None:
+    """As far as x in 8 bits lets them; tensor cores keep 14 bits of the sums of such products, bfloat16 8."""
+    case = Case(spec, rows, device, column=0, is_half=is_half)
+    case.slack = (3.0 if device == "cuda" else 1.0) * (5 if is_half else 1)
     x, weight, bias = (tensor.cpu() for tensor in case.arguments[:3])
     group = spec.block if spec.kind.scale_bytes else spec.inputs
     before = functional.pad(x, (spec.lead, 0))
@@ -233,19 +187,21 @@ def check_e4m3(check: Callable[[Case], None], spec: PackedSpec, rows: int, devic
     check(case)
 
 
-@pytest.mark.parametrize(("check", "held"), [(check_add, 20480), (check_gated, 32)])
+@pytest.mark.parametrize(
+    ("check", "held", "is_half"), [(check_add, 20480, False), (check_gated, 32, False), (check_gated, 20480, True)]
+)
 def test_rows_of_e4m3_agree_with_float64(
-    check: Callable[[Case], None], held: int, hopper: str, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[Case], None], held: int, is_half: bool, hopper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a block cannot keep a row."""
     monkeypatch.setattr(linear, "_HELD_ROW", held)
-    check_e4m3(check, spec_of("fp8", 0, (24, 24), 90), 70, hopper)
+    check_e4m3(check, spec_of("fp8", 0, (24, 24), 90), 70, hopper, is_half)
 
 
 @pytest.mark.parametrize("check", [check_add, check_gated])
 def test_rows_of_e4m3_in_blocks_agree_with_float64(check: Callable[[Case], None], hopper: str) -> None:
     """Their last block is not full; a rank's inputs may begin within one."""
-    check_e4m3(check, spec_of("fp8_block", 0, (24, 24), 230), 67, hopper)
+    check_e4m3(check, spec_of("fp8_block", 0, (24, 24), 230), 67, hopper, is_half=check is check_gated)
     check_e4m3(check, spec_of("fp8_block", 0, (24, 24), 101, lead=37 + 64), 67, hopper)
 
 
@@ -256,7 +212,8 @@ def test_layers_of_real_sizes_agree_with_float64(name: str, outputs: int, inputs
     for rows in (1, 16, 64, 65, 500):
         spec = spec_of(name, 0, (outputs // 2, outputs // 2), inputs)
         if rows > 16:
-            check_e4m3(check_add, spec, rows, "cuda")
+            for is_half in (False, True):
+                check_e4m3(check_add, spec, rows, "cuda", is_half)
         else:
             check_add(Case(spec, rows, "cuda"))
 
@@ -267,22 +224,22 @@ def test_blocks_that_cublas_does_not_multiply_become_bfloat16(device: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "group", "parts", "inputs", "rows", "splits"),
+    ("spec", "rows", "splits", "is_half"),
     [
-        ("channel4", 0, (90,), 800, 64, 3),
-        ("group4", 32, (150,), 700, 40, 2),
-        ("group4", 128, (70, 70), 200, 33, 1),
+        (spec_of("channel4", 0, (90,), 800), 64, 3, False),
+        (spec_of("group4", 32, (150,), 700), 40, 2, False),
+        (spec_of("group4", 128, (70, 70), 200), 33, 1, False),
+        (spec_of("group4", 32, (150,), 700), 40, 2, True),
     ],
 )
 def test_tiles_of_warpgroups_agree_with_float64(
-    name: str, group: int, parts: tuple[int, ...], inputs: int, rows: int, splits: int, hopper: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    spec: PackedSpec, rows: int, splits: int, is_half: bool, hopper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of all inputs, or in stretches that are added up."""
-    cut = skinny_sm90.Cut(2, splits, -(-sum(parts) // 128))
+    cut = skinny_sm90.Cut(2, splits, -(-spec.features // 128))
     monkeypatch.setattr(skinny_sm90, "cut_of", lambda *_: cut)
-    case = Case(spec_of(name, group, parts, inputs), rows, hopper)
-    (check_gated if len(parts) == 2 else check_add)(case)
+    case = Case(spec, rows, hopper, is_half=is_half)
+    (check_gated if len(spec.parts) == 2 else check_add)(case)
 
 
 def test_wide_weights_agree_with_float64(device: str) -> None:
@@ -337,7 +294,7 @@ def check_embedding(name: str, group: int, device: str) -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("group4", 32)])
+@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("f16", 0), ("group4", 32)])
 def test_embeddings_are_the_rows_that_are_there(name: str, group: int, device: str) -> None:
     check_embedding(name, group, device)
 
@@ -369,6 +326,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     out = case.out(torch.float32, 16)
     wrongs = {
         "x: torch.float32": (x.float(), weight, bias, spec, 1, out),
+        "x: torch.float16 does not meet weights in bf16": (x.half(), weight, bias, spec, 1, out),
         "x: .* is not bfloat16": (x[:, :32].contiguous(), weight, bias, spec, 1, out),
         "weight: torch.uint8": (x, weight[:8], bias, spec, 1, out),
         "weight: lies in panels": (

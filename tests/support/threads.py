@@ -103,7 +103,7 @@ class FusingCollectives(ThreadCollectives):
     """With what ranks on GPUs have besides; see `allspan.worker.parallel.gpu.GpuCollectives`."""
 
     gathers_columns = True
-    norms = torch.float32
+    norms = (torch.float32,)
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(world, rank)

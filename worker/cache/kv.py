@@ -12,13 +12,19 @@ from allspan.worker.cache.spec import SCALE_BYTES, CacheSpec
 from allspan.worker.memory import anonymous
 from allspan.worker.scheduler.plan import Copy
 
-_ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "uint4": torch.uint8}
+_ELEMENTS = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "uint4": torch.uint8,
+}
 """What the kernels take for a page's format."""
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]` are [num_pages, num_kv_heads, page_size, elements], zeros at first: float32 or
-    bfloat16 [.., head_dim], int8 [.., head_dim], or uint8 [.., ⌈head_dim / 2⌉] for uint4. `key_scales[layer]` and
+    """`keys[layer]` and `values[layer]` are [num_pages, num_kv_heads, page_size, elements], zeros at first: float32,
+    bfloat16, float16 or int8 [.., head_dim], or uint8 [.., ⌈head_dim / 2⌉] for uint4. `key_scales[layer]` and
     `value_scales[layer]` are float32 [num_pages, num_kv_heads, 2, page_size], or None for plain floats; see
     `allspan.kernels.ops.OpSet.append_kv`.
 

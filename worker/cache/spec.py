@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ITEM_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "uint4": 4}
+ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint4": 4}
 """By the format of the pages."""
 QUANTISED = frozenset({"int8", "uint4"})
 SCALE_BYTES = 8
@@ -22,7 +22,7 @@ class CacheSpec:
     """Of this rank."""
     head_dim: int
     dtype: str
-    """"float32", "bfloat16", "int8" or "uint4"."""
+    """"float32", "bfloat16", "float16" (on GPUs), "int8" or "uint4"."""
 
     @property
     def is_quantised(self) -> bool:

@@ -45,7 +45,8 @@ from allspan.worker.weights.safetensors_folder import SafetensorsFolder
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_DTYPES = ("float32", "bfloat16")
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+_HALVES = ("bfloat16", "float16")
 _QUANTISED_NAMES = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
 
 
@@ -78,17 +79,19 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
     memory = memory_of(config.device, dtype)
     if quantization in ROWS_ONLY and memory != "rows" and quantization != own_quantization(source):
         raise ConfigError(
-            f"quantization {quantization!r} is for bfloat16 models on GPUs; device is {config.device}, dtype {dtype}: "
-            "use --device cuda, or --quantization a8w8"
+            f"quantization {quantization!r} is for models of 16 bits on GPUs; device is {config.device}, dtype {dtype}"
+            ": use --device cuda, or --quantization a8w8"
+        )
+    if dtype == "float16" and memory != "rows":
+        raise ConfigError(
+            f"dtype 'float16' is for GPUs; device is {config.device}, where float16 weights are held as float32, which "
+            "is exact: use --dtype auto, or --device cuda"
         )
     if source.converted is not None and memory != "panels":
         raise ConfigError(
             f"{config.path} is converted, and converted weights lie in panels, for CPUs; device is {config.device}: "
             "load the model that it was made from"
         )
-    kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
-    if kv_dtype not in ITEM_BITS:
-        raise ConfigError(f"kv_cache_dtype {cache.kv_cache_dtype!r} is not known (auto, {', '.join(ITEM_BITS)})")
     return Prepared(
         source=source,
         holding=Holding(
@@ -105,7 +108,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             num_layers=source.spec.num_layers,
             num_kv_heads=len(shard.kv_heads),
             head_dim=source.spec.head_dim,
-            dtype=kv_dtype,
+            dtype=_page_dtype(cache.kv_cache_dtype, dtype),
         ),
         max_model_len=context_length(config.max_model_len, source.spec),
         held={
@@ -114,6 +117,18 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             "quantization_group": group_of(quantization, config.quantization_group),
         },
     )
+
+
+def _page_dtype(wanted: str, dtype: str) -> str:
+    """Of a model in `dtype`. ConfigError for what is not known, and for bfloat16 beside float16."""
+    held = dtype if wanted == "auto" else wanted
+    if held not in ITEM_BITS:
+        raise ConfigError(f"kv_cache_dtype {wanted!r} is not known (auto, {', '.join(ITEM_BITS)})")
+    if held != dtype and (held == "float16" or (held, dtype) == ("bfloat16", "float16")):
+        raise ConfigError(
+            f"kv_cache_dtype {wanted!r} does not go with dtype {dtype!r}: use auto (the same), float32, int8 or uint4"
+        )
+    return held
 
 
 def load_model(
@@ -139,7 +154,6 @@ def load_model(
         for note in prepared.source.spec.notes:
             logger.warning("%s: %s", config.path, note)
         note_decoded(config.path, prepared.holding)
-        note_rounded(config, prepared)
     holding = replace(prepared.holding, packer=Packer(getattr(ops, "runtime", None)))
     weights = open_weights(prepared.source, holding, config)
     check_room(prepared.weight_bytes)
@@ -198,7 +212,7 @@ def open_ops(config: WorkerConfig) -> OpSet:
         return op_set(backend, config.parallel.threads, config.parallel.cpus)
     except BackendUnavailable as error:
         raise ConfigError(
-            f"device is cuda with bfloat16 weights: {error}; or use --dtype float32, which is slow"
+            f"device is cuda with weights of 16 bits: {error}; or use --dtype float32, which is slow"
         ) from error
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
@@ -207,14 +221,15 @@ def open_ops(config: WorkerConfig) -> OpSet:
 
 
 def _gpu_backend(prepared: Prepared) -> str:
-    """The kernels are for bfloat16 and some shapes of heads; whatever else runs on the reference ops, which is slow."""
+    """The kernels are for 16 bits and some shapes of heads; whatever else runs on the reference ops, which is slow."""
     spec, held, pages = prepared.source.spec, prepared.held["dtype"], prepared.cache_spec.dtype
     group = -(-spec.num_heads // spec.num_kv_heads)
-    if held == "bfloat16" and runs(spec.head_dim, group, pages):
+    if held in _HALVES and runs(spec.head_dim, group, pages):
         return "cuda"
     logger.warning(
-        "the CUDA kernels are for bfloat16, up to %d query heads a KV head and, by the format of KV pages, head sizes "
-        "in steps of %s; dtype %s, pages of %s, %d heads a KV head and a head size of %d run on torch's own, slowly",
+        "the CUDA kernels are for bfloat16 and float16, up to %d query heads a KV head and, by the format of KV pages, "
+        "head sizes in steps of %s; dtype %s, pages of %s, %d heads a KV head and a head size of %d run on torch's "
+        "own, slowly",
         MOST_GROUP,
         HEAD_STEPS,
         held,
@@ -275,11 +290,13 @@ def own_quantization(source: ModelSource) -> str:
 
 
 def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", device: str = "cpu") -> str:
-    """float32 or bfloat16; "auto" is the checkpoint's, float16 held as float32 (exact) on CPUs, as bfloat16 on GPUs,
-    which have kernels for that; and bfloat16 for what is left of a model whose linear weights are quantised."""
+    """One of WEIGHT_DTYPES; "auto" is the checkpoint's, but float16 on CPUs, which have no kernels for it, is held as
+    float32 (exact), and what is left of a model whose linear weights are quantised as bfloat16, unless a GPU holds it
+    as the float16 that it is."""
     if wanted == "auto":
-        halves = ("bfloat16", "float16") if device == "cuda" else ("bfloat16",)
-        return "bfloat16" if spec.dtype in halves or quantization in COMPACT else "float32"
+        if spec.dtype == "float16" and device == "cuda":
+            return "float16"
+        return "bfloat16" if spec.dtype == "bfloat16" or quantization in COMPACT else "float32"
     if wanted not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(WEIGHT_DTYPES)})")
     return wanted
@@ -287,8 +304,8 @@ def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", devic
 
 def memory_of(device: str, dtype: str) -> str:
     """How packed weights lie (`allspan.kernels.packed.MEMORIES`): in rows for the GPU's own kernels, which are for
-    bfloat16; float32 models run the reference there, which takes either."""
-    return "rows" if device == "cuda" and dtype == "bfloat16" else "panels"
+    16 bits; float32 models run the reference there, which takes either."""
+    return "rows" if device == "cuda" and dtype in _HALVES else "panels"
 
 
 def note_decoded(path: str, holding: Holding) -> None:
@@ -312,17 +329,6 @@ def note_decoded(path: str, holding: Holding) -> None:
 def _without_order(kind: str) -> str:
     """See `allspan.worker.weights.quantised_matrix.QuantisedMatrix.kind`: every matrix has an order of its own."""
     return kind if kind.count("/") < 2 else f"{kind.rpartition('/')[0]} with inputs out of order"
-
-
-def note_rounded(config: ModelConfig, prepared: Prepared) -> None:
-    """Says that a GPU holds float16 weights with 8 significant bits instead of 11."""
-    is_half = prepared.source.spec.dtype == "float16" and prepared.held["quantization"] == "none"
-    if is_half and config.dtype == "auto" and prepared.held["dtype"] == "bfloat16":
-        logger.warning(
-            "%s: float16 weights are rounded to bfloat16, which the CUDA kernels are for; --dtype float32 keeps them "
-            "as they are, and is slow",
-            config.path,
-        )
 
 
 def context_length(wanted: int, spec: ModelSpec) -> int:

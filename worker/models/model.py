@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.sharing import CascadeRule
 from allspan.kernels.ops import OpSet
+from allspan.kernels.table import activations_of
 from allspan.protos.engine import OpProfile
 from allspan.protos.errors import InternalError
 from allspan.worker.cache.kv import KVCache
@@ -53,7 +53,8 @@ class Model:
         """Columns of each rank's logits; a single number where every rank has all of them."""
         capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
         program = build_decoder(holding, cache_spec.is_quantised)
-        if getattr(collectives, "norms", None) is getattr(ops, "activations", torch.float32):
+        activations = activations_of(ops, holding.dtype)
+        if activations in getattr(collectives, "norms", ()):
             program = with_fused_sums(program)
         self._check: Callable[[], None] = getattr(collectives, "check", lambda: None)
         """Raises what a GPU cannot: that a peer did not come in an earlier step."""
@@ -64,7 +65,7 @@ class Model:
         if device == "cpu" and getattr(ops, "program", None) is not None:
             self._interpreter = NativeProgram(program, ops, collectives, capacity)
         else:
-            self._interpreter = Interpreter(program, ops, collectives, capacity, device)
+            self._interpreter = Interpreter(program, ops, collectives, capacity, device, activations)
         self._interpreter.bind(tensors)
         self._cos_sin = cos_sin_table(shard.spec.rotary, shard.spec.head_dim, limits.max_model_len).to(device)
         self._interpreter.bind({"cos_sin": self._cos_sin})

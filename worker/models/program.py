@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """[rows, *shape], in the op set's dtype for activations, or float32 where it `is_exact`. Buffers of one `storage`
+    """[rows, *shape], in the model's dtype for activations, or float32 where it `is_exact`. Buffers of one `storage`
     are the same memory in different shapes."""
 
     name: str
@@ -184,7 +184,13 @@ class Interpreter:
     """Runs a program op by op. Buffers are allocated here, for `max_tokens` and `max_requests` rows."""
 
     def __init__(
-        self, program: Program, ops: OpSet, collectives: Collectives, capacity: Mapping[Rows, int], device: str
+        self,
+        program: Program,
+        ops: OpSet,
+        collectives: Collectives,
+        capacity: Mapping[Rows, int],
+        device: str,
+        activations: torch.dtype = torch.float32,
     ) -> None:
         self._program = program
         self._capacity = dict(capacity)
@@ -196,10 +202,9 @@ class Interpreter:
         self._table: list[Any] = [None] * len(program.slots)
         self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
         self._buffers: list[tuple[int, Rows, Tensor]] = []
-        dtype: torch.dtype = getattr(ops, "activations", torch.float32)
         storages = {
             name: torch.zeros(shape, dtype=held, device=device)
-            for name, (shape, held) in _storages(program, self._capacity, dtype).items()
+            for name, (shape, held) in _storages(program, self._capacity, activations).items()
         }
         for i, slot in enumerate(program.slots):
             if isinstance(slot, Buffer):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda import ipc
 from allspan.kernels.cuda.all_reduce import MOST_RANKS, AllReduce, arena_parts
-from allspan.kernels.cuda.modules import is_noting
+from allspan.kernels.cuda.modules import HALVES, is_noting
 from allspan.kernels.errors import BackendUnavailable
 from allspan.protos.errors import DeadlineExceeded
 from allspan.worker.parallel.base import Collectives
@@ -56,7 +56,7 @@ class GpuCollectives:
     summed by `direct` (in rank order), from NCCL_BYTES on by `nccl` (in an order of its own), by what there is of
     them, or on the host."""
 
-    norms = torch.bfloat16
+    norms = HALVES
     """What `all_reduce_add_rms_norm` takes."""
 
     def __init__(
@@ -88,7 +88,7 @@ class GpuCollectives:
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """all_reduce(x), then `add_rms_norm` of `allspan.kernels.ops`, in one kernel where it pays; the bits of the
-        norm do not tell. x, out: bfloat16 on the GPU; x may be left as it is."""
+        norm do not tell. x, out: of 16 bits on the GPU; x may be left as it is."""
         if self._direct is not None and self._is_direct(x):
             self._direct.all_reduce_add_rms_norm(x, residual, weight, eps, out)
         else:

@@ -59,7 +59,7 @@ class Source(Protocol):
         """This rank's slice of the part's bias into `out` [rows]."""
 
     def floats(self, part: int, rows: range, inputs: range, out: Tensor) -> None:
-        """Into `out` [rows, inputs], float32 or bfloat16."""
+        """Into `out` [rows, inputs], float32, bfloat16 or float16."""
 
     def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
         """As a GGUF file holds them: uint8 [rows, bytes], the whole blocks of its type that hold these inputs."""

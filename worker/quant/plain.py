@@ -1,4 +1,4 @@
-"""Weights as they are, in float32 or bfloat16."""
+"""Weights as they are, in float32, bfloat16 or float16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from allspan.kernels.packing import Packer
 from allspan.worker.quant.base import LinearShape, Source
 from allspan.worker.quant.packed import Chunk, Layout, PackedMethod
 
-_LAYOUTS = {torch.float32: Layout("f32", "f32"), torch.bfloat16: Layout("bf16", "bf16")}
+_LAYOUTS = {
+    torch.float32: Layout("f32", "f32"),
+    torch.bfloat16: Layout("bf16", "bf16"),
+    torch.float16: Layout("f16", "f16"),
+}
 
 
 class Plain(PackedMethod):

@@ -46,7 +46,7 @@ class RandomWeights:
         generator = torch.Generator().manual_seed(0)
         pool = torch.randn(_POOL + widest, generator=generator) * _SCALE
         self._blocks: dict[str, npt.NDArray[np.uint8]] = {}
-        self._pools = {dtype: pool.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+        self._pools = {dtype: pool.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
     def names(self) -> Collection[str]:
         return self._shapes.keys()

@@ -11,7 +11,7 @@ import pytest
 from allspan.protos.config import CacheConfig, ModelConfig
 from allspan.protos.errors import CheckpointError, ConfigError, ModelNotFound
 from allspan.worker.engine.setup import ends_of
-from allspan.worker.models.loader import context_length, note_rounded, prepare, weight_dtype
+from allspan.worker.models.loader import context_length, prepare, weight_dtype
 from allspan.worker.models.registry import inspect_model
 from allspan.worker.models.spec import ModelSpec
 
@@ -179,24 +179,31 @@ def test_a_config_file_of_any_name_is_a_model_too(tmp_path: Path) -> None:
     assert inspect_model(str(tmp_path / "shape-7b.json")) == spec
 
 
-def test_auto_dtype_is_the_checkpoints_with_float16_held_as_float32(tmp_path: Path) -> None:
+def test_auto_dtype_is_the_checkpoints_with_float16_held_as_float32_on_cpus(tmp_path: Path) -> None:
     for stored, held in (("float16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
-        assert weight_dtype("auto", spec_of(tmp_path, LLAMA | {"dtype": stored})) == held
-    with pytest.raises(ConfigError, match=r"dtype 'int8' is not known \(auto, float32, bfloat16\)"):
-        weight_dtype("int8", spec_of(tmp_path, LLAMA))
+        spec = spec_of(tmp_path, LLAMA | {"dtype": stored})
+        assert weight_dtype("auto", spec) == held
+        assert weight_dtype("auto", spec, device="cuda") == stored
+        for device, quantised in (("cpu", "bfloat16"), ("cuda", "float16" if stored == "float16" else "bfloat16")):
+            assert weight_dtype("auto", spec, "gptq", device) == quantised
+    with pytest.raises(ConfigError, match=r"dtype 'int8' is not known \(auto, float32, bfloat16, float16\)"):
+        weight_dtype("int8", spec)
 
 
-def test_float16_is_rounded_to_bfloat16_on_a_gpu_and_a_line_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_float16_is_refused_on_cpus_and_beside_pages_of_bfloat16(tmp_path: Path) -> None:
     spec_of(tmp_path, LLAMA | {"dtype": "float16"})
-    for dtype, held in (("float32", "float32"), ("auto", "bfloat16")):
-        config = ModelConfig(str(tmp_path), "tiny", device="cuda", dtype=dtype)
-        prepared = prepare(config, CacheConfig(), 0, 1)
-        assert not caplog.text
-        note_rounded(config, prepared)
-        assert prepared.held["dtype"] == held
-    assert "float16 weights are rounded to bfloat16, which the CUDA kernels are for; --dtype float32" in caplog.text
+
+    def page_dtype(device: str, dtype: str, pages: str) -> str:
+        config = ModelConfig(str(tmp_path), "tiny", device=device, dtype=dtype)
+        return prepare(config, CacheConfig(kv_cache_dtype=pages), 0, 1).cache_spec.dtype
+
+    assert page_dtype("cuda", "auto", "auto") == page_dtype("cuda", "float16", "float16") == "float16"
+    assert page_dtype("cuda", "auto", "int8") == "int8"
+    with pytest.raises(ConfigError, match=r"dtype 'float16' is for GPUs; device is cpu, .* use --dtype auto"):
+        page_dtype("cpu", "float16", "auto")
+    for dtype, pages in (("float16", "bfloat16"), ("bfloat16", "float16"), ("float32", "float16")):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype '{pages}' does not go with dtype '{dtype}': use auto"):
+            page_dtype("cuda", dtype, pages)
 
 
 def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:

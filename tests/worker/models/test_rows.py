@@ -49,7 +49,7 @@ def test_fp8_is_near_bfloat16_and_refused_where_weights_lie_in_panels(tmp_path: 
         found = logits(tmp_path, 2, quantization="fp8", quantization_group=group)
         assert 0 < (plain - found).abs().max() / plain.abs().max() < 0.15
     rows.undo()
-    with pytest.raises(ConfigError, match="quantization 'fp8' is for bfloat16 models on GPUs; device is cpu"):
+    with pytest.raises(ConfigError, match="quantization 'fp8' is for models of 16 bits on GPUs; device is cpu"):
         logits(tmp_path, 1, quantization="fp8")
 
 
@@ -81,8 +81,8 @@ def test_converted_weights_are_refused_where_weights_lie_in_rows(tmp_path: Path)
         loader.prepare(on_gpu, CacheConfig(), 0, 1)
 
 
-def test_bfloat16_on_a_gpu_is_what_lies_in_rows() -> None:
-    assert loader.memory_of("cuda", "bfloat16") == "rows"
+def test_sixteen_bits_on_a_gpu_are_what_lies_in_rows() -> None:
+    assert loader.memory_of("cuda", "bfloat16") == loader.memory_of("cuda", "float16") == "rows"
     assert loader.memory_of("cuda", "float32") == loader.memory_of("cpu", "bfloat16") == "panels"
 
 
@@ -90,6 +90,8 @@ def test_bfloat16_on_a_gpu_is_what_lies_in_rows() -> None:
     ("shape", "dtype", "pages", "backend"),
     [
         ({}, "bfloat16", "auto", "cuda"),
+        ({}, "float16", "auto", "cuda"),
+        ({}, "float16", "float32", "reference"),
         ({}, "bfloat16", "uint4", "reference"),
         ({}, "float32", "auto", "reference"),
         ({"head_dim": 20}, "bfloat16", "auto", "reference"),
@@ -100,5 +102,6 @@ def test_what_the_kernels_are_not_for_runs_on_the_reference(
     shape: dict[str, Any], dtype: str, pages: str, backend: str, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, "llama2", **(SIZES | {"head_dim": 16} | shape))
-    prepared = loader.prepare(ModelConfig(str(tmp_path), "m", dtype=dtype), CacheConfig(kv_cache_dtype=pages), 0, 1)
+    config = ModelConfig(str(tmp_path), "m", dtype=dtype, device="cuda")
+    prepared = loader.prepare(config, CacheConfig(kv_cache_dtype=pages), 0, 1)
     assert loader._gpu_backend(prepared) == backend

@@ -1,0 +1,89 @@
+"""Products with weights in rows: random cases, and whether the ops of the CUDA kernels agree with float64 on them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from allspan.kernels.cuda import linear, skinny, skinny_sm90
+from allspan.kernels.cuda.modules import gpu
+from allspan.kernels.packed import ROW_FORMATS, PackedSpec
+from allspan.kernels.reference.packed import unpack
+from support.packed_cases import random_weight
+
+
+def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, lead: int = 0) -> PackedSpec:
+    activation = {"bf16": "bf16", "f16": "f16", "fp8": "e4m3", "fp8_block": "e4m3"}.get(name, "a16")
+    return PackedSpec(name, activation, parts, inputs, lead, group, memory="rows")
+
+
+class Case:
+    """A random weight, x and bias, and what an op should write into columns `column` and on of 2 more than needed. x
+    and what is not float32 of out are bfloat16, or float16 where the weights are or `is_half`."""
+
+    def __init__(
+        self,
+        spec: PackedSpec,
+        rows: int,
+        device: str,
+        has_bias: bool = True,
+        column: int = 1,
+        is_half: bool = False,
+    ) -> None:
+        generator = torch.Generator().manual_seed(rows + spec.features)
+        self.spec, self.column, self.slack = spec, column, 1.0
+        self.dtype = torch.float16 if is_half or spec.format == "f16" else torch.bfloat16
+        weight = random_weight(spec)
+        x = torch.randn((rows, spec.inputs), generator=generator).to(self.dtype)
+        bias = torch.randn(spec.features, generator=generator) if has_bias else None
+        self.product = x.double() @ unpack(weight, spec, torch.float64).T
+        self.product += 0 if bias is None else bias
+        self.arguments = (x.to(device), weight.to(device), None if bias is None else bias.to(device), spec, column)
+        self.device = device
+
+    def out(self, dtype: torch.dtype, width: int, value: float = math.nan) -> Tensor:
+        return torch.full((len(self.product), width + 2), value, dtype=dtype, device=self.device)
+
+    def check(self, out: Tensor, expected: Tensor, slack: float = 1.0) -> None:
+        """The columns beside are as they were. Many rows: weights, or what biases are added to, are of 16 bits."""
+        end = self.column + expected.shape[1]
+        inside = out[:, self.column : end].cpu().double()
+        device = gpu(torch.device(self.device))
+        is_few = skinny.is_few(len(out), self.spec, device) and not skinny_sm90.pays(len(out), self.spec, device)
+        rounded = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}[out.dtype]
+        tolerance = rounded if is_few else 4e-3 if self.dtype is torch.float16 else 2e-2
+        torch.testing.assert_close(inside, expected, rtol=tolerance, atol=self.slack * slack * tolerance)
+        beside = torch.cat((out[:, : self.column], out[:, end:]), 1)
+        assert (beside.isnan() | (beside == 0.5)).all()
+
+
+def check_store(case: Case) -> None:
+    for dtype in (case.dtype, torch.float32):
+        out = case.out(dtype, case.spec.features)
+        linear.packed_linear(*case.arguments, out)
+        case.check(out, case.product)
+
+
+def check_add(case: Case) -> None:
+    out = case.out(torch.float32, case.spec.features, 0.5)
+    linear.packed_linear_add(*case.arguments, out)
+    case.check(out, case.product + 0.5)
+
+
+def check_gated(case: Case) -> None:
+    gate, up = case.product.chunk(2, 1)
+    out = case.out(case.dtype, gate.shape[1])
+    linear.packed_gated_linear(*case.arguments, out)
+    case.check(out, functional.silu(gate) * up, slack=4.0)  # the error of each, times the other
+
+
+def check_odd_sizes(name: str, group: int, device: str, rows: int = 3, is_half: bool = False) -> None:
+    """A rank's inputs may begin within a group."""
+    lead = 24 + 5 if ROW_FORMATS[name].scale_bytes else 0
+    case = Case(spec_of(name, group, (21, 18), 301 if group != 512 else 700, lead), rows, device, is_half=is_half)
+    out = case.out(torch.float32, 39)
+    linear.packed_linear(*case.arguments, out)
+    case.check(out, case.product)
