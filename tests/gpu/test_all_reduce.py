@@ -4,6 +4,7 @@ on a GPU, the ranks are streams of one device (`tests/cluster` has processes).""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -57,14 +58,11 @@ class Ranks:
 
 def _load_kernels(end: AllReduce) -> None:
     """Each once, for nothing: a kernel that is loaded may wait for those that run, and these wait for each other."""
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for count in (8, 9_000_000):
             end.all_reduce(torch.zeros(count, dtype=dtype, device="cuda"))
-    for width in (64, 16384):
-        x, residual = (
-            torch.zeros(300, width, dtype=torch.bfloat16, device="cuda"),
-            torch.zeros(300, width, device="cuda"),
-        )
+    for width, dtype in itertools.product((64, 16384), (torch.bfloat16, torch.float16)):
+        x, residual = torch.zeros(300, width, dtype=dtype, device="cuda"), torch.zeros(300, width, device="cuda")
         for rows in (1, 300):
             end.all_reduce_add_rms_norm(x[:rows], residual[:rows], residual[0], EPS, x[:rows])
     torch.cuda.synchronize()
@@ -99,8 +97,9 @@ def test_messages_of_any_length_in_any_order_are_summed_in_rank_order(
     ranks: int, device: str, emulator: EmulatorDriver
 ) -> None:
     world = Ranks(ranks, device, emulator)
-    bf16, fp32 = torch.bfloat16, torch.float32
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     rounds = [(1, fp32), (515, bf16), (8, bf16), (1030, bf16), (7, bf16), (5000, bf16), (1601, fp32), (64, bf16)]
+    rounds += [(515, fp16), (5000, fp16)]
     if device == "cuda":
         rounds = [(n, t) for n, t in rounds for _ in range(3)] + [(3_000_001, bf16), (9_000_000, fp32), (20, bf16)]
     data = [[random((n,), t, 100 * i + r, device) for r in range(ranks)] for i, (n, t) in enumerate(rounds)]
@@ -134,13 +133,16 @@ def test_many_rounds_meet_whoever_is_delayed(seed: int, device: str, emulator: E
     assert not wrong, f"rounds {wrong}"
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (7, 136), (11, 512)])
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"),
+    [(1, 64, torch.bfloat16), (7, 136, torch.bfloat16), (11, 512, torch.bfloat16), (3, 136, torch.float16)],
+)
 def test_the_fused_norm_has_the_bits_of_a_sum_and_a_norm(
-    rows: int, width: int, device: str, emulator: EmulatorDriver
+    rows: int, width: int, dtype: torch.dtype, device: str, emulator: EmulatorDriver
 ) -> None:
     """The third is longer than what goes straight to every peer."""
     world = Ranks(2, device, emulator)
-    x = [random((rows, width), torch.bfloat16, 5 + rank, device) for rank in range(2)]
+    x = [random((rows, width), dtype, 5 + rank, device) for rank in range(2)]
     residual = random((rows, width), torch.float32, 1, device)
     weight = random((width,), torch.float32, 2, device)
     residuals = [residual.clone() for _ in range(2)]
@@ -253,7 +255,7 @@ def test_what_would_be_read_wrongly_is_refused(device: str, emulator: EmulatorDr
     world = Ranks(2, device, emulator)
     end = world.ends[0]
     x = torch.zeros(4, 64, dtype=torch.bfloat16, device=device)
-    with pytest.raises(ValueError, match=r"x: .*contiguous bfloat16 or float32"):
+    with pytest.raises(ValueError, match=r"x: .*contiguous bfloat16, float16 or float32"):
         end.all_reduce(x.t())
     with pytest.raises(ValueError, match=r"weight: .* must be contiguous torch.float32 \(64,\)"):
         end.all_reduce_add_rms_norm(x, x.float(), torch.zeros(63, device=device), EPS, x)

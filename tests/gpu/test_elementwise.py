@@ -10,7 +10,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.elementwise import add, add_rms_norm, embedding, gather_rows, rms_norm, silu_mul
 from support import kernel_oracle
-from support.cuda_rows import BF16, F32, is_kept, poisoned, rows
+from support.cuda_rows import BF16, F16, F32, is_kept, poisoned, rows
 
 EPS = 1e-5
 LARGE = [(1, 896), (1, 4096), (7, 3584), (64, 8192), (513, 5120), (5, 18432), (3, 1), (4, 65), (0, 64), (2, 40000)]
@@ -18,7 +18,7 @@ LARGE = [(1, 896), (1, 4096), (7, 3584), (64, 8192), (513, 5120), (5, 18432), (3
 
 def agrees(out: Tensor, right: Tensor) -> None:
     """With a float64 outcome that was not rounded."""
-    close = {BF16: (2.0**-8, 1e-6), F32: (2e-5, 1e-6)}[out.dtype]
+    close = {BF16: (2.0**-8, 1e-6), F16: (2.0**-11, 1e-6), F32: (2e-5, 1e-6)}[out.dtype]
     torch.testing.assert_close(out.double(), right, rtol=close[0], atol=close[1])
     assert is_kept(out)
 
@@ -57,6 +57,7 @@ def test_norms_agree_with_float64(device: str) -> None:
     check_add_norm((2, 2056), (F32, BF16, F32), device)
     check_add_norm((3, 33), (F32, BF16, F32), device)
     check_add_norm((3, 576), (BF16, BF16, BF16), device)
+    check_add_norm((3, 576), (F32, F16, F32), device)
 
 
 @pytest.mark.gpu
@@ -67,8 +68,10 @@ def test_norms_agree_with_float64(device: str) -> None:
 def test_norms_of_every_width_agree_with_float64(
     size: tuple[int, int], stream: torch.dtype, other: torch.dtype, weight: torch.dtype
 ) -> None:
-    check_norm(size, (stream, other, weight), "cuda")
-    check_add_norm(size, (stream, other, weight), "cuda")
+    for half in (BF16, F16):
+        types = [half if dtype is BF16 else dtype for dtype in (stream, other, weight)]
+        check_norm(size, (types[0], types[1], types[2]), "cuda")
+        check_add_norm(size, (types[0], types[1], types[2]), "cuda")
 
 
 def check_add(size: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
@@ -96,6 +99,7 @@ def test_sums_and_swiglu_agree_with_float64(device: str) -> None:
     check_add((3, 2056), (F32, BF16), device)
     check_silu_mul((3, 2056), (BF16, BF16), device)
     check_silu_mul((3, 33), (BF16, BF16), device)
+    check_silu_mul((3, 264), (F16, F16), device)
 
 
 def test_swiglu_far_out_is_finite(device: str) -> None:
@@ -113,8 +117,10 @@ def test_swiglu_far_out_is_finite(device: str) -> None:
 def test_sums_and_swiglu_of_every_width_agree_with_float64(
     size: tuple[int, int], first: torch.dtype, second: torch.dtype
 ) -> None:
-    check_add(size, (first, second), "cuda")
-    check_silu_mul(size, (first, second), "cuda")
+    for half in (BF16, F16):
+        types = half if first is BF16 else first, half if second is BF16 else second
+        check_add(size, types, "cuda")
+        check_silu_mul(size, types, "cuda")
 
 
 def check_embedding(width: int, dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def rows(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu", seed: int = 0) -> Tensor:
