@@ -282,6 +282,8 @@ extern "C" __global__ void __launch_bounds__(256)
   const int feature = (blockIdx.x * blockDim.x + threadIdx.x) * WIDTH;
   if (feature >= outputs) return;
   const Features gates(numbers, bias, feature), ups(numbers, bias, is_gated ? outputs + feature : feature);
+  let_next_begin();
+  wait_for_ahead();
   for (int first = blockIdx.y * kRows; first < rows; first += gridDim.y * kRows) {
     uint4 pieces[kRows][kPieces], others[kRows][kPieces];
 #pragma unroll

@@ -234,7 +234,7 @@ def _finish(
     sizes = (len(products), spec.features, into.epilogue, is_float(into.out), stride, into.column)
     across = -(-width // (256 * together))
     down = min(-(-len(products) // 2), max(1, _ELEMENTWISE_BLOCKS * gpu(products.device).multiprocessors // across))
-    launch(finish, (across, down), 256, (products, *factors, bias, into.out, *map(np.int32, sizes)))
+    launch(finish, (across, down), 256, (products, *factors, bias, into.out, *map(np.int32, sizes)), is_early=True)
 
 
 def _finish_kernel(products: torch.dtype, is_scaled: bool, width: int, out: torch.dtype) -> Kernel:
