@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -19,6 +20,7 @@ from allspan.kernels.cuda.cascade import (
     parts_of,
     plan_level,
 )
+from allspan.kernels.cuda.modules import HALVES
 from allspan.kernels.cuda.pages import PageTable, Scores
 from support.cuda_pages import coded, decoded, expected, random_pages, random_queries
 from support.emulator.driver import EmulatorDriver
@@ -64,15 +66,16 @@ def check(
     dim: int,
     device: str,
     dtype: torch.dtype | None = None,
+    of: torch.dtype = torch.bfloat16,
 ) -> None:
     kv_heads, group = heads
     rows = len(own)
     split, mine, whole = tables(levels, own, device)
     total = sum(-(-n // PAGE) for groups in levels for _, n in groups) + sum(-(-n // PAGE) for n in own) + 3
     generator = torch.Generator().manual_seed(3)
-    keys, values = (torch.randn(total, kv_heads, PAGE, dim, generator=generator).bfloat16().to(device) for _ in "kv")
+    keys, values = (torch.randn(total, kv_heads, PAGE, dim, generator=generator).to(of).to(device) for _ in "kv")
     cache = (keys, values) if dtype is None else coded(keys, values, dtype)
-    q = random_queries(rows, kv_heads * group, dim, device)
+    q = random_queries(rows, kv_heads * group, dim, device, of)
     planned = []
     for table, groups in zip(split, levels, strict=True):
         plan, parts = plan_level(groups, group, kv_heads, device)
@@ -108,9 +111,9 @@ def test_on_hopper_its_own_prefill_takes_the_parts(
 @pytest.mark.parametrize("dtype", [None, torch.int8, torch.uint8], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_cascades_agree_with_float32(dim: int, dtype: torch.dtype | None) -> None:
-    for heads in ((8, 1), (2, 4), (1, 16)):
-        check([[(40, 4096)], [(10, 16), (30, 512)]], [7 * i % 300 for i in range(40)], heads, dim, "cuda", dtype)
-        check([[(256, 8192)]], [128] * 256, heads, dim, "cuda", dtype)
+    for heads, of in itertools.product(((8, 1), (2, 4), (1, 16)), HALVES):
+        check([[(40, 4096)], [(10, 16), (30, 512)]], [7 * i % 300 for i in range(40)], heads, dim, "cuda", dtype, of)
+        check([[(256, 8192)]], [128] * 256, heads, dim, "cuda", dtype, of)
 
 
 def test_the_gpu_is_filled_by_parts_that_are_long_enough(device: str) -> None:

@@ -26,19 +26,33 @@ LENGTHS = {
 }
 
 
-def case(lengths: list[int], kv_heads: int, group: int, dim: int, page: int, device: str) -> tuple[Tensor, Pages]:
-    return random_queries(len(lengths), kv_heads * group, dim, device), random_pages(
-        lengths, kv_heads, dim, page, device
-    )
+def case(
+    lengths: list[int],
+    kv_heads: int,
+    group: int,
+    dim: int,
+    page: int,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Pages]:
+    q = random_queries(len(lengths), kv_heads * group, dim, device, dtype)
+    return q, random_pages(lengths, kv_heads, dim, page, device, dtype)
 
 
 def expected(q: Tensor, pages: Pages, scale: float | Scores) -> tuple[Tensor, Tensor]:
     return attended(q, pages, [1] * len(q), scale, is_causal=False)
 
 
-def check(lengths: list[int], heads: tuple[int, int], dim: int, page: int, device: str) -> None:
+def check(
+    lengths: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    page: int,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     kv_heads, group = heads
-    q, (keys, values, table) = case(lengths, kv_heads, group, dim, page, device)
+    q, (keys, values, table) = case(lengths, kv_heads, group, dim, page, device, dtype)
     out = torch.full_like(q, math.nan)
     lse = torch.full(q.shape[:2], math.nan, device=device)
     workspace = decode_workspace(len(lengths), kv_heads, dim, device)
@@ -55,7 +69,8 @@ def check(lengths: list[int], heads: tuple[int, int], dim: int, page: int, devic
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_decode_agrees_with_float32(lengths: list[int], dim: int, page: int) -> None:
     for heads in ((1, 1), (3, 2), (8, 3), (1, 4), (4, 7), (8, 8), (1, 16)):
-        check(lengths, heads, dim, page, "cuda")
+        for dtype in (torch.bfloat16, torch.float16):
+            check(lengths, heads, dim, page, "cuda", dtype)
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(64, (3, 2)), (80, (1, 7)), (128, (1, 7)), (128, (1, 16)), (256, (2, 3))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -29,8 +30,8 @@ HEADS = [(1, 1), (2, 3), (1, 7), (4, 4), (2, 8), (1, 16), (1, 32)]
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: int, page: int) -> None:
-    for heads in HEADS:
-        check_prefill(paged_prefill, batch, heads, dim, page, "cuda")
+    for heads, dtype in itertools.product(HEADS, (torch.bfloat16, torch.float16)):
+        check_prefill(paged_prefill, batch, heads, dim, page, "cuda", dtype)
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(64, (2, 3)), (80, (1, 4)), (128, (1, 7)), (256, (1, 2))])

@@ -49,8 +49,8 @@ def hopper(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: int, page: int) -> None:
-    for heads in HEADS:
-        check_prefill(paged_prefill_sm90, batch, heads, dim, page, "cuda")
+    for heads, dtype in itertools.product(HEADS, (torch.bfloat16, torch.float16)):
+        check_prefill(paged_prefill_sm90, batch, heads, dim, page, "cuda", dtype)
 
 
 @pytest.mark.gpu

@@ -40,11 +40,11 @@ def save_quantised(folder: Path, name: str) -> Any:
     return model
 
 
-def check(folder: Path, name: str, asked: list[list[int]], on: dict[str, Any]) -> None:
-    """Each token is transformers' best, or as good but for what bfloat16 and inputs of 8 bits round away."""
+def check(folder: Path, name: str, asked: list[list[int]], on: dict[str, Any], dtype: str = "bfloat16") -> None:
+    """Each token is transformers' best, or as good but for what 16 bits and inputs of 8 bits round away."""
     model = save_quantised(folder, name)
-    slack = 0.5 if "fp8" in name or name == "compressed-int8" else 0.1
-    with Engine(folder, **on, **SETTINGS) as engine:
+    slack = 0.5 if "fp8" in name or name == "compressed-int8" else 0.1 if dtype == "bfloat16" else 0.02
+    with Engine(folder, **on, **SETTINGS | {"dtype": dtype}) as engine:
         outputs = engine.generate(asked, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
     for one, output in zip(asked, outputs, strict=True):
         logits: Tensor = reference_logits(model, [*one, *output.token_ids])[len(one) - 1 : -1]
@@ -52,13 +52,14 @@ def check(folder: Path, name: str, asked: list[list[int]], on: dict[str, Any]) -
             assert float(row.max() - row[token]) <= slack * float(row.std())
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-ordered"])
-def test_a_few_tokens_are_those_of_transformers(name: str, tmp_path: Path, on: dict[str, Any]) -> None:
-    check(tmp_path, name, [prompt(7, 97), prompt(2, 97, 1)], on)
+@pytest.mark.parametrize(("name", "dtype"), [("fp8-blocks", "bfloat16"), ("gptq-ordered", "float16")])
+def test_a_few_tokens_are_those_of_transformers(name: str, dtype: str, tmp_path: Path, on: dict[str, Any]) -> None:
+    check(tmp_path, name, [prompt(7, 97), prompt(2, 97, 1)], on, dtype)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FORMS)
-def test_tokens_behind_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_tokens_behind_prompts_are_those_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     """More rows than the kernels for few rows take."""
-    check(tmp_path, name, [prompt(length, 97, length) for length in (1, 40, 120, 200)], {"device": "cuda"})
+    check(tmp_path, name, [prompt(length, 97, length) for length in (1, 40, 120, 200)], {"device": "cuda"}, dtype)

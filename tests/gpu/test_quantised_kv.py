@@ -10,6 +10,7 @@ import torch
 
 from allspan.kernels.cuda.cascade import CascadeLevel, cascade_workspace, paged_cascade, plan_level
 from allspan.kernels.cuda.decode import decode_workspace, paged_decode
+from allspan.kernels.cuda.modules import HALVES
 from allspan.kernels.cuda.pages import PageTable
 from allspan.kernels.cuda.prefill import paged_prefill, plan_prefill
 from support.cuda_pages import check_rounded, coded, decoded, expected, random_pages, random_queries, sizes_apart
@@ -17,14 +18,20 @@ from support.cuda_pages import check_rounded, coded, decoded, expected, random_p
 DTYPES = {"int8": torch.int8, "uint4": torch.uint8, "float8": torch.float8_e4m3fn}
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 HALF_BITS, BFLOAT16_BITS = 11, 8
-"""Of a weight in decode, in prefill."""
+"""Of a weight in decode, in prefill of bfloat16."""
 
 
 def check_decode(
-    lengths: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str, page: int = 16
+    lengths: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    page: int = 16,
+    q_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     kv_heads, group = heads
-    q = random_queries(len(lengths), kv_heads * group, dim, device)
+    q = random_queries(len(lengths), kv_heads * group, dim, device, q_dtype)
     keys, values, table = random_pages(lengths, kv_heads, dim, page, device)
     cache = coded(keys * 2 + 1, values * 2 - 3, dtype)
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
@@ -40,7 +47,8 @@ def check_decode(
 @pytest.mark.parametrize("lengths", [[1], [17, 0, 64, 65, 127, 128], [5000], [4096, 3, 1, 900], [77] * 512])
 def test_decode_agrees_with_float32(lengths: list[int], dim: int, dtype: torch.dtype) -> None:
     for heads in ((1, 1), (3, 2), (4, 7), (8, 8), (1, 16)):
-        check_decode(lengths, heads, dim, dtype, "cuda")
+        for q_dtype in HALVES:
+            check_decode(lengths, heads, dim, dtype, "cuda", q_dtype=q_dtype)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +83,23 @@ def test_queries_and_values_of_any_size_agree_with_float32(dtype: torch.dtype, s
 
 
 def check_prefill(
-    queries: list[int], lengths: list[int], heads: int, dim: int, dtype: torch.dtype, device: str, page: int = 16
+    queries: list[int],
+    lengths: list[int],
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    page: int = 16,
+    q_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    q = random_queries(sum(queries), heads, dim, device)
+    q = random_queries(sum(queries), heads, dim, device, q_dtype)
     keys, values, table = random_pages(lengths, 2, dim, page, device)
     cache = coded(keys * 2 + 1, values * 2 - 3, dtype)
     out = torch.full_like(q, math.nan)
     paged_prefill(q, cache, table, plan_prefill(queries, lengths, heads // 2, device), dim**-0.5, True, out, None)
-    keys, values = (held.bfloat16().float() for held in decoded(cache))  # as tensor cores get them
-    check_rounded(out, q, (keys, values, table), queries, dim**-0.5, True, BFLOAT16_BITS)
+    keys, values = (held.to(q_dtype).float() for held in decoded(cache))  # as tensor cores get them
+    bits = HALF_BITS if q_dtype is torch.float16 else BFLOAT16_BITS
+    check_rounded(out, q, (keys, values, table), queries, dim**-0.5, True, bits)
 
 
 @pytest.mark.gpu
@@ -92,12 +108,18 @@ def check_prefill(
 @pytest.mark.parametrize("batch", [([1], [3000]), ([33, 129, 257], [500, 129, 300])])
 def test_prefill_agrees_with_float32(batch: tuple[list[int], list[int]], dim: int, dtype: torch.dtype) -> None:
     for heads in (2, 6, 14):
-        check_prefill(*batch, heads, dim, dtype, "cuda")
+        for q_dtype in HALVES:
+            check_prefill(*batch, heads, dim, dtype, "cuda", q_dtype=q_dtype)
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [("int8", 64), ("uint4", 128), ("float8", 64)])
 def test_small_prefills_agree_with_float32(dim: int, dtype: str, device: str) -> None:
     check_prefill([33, 1, 0], [150, 1, 4], 4, dim, DTYPES[dtype], device)
+
+
+def test_queries_of_half_precision_agree_with_float32(device: str) -> None:
+    check_decode([33, 700, 31], (2, 3), 64, torch.uint8, device, q_dtype=torch.float16)
+    check_prefill([33, 1, 0], [150, 1, 4], 4, 64, torch.int8, device, q_dtype=torch.float16)
 
 
 @pytest.mark.gpu

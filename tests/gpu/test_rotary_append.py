@@ -13,7 +13,7 @@ from torch import Tensor
 from allspan.kernels.cuda.rotary_append import append_kv, hadamard, head_norm, rotary, rotary_append
 from allspan.kernels.reference import attention as reference_attention
 from allspan.kernels.reference import elementwise as reference
-from support.cuda_rows import BF16, F32, is_kept, poisoned, rows
+from support.cuda_rows import BF16, F16, F32, is_kept, poisoned, rows
 
 I8, U4, E4M3 = torch.int8, torch.uint8, torch.float8_e4m3fn
 FORMATS = {"bfloat16": BF16, "int8": I8, "uint4": U4, "fp8": E4M3}
@@ -68,7 +68,7 @@ def pages(shape: Shape, dtype: torch.dtype, device: str, has_scales: bool = True
     width = -(-shape.dim // 2) if dtype is U4 else shape.dim
     size = (shape.tokens // PAGE + 2, shape.kv_heads, PAGE, width)
     caches = [poisoned(*size, dtype=dtype, device=device) for _ in range(2)]
-    if dtype is BF16 or not has_scales:
+    if dtype in (BF16, F16) or not has_scales:
         return [*caches, None, None]
     return [*caches, *(poisoned(*size[:2], 2, PAGE, dtype=F32, device=device) for _ in range(2))]
 
@@ -149,10 +149,12 @@ def write(k: Tensor, v: Tensor, to: list[Any], slots: Tensor) -> None:
         scales[slots // PAGE, :, 1, slots % PAGE] = scale
 
 
-def check_fused(shape: Shape, dtype: torch.dtype, device: str, spread: str, has_norms: bool) -> None:
+def check_fused(
+    shape: Shape, dtype: torch.dtype, device: str, spread: str, has_norms: bool, of: torch.dtype = BF16
+) -> None:
     """The bits are those of the single ops."""
     n, heads, kv_heads, dim = shape.tokens, shape.heads, shape.kv_heads, shape.dim
-    qkv = rows(n, heads + 2 * kv_heads, dim, device=device)
+    qkv = rows(n, heads + 2 * kv_heads, dim, dtype=of, device=device)
     norms = [rows(dim, dtype=F32, device=device, seed=seed) if has_norms else None for seed in (8, 9)]
     center = rows(kv_heads, dim, dtype=F32, device=device, seed=4) if spread == "centered" else None
     turning, slots = (positions(n, device), table(shape.rot, device)), slots_of(n, device)
@@ -168,7 +170,7 @@ def check_fused(shape: Shape, dtype: torch.dtype, device: str, spread: str, has_
     right = pages(shape, dtype, device)
     append_kv(k, v, *right, slots)
 
-    ours, held = poisoned(*qkv.shape, device=device), pages(shape, dtype, device)
+    ours, held = poisoned(*qkv.shape, dtype=of, device=device), pages(shape, dtype, device)
     ours.copy_(qkv)
     rotary_append(ours, heads, (*norms, EPS), turning, (int(spread != "kept"), center), tuple(held), slots)  # type: ignore[arg-type]
     assert same(ours, torch.cat((q, k, v), 1))
@@ -212,6 +214,10 @@ def test_the_fused_op_has_the_bits_of_the_single_ones(spread: str, has_norms: bo
     check_fused(SMALL[0], I8 if spread != "kept" else BF16, device, spread, has_norms)
 
 
+def test_the_fused_op_in_half_precision_has_the_bits_of_the_single_ones(device: str) -> None:
+    check_fused(SMALL[0], F16, device, "kept", True, F16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", ["kept", "spread", "centered"])
 @pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
@@ -221,6 +227,7 @@ def test_the_fused_op_of_every_shape_has_the_bits_of_the_single_ones(
 ) -> None:
     for has_norms in (False, True):
         check_fused(shape, dtype, "cuda", spread, has_norms)
+        check_fused(shape, F16 if dtype is BF16 else dtype, "cuda", spread, has_norms, F16)
 
 
 def test_every_bfloat16_number_becomes_the_nearest_fp8(device: str) -> None:

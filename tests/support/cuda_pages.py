@@ -16,21 +16,23 @@ from allspan.kernels.reference.attention import QUANTISED, append_kv
 Pages = tuple[Tensor, Tensor, PageTable]
 
 
-def random_pages(lengths: list[int], kv_heads: int, dim: int, page: int, device: str) -> Pages:
-    """Keys and values, bfloat16 [pages, kv_heads, page, dim], and the table of requests of these lengths, shuffled."""
+def random_pages(
+    lengths: list[int], kv_heads: int, dim: int, page: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> Pages:
+    """Keys and values [pages, kv_heads, page, dim], and the table of requests of these lengths, shuffled."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-length // page) for length in lengths]
     total = sum(counts) + 3
     shape = (total, kv_heads, page, dim)
-    keys, values = (torch.randn(shape, generator=generator).bfloat16().to(device) for _ in range(2))
+    keys, values = (torch.randn(shape, generator=generator).to(dtype).to(device) for _ in range(2))
     indices = torch.randperm(total, generator=generator)[: sum(counts)].int().to(device)
     indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
     return keys, values, PageTable(indptr, indices, torch.tensor(lengths, dtype=torch.int32, device=device))
 
 
-def random_queries(count: int, heads: int, dim: int, device: str) -> Tensor:
+def random_queries(count: int, heads: int, dim: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, heads, dim, generator=generator).bfloat16().to(device)
+    return torch.randn(count, heads, dim, generator=generator).to(dtype).to(device)
 
 
 def expected(
@@ -114,8 +116,8 @@ def check_rounded(
     weight_bits: int,
     sizes_of: Tensor | None = None,
 ) -> Tensor:
-    """That `out`, bfloat16, is what attention over these pages comes to, as close as it can be: products are exact, but
-    each weight is rounded to `weight_bits` bits and the result to 8. With as much as 2^-12 of the weighted sizes of the
+    """That `out`, of 16 bits, is what attention over these pages comes to, as close as it can be: products are exact,
+    but each weight is rounded to `weight_bits` bits and the result to 8. With as much as 2^-12 of the weighted sizes of the
     values (`sizes_of`, or their own) for float32 and for powers by tables. Returns `expected`'s logarithms."""
     keys, values, table = pages
     right, lse = expected(q, pages, queries, scale, is_causal)
@@ -136,12 +138,13 @@ def check_prefill(
     dim: int,
     page: int,
     device: str,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """A kernel with the arguments of `paged_prefill`, causal and not. `batch`: queries and tokens of each request;
     `heads`: KV heads and query heads of each."""
     (queries, lengths), (kv_heads, group) = batch, heads
-    q = random_queries(sum(queries), kv_heads * group, dim, device)
-    keys, values, table = pages = random_pages(lengths, kv_heads, dim, page, device)
+    q = random_queries(sum(queries), kv_heads * group, dim, device, dtype)
+    keys, values, table = pages = random_pages(lengths, kv_heads, dim, page, device, dtype)
     plan = plan_prefill(queries, lengths, group, device)
     for is_causal in (True, False):
         out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=device)
