@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from allspan.protos.errors import AllspanError
 from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, TokenLogprob
+from allspan.protos.sampling import SamplingParams
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.memory import PrefixSettings
-from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
+from allspan.worker.scheduler.plan import Join, Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
 from support.cores import request
@@ -51,13 +52,36 @@ class _Row:
         self.num_computed = num_computed
         self.pages: list[int] = []
 
+    def copy(self) -> _Row:
+        """The same pages, whoever adds to them."""
+        copy = _Row(self.request, list(self.tokens), self.num_computed)
+        copy.pages = self.pages
+        return copy
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A step that was begun before the one before was over."""
+
+    runs: tuple[Run, ...]
+    rows: dict[int, _Row]
+    """As they are after it."""
+    sampled: dict[int, tuple[int, ...]]
+
+
+def may_launch(params: SamplingParams) -> bool:
+    return params.prompt_logprobs is None
+
 
 class SimulatedRank:
     """`step()` runs one round of the scheduler's loop. `tokens`, `prompt_logprobs` and `ends` are what callers were
     told, by request id; saying anything after an end fails."""
 
-    def __init__(self, scheduler: Scheduler, num_host_pages: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, num_host_pages: int = 0, runs_ahead: bool = False) -> None:
+        """`runs_ahead`: as a GPU does, it begins the step after one before it tells what that one made."""
         self.scheduler = scheduler
+        self.runs_ahead = runs_ahead
+        self.flight: _Flight | None = None
         self.size = scheduler.limits.page_size
         self.device = [[0] * self.size for _ in range(scheduler.limits.num_pages)]
         self.host = [[0] * self.size for _ in range(num_host_pages)]
@@ -87,12 +111,17 @@ class SimulatedRank:
 
     def step(self) -> StepPlan | None:
         self.take(self.scheduler.expire())
-        plan = self.scheduler.schedule()
+        launches = self.runs_ahead and all(may_launch(row.request.params) for row in self.rows.values())
+        plan = self.scheduler.schedule(may_launch=may_launch if launches else None)
         if plan is None:
+            assert self.flight is None, "what runs is awaited"
             return None
         self.plans.append(plan)
         self._apply(plan)
-        result = self._run(plan)
+        flight, self.flight = self.flight, None
+        result = self._land(plan, flight) if flight and plan.runs else self._run(plan)
+        if plan.ahead:
+            self._go_ahead(plan)
         self.between()
         self.take(self.scheduler.apply(result))
         self.scheduler.check()
@@ -143,6 +172,25 @@ class SimulatedRank:
         assert join.num_computed < len(tokens), "the last token is always computed"
         assert join.num_computed % self.size == 0
         self.rows[join.row] = _Row(request, list(tokens), join.num_computed)
+
+    def _land(self, plan: StepPlan, flight: _Flight) -> StepResult:
+        assert set(plan.runs) <= set(flight.runs), "nobody joins a step that runs already"
+        mine = [run.row for run in plan.runs]
+        ended = {run.row for run in flight.runs} - set(mine)
+        assert not any(row in self.rows and self.rows[row].request is flight.rows[row].request for row in ended)
+        self.rows |= {row: flight.rows[row] for row in mine}
+        return StepResult(
+            plan.step, {row: flight.sampled[row] for row in mine if row in flight.sampled}, tokens_hash=plan.step
+        )
+
+    def _go_ahead(self, plan: StepPlan) -> None:
+        assert self.runs_ahead
+        assert plan.runs
+        before = self.rows
+        self.rows = {number: row.copy() for number, row in before.items()}
+        result = self._run(dataclasses.replace(plan, runs=plan.ahead, ahead=()))
+        self.flight = _Flight(plan.ahead, self.rows, result.tokens)
+        self.rows = before
 
     def _run(self, plan: StepPlan) -> StepResult:
         limits = self.scheduler.limits
@@ -201,10 +249,12 @@ class Clock:
         return self.now
 
 
-def rank(host: int = 0, clock: Clock | None = None, enabled: bool = True, **limits: int) -> SimulatedRank:
+def rank(
+    host: int = 0, clock: Clock | None = None, enabled: bool = True, runs_ahead: bool = False, **limits: int
+) -> SimulatedRank:
     settings = PrefixSettings(enabled, "model", host)
     scheduler = Scheduler(dataclasses.replace(LIMITS, **limits), (), prefix=settings, clock=clock or Clock())
-    return SimulatedRank(scheduler, host)
+    return SimulatedRank(scheduler, host, runs_ahead)
 
 
 def asked(

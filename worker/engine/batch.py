@@ -35,6 +35,16 @@ class LogitsRows:
     """[m]: that token, where it is a prompt's and known; -1 where it is to be sampled. None: everywhere."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that is launched before the tokens of the one before are known."""
+
+    inputs: StepInputs
+    logits: LogitsRows
+    num_unknown: int
+    """The first so many tokens are such."""
+
+
 class Batch:
     """Fixed arrays, one row a request. `apply` takes a plan in and makes the model's inputs; `commit` takes in what was
     sampled. The payloads come from the inbox; a row that leaves without being dropped keeps its tokens for its return.
@@ -114,38 +124,33 @@ class Batch:
         self._run_rows = np.fromiter((run.row for run in runs), dtype=np.int64, count=len(runs))
         self._run_counts = np.fromiter((run.num_tokens for run in runs), dtype=np.int64, count=len(runs))
         self._common = None
-        if runs and runs[-1].num_tokens == 1:
-            self._run_rows, self._common = self._together(tuple(run.row for run in runs))
+        if runs and runs[-1].num_tokens == 1 and not is_running:
+            self._run_rows, self._common = self._together(tuple(run.row for run in runs), self._num_computed)
         if plan.runs and is_running:
-            self._inputs = None
-            self._logits = LogitsRows(self._run_rows, self._num_tokens[self._run_rows], None)
+            rows = self._run_rows
+            samples = rows[self._num_computed[rows] + self._run_counts == self._num_tokens[rows]]
+            self._inputs, self._logits = None, LogitsRows(samples, self._num_tokens[samples], None)
             return None
         self._inputs = self._make_inputs() if plan.runs else None
         return self._inputs
 
-    def ahead(self, plan: StepPlan, order: Longs) -> tuple[StepInputs, LogitsRows]:
-        """The next step of the plan's rows that go on ahead, before `commit` of this one. In the place of ids, which
-        nobody knows yet, the inputs have where each row stands in `order`."""
-        rows, common = self._together(plan.ahead)
+    def ahead(self, plan: StepPlan, order: Longs) -> Ahead:
+        """The step after the plan's, before `commit` of this one. Rows that sample now stand first; in the place of
+        their ids, which nobody knows yet, the inputs have where each one stands in `order`."""
+        computed, num_tokens = self._num_computed.copy(), self._num_tokens.copy()
+        computed[self._run_rows] += self._run_counts
+        num_tokens[self._logits.rows] += 1
+        sampling = set(self._logits.rows.tolist())
+        runs = sorted(plan.ahead, key=lambda run: (run.num_tokens > 1, run.row not in sampling))
+        rows = np.fromiter((run.row for run in runs), dtype=np.int64, count=len(runs))
+        counts = np.fromiter((run.num_tokens for run in runs), dtype=np.int64, count=len(runs))
+        unknown, common = sum(run.row in sampling for run in runs), None
+        if unknown == len(runs):
+            rows, common = self._together(tuple(run.row for run in runs), computed)
+        values, logits = self._values(rows, counts, computed, num_tokens)
         at = {row: i for i, row in enumerate(order.tolist())}
-        positions = self._num_tokens[rows]
-        kv_lens = positions + 1
-        page_counts = -(-kv_lens // self._page_size)
-        if (page_counts > self._num_pages[rows]).any():
-            raise InternalError(f"step {self._step}: a row that goes on ahead runs past its pages")
-        page_indptr = _indptr(page_counts)
-        pages, offsets = np.divmod(positions, self._page_size)
-        values: dict[str, NDArray[Any]] = {
-            "ids": np.fromiter((at[row] for row in rows.tolist()), dtype=np.int32, count=len(rows)),
-            "positions": positions,
-            "slots": self._pages[rows, pages] * self._page_size + offsets,
-            "qo_indptr": np.arange(len(rows) + 1),
-            "page_indptr": page_indptr,
-            "page_indices": self._pages[np.repeat(rows, page_counts), _nth(page_indptr)],
-            "kv_lens": kv_lens,
-            "logits_rows": np.arange(len(rows)),
-        }
-        return self.buffers.fill(values, common), LogitsRows(rows, kv_lens, None)
+        values["ids"][:unknown] = [at[row] for row in rows[:unknown].tolist()]
+        return Ahead(self.buffers.fill(values, common), logits, unknown)
 
     def commit(self, sampled: Sampled | None) -> StepResult:
         """Appends the step's tokens to their rows; None when there were no logits."""
@@ -170,11 +175,11 @@ class Batch:
         }
         return StepResult(self._step, made | failed, sampled.logprobs, self.tokens_hash, sampled.prompt_logprobs)
 
-    def _together(self, rows: tuple[int, ...]) -> tuple[Longs, Ints | None]:
+    def _together(self, rows: tuple[int, ...], computed: Longs) -> tuple[Longs, Ints | None]:
         """Rows that decode, in the order of the inputs, and what they have in common."""
         if self._shared is None:
             return np.asarray(rows, dtype=np.int64), None
-        return self._shared.of(rows, self._num_computed)
+        return self._shared.of(rows, computed)
 
     def _drop(self, plan: StepPlan, inbox: Inbox) -> None:
         for request_id in plan.drops:
@@ -240,53 +245,57 @@ class Batch:
             self._gone_on = 0
 
     def _make_inputs(self) -> StepInputs:
-        rows, counts = self._run_rows, self._run_counts
-        starts = self._num_computed[rows]
+        rows = self._run_rows
+        values, self._logits = self._values(rows, self._run_counts, self._num_computed, self._num_tokens)
+        is_plain = self._logits.targets is None and self.buffers.is_shared
+        if is_plain and len(rows) == len(values["ids"]) == len(values["logits_rows"]):
+            self._room = self._page_size - 1 - int((values["positions"] % self._page_size).max())
+        return self.buffers.fill(values, self._common)
+
+    def _values(
+        self, rows: Longs, counts: Longs, computed: Longs, num_tokens: Longs
+    ) -> tuple[dict[str, NDArray[Any]], LogitsRows]:
+        """The inputs of a step with `counts` more tokens of `rows`, when these have so many tokens, by their numbers,
+        of which so many are `computed`; and what its logits are for."""
+        starts = computed[rows]
         kv_lens = starts + counts
         page_counts = -(-kv_lens // self._page_size)
-        if (page_counts > self._num_pages[rows]).any() or (kv_lens > self._num_tokens[rows]).any():
+        if (page_counts > self._num_pages[rows]).any() or (kv_lens > num_tokens[rows]).any():
             raise InternalError(f"step {self._step}: a row runs past its tokens or its pages")
         qo_indptr, page_indptr = _indptr(counts), _indptr(page_counts)
         token_rows = np.repeat(rows, counts)
         positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], counts)
         pages, offsets = np.divmod(positions, self._page_size)
         page_rows = np.repeat(rows, page_counts)
-        logits_rows = self._choose_logits(token_rows, positions, qo_indptr)
-        is_plain = self._logits.targets is None and self.buffers.is_shared
-        if is_plain and len(rows) == len(positions) == len(logits_rows):
-            self._room = self._page_size - 1 - int(offsets.max())
-        return self.buffers.fill(
-            {
-                "ids": self._tokens[token_rows, positions],
-                "positions": positions,
-                "slots": self._pages[token_rows, pages] * self._page_size + offsets,
-                "qo_indptr": qo_indptr,
-                "page_indptr": page_indptr,
-                "page_indices": self._pages[page_rows, _nth(page_indptr)],
-                "kv_lens": kv_lens,
-                "logits_rows": logits_rows,
-            },
-            self._common,
-        )
+        logits_rows, logits = self._choose_logits(rows, token_rows, positions, qo_indptr, num_tokens)
+        values = {
+            "ids": self._tokens[token_rows, positions],
+            "positions": positions,
+            "slots": self._pages[token_rows, pages] * self._page_size + offsets,
+            "qo_indptr": qo_indptr,
+            "page_indptr": page_indptr,
+            "page_indices": self._pages[page_rows, _nth(page_indptr)],
+            "kv_lens": kv_lens,
+            "logits_rows": logits_rows,
+        }
+        return values, logits
 
-    def _choose_logits(self, token_rows: Longs, positions: Longs, qo_indptr: Longs) -> Longs:
-        """Which of the step's tokens need logits: the last of each row, to sample the next, and those before a prompt
+    def _choose_logits(
+        self, rows: Longs, token_rows: Longs, positions: Longs, qo_indptr: Longs, num_tokens: Longs
+    ) -> tuple[Longs, LogitsRows]:
+        """Which of a step's tokens need logits: the last of each row, to sample the next, and those before a prompt
         token whose log-probabilities are wanted."""
-        rows = self._run_rows
         if not self._prompt_ends[rows].any():
             lasts = qo_indptr[1:] - 1
-            samples = positions[lasts] + 1 == self._num_tokens[rows]
-            self._logits = LogitsRows(rows[samples], self._num_tokens[rows[samples]], None)
-            chosen: Longs = lasts[samples]
-            return chosen
+            samples = positions[lasts] + 1 == num_tokens[rows]
+            return lasts[samples], LogitsRows(rows[samples], num_tokens[rows[samples]], None)
         following = positions + 1
         is_known = positions < self._prompt_ends[token_rows]
-        chosen = np.flatnonzero(is_known | (following == self._num_tokens[token_rows]))
+        chosen = np.flatnonzero(is_known | (following == num_tokens[token_rows]))
         rows, following = token_rows[chosen], following[chosen]
         # The buffer's place behind the last token is there (the context leaves room for one), and not looked at.
         targets = np.where(is_known[chosen], self._tokens[rows, following], -1).astype(np.int64)
-        self._logits = LogitsRows(rows, following, targets)
-        return chosen
+        return chosen, LogitsRows(rows, following, targets)
 
 
 def _indptr(counts: Longs) -> Longs:

@@ -283,7 +283,7 @@ class EngineCore:
             ended, self._outbox = self._outbox + self._expire(), []
             pending = self._operations[0] if self._operations and not self._stopping else None
             operation = Operation.SHUTDOWN if self._stopping else pending.operation if pending else Operation.NONE
-            plan = self._scheduler.schedule(operation, self._runner.may_run_ahead)
+            plan = self._scheduler.schedule(operation, self._runner.may_launch)
             if pending:
                 pending.is_planned = True
         if ended:

@@ -293,7 +293,8 @@ def _plan_tiles(model: StepModel) -> PlanTiles | None:
     return getattr(model, "plan_tiles", None)
 
 
-def take_ids(inputs: StepInputs, tokens: Tensor) -> None:
-    """Makes ids of what `fill` was given in their place: where each row's is in `tokens`, int32 on the device."""
-    ids = inputs.ids[: inputs.num_rows]
+def take_ids(inputs: StepInputs, tokens: Tensor, count: int) -> None:
+    """Makes ids of what `fill` was given in the place of the first `count`: where each is in `tokens`, int32 on the
+    device."""
+    ids = inputs.ids[:count]
     ids.copy_(tokens.index_select(0, ids))

@@ -16,6 +16,7 @@ from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import StepModel
 from allspan.worker.models.inputs import StepInputs
 from allspan.worker.sampling.sampler import Launched, Sampled, Sampler
+from allspan.worker.scheduler.ahead import MayLaunch
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 
 
@@ -25,16 +26,17 @@ class _Flight:
 
     rows: Longs
     """Whose tokens it makes, in their order."""
-    launched: Launched
+    launched: Launched | None
+    """None: nobody's."""
 
 
 class Runner:
     """What a rank does with a plan.
 
-    A plan may say that its rows go on ahead (`StepPlan.ahead`). Then their next step is launched before the tokens of
-    this one are known on the host: the GPU hands these over itself, and works while the host takes them in and
-    schedules. The next plan with runs finds its step running; rows that have ended since are passed over. What such a
-    row wrote lies past its tokens, in a page that nobody reads before it is written again, later on the same stream.
+    A plan may have the step after (`StepPlan.ahead`). Then that one is launched before the tokens of this one are known
+    on the host: the GPU hands these over itself, and works while the host takes them in and schedules. The next plan
+    with runs finds its step running; rows that have ended since are passed over. What such a row wrote lies past its
+    tokens, in a page that nobody reads before it is written again, later on the same stream.
     """
 
     def __init__(self, model: StepModel, sampler: Sampler, batch: Batch, runs_ahead: bool) -> None:
@@ -47,9 +49,10 @@ class Runner:
         self._flight: _Flight | None = None
 
     @property
-    def may_run_ahead(self) -> bool:
-        """Whether the rows that are here now may: the GPU can sample for all of them."""
-        return self._runs_ahead and self._sampler.can_launch
+    def may_launch(self) -> MayLaunch | None:
+        """Who may join a step that runs ahead. None: there is none now, as the GPU cannot sample for all who are
+        here."""
+        return self._sampler.may_launch if self._runs_ahead and self._sampler.can_launch else None
 
     def run(self, plan: StepPlan, inbox: Inbox, operate: Callable[[Operation], None]) -> StepResult:
         """One plan: the state that it changes, its operation, its tokens."""
@@ -60,29 +63,34 @@ class Runner:
         wanted = self._batch.logits
         if not plan.runs:
             return self._batch.commit(None)
-        if flight is not None:
-            return self._land(plan, flight)
-        if inputs is None:
-            raise InternalError(f"step {plan.step} runs rows without inputs")
-        logits = self._forward(inputs)
-        if not len(wanted.rows):
-            return self._batch.commit(None)
-        if plan.ahead or (self._runs_ahead and wanted.targets is None and self._sampler.can_launch):
-            return self._land(plan, self._launch(logits, wanted))
-        return self._batch.commit(self._sampler.sample(logits, wanted.rows, wanted.positions, wanted.targets))
+        if flight is None:
+            if inputs is None:
+                raise InternalError(f"step {plan.step} runs rows without inputs")
+            logits = self._forward(inputs)
+            launches = plan.ahead or (self._runs_ahead and wanted.targets is None and self._sampler.can_launch)
+            if len(wanted.rows) and not launches:
+                return self._batch.commit(self._sampler.sample(logits, wanted.rows, wanted.positions, wanted.targets))
+            flight = self._launch(logits, wanted)
+        return self._land(plan, flight)
 
     def _land(self, plan: StepPlan, flight: _Flight) -> StepResult:
-        """Sends the rows that go on ahead off, then waits for those of this step."""
+        """Sends the step after off, then waits for this one, if somebody samples in it."""
         if plan.ahead:
-            inputs, wanted = self._batch.ahead(plan, flight.rows)
-            take_ids(inputs, flight.launched.tokens)
-            self._flight = self._launch(self._forward(inputs), wanted)
+            ahead = self._batch.ahead(plan, flight.rows)
+            if flight.launched is not None and ahead.num_unknown:
+                take_ids(ahead.inputs, flight.launched.tokens, ahead.num_unknown)
+            self._flight = self._launch(self._forward(ahead.inputs), ahead.logits)
+        wanted = self._batch.logits
+        if flight.launched is None or not len(wanted.rows):
+            return self._batch.commit(None)
         before = time.perf_counter()
         sampled = flight.launched.result()
         self.model_s += time.perf_counter() - before
-        return self._batch.commit(_of_rows(sampled, flight.rows, self._batch.logits.rows))
+        return self._batch.commit(_of_rows(sampled, flight.rows, wanted.rows))
 
     def _launch(self, logits: Tensor, wanted: LogitsRows) -> _Flight:
+        if not len(wanted.rows):
+            return _Flight(wanted.rows, None)
         return _Flight(wanted.rows, self._sampler.launch(logits, wanted.rows, wanted.positions))
 
     def _forward(self, inputs: StepInputs) -> Tensor:

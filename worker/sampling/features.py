@@ -125,8 +125,7 @@ def bans_of(row: Row) -> tuple[Ban, ...]:
     return tuple(ban for make in (_no_repeat_ngram, _bad_words, _min_tokens) if (ban := make(row)) is not None)
 
 
-def needs_tokens(row: Row) -> bool:
+def needs_tokens(params: SamplingParams) -> bool:
     """Whether a mask depends on which tokens stand before the position, so that these must be known to make it."""
-    params = row.params
     sequences = (*params.bad_words_ids, *(params.stop_words_ids if params.min_tokens else ()))
     return params.no_repeat_ngram_size > 0 or any(len(ids) > 1 for ids in sequences)

@@ -123,11 +123,13 @@ class Sampler:
         self._demanding: set[int] = set()
         """Rows that want more than the most likely token. While there are none, a step takes a short way."""
         self._waiting: set[int] = set()
-        """Rows that want to know their last token on the host, or that of a prompt, before the next one is sampled."""
+        """Rows that want to know their last token on the host, or that of a prompt, before the next one is sampled; and
+        where the host samples, all who want more than the most likely one."""
         self._seen: Tensor | None = None
         self._seen_as: Logits = np.zeros((0, 0), dtype=np.float32)
         """`_seen` for numpy: a model gives out the same tensor at every step of as many rows."""
         self._at = np.arange(max_rows)
+        self._no_tokens = np.zeros(0, dtype=np.int32)
         self._first_columns = np.cumsum((0, *widths[:-1]), dtype=np.int32)
         self._best = torch.empty((1, 2), dtype=torch.int32)
         self._bests = torch.empty((self._collectives.size, 2), dtype=torch.int32)
@@ -136,7 +138,7 @@ class Sampler:
         """`tokens` [max_model_len] is the row's, prompt and output, kept up to date by its owner: when the token at
         `position` is to be sampled, the ones before it are there."""
         self._settings[row] = settings_of(params)
-        asked = Row(params, prompt_len, tokens, self._vocab_size, self._eos, self._kernel)
+        asked = self._asked(params, prompt_len, tokens)
         if changes := changes_of(asked):
             self._changes[row] = changes
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
@@ -145,8 +147,8 @@ class Sampler:
             self._demanding.add(row)
         if self._device:
             self._device.add(row, asked)
-            if needs_tokens(asked) or self._num_prompt_logprobs[row] > 0:
-                self._waiting.add(row)
+        if params.prompt_logprobs is not None or (needs_tokens(params) if self._device else row in self._demanding):
+            self._waiting.add(row)
 
     def remove(self, row: int) -> None:
         self._changes.pop(row, None)
@@ -154,6 +156,9 @@ class Sampler:
         self._waiting.discard(row)
         if self._device:
             self._device.remove(row)
+
+    def _asked(self, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> Row:
+        return Row(params, prompt_len, tokens, self._vocab_size, self._eos, self._kernel)
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """A token, or its log-probabilities, for each row of logits.
@@ -191,7 +196,15 @@ class Sampler:
     @property
     def can_launch(self) -> bool:
         """Whether `launch` can sample for all rows that are here."""
-        return self._collectives.size == 1 and not (self._waiting if self._device else self._demanding)
+        return self._collectives.size == 1 and not self._waiting
+
+    def may_launch(self, params: SamplingParams) -> bool:
+        """Whether it could if somebody joined who asks for this."""
+        if params.prompt_logprobs is not None:
+            return False
+        if self._device:
+            return not needs_tokens(params)
+        return params.is_greedy and params.logprobs is None and not changes_of(self._asked(params, 0, self._no_tokens))
 
     def launch(self, logits: Tensor, rows: Rows, positions: Rows) -> Launched:
         """As `sample`, for logits on a GPU: returns while they are still being computed."""

@@ -1,12 +1,12 @@
 """StepPlan to bytes and back: a fixed little-endian layout, never pickle.
 
-    header   "ASP3", epoch u32, step u64, tokens_hash u32, operation u32, ten counts u32:
+    header   "ASP4", epoch u32, step u64, tokens_hash u32, operation u32, ten counts u32:
              leaves, drops, joins, grants, saves, loads, runs, drafts, ahead, numbers
     drops    16 bytes each
     joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter u32
-    numbers  u32 each: leaves; ahead; row and page count of each grant; source and target of each save and each load;
-             row and token count of each run; row and token count of each draft; then the pages of all grants and the
-             tokens of all drafts
+    numbers  u32 each: leaves; row and page count of each grant; source and target of each save and each load; row and
+             token count of each run, of each draft and of each run ahead; then the pages of all grants and the tokens
+             of all drafts
 
 Every count is checked against the length before anything is read.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from allspan.protos.errors import InternalError
 from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
 
-_MAGIC = b"ASP3"
+_MAGIC = b"ASP4"
 _HEADER = struct.Struct("<4sIQII10I")
 _JOIN = struct.Struct("<I16sQIII")
 _ID_BYTES = 16
@@ -29,7 +29,7 @@ _OPERATIONS = frozenset(int(operation) for operation in Operation)
 
 def encode(plan: StepPlan) -> bytes:
     """Raises InternalError for a value that its field cannot hold."""
-    numbers: list[int] = [*plan.leaves, *plan.ahead]
+    numbers: list[int] = [*plan.leaves]
     for grant in plan.grants:
         numbers += (grant.row, len(grant.pages))
     for copy in itertools.chain(plan.saves, plan.loads):
@@ -38,6 +38,8 @@ def encode(plan: StepPlan) -> bytes:
         numbers += (run.row, run.num_tokens)
     for row, tokens in plan.drafts:
         numbers += (row, len(tokens))
+    for run in plan.ahead:
+        numbers += (run.row, run.num_tokens)
     numbers.extend(itertools.chain.from_iterable(grant.pages for grant in plan.grants))
     numbers.extend(itertools.chain.from_iterable(tokens for _, tokens in plan.drafts))
     if any(len(request_id) != _ID_BYTES for request_id in (*plan.drops, *(join.request_id for join in plan.joins))):
@@ -71,11 +73,10 @@ def decode(data: bytes) -> StepPlan:
     if len(data) != numbers_at + 4 * total:
         raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {numbers_at + 4 * total}")
     numbers = struct.unpack_from(f"<{total}I", data, numbers_at)
-    single = leaves + ahead
-    fixed = single + 2 * (grants + saves + loads + runs + drafts)
-    pairs = zip(numbers[single:fixed:2], numbers[single + 1 : fixed : 2], strict=False)
-    granted, saved, loaded, ran, drafted = (
-        list(itertools.islice(pairs, count)) for count in (grants, saves, loads, runs, drafts)
+    fixed = leaves + 2 * (grants + saves + loads + runs + drafts + ahead)
+    pairs = zip(numbers[leaves:fixed:2], numbers[leaves + 1 : fixed : 2], strict=False)
+    granted, saved, loaded, ran, drafted, follow = (
+        list(itertools.islice(pairs, count)) for count in (grants, saves, loads, runs, drafts, ahead)
     )
     if fixed + sum(count for _, count in (*granted, *drafted)) != total:
         raise InternalError(f"malformed plan: its counts {counts} do not add up")
@@ -91,7 +92,7 @@ def decode(data: bytes) -> StepPlan:
         saves=tuple(itertools.starmap(Copy, saved)),
         loads=tuple(itertools.starmap(Copy, loaded)),
         runs=tuple(itertools.starmap(Run, ran)),
-        ahead=numbers[leaves:single],
+        ahead=tuple(itertools.starmap(Run, follow)),
         drafts=tuple((row, _take(rest, count)) for row, count in drafted),
         operation=Operation(operation),
     )

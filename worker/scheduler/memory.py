@@ -110,6 +110,9 @@ class Memory:
         pool = self.cache.device
         if len(holds) != pool.num_used or any(pool.references(page) != count for page, count in holds.items()):
             raise InternalError(f"the requests hold {len(holds)} pages, the pool knows of {pool.num_used}")
+        beyond = [request for request in running if not self.has_room(request, 0)]
+        if beyond:
+            raise InternalError(f"request {beyond[0].request_id.hex()} has computed more than its pages hold")
         if not self.cache.owners() <= {id(request) for request in running}:
             raise InternalError("pages are awaited from a request that does not run")
 

@@ -81,9 +81,9 @@ class StepPlan:
     loads: tuple[Copy, ...] = ()
     """Host page → device page."""
     runs: tuple[Run, ...] = ()
-    ahead: tuple[int, ...] = ()
-    """Of the rows that run, each with one token: those that go on at once with the token that they sample. The next
-    plan with runs has no others; it takes what they make, of those that have not ended meanwhile."""
+    ahead: tuple[Run, ...] = ()
+    """What runs in the step after, which is begun before this one's tokens are known on the host: those who sample now
+    go on with that token. The next plan with runs has these and no others, less those who have ended meanwhile."""
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     operation: Operation = Operation.NONE
 

@@ -22,7 +22,7 @@ from allspan.protos.results import Output
 from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.cache.prefix_cache import Match
 from allspan.worker.sampling.failure import failure
-from allspan.worker.scheduler.ahead import rows_ahead
+from allspan.worker.scheduler.ahead import AheadDraft, MayLaunch, may_follow
 from allspan.worker.scheduler.books import Books, check_books
 from allspan.worker.scheduler.counters import Rate, SchedulerCounters
 from allspan.worker.scheduler.draft import Draft
@@ -70,8 +70,8 @@ class Scheduler:
         self._leaves: list[int] = []
         self._drops: list[bytes] = []
         self._in_flight: StepPlan | None = None
-        self._is_ahead = False
-        """The next step runs already."""
+        self._ahead: list[tuple[Request, Run]] = []
+        """What runs already in the next step."""
 
     @property
     def pool(self) -> PagePool:
@@ -148,22 +148,21 @@ class Scheduler:
             self._end(request, RequestStatus.FAILED)
         return [(request, error) for request in requests]
 
-    def schedule(self, operation: Operation = Operation.NONE, may_run_ahead: bool = False) -> StepPlan | None:
+    def schedule(self, operation: Operation = Operation.NONE, may_launch: MayLaunch | None = None) -> StepPlan | None:
         """The next step, or None when there is nothing to do. `apply` must be called with its result. A step with an
-        operation runs no tokens. `may_run_ahead`: where only decodes run and nobody could join them, the plan lets them
-        go on before their tokens are known here."""
+        operation runs no tokens. `may_launch` None: the plan never has the step after."""
         if self._in_flight is not None:
             raise InternalError(f"step {self._in_flight.step} is still in flight")
         self.memory.cache.settle()
         draft = Draft(self.limits)
-        ahead: tuple[int, ...] = ()
+        ahead: tuple[Run, ...] = ()
         if operation is Operation.NONE:
             self._fill(draft)
             if not (draft.runs or self._leaves or self._drops):
                 return None
-            if may_run_ahead and not (self._waiting and self._free_rows):
-                ahead = rows_ahead(self._running, self.memory, draft)
-        self._is_ahead = bool(ahead)
+            if may_launch is not None:
+                ahead = self._go_ahead(draft, may_launch)
+        self._ahead = [(request, run) for run in ahead if (request := self._rows[run.row])]
         self._step += 1
         saves, loads = self.memory.cache.take_copies()
         plan = StepPlan(
@@ -211,11 +210,20 @@ class Scheduler:
         return outcomes
 
     def _fill(self, draft: Draft) -> None:
-        if self._is_ahead:
-            self._schedule_decodes(draft)  # they run already, so nobody can join them
+        if self._ahead:  # it runs already, so nobody can join
+            draft.runs += [run for request, run in self._ahead if request.row >= 0]
             return
         self._yield_to_better()
         self._schedule_prefills(self._schedule_decodes(draft), draft)
+
+    def _go_ahead(self, draft: Draft, may_launch: MayLaunch) -> tuple[Run, ...]:
+        """The step after the one of `draft`, as far as it can be known; none where a plan of its own is due."""
+        if not may_follow(draft, self._rows, may_launch):
+            return ()
+        after = AheadDraft(self.limits, draft, may_launch)
+        self._schedule_prefills(self._schedule_decodes(after), after)
+        outranked = self._waiting and self._waiting[0].options.priority < self._running[-1].options.priority
+        return () if after.is_impossible or outranked else tuple(after.runs)
 
     def _yield_to_better(self) -> None:
         """Makes place for the first waiting request that goes before a running one by priority and finds none."""
@@ -238,9 +246,10 @@ class Scheduler:
         """Returns the running requests that have more than one token to compute."""
         prefills = []
         for request in tuple(self._running):
-            if request.num_pending > 1:
+            pending = draft.pending(request)
+            if pending > 1:
                 prefills.append(request)
-            elif request.row >= 0 and self._make_room(request, draft):
+            elif pending and request.row >= 0 and self._make_room(request, draft):
                 draft.decode(self._decodes[request.row])
         return prefills
 
@@ -271,7 +280,7 @@ class Scheduler:
             if match is None:
                 index += 1
                 continue
-            if not self._has_place(request, match):
+            if not (self._has_place(request, match) and draft.may_join(request)):
                 return
             self._waiting.remove(request)
             self._join(request, match, draft)
@@ -317,9 +326,11 @@ class Scheduler:
 
     def _make_room(self, request: Request, draft: Draft) -> bool:
         """Sees to a page for the next token. False when the request had to leave for want of one."""
-        if self.memory.has_room(request):
+        if self.memory.has_room(request, draft.begun(request) + 1):
             return True
         while (pages := self.memory.extend(request)) is None:
+            if not draft.may_preempt():
+                return False
             victim = self._running[-1]
             self._preempt(victim)
             draft.has_preempted = True
@@ -383,9 +394,6 @@ class Scheduler:
         """Raises InternalError unless pages, rows, queue and states agree. For tests and idle moments."""
         self.memory.check(self._running)
         check_books(Books(self._running, self._waiting.requests(), self._rows, self._free_rows), self._requests, _place)
-        beyond = [r for r in self._running if r.num_computed > len(r.pages) * self.limits.page_size]
-        if beyond:
-            raise InternalError(f"request {beyond[0].request_id.hex()} has computed more than its pages hold")
 
 
 def _place(request: Request) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +13,7 @@ from allspan.kernels.cuda import modules, sharing
 from allspan.kernels.cuda.modules import Gpu
 from allspan.kernels.cuda.sharing import CascadeRule
 from allspan.protos.errors import Unavailable
+from allspan.protos.options import RequestOptions
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.device_buffers import DeviceBuffers, chunk_buckets
 from allspan.worker.scheduler.plan import Operation, StepPlan
@@ -56,9 +59,105 @@ def test_decodes_go_on_ahead_until_their_last_token() -> None:
         core.submit(one)
     step_until_idle(core)
     assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
-    # The prompts' step makes first tokens; from the next one on each step but those that know their end goes ahead.
-    assert [len(plan.ahead) for plan in plans if plan.runs] == [0, 3, 3, 3, 3, 3, 3, 3, 2, 1, 0]
+    # From the prompts' step on, each has all but those that know their end go on.
+    assert [len(plan.ahead) for plan in plans if plan.runs] == [3, 3, 3, 3, 3, 3, 3, 3, 2, 1, 0]
     assert model.num_forwards == 11, "no step has run in vain"
+
+
+def runs_of(plans: list[StepPlan]) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+    """What each step runs, and what the step after, as far as it was begun with it: rows and tokens."""
+    parts = [(plan.runs, plan.ahead) for plan in plans if plan.runs]
+    first, second = ([[(run.row, run.num_tokens) for run in part[i]] for part in parts] for i in (0, 1))
+    return list(zip(first, second, strict=True))
+
+
+def test_chunks_of_prompts_and_newcomers_are_in_the_step_that_begins_before_the_tokens_are_known() -> None:
+    collected = Collected()
+    core, model = fake_gpu_core(collected=collected)
+    plans = plans_of(core)
+    ones = [request(i, [i + 1] * length, max_tokens=3, ignore_eos=True) for i, length in enumerate((10, 30, 7))]
+    for one in ones:
+        core.submit(one)
+    step_until_idle(core)
+    assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
+    steps = runs_of(plans)
+    assert steps[:3] == [
+        ([(0, 10), (1, 6)], [(0, 1), (1, 15)]),
+        ([(0, 1), (1, 15)], [(0, 1), (1, 9), (2, 6)]),
+        ([(0, 1), (1, 9), (2, 6)], [(1, 1), (2, 1)]),
+    ]
+    assert all(ahead == after for (_, ahead), (after, _) in pairwise(steps))
+    assert [len(plan.joins) for plan in plans[:2]] == [2, 1], "who runs in the step after joins with the plan before"
+    assert model.num_forwards == len(steps), "no step has run in vain"
+
+
+def test_the_step_after_one_that_samples_nothing_is_planned_on_its_own() -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(collected=collected)
+    plans = plans_of(core)
+    core.submit(one := request(0, [7] * 40, max_tokens=2, ignore_eos=True))
+    core.step()
+    core.submit(other := request(1, [8] * 5, max_tokens=2, ignore_eos=True))
+    step_until_idle(core)
+    assert runs_of(plans) == [
+        ([(0, 16)], []),
+        ([(0, 16)], []),
+        ([(0, 8), (1, 5)], [(0, 1), (1, 1)]),
+        ([(0, 1), (1, 1)], []),
+    ]
+    assert [collected.tokens(each) for each in (one, other)] == [expected(one), expected(other)]
+
+
+def test_who_ends_in_the_midst_of_the_prompt_is_passed_over() -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(collected=collected)
+    ones = [request(i, [i + 1] * length, max_tokens=9, ignore_eos=True) for i, length in enumerate((4, 40))]
+    for one in ones:
+        core.submit(one)
+    core.step()
+    core.cancel([ones[1].request_id])
+    core.submit(late := request(2, [9] * 33, max_tokens=4, ignore_eos=True))
+    step_until_idle(core)
+    assert collected.reason(ones[1]) == "cancelled"
+    for one in (ones[0], late):
+        assert collected.tokens(one) == expected(one)
+
+
+@pytest.mark.parametrize("asks", [{"prompt_logprobs": 0}, {"logprobs": 1}, {"no_repeat_ngram_size": 3}], ids=str)
+def test_who_cannot_run_ahead_joins_a_step_of_its_own_plan_and_is_not_kept_waiting(asks: dict[str, int]) -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(200, collected)
+    plans = plans_of(core)
+    first = request(0, [1, 2, 3], max_tokens=30, ignore_eos=True)
+    core.submit(first)
+    for _ in range(4):
+        core.step()
+    core.submit(one := request(1, [4, 5] * 12, max_tokens=2, ignore_eos=True, **asks))
+    step_until_idle(core)
+    joined = next(i for i, plan in enumerate(plans) if any(join.request_id == one.request_id for join in plan.joins))
+    assert joined == 5, "one step ran already"
+    left = next(i for i, plan in enumerate(plans) if one.request_id in plan.drops)
+    assert not any(plan.ahead for plan in plans[joined - 1 : left + 1])
+    assert any(plan.ahead for plan in plans[left + 1 :])
+    assert collected.tokens(first) == expected(first)
+    assert len(collected.tokens(one)) == 2
+
+
+def test_who_is_more_urgent_puts_others_out_although_they_run_ahead() -> None:
+    collected = Collected()
+    core, _ = fake_gpu_core(collected=collected, max_num_seqs=2)
+    ones = [request(i, [i + 1] * 5, max_tokens=20, ignore_eos=True) for i in range(3)]
+    ones[2].options = RequestOptions(priority=-1)
+    for one in ones[:2]:
+        core.submit(one)
+    for _ in range(3):
+        core.step()
+    core.submit(ones[2])
+    for _ in range(3):
+        core.step()
+    assert collected.tokens(ones[2])
+    step_until_idle(core)
+    assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
 
 
 def test_a_row_that_ends_is_passed_over_in_the_step_that_runs_already() -> None:

@@ -29,6 +29,7 @@ plans = st.builds(
     saves=tuples(st.builds(Copy, u32, u32)),
     loads=tuples(st.builds(Copy, u32, u32)),
     runs=tuples(st.builds(Run, u32, u32)),
+    ahead=tuples(st.builds(Run, u32, u32)),
     drafts=tuples(st.tuples(u32, tuples(u32))),
     operation=st.sampled_from(Operation),
 )

@@ -143,6 +143,7 @@ def test_busy_days_on_tiny_pools_end_well(seed):
         num_pages=-(-45 // size) + rng.randint(0, 4),
         max_num_seqs=rows,
         max_num_batched_tokens=rows + rng.randint(0, 20),
+        runs_ahead=seed % 2 == 1,
     )
     story = Story(world, clock)
     for _ in range(80):
@@ -152,7 +153,7 @@ def test_busy_days_on_tiny_pools_end_well(seed):
     assert world.scheduler.counters.prefix_hit_tokens > 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(
     actions,
     st.sampled_from([4, 2, 3, 1]),
@@ -160,8 +161,9 @@ def test_busy_days_on_tiny_pools_end_well(seed):
     st.sampled_from([4, 3, 1]),
     st.integers(0, 12),
     st.sampled_from([8, 30, 1, 0]),
+    st.booleans(),
 )
-def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, size, extra, rows, budget, host):
+def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, size, extra, rows, budget, host, ahead):
     clock = Clock()
     world = rank(
         host,
@@ -170,12 +172,30 @@ def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, 
         num_pages=-(-(33 + 12) // size) + extra,
         max_num_seqs=rows,
         max_num_batched_tokens=rows + budget,
+        runs_ahead=ahead,
     )
     story = Story(world, clock)
     for kind, what in actions:
         story.act(kind, what)
     world.run()
     story.check_end()
+
+
+def test_steps_that_begin_early_are_as_full_as_others_and_take_newcomers_along():
+    world = rank(num_pages=200, runs_ahead=True, enabled=False)
+    for number in range(12):
+        world.submit(asked(number, [number] * (5 + 3 * number), max_tokens=6))
+    world.run()
+    early = [plan for plan in world.plans if plan.ahead]
+    assert any({join.row for join in plan.joins} - {run.row for run in plan.runs} for plan in early)
+    assert any(run.num_tokens > 1 for plan in early for run in plan.ahead)
+    plain = rank(num_pages=200, enabled=False)
+    for number in range(12):
+        plain.submit(asked(number, [number] * (5 + 3 * number), max_tokens=6))
+    plain.run()
+    assert world.tokens == plain.tokens
+    # A row that becomes free is taken one step later.
+    assert len(plain.plans) <= len(world.plans) <= len(plain.plans) + 12
 
 
 def test_ten_thousand_cancels_leave_no_page_behind():
