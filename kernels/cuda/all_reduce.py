@@ -12,6 +12,9 @@ from torch import Tensor
 
 from allspan.kernels.cuda.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 MOST_RANKS = 8
 PUSH_BYTES = {1: 0, 2: 2 << 20, 3: 512 << 10, 4: 512 << 10, 5: 192 << 10, 6: 192 << 10, 7: 128 << 10, 8: 128 << 10}
 """Longest message that goes straight to every peer, by the number of ranks. A longer one goes in slices, which takes

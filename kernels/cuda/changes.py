@@ -10,6 +10,9 @@ from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, kernel, launch
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 CHANGES = np.dtype(
     [
         ("repetition", np.float64),

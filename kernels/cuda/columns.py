@@ -11,6 +11,9 @@ from torch import Tensor
 from allspan.kernels.cuda.modules import HALVES, Kernel, kernel, launch
 from allspan.kernels.cuda.rows import check
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 _GATHER = kernel("columns.cu", "gather_columns")
 
 

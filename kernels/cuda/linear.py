@@ -42,6 +42,9 @@ from allspan.kernels.cuda.skinny import few_rows, is_few, multiplies_e4m3
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import FLOATS, codes_of, numbers_of
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 _ROWS_TOGETHER = 8
 """Scales of rows of x lie side by side, and cuBLAS reads them 16 bytes at a time."""
 

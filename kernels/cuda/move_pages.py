@@ -9,6 +9,9 @@ from torch import Tensor
 
 from allspan.kernels.cuda.modules import Kernel, kernel, launch
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 MOST_PAGES = 256
 """Of a call: their numbers are an argument of the kernel."""
 _THREADS, _UNITS = 256, 4

@@ -1,6 +1,6 @@
 // All that the kernels say to the hardware by name: copies to shared memory, matrix fragments, products on tensor
-// cores. sm_80 and later, and in half precision sm_75, where copies are over when they return and products are of two
-// halves. Kernels have no assembly of their own, so that tests can put other functions in place of these.
+// cores. sm_80 and later, and in half precision sm_75, where copies are over when they return and products are of
+// smaller matrices. Kernels have no assembly of their own, so that tests can put other functions in place of these.
 #ifndef ALLSPAN_PTX
 #define ALLSPAN_PTX
 #include "e4m3.cuh"
@@ -137,15 +137,28 @@ __device__ __forceinline__ void multiply_anew(float* c, const uint32_t* a, uint3
 }
 // Of whole numbers of 8 bits, four a register.
 __device__ __forceinline__ void multiply_whole(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+#if ALLSPAN_SM80
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                 : "+r"(c[i % 2 * 2]), "+r"(c[i % 2 * 2 + 1])
+                 : "r"(a[i]), "r"(i < 2 ? b0 : b1));
+#endif
 }
 __device__ __forceinline__ void multiply_whole_anew(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+#if ALLSPAN_SM80
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
       : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+#else
+  c[0] = c[1] = c[2] = c[3] = 0;
+  multiply_whole(c, a, b0, b1);
+#endif
 }
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
   uint32_t pair;
@@ -203,6 +216,9 @@ __device__ __forceinline__ unsigned __reduce_max_sync(unsigned lanes, unsigned x
 #pragma unroll
   for (int o = 16; o; o >>= 1) x = max(x, __shfl_xor_sync(lanes, x, o));
   return x;
+}
+__device__ __forceinline__ unsigned __reduce_min_sync(unsigned lanes, unsigned x) {
+  return ~__reduce_max_sync(lanes, ~x);
 }
 #endif
 __device__ __forceinline__ float power(float x) {

@@ -23,8 +23,9 @@ def variants() -> tuple[str, ...]:
 
 def open_runtime(variant: str | None, threads: int, cpus: tuple[int, ...]) -> tuple[str, Any]:
     """The kernels need no runtime: they take torch's stream. Raises BackendUnavailable without CuPy, ValueError for
-    another GPU's variant."""
+    another GPU's variant. From then on, cuBLAS adds up halves in float32 alone, in all of this process."""
     modules.driver()
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     name = _architecture()
     if variant not in (None, name):
         raise ValueError(f"backend: cuda/{variant} is not the GPU here (cuda/{name})")

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from allspan.kernels.cuda.modules import Gpu, Kernel, gpu, kernel, launch
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 SETTINGS_BYTES = 40
 """Of a row of settings, laid out as in worker/sampling/settings.py."""
 MOST_LIKELY = 256

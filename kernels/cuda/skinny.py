@@ -24,6 +24,9 @@ from allspan.kernels.cuda.products import (
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import numbers_of
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 _ROWS = 8
 """Of a tile: rows of x that one product on tensor cores takes; so many are bound by reading the weight alone."""
 _E4M3_ROWS = 16
@@ -40,7 +43,8 @@ def is_few(rows: int, spec: PackedSpec, device: Gpu) -> bool:
     """Whether `few_rows` is for them."""
     if spec.kind.bits == 16:
         return rows <= _ROWS
-    return rows <= (_E4M3_ROWS if multiplies_e4m3(spec, device) else _MOST_ROWS)
+    most = _E4M3_ROWS if multiplies_e4m3(spec, device) else _MOST_ROWS
+    return rows <= (most if device.capability >= (8, 0) else most // 2)  # below it, of shared memory there is less
 
 
 def multiplies_e4m3(spec: PackedSpec, device: Gpu) -> bool:
@@ -127,7 +131,7 @@ def _forms(spec: PackedSpec, parts: int) -> Iterator[_Form]:
 
 def _passing(spec: PackedSpec, parts: int, device: Gpu) -> _Form:
     """x comes along with the weight."""
-    forms = (_Form(1, parts, 0, warps=warps, stages=stages) for warps in (16, 8) for stages in (4, 3, 2))
+    forms = (_Form(1, parts, 0, warps=warps, stages=stages) for warps in (16, 8, 4) for stages in (4, 3, 2))
     return next(form for form in forms if form.shared_bytes(spec, _ROWS) <= device.shared_bytes)
 
 

@@ -15,7 +15,8 @@ from functools import cache
 from allspan.kernels.cuda.modules import FOLDER, Kernel
 
 LEAST_CAPABILITY = (8, 0)
-"""Of modules that name no other: mma.sync with bfloat16, cp.async. Below it there is half precision alone."""
+"""Of modules that name no other: mma.sync with bfloat16, cp.async. Below it there is half precision alone,
+and what knows no elements of 16 bits."""
 
 
 @cache
@@ -30,7 +31,7 @@ def variants_of(modules: Iterable[str], capability: tuple[int, int]) -> tuple[Ke
     for name in modules:
         module = importlib.import_module(f"allspan.kernels.cuda.{name}")
         if capability >= getattr(module, "LEAST_CAPABILITY", LEAST_CAPABILITY) and hasattr(module, "kernel_variants"):
-            found |= dict.fromkeys(module.kernel_variants(capability))
-    if capability < LEAST_CAPABILITY:
-        return tuple(kernel for kernel in found if ("FP16", 1) in kernel.defines)
+            kernels = tuple(module.kernel_variants(capability))
+            halves = tuple(kernel for kernel in kernels if ("FP16", 1) in kernel.defines)
+            found |= dict.fromkeys(halves or kernels if capability < LEAST_CAPABILITY else kernels)
     return tuple(found)

@@ -152,6 +152,11 @@ def test_kernels_are_declared_once_and_by_value() -> None:
     assert all((Path(cache.FOLDER) / one.file).is_file() for one in found)
 
 
+def test_half_precision_has_every_kernel_below_sm_80_too() -> None:
+    files, below = ({one.file for one in all_variants(capability)} for capability in ((8, 0), (7, 5)))
+    assert below == files
+
+
 @pytest.fixture
 def one_toy(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All variants there are: two macros of one source, of which two kernels share one."""

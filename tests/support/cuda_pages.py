@@ -117,8 +117,8 @@ def check_rounded(
     sizes_of: Tensor | None = None,
 ) -> Tensor:
     """That `out`, of 16 bits, is what attention over these pages comes to, as close as it can be: products are exact,
-    but each weight is rounded to `weight_bits` bits and the result to 8. With as much as 2^-12 of the weighted sizes of the
-    values (`sizes_of`, or their own) for float32 and for powers by tables. Returns `expected`'s logarithms."""
+    but each weight is rounded to `weight_bits` bits and the result to 8. With as much as 2^-12 of the weighted sizes of
+    the values (`sizes_of`, or their own) for float32 and for powers by tables. Returns `expected`'s logarithms."""
     keys, values, table = pages
     right, lse = expected(q, pages, queries, scale, is_causal)
     sizes, _ = expected(q, (keys, values.abs() if sizes_of is None else sizes_of, table), queries, scale, is_causal)
