@@ -57,6 +57,7 @@ class ServeOptions(TypedDict, total=False):
     dtype: str
     quantization: str
     quantization_group: int
+    quantize_lm_head: bool
     max_model_len: int
     load_format: str
     device: str

@@ -26,6 +26,9 @@ class ModelConfig:
     quantization_group: int = 0
     """Inputs that share a scale: 32, 64, 128, 256, 512, or -1 (all of them); 0: as the method has it (all of them with
     8 bits, 32 with 4)."""
+    quantize_lm_head: bool = False
+    """Hold the head, and an embedding that is tied to it, in 8 bits, a scale for each token of the vocabulary, whatever
+    `quantization` says; not of a converted model."""
     load_format: str = "auto"
     """"auto", or "dummy" for random weights."""
     device: str = "cpu"

@@ -148,6 +148,7 @@ class Holding:
             has_bias=has_bias,
             interleaved=linear is not None and linear.interleaved,
             is_vocabulary=dims[0][0] is Dim.VOCABULARY,
+            is_head=piece == (EMBEDDING if self.shard.spec.tie_word_embeddings else HEAD),
             stored=tuple(self._kind(f"{part}.weight") for part in piece.parts) if self.stored else (),
             memory=self.memory,
         )

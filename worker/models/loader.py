@@ -36,6 +36,7 @@ from allspan.worker.models.shard import Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.quant.gguf import native
+from allspan.worker.quant.head import QuantisedHead
 from allspan.worker.quant.stored import stored_layout
 from allspan.worker.quant.table import COMPACT, METHODS, OWN, ROWS_ONLY, STORED, group_of
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
@@ -87,17 +88,22 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             f"dtype 'float16' is for GPUs; device is {config.device}, where float16 weights are held as float32, which "
             "is exact: use --dtype auto, or --device cuda"
         )
+    if source.converted is not None and config.quantize_lm_head:
+        raise ConfigError(
+            f"quantize_lm_head: {config.path} is converted, its head as it was: load the model that it was made from"
+        )
     if source.converted is not None and memory != "panels":
         raise ConfigError(
             f"{config.path} is converted, and converted weights lie in panels, for CPUs; device is {config.device}: "
             "load the model that it was made from"
         )
+    method = METHODS[quantization](getattr(torch, dtype), config.quantization_group)
     return Prepared(
         source=source,
         holding=Holding(
             shard,
             source.family.weights,
-            METHODS[quantization](getattr(torch, dtype), config.quantization_group),
+            QuantisedHead(method, getattr(torch, dtype)) if config.quantize_lm_head else method,
             getattr(torch, dtype),
             source.stored,
             quantization,

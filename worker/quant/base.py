@@ -29,6 +29,8 @@ class LinearShape:
     """Two parts of one size (gate and up) whose features may lie side by side."""
     is_vocabulary: bool = False
     """The embedding, or the head that makes logits: InstantQuant leaves them in the weights' dtype."""
+    is_head: bool = False
+    """The head, or an embedding that is tied to it."""
     stored: tuple[str, ...] = ()
     """The type of each part in a quantised checkpoint, a GGUF file ("Q4_K") or another ("fp8/128"); else empty."""
     memory: str = "panels"

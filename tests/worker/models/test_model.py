@@ -21,7 +21,7 @@ from allspan.worker.models.loader import load_model, open_ops, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.models.program import Named, ProgramBuilder, Rows
 from support.threads import ThreadWorld
-from support.tiny_models import prefill, prompt, save_tiny, step_inputs
+from support.tiny_models import logits_on_ranks, prefill, prompt, relative_error, save_tiny, step_inputs
 
 
 def load(path: Path, size: int = 1, rank: int = 0, max_tokens: int = 32, **kwargs: Any) -> Model:
@@ -70,6 +70,25 @@ def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
     assert (
         load(tmp_path / "untied").weight_bytes - load(tmp_path / "tied").weight_bytes == 7 * 16 * 64 * 4
     )  # 97 by 60, in panels
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # a head of its own, and one that is tied to the embedding
+@pytest.mark.parametrize("quantization", ["none", "uint4"])
+def test_a_head_in_eight_bits_is_near_the_head(name: str, quantization: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, name)
+    ids = [prompt(9, 97)]
+    for ranks in (1, 2):
+        plain, found = (
+            logits_on_ranks(tmp_path, ranks, ids, quantization=quantization, quantize_lm_head=is_quantised)[0]
+            for is_quantised in (False, True)
+        )
+        assert 0 < relative_error(found, plain) < 0.02
+    held = []
+    for is_quantised in (False, True):
+        config = ModelConfig(str(tmp_path), "tiny", quantization=quantization, quantize_lm_head=is_quantised)
+        weights = load_model(config, ThreadWorld(1).collectives[0], op_set("reference"), 32, 4).weights
+        held.append(weights["embedding.weight" if name == "qwen3" else "lm_head.weight"].nbytes)
+    assert held[1] < 0.6 * held[0]  # 16 bits or more an input
 
 
 def test_one_rank_has_no_collective_and_two_have_two_a_layer_and_one_for_the_embedding(tmp_path: Path) -> None:

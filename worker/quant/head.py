@@ -1,0 +1,61 @@
+"""A head in 8 bits beside another method's layers: `--quantize-lm-head`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.packing import Packer
+from allspan.worker.models.program import ProgramBuilder, Slot
+from allspan.worker.quant.base import Epilogue, HeldTensor, LinearMethod, LinearShape, Source
+from allspan.worker.quant.instant import SCHEMES, InstantQuant
+from allspan.worker.weights.quantised_folder import PLAIN
+
+
+class QuantisedHead:
+    """A LinearMethod: InstantQuant's int8, a scale for each token, of the head and of an embedding that is tied to it;
+    `rest` of all else, and of a head that the checkpoint has quantised itself."""
+
+    def __init__(self, rest: LinearMethod, dtype: torch.dtype) -> None:
+        self._rest = rest
+        self._head = InstantQuant(SCHEMES["int8"], -1, dtype)
+
+    def tensors(self, shape: LinearShape) -> dict[str, HeldTensor]:
+        method, shape = self._of(shape)
+        return method.tensors(shape)
+
+    def load(self, shape: LinearShape, source: Source, held: Mapping[str, Tensor], packer: Packer) -> None:
+        method, shape = self._of(shape)
+        method.load(shape, source, held, packer)
+
+    def emit(
+        self,
+        program: ProgramBuilder,
+        shape: LinearShape,
+        weights: Mapping[str, Slot],
+        x: Slot,
+        out: Slot,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        method, shape = self._of(shape)
+        method.emit(program, shape, weights, x, out, epilogue)
+
+    def emit_embedding(
+        self,
+        program: ProgramBuilder,
+        shape: LinearShape,
+        weights: Mapping[str, Slot],
+        ids: Slot,
+        first_row: int,
+        out: Slot,
+    ) -> None:
+        method, shape = self._of(shape)
+        method.emit_embedding(program, shape, weights, ids, first_row, out)
+
+    def _of(self, shape: LinearShape) -> tuple[LinearMethod, LinearShape]:
+        if shape.is_head and set(shape.stored) <= {"", PLAIN}:
+            return self._head, replace(shape, is_vocabulary=False, stored=())
+        return self._rest, shape
