@@ -19,7 +19,7 @@ from allspan.kernels.reference.packed import unpack
 from support.emulator.driver import EmulatorDriver
 from support.packed_cases import random_weight
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,10 @@ def check(
     has_bias: bool,
     device: str,
     band: int = 2048,
+    of: torch.dtype = BF16,
 ) -> None:
-    """sizes: rows, features, depth. What lies beside the product's columns stays as it was. Of sums of e4m3, tensor
-    cores have some 14 bits."""
+    """`kind`: of x and matrix; `of`: of out. sizes: rows, features, depth. What lies beside the product's columns stays
+    as it was. Of sums of e4m3, tensor cores have some 14 bits."""
     rows, features, depth = sizes
     generator = torch.Generator(device).manual_seed(rows + features)
 
@@ -59,7 +60,7 @@ def check(
         scales = Scales(random(rows) % 1 + 0.5, (random(features, 2) % 1 + 0.5) / depth**0.5)
         product *= scales.rows.double()[:, None] * scales.numbers[:, 0].double()
     elif epilogue == GATED:
-        matrix, product = (matrix.double() / depth**0.5).bfloat16(), product / depth**0.5
+        matrix, product = (matrix.double() / depth**0.5).to(kind), product / depth**0.5
         product = x.double() @ matrix.double().T
     product += 0 if bias is None else bias
     if epilogue == GATED:
@@ -67,7 +68,7 @@ def check(
         product = functional.silu(gate) * up
     outputs = product.shape[1]
     all_of = torch.full(
-        (rows + 1, -(-outputs // 8) * 8 + 16), 0.5, dtype=torch.float32 if epilogue == ADD else BF16, device=device
+        (rows + 1, -(-outputs // 8) * 8 + 16), 0.5, dtype=torch.float32 if epilogue == ADD else of, device=device
     )
     out = all_of[:rows, 8 : 8 + outputs]
     if epilogue == ADD:
@@ -93,23 +94,28 @@ def check(
         (E4M3, STORE, (70, 264, 144), True),
         (E4M3, ADD, (257, 300, 704), False),
         (E4M3, GATED, (129, 2 * 136, 272), True),
+        (F16, GATED, (70, 2 * 136, 200), False),
     ],
 )
 def test_small_products_agree_with_float64(
     kind: torch.dtype, epilogue: int, sizes: tuple[int, int, int], has_bias: bool, device: str
 ) -> None:
     """Tiles that are cut off at either side; blocks with several; bands of one tile."""
-    check(kind, epilogue, sizes, has_bias, device, band=256)
+    check(kind, epilogue, sizes, has_bias, device, 256, F16 if kind is F16 else BF16)
+
+
+def test_products_of_e4m3_in_half_precision_agree_with_float64(device: str) -> None:
+    check(E4M3, STORE, (70, 264, 144), True, device, 256, F16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("epilogue", [STORE, ADD, GATED])
-@pytest.mark.parametrize("kind", [BF16, E4M3])
-def test_products_of_every_size_agree_with_float64(kind: torch.dtype, epilogue: int) -> None:
+@pytest.mark.parametrize(("kind", "of"), [(BF16, BF16), (F16, F16), (E4M3, BF16), (E4M3, F16)])
+def test_products_of_every_size_agree_with_float64(kind: torch.dtype, of: torch.dtype, epilogue: int) -> None:
     shapes = ((16, 16), (272, 48), (4608, 3584), (3584, 896), (9472, 512), (272, 18944))
     for i, rows in enumerate((1, 64, 127, 129, 256, 1000, 4097, 8192)):
         for j, (features, depth) in enumerate(shapes):
-            check(kind, epilogue, (rows, features, depth), (i + j) % 2 == 0, "cuda", 128 << i % 7)
+            check(kind, epilogue, (rows, features, depth), (i + j) % 2 == 0, "cuda", 128 << i % 7, of)
 
 
 @pytest.mark.gpu
