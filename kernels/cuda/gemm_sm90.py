@@ -115,9 +115,8 @@ def _check(x: Tensor, matrix: Tensor, scales: Scales | None, bias: Tensor | None
     dtypes = HALVES if scales is None else (torch.float8_e4m3fn,)
     features = len(matrix)
     if x.dtype not in dtypes or matrix.dtype != x.dtype or x.shape[1] != matrix.shape[1] or x.shape[1] == 0:
-        raise ValueError(
-            f"x: {x.dtype} {list(x.shape)} and matrix {matrix.dtype} {list(matrix.shape)} are not {dtypes}"
-        )
+        sides = f"x: {x.dtype} {list(x.shape)} and matrix {matrix.dtype} {list(matrix.shape)}"
+        raise ValueError(f"{sides} are not {' or '.join(map(str, dtypes))}")
     outputs = features // 2 if epilogue == GATED else features
     kinds = _outcomes(x, epilogue)
     if out.dtype not in kinds or tuple(out.shape) != (len(x), outputs):
