@@ -101,7 +101,7 @@ class OpSet(Protocol):
     ) -> None:
         """Writes k and v [n, Hkv, d] to the pages: slot = page · page_size + offset, int32 [n].
 
-        k_cache and v_cache [pages, Hkv, page_size, e], of one dtype: float32 or bfloat16 (e = d, scales None), int8
+        k_cache and v_cache [pages, Hkv, page_size, e], of one dtype: float32 or of 16 bits (e = d, scales None), int8
         (e = d), or uint8 (e = ⌈d / 2⌉), which holds two elements of 4 bits a byte, the first in the low half; the last
         half byte of an odd d is 0.
 

@@ -181,7 +181,7 @@ def _merge(
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    yield _kernel(torch.float32, torch.bfloat16)
+    yield from (_kernel(torch.float32, dtype) for dtype in QUERIES)
     yield _kernel(torch.float32, torch.float32)
     for dtype in QUERIES:
         yield _kernel(dtype, dtype)

@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """See `OpSet.add_rms_norm`. FlashInfer's and vLLM's fused_add_rmsnorm: residual in bfloat16, `out` is `x`."""
+    """See `OpSet.add_rms_norm`. FlashInfer's and vLLM's fused_add_rmsnorm: residual of 16 bits, `out` is `x`."""
     check("out", out, FLOATS, (len(x), x.shape[1]))
     check_norm(x, residual, weight)
     norm_rows("norm", residual, x, (weight, eps), out)

@@ -3,7 +3,7 @@
 `out` is int8 or float8_e4m3fn [n, W], `scales` float32 [n], or [n, ceil(W / 128)] in any strides for groups of 128
 elements; x is read as out · scale. scale = max(largest |x| / 127 or 448, 1e-30), out = x / scale to the nearest (halves
 to even). Of a row or group with a NaN or an infinity the scale is NaN. What is quantised is the float32 outcome, not
-rounded to bfloat16 before. All raise ValueError for what does not fit, BackendUnavailable without CuPy.
+rounded to 16 bits before. All raise ValueError for what does not fit, BackendUnavailable without CuPy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from allspan.kernels.cuda.rows import CODES, FLOATS, GROUP, check, elementwise, 
 
 
 def quantise_rows(x: Tensor, out: Tensor, scales: Tensor) -> None:
-    """out, scales = x, float32 or bfloat16 [n, W]."""
+    """out, scales = x, float32 or of 16 bits [n, W]."""
     check("x", x, FLOATS, tuple(out.shape))
     _check(out, scales, x.shape)
     if scales.ndim == 2:

@@ -15,7 +15,7 @@ from allspan.kernels.cuda.quantised_rows import (
     silu_mul_quantised,
 )
 from support import kernel_oracle
-from support.cuda_rows import BF16, F32, is_kept, poisoned, rows
+from support.cuda_rows import BF16, F16, F32, is_kept, poisoned, rows
 
 I8, E4M3 = torch.int8, torch.float8_e4m3fn
 MOST = {I8: 127.0, E4M3: 448.0}
@@ -66,9 +66,9 @@ def check_norm(size: tuple[int, int], stream: torch.dtype, to: To, device: str) 
     reads_as(out, scales, right)
 
 
-def check_add_norm(size: tuple[int, int], stream: torch.dtype, to: To, device: str) -> None:
+def check_add_norm(size: tuple[int, int], stream: torch.dtype, to: To, device: str, of: torch.dtype = BF16) -> None:
     residual, weight = rows(*size, dtype=stream, device=device), rows(size[1], dtype=F32, device=device, seed=1)
-    x = rows(*size, device=device, seed=2)
+    x = rows(*size, dtype=of, device=device, seed=2)
     total = (residual.float() + x.float()).to(stream)
     right = torch.empty(size, dtype=torch.float64, device=device)
     kernel_oracle.rms_norm(total.double(), weight.double(), EPS, right)
@@ -78,9 +78,9 @@ def check_add_norm(size: tuple[int, int], stream: torch.dtype, to: To, device: s
     reads_as(out, scales, right)
 
 
-def check_silu_mul(size: tuple[int, int], to: To, device: str) -> None:
+def check_silu_mul(size: tuple[int, int], to: To, device: str, of: torch.dtype = BF16) -> None:
     n, width = size
-    gate_up = rows(n, 2 * width, device=device) * 4
+    gate_up = rows(n, 2 * width, dtype=of, device=device) * 4
     right = torch.empty(n, width, dtype=torch.float64, device=device)
     kernel_oracle.silu_mul(gate_up.double(), right)
     out, scales = buffers(size, *to, device)
@@ -118,6 +118,8 @@ def test_plain_rows_have_the_bits_of_the_rule(device: str) -> None:
 @pytest.mark.parametrize("size", LARGE)
 def test_rows_of_every_width_read_as_in_float64(size: tuple[int, int], to: To) -> None:
     check_silu_mul(size, to, "cuda")
+    check_silu_mul(size, to, "cuda", F16)
+    check_add_norm(size, F32, to, "cuda", F16)
     for dtype in (F32, BF16):
         check_norm(size, dtype, to, "cuda")
         check_add_norm(size, dtype, to, "cuda")

@@ -323,7 +323,7 @@ def note_decoded(path: str, holding: Holding) -> None:
         {
             _without_order(kind)
             for kind, shape in kinds
-            if kind not in ("F32", "BF16", PLAIN, "")
+            if kind not in ("F32", "BF16", PLAIN, "", "F16" if holding.dtype is torch.float16 else "")
             and (native(kind, shape.memory) if is_gguf else stored_layout(kind, shape)) is None
         }
     )

@@ -42,6 +42,17 @@ def test_logits_are_those_with_panels(quantization: str, ranks: int, tmp_path: P
     torch.testing.assert_close(found, logits(tmp_path, ranks, quantization=quantization), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_float16_is_nearer_to_float32_than_bfloat16_is(ranks: int, tmp_path: Path, rows: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path, "llama", torch.float16)
+    halves = [torch.cat(logits_on_ranks(tmp_path, ranks, PROMPTS, dtype=name)) for name in ("float16", "bfloat16")]
+    rows.undo()
+    exact = torch.cat(logits_on_ranks(tmp_path, 1, PROMPTS, dtype="float32"))
+    errors = [float((found - exact).abs().max() / exact.abs().max()) for found in halves]
+    assert errors[0] < 0.003
+    assert errors[0] < errors[1] / 4
+
+
 def test_fp8_is_near_bfloat16_and_refused_where_weights_lie_in_panels(tmp_path: Path, rows: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path, "llama")
     plain = logits(tmp_path, 2)
