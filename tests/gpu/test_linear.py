@@ -58,15 +58,13 @@ def test_few_rows_agree_with_float64(check: Callable[[Case], None], rows: int, d
     check(Case(spec_of("group4", 64, (19, 19), 200), rows, device))
 
 
-@pytest.mark.parametrize(
-    ("name", "group", "is_half"), [("channel8", 0, False), ("group4", 32, False), ("channel8", 0, True)]
-)
+@pytest.mark.parametrize(("name", "group"), [("channel8", 0), ("group4", 32)])
 def test_x_that_does_not_fit_into_shared_memory_stays_as_it_is_or_comes_along_with_the_weight(
-    name: str, group: int, is_half: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, group: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(spec_of(name, group, (170, 170), 300), 5, device, is_half=is_half)
+    case = Case(spec_of(name, group, (170, 170), 300), 5, device)
     forms = [form for form in skinny._forms(case.spec, 2) if not form.whole]
-    for some in ((),) if is_half else (forms, ()):
+    for some in (forms, ()):
         monkeypatch.setattr(skinny, "_forms", lambda *_, some=some: some)
         check_gated(case)
 
@@ -294,7 +292,7 @@ def check_embedding(name: str, group: int, device: str) -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("f16", 0), ("group4", 32)])
+@pytest.mark.parametrize(("name", "group"), [("bf16", 0), ("group4", 32)])
 def test_embeddings_are_the_rows_that_are_there(name: str, group: int, device: str) -> None:
     check_embedding(name, group, device)
 

@@ -214,10 +214,6 @@ def test_the_fused_op_has_the_bits_of_the_single_ones(spread: str, has_norms: bo
     check_fused(SMALL[0], I8 if spread != "kept" else BF16, device, spread, has_norms)
 
 
-def test_the_fused_op_in_half_precision_has_the_bits_of_the_single_ones(device: str) -> None:
-    check_fused(SMALL[0], F16, device, "kept", True, F16)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", ["kept", "spread", "centered"])
 @pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
