@@ -41,15 +41,22 @@ def save_quantised(folder: Path, name: str) -> Any:
 
 
 def check(folder: Path, name: str, asked: list[list[int]], on: dict[str, Any], dtype: str = "bfloat16") -> None:
-    """Each token is transformers' best, or as good but for what 16 bits and inputs of 8 bits round away."""
+    """Each token is transformers' best, or as good but for what 16 bits round away. Inputs of 8 bits are as noisy as
+    they are: a model of two layers may take another token, but half of the prompts' tokens are about as likely."""
     model = save_quantised(folder, name)
-    slack = 0.5 if "fp8" in name or name == "compressed-int8" else 0.1 if dtype == "bfloat16" else 0.02
+    is_noisy = "fp8" in name or name == "compressed-int8"
+    slack = 2.0 if is_noisy else 0.1 if dtype == "bfloat16" else 0.02
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0 if is_noisy else None)
     with Engine(folder, **on, **SETTINGS | {"dtype": dtype}) as engine:
-        outputs = engine.generate(asked, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+        outputs = engine.generate(asked, params)
     for one, output in zip(asked, outputs, strict=True):
-        logits: Tensor = reference_logits(model, [*one, *output.token_ids])[len(one) - 1 : -1]
-        for token, row in zip(output.token_ids, logits, strict=True):
+        logits: Tensor = reference_logits(model, [*one, *output.token_ids])[:-1]
+        for token, row in zip(output.token_ids, logits[len(one) - 1 :], strict=True):
             assert float(row.max() - row[token]) <= slack * float(row.std())
+        if is_noisy and len(one) > 2:
+            likely = logits.log_softmax(1)[range(len(one) - 1), one[1:]]
+            told = torch.tensor([entry.logprob for entry in output.prompt_logprobs])
+            assert float((told - likely).abs().median()) < 0.6
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp8-blocks", "bfloat16"), ("gptq-ordered", "float16")])
