@@ -171,9 +171,8 @@ struct Part {
 };
 
 // The block's highest logit and its place, as one number that is larger for a higher logit, then for a lower place.
-// best: the thread's highest.
-__device__ __forceinline__ u64 best_of(const Part& part, float& best, Shared& s) {
-  best = -kInf;
+__device__ __forceinline__ u64 best_of(const Part& part, Shared& s) {
+  float best = -kInf;
   int where = -1;
   bool bad = false;
 #pragma unroll 4
@@ -568,10 +567,13 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   for (int i = threadIdx.x; i < kBins; i += kThreads) s.low[i] = s.high[i] = 0;
   if (threadIdx.x == 0) all.listed = all.cut = 0, all.threshold = all.token = ~0u;
   if (CLUSTER > 1) cluster_arrive();
+  Scale scale(0, its.temperature, vocab);  // while logits come
+  const float per_bin = __fdiv_rn(1.0f, scale.bins);
+  const float guess =
+      fminf(mode_of(its, vocab) == kList ? guess_of(its.top_k) : guess_of(vocab, its.top_p), scale.limit);
   wait_for<0>();
   part.clean(quads, stay);
-  float best;
-  const u64 mine = best_of(part, best, s);
+  const u64 mine = best_of(part, s);
   // What the block needs that comes when this one ends is on its way while this one computes.
   if (ahead && blockIdx.x + ahead < gridDim.x) {
     const long long step = static_cast<long long>(ahead / CLUSTER) * vocab;
@@ -602,7 +604,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   if (rank == 0 && threadIdx.x == 0 && flag) flags[row] = 0;
   if (owner < 0) return;
   int* const to = out + static_cast<long long>(row) * columns;
-  const Scale scale(top, its.temperature, vocab);
+  scale.highest = top;
   const double share = all.share;
   float* const its_logits = listed_logits + static_cast<long long>(row) * CAPACITY;
   int* const its_ids = listed_ids + static_cast<long long>(row) * CAPACITY;
@@ -615,7 +617,6 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
 
   u64 each[kEachBin];
   if (mode == kList) {
-    const float guess = fminf(guess_of(its.top_k), scale.limit);
     count_into_bins(part, scale, 0, guess, smem(s.low));
     meet();
     gather_bins(each, 0, scale.bin(guess) + 1, s);
@@ -663,11 +664,13 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   u64 weight = 0, under = 0;  // under: of bins before those that are filled, of all blocks
   int first = 0, cut = 0;
   if (mode == kShare) {
-    const float step = kApart * scale.bins, guess = fminf(guess_of(vocab, its.top_p), scale.limit) * scale.bins;
+    int bins[kEdges];
     float edges[kEdges], below[kEdges];
 #pragma unroll
-    for (int e = 0; e < kEdges; ++e)
-      edges[e] = fmaxf(floorf(guess - (kEdges - 1 - e) * step), 0) * __fdiv_rn(1.0f, scale.bins);
+    for (int e = 0; e < kEdges; ++e) {
+      bins[e] = scale.bin_below(fmaxf(guess - (kEdges - 1 - e) * kApart, 0));
+      edges[e] = bins[e] * per_bin;
+    }
     tell_weights(weigh(part, scale, edges, below), below, rank, all);
     meet();
     u64 sum = 0;
@@ -684,11 +687,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
     int last = kBins - 1;
 #pragma unroll
     for (int e = kEdges - 1; e >= 0; --e) {
-      const int bin = static_cast<int>(fmaxf(floorf(guess - (kEdges - 1 - e) * step), 0));
       if (below[e] < static_cast<float>(wanted.wanted)) {
-        first = max(first, bin);
+        first = max(first, bins[e]);
       } else {
-        last = bin;
+        last = bins[e];
       }
     }
     for (;;) {
