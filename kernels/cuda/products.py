@@ -32,17 +32,21 @@ class Into:
         return self.out[:, self.column : self.column + self.width(spec)]
 
 
-_COMMON = {
-    torch.bfloat16: ("bf16", "fp8", "fp8_block", "channel8", "channel4", "group8", "group4"),
-    torch.float16: ("f16", "channel8", "group4"),
+_COMMON: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
+    torch.bfloat16: {
+        **dict.fromkeys(("bf16", "fp8", "fp8_block", "channel8", "channel4"), (0,)),
+        "group8": (32, 64),
+        "group4": (32, 64, 128),
+    },
+    torch.float16: {"f16": (0,), "channel8": (0,), "group4": (128,)},
 }
+"""By the type of x, formats and inputs that share a scale."""
 
 
 def common_specs(dtype: torch.dtype) -> Iterator[PackedSpec]:
     """Of those that products with x in `dtype` are compiled for ahead: one of each set of macros."""
-    groups_of = {"group8": (32, 64), "group4": (32, 64, 128)}
-    for name in _COMMON[dtype]:
-        yield from (PackedSpec(name, "", (), 0, group=size, memory="rows") for size in groups_of.get(name, (0,)))
+    for name, sizes in _COMMON[dtype].items():
+        yield from (PackedSpec(name, "", (), 0, group=size, memory="rows") for size in sizes)
 
 
 def sizes_of(x: Tensor, spec: PackedSpec, into: Into) -> Iterator[np.int32]:
