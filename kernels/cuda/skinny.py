@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda import skinny_sm90
+from allspan.kernels.cuda import gemv, skinny_sm90
 from allspan.kernels.cuda.modules import HALVES, Gpu, Kernel, element_macro, gpu, kernel, launch, shared_limit
 from allspan.kernels.cuda.products import (
     GATED,
@@ -55,7 +55,9 @@ def multiplies_e4m3(spec: PackedSpec, device: Gpu) -> bool:
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:
     """x [n, K]: with the lead before it, in rows of whole 16 bytes; see `is_few`."""
-    if len(x) <= _ROWS:
+    if len(x) == 1 and gemv.takes(spec, into, gpu(x.device)):
+        gemv.one_row(x, weight, bias, spec, into)
+    elif len(x) <= _ROWS:
         _streamed(x, weight, bias, spec, into)
     elif spec.inputs == 0:
         for rows in (slice(at, at + _ROWS) for at in range(0, len(x), _ROWS)):
