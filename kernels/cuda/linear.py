@@ -16,13 +16,14 @@ So a row's bits depend on how many come with it, unlike on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from allspan.kernels.cuda.gemm_sm90 import Scales, gemm_sm90, pays
 from allspan.kernels.cuda.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
@@ -121,7 +122,7 @@ def _of_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, spec: PackedSpec,
     elif into.epilogue == GATED or (bias is not None and is_float(into.out)):
         _finish(torch.mm(x, matrix.T), bias, spec, into)
     elif bias is not None:
-        torch.addmm(bias.to(x.dtype), x, matrix.T, out=view)
+        torch.addmm(_rounded(bias, x.dtype), x, matrix.T, out=view)
     elif not is_float(into.out):
         torch.mm(x, matrix.T, out=view)
     elif x.is_cuda:
@@ -132,6 +133,21 @@ def _of_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, spec: PackedSpec,
     else:
         product = x.float() @ matrix.float().T
         view.copy_(product + view if into.epilogue == ADD else product)
+
+
+def _rounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """As cuBLAS adds it: made once for each content of a bias, and kept as long as the bias is; but not while a graph
+    is captured, which would have it in the graph's own memory."""
+    state = bias.data_ptr(), bias._version, dtype
+    made, rounded = _ROUNDED.get(bias, (None, bias))
+    if made != state:
+        rounded = bias.to(dtype)
+        if not (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _ROUNDED[bias] = state, rounded
+    return rounded
+
+
+_ROUNDED: MutableMapping[Tensor, tuple[tuple[int, int, torch.dtype], Tensor]] = WeakTensorKeyDictionary()
 
 
 def _of_codes(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:

@@ -318,6 +318,18 @@ def test_a_row_that_is_not_finite_says_so_alone(device: str) -> None:
     assert [row for row in range(70) if not finite[row]] == [3]
 
 
+def test_a_bias_that_is_filled_again_counts_from_then_on(device: str) -> None:
+    case = Case(spec_of("bf16", 0, (16,), 64), 70, device)
+    bias = case.arguments[2]
+    assert bias is not None
+    for more in (0, 8):
+        bias += more
+        case.product += more
+        out = case.out(torch.bfloat16, 16)
+        linear.packed_linear(*case.arguments, out)
+        case.check(out, case.product)
+
+
 def test_what_does_not_fit_is_refused(device: str) -> None:
     case = Case(spec_of("bf16", 0, (16,), 64), 2, device)
     x, weight, bias, spec, _ = case.arguments
