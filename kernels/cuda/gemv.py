@@ -14,8 +14,8 @@ from allspan.kernels.cuda.products import GATED, Into, common_specs, group_sets,
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.rows import numbers_of
 
-LEAST_CAPABILITY = (8, 0)
-"""Whose tensor cores multiply whole numbers of 8 bits 32 deep."""
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
 
 _MOST_BYTES = 256 << 20
 _BESIDE_DECODE = 110 << 10
@@ -44,7 +44,7 @@ def takes(spec: PackedSpec, into: Into, device: Gpu) -> bool:
     """Whether `one_row` is for such a weight: of codes, and not so large that its first and last microseconds are
     nothing beside it. These `skinny` reads in longer pieces, by a few percent faster."""
     sets = group_sets(spec)
-    if device.capability < LEAST_CAPABILITY or spec.inputs == 0 or spec.kind.bits == 16 or sets & (sets - 1):
+    if spec.inputs == 0 or spec.kind.bits == 16 or sets & (sets - 1):
         return False
     is_large = spec.shape[0] * spec.shape[1] > _MOST_BYTES
     return not is_large and form_of(spec, into, device) is not None

@@ -80,7 +80,6 @@ def test_weights_of_codes_that_fit_are_taken() -> None:
     assert not gemv.takes(replace(spec, group=96), into, hopper)
     assert not gemv.takes(replace(spec, parts=(64,), inputs=1 << 20), into, hopper)
     assert not gemv.takes(spec_of("bf16", 0, (64,), 64), into, hopper)
-    assert not gemv.takes(spec, gated, replace(hopper, capability=(7, 5)))
 
 
 @pytest.mark.gpu
