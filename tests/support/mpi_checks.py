@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from allspan.worker.parallel.base import Collectives
 from allspan.worker.parallel.world import World, join_world
 
 ALL_REDUCE_SIZES = (1, 3, 576, 577, 16384, 16385, 100_003, 1_500_000)
-PLAN_SIZES = (0, 1, 100, 4095, 4096, 4097, 70_000, 900_000)
+PLAN_SIZES = (0, 1, 100, 1991, 1992, 1993, 4095, 4096, 4097, 70_000, 900_000)
 
 
 def slices(group: Collectives, seed: int, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -87,6 +89,23 @@ def check_idle(world: World) -> None:
         assert spent < 0.25, f"an idle follower spent {spent:.3f} s of processor time in 1 s"
 
 
+def check_expected(world: World) -> None:
+    """Over MPI: who expects a plan naps."""
+    from allspan.worker.parallel import mpi
+
+    channel = world.channel
+    assert channel is not None
+    if world.rank == 0:
+        time.sleep(0.5)
+        channel.publish(b"expected")
+        return
+    pauses: list[float] = []
+    threading.Timer(0.1, channel.expect).start()
+    with mock.patch.object(mpi.time, "sleep", pauses.append):
+        assert channel.receive(30.0) == b"expected"
+    assert set(pauses) == {mpi._NAP_S}
+
+
 def check_values(world: World) -> None:
     assert world.all_values(2**40 + world.rank) == tuple(2**40 + rank for rank in range(world.size))
     told = world.gather(f"rank {world.rank}".encode())
@@ -111,6 +130,7 @@ CHECKS = {
     "rows": (check_rows,),
     "plans": (check_plans,),
     "idle": (check_idle,),
+    "expected": (check_expected,),
     "all": (check_values, check_all_reduce, check_rows, check_plans),
     "late": (check_late,),
     "join": (),

@@ -146,5 +146,8 @@ class ThreadPlanChannel:
         except queue.Empty:
             return None
 
+    def expect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

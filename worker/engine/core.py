@@ -129,6 +129,8 @@ class EngineCore:
     def submit(self, request: Request) -> None:
         """Leader: queues a request. Follower: keeps its payload until a plan joins it. Raises InvalidRequest,
         QueueFull, AlreadyExists, or Unavailable when the model is stopped or the loop has ended."""
+        if self._channel is not None and not self.is_leader:
+            self._channel.expect()
         request.digest()  # here, and not in the step that it joins
         with self._changed:
             self._check_open()

@@ -62,6 +62,9 @@ class NullChannel:
     def receive(self, timeout: float) -> bytes | None:
         return None
 
+    def expect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -42,4 +42,7 @@ class PlanChannel(Protocol):
     def receive(self, timeout: float) -> bytes | None:
         """Follower: the next plan, sleeping until it comes; None after `timeout` seconds without one."""
 
+    def expect(self) -> None:
+        """Follower, from any thread: a plan comes soon, and `receive` had better notice at once."""
+
     def close(self) -> None: ...

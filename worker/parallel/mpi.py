@@ -6,6 +6,7 @@ Upper-case buffer calls only (the lower-case ones pickle). Everything is non-blo
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -20,6 +21,9 @@ _TYPES = {torch.float32: MPI.FLOAT, torch.int32: MPI.INT32_T}
 _SPINS = 200
 _YIELD_S = 0.002
 _LONGEST_SLEEP_S = 0.002
+_NAP_S = 2e-5
+_ALERT_S = 0.02
+"""So long whoever expects something naps instead of sleeping."""
 
 
 def wait(request: Any, timeout: float, what: str, comm: Any) -> None:
@@ -29,20 +33,25 @@ def wait(request: Any, timeout: float, what: str, comm: Any) -> None:
         raise DeadlineExceeded(f"rank {comm.rank} waited {timeout:g} s for rank {peers} in {what}")
 
 
-def poll(request: Any, timeout: float) -> bool:
-    """Whether a request completes within `timeout` seconds."""
+def poll(request: Any, timeout: float, expected: threading.Event | None = None) -> bool:
+    """Whether a request completes within `timeout` seconds. Who sets `expected` wakes one that sleeps."""
     for _ in range(_SPINS):
         if request.Test():
             return True
-    start = time.monotonic()
+    start, alert_until = time.monotonic(), 0.0
     while not request.Test():
-        waited = time.monotonic() - start
+        now = time.monotonic()
+        waited = now - start
         if waited > timeout:
             return False
+        pause = _NAP_S if now < alert_until else min(waited / 8, _LONGEST_SLEEP_S)
         if waited < _YIELD_S:
             os.sched_yield()
-        else:
-            time.sleep(min(waited / 8, _LONGEST_SLEEP_S))
+        elif expected is None or now < alert_until:
+            time.sleep(pause)
+        elif expected.wait(pause):
+            expected.clear()
+            alert_until = time.monotonic() + _ALERT_S
     return True
 
 
@@ -101,12 +110,13 @@ class MpiCollectives:
 
 
 class MpiPlanChannel:
-    """See `allspan.worker.parallel.base.PlanChannel`. A plan is one broadcast: its length, then its first bytes; what
-    does not fit follows in a second one. Every 64 plans a barrier, left running meanwhile, bounds how far the leader
-    runs ahead.
+    """See `allspan.worker.parallel.base.PlanChannel`. A plan is one message to each follower: its length, then its
+    first bytes; what does not fit follows in a second one. Every 64 plans a barrier, left running meanwhile, bounds how
+    far the leader runs ahead.
     """
 
-    _INLINE = 4096
+    _INLINE = 1992
+    """So short a message is sent without asking the other side first, who may sleep; a broadcast would wait for it."""
     _HEADER = 8
     _FENCE_EVERY = 64
 
@@ -117,36 +127,42 @@ class MpiPlanChannel:
         self._pending: Any = None
         self._fence: Any = None
         self._count = 0
+        self._expected = threading.Event()
 
     def publish(self, data: bytes) -> None:
-        head = len(data).to_bytes(self._HEADER, "little") + data[: self._INLINE]
-        self._buffer[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-        wait(self._comm.Ibcast([self._buffer, MPI.BYTE], root=0), self._timeout, "publish", self._comm)
+        self._send(len(data).to_bytes(self._HEADER, "little") + data[: self._INLINE])
         if len(data) > self._INLINE:
-            rest = np.frombuffer(data, dtype=np.uint8, offset=self._INLINE).copy()
-            wait(self._comm.Ibcast([rest, MPI.BYTE], root=0), self._timeout, "publish", self._comm)
+            self._send(data[self._INLINE :])
         self._advance()
 
     def receive(self, timeout: float) -> bytes | None:
         if self._pending is None:
-            self._pending = self._comm.Ibcast([self._buffer, MPI.BYTE], root=0)
-        if not poll(self._pending, timeout):
+            self._pending = self._comm.Irecv([self._buffer, MPI.BYTE], source=0)
+        if not poll(self._pending, timeout, self._expected):
             return None
         self._pending = None
         length = int.from_bytes(self._buffer[: self._HEADER].tobytes(), "little")
         data = self._buffer[self._HEADER : self._HEADER + min(length, self._INLINE)].tobytes()
         if length > self._INLINE:
             rest = np.empty(length - self._INLINE, dtype=np.uint8)
-            wait(self._comm.Ibcast([rest, MPI.BYTE], root=0), self._timeout, "receive", self._comm)
+            wait(self._comm.Irecv([rest, MPI.BYTE], source=0), self._timeout, "receive", self._comm)
             data += rest.tobytes()
         self._advance()
         return data
 
+    def expect(self) -> None:
+        self._expected.set()
+
     def close(self) -> None:
-        """Only after the last plan was received everywhere: a broadcast that is still awaited cannot be taken back."""
+        """Only after the last plan was received everywhere."""
         if self._fence is not None:
             wait(self._fence, self._timeout, "close", self._comm)
             self._fence = None
+
+    def _send(self, data: bytes) -> None:
+        message = [np.frombuffer(data, dtype=np.uint8), MPI.BYTE]
+        for request in [self._comm.Isend(message, dest=rank) for rank in range(1, self._comm.size)]:
+            wait(request, self._timeout, "publish", self._comm)
 
     def _advance(self) -> None:
         self._count += 1

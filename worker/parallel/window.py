@@ -120,6 +120,9 @@ class WindowPlanChannel:
             data: bytes | None = self._ring.receive(timeout)
         return data
 
+    def expect(self) -> None:
+        """The ring wakes it."""
+
     def close(self) -> None:
         pass
 

@@ -35,6 +35,11 @@ def test_an_idle_follower_sleeps(kind: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout
 
 
+def test_a_follower_that_expects_a_plan_does_not_sleep_long(tmp_path: Path) -> None:
+    run = mpirun(2, [SCRIPT, "expected", "mpi"], tmp_path)
+    assert run.returncode == 0, run.stdout
+
+
 @pytest.mark.parametrize("kind", ["window", "mpi"])
 def test_a_peer_that_does_not_come_is_named_and_the_world_ends(kind: str, tmp_path: Path) -> None:
     needs(kind)
