@@ -81,12 +81,14 @@ def fake_gpu_core(
     collected: Callable[[list[Outcome]], None] | None = None,
     eos: tuple[int, ...] = (),
     rule: CascadeRule | None = None,
+    collectives: Collectives | None = None,
+    channel: PlanChannel | None = None,
     **scheduler: int,
 ) -> tuple[EngineCore, FakeGpuModel]:
-    """Its steps come as a GPU's, and rows go on ahead."""
+    """Its steps come as a GPU's, and rows go on ahead; every rank has whole rows of logits."""
     model = FakeGpuModel(num_pages, PAGE_SIZE)
     model.cascade_rule = rule
-    core = EngineCore(config(**scheduler), model, num_pages, LocalCollectives(), None, eos)
+    core = EngineCore(config(**scheduler), model, num_pages, collectives or LocalCollectives(), channel, eos)
     core.on_outputs = collected or Collected()
     return core, model
 

@@ -132,6 +132,7 @@ class ThreadPlanChannel:
         self._rank = rank
         self._queues = queues
         self._timeout = timeout
+        self.num_expected = 0
 
     def publish(self, data: bytes) -> None:
         for follower in self._queues[1:]:
@@ -147,7 +148,7 @@ class ThreadPlanChannel:
             return None
 
     def expect(self) -> None:
-        pass
+        self.num_expected += 1
 
     def close(self) -> None:
         pass

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from allspan.protos.errors import QueueFull
-from support.cores import Collected, fake_core, request
+from support.cores import Collected, fake_core, fake_gpu_core, request
 from support.fake_model import greedy
 from support.threads import ThreadWorld
 from support.waiting import wait_until
@@ -55,20 +55,23 @@ class Facade(threading.Thread):
             follower.cancel([one.request_id])
 
 
-@pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2), (2, 3)])
-def test_whatever_is_refused_and_cancelled_the_ranks_agree_and_nothing_is_left(size, seed):
+def cpu_core(world, rank, collected):
+    collectives, channel = world.collectives[rank], world.channels[rank]
+    widths = WIDTHS[collectives.size]
+    return fake_core(18, collected, collectives=collectives, channel=channel, widths=widths, max_queued_requests=3)[0]
+
+
+def gpu_core(world, rank, collected):
+    collectives, channel = world.collectives[rank], world.channels[rank]
+    return fake_gpu_core(18, collected, collectives=collectives, channel=channel, max_queued_requests=3)[0]
+
+
+@pytest.mark.parametrize(
+    ("core", "size", "seed"), [(cpu_core, 2, 1), (cpu_core, 3, 2), (cpu_core, 2, 3), (gpu_core, 2, 4), (gpu_core, 3, 5)]
+)
+def test_whatever_is_refused_and_cancelled_the_ranks_agree_and_nothing_is_left(core, size, seed):
     world, collected = ThreadWorld(size), Collected()
-    cores = [
-        fake_core(
-            18,
-            collected,
-            collectives=world.collectives[rank],
-            channel=world.channels[rank],
-            widths=WIDTHS[size],
-            max_queued_requests=3,
-        )[0]
-        for rank in range(size)
-    ]
+    cores = [core(world, rank, collected) for rank in range(size)]
     facade = Facade(cores, seed, 50)
     facade.start()
     world.run(lambda rank: cores[rank].run())
@@ -81,3 +84,4 @@ def test_whatever_is_refused_and_cancelled_the_ranks_agree_and_nothing_is_left(s
         assert collected.reason(one) == ("length" if len(tokens) == one.params.max_tokens else "cancelled")
     assert [core.statistics().running for core in cores] == [0] * size
     assert cores[0].statistics().pages_used == 0
+    assert [channel.num_expected for channel in world.channels] == [0] + [50] * (size - 1)
