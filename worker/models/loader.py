@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _HALVES = ("bfloat16", "float16")
+_LEAST_CAPABILITY = {"bfloat16": ((8, 0), "float16"), "float16": ((7, 5), "float32, which is slow")}
 _QUANTISED_NAMES = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
 
 
@@ -213,7 +214,10 @@ def open_ops(config: WorkerConfig) -> OpSet:
     backend = "auto"
     if config.model.device == "cuda":
         check_device("cuda")
-        backend = _gpu_backend(prepare(config.model, config.cache, 0, 1))
+        prepared = prepare(config.model, config.cache, 0, 1)
+        backend = _gpu_backend(prepared)
+        if backend == "cuda":
+            check_capability(str(prepared.held["dtype"]), torch.cuda.get_device_capability())
     try:
         return op_set(backend, config.parallel.threads, config.parallel.cpus)
     except BackendUnavailable as error:
@@ -224,6 +228,16 @@ def open_ops(config: WorkerConfig) -> OpSet:
         raise ConfigError(f"kernels: {error}") from error
     except RuntimeError as error:  # the system's limit of threads, or processors that are not this process's
         raise ConfigError(f"threads is {config.parallel.threads}, which cannot be started: {error}") from error
+
+
+def check_capability(dtype: str, capability: tuple[int, int]) -> None:
+    """ConfigError where the kernels for this dtype do not run on such a GPU."""
+    least, instead = _LEAST_CAPABILITY[dtype]
+    if capability < least:
+        raise ConfigError(
+            f"dtype {dtype!r} takes a GPU of compute capability {least[0]}.{least[1]} or later, this one has "
+            f"{capability[0]}.{capability[1]}: use --dtype {instead}"
+        )
 
 
 def _gpu_backend(prepared: Prepared) -> str:

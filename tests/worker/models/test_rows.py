@@ -92,6 +92,15 @@ def test_converted_weights_are_refused_where_weights_lie_in_rows(tmp_path: Path)
         loader.prepare(on_gpu, CacheConfig(), 0, 1)
 
 
+def test_a_gpu_that_is_too_old_is_told_with_what_runs_on_it() -> None:
+    loader.check_capability("bfloat16", (8, 0))
+    loader.check_capability("float16", (7, 5))
+    with pytest.raises(ConfigError, match=r"capability 8\.0 or later, this one has 7\.5: use --dtype float16"):
+        loader.check_capability("bfloat16", (7, 5))
+    with pytest.raises(ConfigError, match=r"this one has 7\.0: use --dtype float32"):
+        loader.check_capability("float16", (7, 0))
+
+
 def test_sixteen_bits_on_a_gpu_are_what_lies_in_rows() -> None:
     assert loader.memory_of("cuda", "bfloat16") == loader.memory_of("cuda", "float16") == "rows"
     assert loader.memory_of("cuda", "float32") == loader.memory_of("cpu", "bfloat16") == "panels"
