@@ -5,6 +5,8 @@
 // i / (8 LANES) of lane i / 8 % LANES. So elements i and i + d / 2, which turn together, are in one lane where the head
 // has 16 LANES elements. Each step's outcome is rounded to bfloat16, as it would be in memory. Memory bounds it
 // (queries read and written, keys read and written twice, values once); with Hadamard, the shuffles are close behind.
+// But a row is only 256 bytes or so, and finding it costs more instructions than turning it: where there are many,
+// those lanes have EACH heads of one token, with one look at its angles, all on their way before the first is turned.
 //
 // FORMAT: the type of the pages, kUint4, or kNothing for no pages.
 #include "elements.cuh"
@@ -173,7 +175,7 @@ __device__ __forceinline__ void append(const Words& words, void* cache, float* s
 // A token has `heads` queries in q, `key_heads` in k and `value_heads` in v, each `dim` elements after the one before;
 // tokens are *_stride elements apart. Without norms, cos_sin (rot = 0) or spread (0; else 1 / √size of the matrix)
 // these steps are left out. Pages: strides in elements of the cache; scales [pages, key_heads, 2, page_size].
-extern "C" __global__ void __launch_bounds__(kThreads, 8)
+extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
     rotary_append(bf16* q, bf16* k, bf16* v, long long q_stride, long long k_stride, long long v_stride, int tokens,
                   int heads, int key_heads, int value_heads, int dim, const float* q_norm, const float* k_norm,
                   float eps, const int* positions, const float* cos_sin, int rot, float spread, const float* center,
@@ -182,88 +184,104 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
   __shared__ bf16 staged[kRows][kMostDim];
   const int lane = threadIdx.x % kLanes;
   // Values come last: they are not turned, so their warps have less to do.
-  const unsigned row = blockIdx.x * kRows + threadIdx.x / kLanes, turning = heads + key_heads;
-  const bool is_value = row >= tokens * turning;
-  const unsigned mine = is_value ? row - tokens * turning : row, per_token = is_value ? value_heads : turning;
-  const bool is_there = row < tokens * (turning + value_heads);
-  const int token = is_there ? mine / per_token : 0, head = is_there ? mine - token * per_token : 0;
-  const bool is_query = !is_value && head < heads, is_key = !is_value && !is_query;
-  const int kv_head = is_key ? head - heads : head;  // not of queries
-  bf16* const at = is_query ? q + token * q_stride + head * dim
-                   : is_key ? k + token * k_stride + kv_head * dim
-                            : v + token * v_stride + kv_head * dim;
+  const unsigned group = blockIdx.x * kRows + threadIdx.x / kLanes;
+  const unsigned query_groups = (heads + EACH - 1) / EACH, turning = query_groups + (key_heads + EACH - 1) / EACH;
+  const unsigned value_groups = (value_heads + EACH - 1) / EACH;
+  const bool is_value = group >= tokens * turning;
+  const unsigned mine = is_value ? group - tokens * turning : group, per_token = is_value ? value_groups : turning;
+  const bool is_there = group < tokens * (turning + value_groups);
+  const int token = is_there ? mine / per_token : 0, place = is_there ? mine - token * per_token : 0;
+  const bool is_query = !is_value && place < query_groups, is_key = !is_value && !is_query;
+  const int head = (is_key ? place - query_groups : place) * EACH;  // the first, of those of its kind
+  const int count = !is_there ? 0 : (is_query ? heads : is_key ? key_heads : value_heads) - head;
+  bf16* const at = (is_query ? q + token * q_stride
+                    : is_key ? k + token * k_stride
+                             : v + token * v_stride) +
+                   head * dim;
   let_next_begin();
   wait_for_ahead();
-  const int slot = FORMAT != kNothing && is_there && !is_query ? slots[token] : -1;
   const bool turns = rot && is_there && !is_value, is_near = WHOLE && rot == kLanes * 16;
-  const float* const angles = cos_sin + (turns ? static_cast<long long>(positions[token]) * rot : 0);
+  const int position = turns ? positions[token] : 0;
 
-  Words words;
-  const auto read = [&] {
+  Words words[EACH];
+  const auto read = [&](int e) {
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
       const int i = (lane + r * kLanes) * 8;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) words[r][w] = 0;
-      if (is_there && i < dim) load_words<kBfloat16, 8>(at, i, dim - i, words[r]);
+      for (int w = 0; w < 4; ++w) words[e][r][w] = 0;
+      if (e < count && i < dim) load_words<kBfloat16, 8>(at + e * dim, i, dim - i, words[e][r]);
     }
   };
-  read();
-  float cosine[8] = {}, sine[8] = {};  // asked for before anything waits for the row
+  // All loads come before the first store, which the compiler cannot move them over.
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) read(e);
+  __syncwarp();  // or the compiler has the rows asked for after the angles, which wait for the position
+  const int slot = FORMAT != kNothing && is_there && !is_query ? slots[token] : -1;
+  const float* const angles = cos_sin + static_cast<long long>(position) * rot;
+  float cosine[8] = {}, sine[8] = {};  // asked for before anything waits for the rows
   if (is_near && turns) {              // a lane has both elements of each pair
     load<kFloat32, 8>(angles, lane * 8, 8, cosine);
     load<kFloat32, 8>(angles, kLanes * 8 + lane * 8, 8, sine);
   }
 
   if ((q_norm || k_norm || rot || spread != 0) && __any_sync(~0u, is_there && !is_value)) {
-    Row x;
-    open(words, x);
-    if (q_norm || k_norm) {
-      const float* const weight = is_query ? q_norm : k_norm;
-      float sum = 0;
-      for_all(x, [&](float value, int, int) { sum = fmaf(value, value, sum); });
-      const float by = rsqrtf(over_lanes(sum, [](float a, float b) { return a + b; }) / dim + eps);
-      if (weight) {
-        Row w;
-        load_beside(weight, dim, lane, w);
-        for_all(x, [&](float& value, int r, int j) { value = value * by * w[r][j]; });
-        round(x, words);
-        open(words, x);
-      }
-    }
-    if (is_near) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float low = x[0][j], high = x[1][j];
-        x[0][j] = low * cosine[j] - high * sine[j];
-        x[1][j] = high * cosine[j] + low * sine[j];
+    for (int e = 0; e < EACH; ++e) {
+      Row x;
+      open(words[e], x);
+      if (q_norm || k_norm) {
+        const float* const weight = is_query ? q_norm : k_norm;
+        float sum = 0;
+        for_all(x, [&](float value, int, int) { sum = fmaf(value, value, sum); });
+        const float by = rsqrtf(over_lanes(sum, [](float a, float b) { return a + b; }) / dim + eps);
+        if (weight) {
+          Row w;
+          load_beside(weight, dim, lane, w);
+          for_all(x, [&](float& value, int r, int j) { value = value * by * w[r][j]; });
+          round(x, words[e]);
+          open(words[e], x);
+        }
       }
-    } else if (rot) {
-      turn_far(x, angles, rot, lane, staged[threadIdx.x / kLanes]);
-    }
-    round(x, words);
-    if (spread != 0) {
-      open(words, x);
-      if (center && is_key) {
-        Row less;
-        load_beside(center + static_cast<long long>(kv_head) * dim, dim, lane, less);
-        for_all(x, [&](float& value, int r, int j) { value -= less[r][j]; });
-      }
-      spread_out(x, dim & -dim, spread, lane);
-      round(x, words);
-    }
+      if (is_near) {
 #pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      const int i = (lane + r * kLanes) * 8;
-      if (is_there && !is_value && i < dim) store_words<kBfloat16, 8>(at, i, dim - i, words[r]);
+        for (int j = 0; j < 8; ++j) {
+          const float low = x[0][j], high = x[1][j];
+          x[0][j] = low * cosine[j] - high * sine[j];
+          x[1][j] = high * cosine[j] + low * sine[j];
+        }
+      } else if (rot) {
+        turn_far(x, angles, rot, lane, staged[threadIdx.x / kLanes]);
+      }
+      round(x, words[e]);
+      if (spread != 0) {
+        open(words[e], x);
+        if (center && is_key && e < count) {
+          Row less;
+          load_beside(center + static_cast<long long>(head + e) * dim, dim, lane, less);
+          for_all(x, [&](float& value, int r, int j) { value -= less[r][j]; });
+        }
+        spread_out(x, dim & -dim, spread, lane);
+        round(x, words[e]);
+      }
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) {
+        const int i = (lane + r * kLanes) * 8;
+        if (e < count && !is_value && i < dim) store_words<kBfloat16, 8>(at + e * dim, i, dim - i, words[e][r]);
+      }
+      if (is_value) read(e);  // in the one warp that has some beside keys
     }
-    if (is_value) read();  // in the one warp that has some beside keys
   }
 
   if (FORMAT != kNothing && __any_sync(~0u, slot >= 0)) {
     const long long page = slot / page_size, offset = slot % page_size;
-    const Place to = {page * page_stride + kv_head * head_stride + offset * token_stride,
-                      (page * key_heads + kv_head) * 2 * page_size + offset, page_size};
-    append(words, is_value ? v_cache : k_cache, is_value ? v_scales : k_scales, to, dim, lane, slot >= 0);
+    Place to = {page * page_stride + head * head_stride + offset * token_stride,
+                (page * key_heads + head) * 2 * page_size + offset, page_size};
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+      append(words[e], is_value ? v_cache : k_cache, is_value ? v_scales : k_scales, to, dim, lane,
+             slot >= 0 && e < count);
+      to.element += head_stride, to.scale += 2 * page_size;
+    }
   }
 }

@@ -34,6 +34,9 @@ _FORMATS = TYPES | {torch.uint8: 5}
 _LANES = (4, 8, 16)
 """That have a head of 64, 128 and 256 elements."""
 _THREADS = 128
+_MANY_ROWS, _EACH = 1 << 16, 4
+"""With so many heads of tokens, lanes have 4 heads of one token, not 1: half as many instructions, twice the bytes on
+their way. Fewer heads would leave multiprocessors without work."""
 _NO_NORMS: Norms = (None, None, 0.0)
 
 
@@ -149,9 +152,10 @@ def _run(
         np.float32((dim & -dim) ** -0.5 if is_spread else 0), center, *pages, *map(np.int64, strides),
         np.int32(page_size), slots,
     ]  # fmt: skip
-    blocks = -(-n * sum(counts) * lanes // _THREADS)
+    each = _EACH if whole and n * sum(counts) >= _MANY_ROWS else 1
+    blocks = -(-n * sum(-(-count // each) for count in counts) * lanes // _THREADS)
     kind = element_macro(*(x.dtype for x in (*parts, pages[0]) if x is not None))
-    launch(_kernel(lanes, format_, int(whole), kind), (blocks,), _THREADS, arguments, is_early=EARLY)
+    launch(_kernel(lanes, format_, int(whole), kind, each), (blocks,), _THREADS, arguments, is_early=EARLY)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
@@ -160,12 +164,13 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
             yield _kernel(_LANES[0], format_, 0, {})  # heads that are no multiple of 8; larger ones compile when used
             for lanes in _LANES:
                 yield _kernel(lanes, format_, 1, {})
+            yield _kernel(_LANES[1], format_, 1, {}, _EACH)
     for format_ in (_FORMATS[torch.float16], NOTHING):
         yield _kernel(_LANES[1], format_, 1, element_macro(torch.float16))
 
 
-def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int]) -> Kernel:
-    return kernel("rotary_append.cu", "rotary_append", LANES=lanes, FORMAT=format_, WHOLE=whole, **kind)
+def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int], each: int = 1) -> Kernel:
+    return kernel("rotary_append.cu", "rotary_append", LANES=lanes, FORMAT=format_, WHOLE=whole, EACH=each, **kind)
 
 
 def _checked_rotation(rotation: tuple[Tensor, Tensor] | None, n: int, dim: int) -> tuple[Tensor | None, Tensor | None]:

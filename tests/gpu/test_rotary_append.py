@@ -180,6 +180,24 @@ def check_fused(
         assert one is None or is_kept(one)
 
 
+def check_many(shape: Shape, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the fused op calls it on many tokens, whatever it leaves out."""
+    n, heads, kv_heads, dim = shape.tokens, shape.heads, shape.kv_heads, shape.dim
+    slots, turning = slots_of(n, device), (positions(n, device), table(shape.rot, device))
+    weight = rows(dim, dtype=F32, device=device, seed=8)
+    center = rows(kv_heads, dim, dtype=F32, device=device, seed=4)
+    for norms, spread in (((None, None, EPS), (0, None)), ((None, weight, EPS), (1, center))):
+        outcomes = []
+        for many in (1 << 30, 1):
+            monkeypatch.setattr("allspan.kernels.cuda.rotary_append._MANY_ROWS", many)
+            qkv, held = poisoned(n, heads + 2 * kv_heads, dim, device=device), pages(shape, dtype, device)
+            qkv.copy_(rows(*qkv.shape, device=device))
+            rotary_append(qkv, heads, norms, turning, spread, tuple(held), slots)  # type: ignore[arg-type]
+            assert all(is_kept(x) for x in (qkv, *held) if x is not None)
+            outcomes.append((qkv, *held))
+        assert all(same(one, other) for one, other in zip(*outcomes, strict=True))
+
+
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_single_ops_agree_with_the_reference(shape: Shape, device: str) -> None:
     check_single(shape, device)
@@ -212,6 +230,20 @@ def test_pages_of_every_shape_have_the_bits_of_the_rule(shape: Shape, dtype: tor
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed"])
 def test_the_fused_op_has_the_bits_of_the_single_ones(spread: str, has_norms: bool, device: str) -> None:
     check_fused(SMALL[0], I8 if spread != "kept" else BF16, device, spread, has_norms)
+
+
+@pytest.mark.parametrize("shape", [Shape(5, 6, 3, 128, 128)], ids=str)
+def test_many_rows_have_the_bits_of_few(shape: Shape, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many(shape, I8, device, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_many_rows_of_every_shape_have_the_bits_of_few(
+    shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_many(shape, dtype, "cuda", monkeypatch)
 
 
 @pytest.mark.gpu
