@@ -51,6 +51,6 @@ class AheadDraft(Draft):
 def may_follow(draft: Draft, rows: Sequence[Request | None], may_launch: MayLaunch) -> bool:
     """Whether the step after the one of `draft` may begin before its tokens are known. Not where it has none: nobody
     waits for it, so that the next plan comes as early. `rows`: the requests that have them."""
-    if draft.has_preempted or not all((who := rows[join.row]) and may_launch(who.params) for join in draft.joins):
+    if not all((who := rows[join.row]) and may_launch(who.params) for join in draft.joins):
         return False
     return any((who := rows[run.row]) and run.num_tokens >= who.num_pending for run in draft.runs)

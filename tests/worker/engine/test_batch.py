@@ -69,6 +69,51 @@ def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
     assert inputs["logits_rows"] == [0, 1]
 
 
+def test_in_the_step_after_those_who_sample_now_come_first(batch, inbox):
+    """Whatever the order of the plan: a newcomer, the last token of a prompt, a token that is not known yet, a chunk."""
+    plan = StepPlan(
+        1,
+        1,
+        0,
+        joins=(
+            joined(inbox, 1, [10, 11, 12, 13, 14, 15], 2),
+            joined(inbox, 2, [20, 21], 0),
+            joined(inbox, 3, [30], 1),
+            joined(inbox, 4, [40, 41, 42], 3),
+        ),
+        grants=(Grant(2, (7, 3)), Grant(0, (9,)), Grant(1, (8,)), Grant(3, (2,))),
+        runs=(Run(2, 5), Run(0, 2)),
+        ahead=(Run(3, 2), Run(1, 1), Run(2, 1), Run(0, 1)),
+    )
+    batch.apply(plan, inbox)
+    ahead = batch.ahead(plan, batch.logits.rows)
+    assert ahead.num_unknown == 1
+    assert lists(ahead.inputs) == {
+        "ids": [0, 30, 15, 40, 41],
+        "positions": [2, 0, 5, 0, 1],
+        "slots": [38, 32, 13, 8, 9],
+        "qo_indptr": [0, 1, 2, 3, 5],
+        "page_indptr": [0, 1, 2, 4, 5],
+        "page_indices": [9, 8, 7, 3, 2],
+        "kv_lens": [3, 1, 6, 2],
+        "logits_rows": [0, 1, 2],
+    }
+    assert (ahead.logits.rows.tolist(), ahead.logits.positions.tolist()) == ([0, 1, 2], [3, 1, 6])
+    result = batch.commit(Sampled(np.array([50], dtype=np.int32), {}))
+    assert result.tokens == {0: (50,)}
+    # Row 3 has ended meanwhile, and somebody else has its place for the step after that.
+    following = StepPlan(
+        1,
+        2,
+        result.tokens_hash,
+        leaves=(3,),
+        joins=(joined(inbox, 5, [60], 3),),
+        runs=(Run(1, 1), Run(2, 1), Run(0, 1)),
+    )
+    assert batch.apply(following, inbox, is_running=True) is None
+    assert sorted(batch.logits.rows.tolist()) == [0, 1, 2]
+
+
 def test_inputs_are_int32_views(batch, inbox):
     plan = StepPlan(1, 1, 0, joins=(joined(inbox, 1, [1], 0),), grants=(Grant(0, (0,)),), runs=(Run(0, 1),))
     inputs = batch.apply(plan, inbox)
