@@ -70,7 +70,7 @@ def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
 
 
 def test_in_the_step_after_those_who_sample_now_come_first(batch, inbox):
-    """Whatever the order of the plan: a newcomer, the last token of a prompt, a token that is not known yet, a chunk."""
+    """Whatever the plan's order: a newcomer, the last token of a prompt, one that is not known yet, a chunk."""
     plan = StepPlan(
         1,
         1,
