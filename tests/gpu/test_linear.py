@@ -14,7 +14,7 @@ from torch.nn import functional
 from allspan.kernels.cuda import linear, skinny, skinny_sm90
 from allspan.kernels.packed import ROW_FORMATS, PackedSpec
 from allspan.kernels.reference.packed import packed_linear, unpack
-from support.linear_cases import Case, check_add, check_gated, check_odd_sizes, check_store, spec_of
+from support.linear_cases import Case, check_add, check_gated, check_odd_sizes, check_store, spec_of, weight_of
 from support.packed_cases import random_weight
 
 FORMATS_AND_GROUPS = [
@@ -142,8 +142,8 @@ def test_rows_of_eight_bits_agree_with_float64(check: Callable[[Case], None], is
     case.slack = 4.0 if is_half else 1.0  # of a code that is rounded the other way
     x = case.arguments[0].cpu().double()
     most = x.abs().amax(1, keepdim=True)
-    seen = (x / most * 127).round() * most / 127
-    case.product = seen @ unpack(case.arguments[1].cpu(), case.spec, torch.float64).T + case.arguments[2].cpu()
+    seen = ((x / most * 127).round() * most / 127).to(device)
+    case.product = case.with_bias(seen @ weight_of(spec, device)[1].T)
     check(case)
 
 
@@ -178,10 +178,10 @@ def check_e4m3(check: Callable[[Case], None], spec: PackedSpec, rows: int, devic
     """As far as x in 8 bits lets them; tensor cores keep 14 bits of the sums of such products, bfloat16 8."""
     case = Case(spec, rows, device, column=0, is_half=is_half)
     case.slack = 3.0 if device == "cuda" else 1.0
-    x, weight, bias = (tensor.cpu() for tensor in case.arguments[:3])
     group = spec.block if spec.kind.scale_bytes else spec.inputs
-    before = functional.pad(x, (spec.lead, 0))
-    case.product = seen_as_e4m3(before, group)[:, spec.lead :] @ unpack(weight, spec, torch.float64).T + bias
+    before = functional.pad(case.arguments[0].cpu(), (spec.lead, 0))
+    seen = seen_as_e4m3(before, group)[:, spec.lead :].to(device)
+    case.product = case.with_bias(seen @ weight_of(spec, device)[1].T)
     check(case)
 
 

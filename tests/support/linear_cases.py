@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -20,6 +21,13 @@ def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, lead: in
     return PackedSpec(name, activation, parts, inputs, lead, group, memory="rows")
 
 
+@functools.lru_cache(maxsize=1)  # cases of a weight come one after the other
+def weight_of(spec: PackedSpec, device: str) -> tuple[Tensor, Tensor]:
+    """A random one, and float64 [features, inputs], what it holds; both are not to be written to."""
+    weight = random_weight(spec).to(device)
+    return weight, unpack(weight, spec, torch.float64)
+
+
 class Case:
     """A random weight, x and bias, and what an op should write into columns `column` and on of 2 more than needed. x
     and what is not float32 of out are bfloat16, or float16 where the weights are or `is_half`."""
@@ -36,13 +44,17 @@ class Case:
         generator = torch.Generator().manual_seed(rows + spec.features)
         self.spec, self.column, self.slack = spec, column, 1.0
         self.dtype = torch.float16 if is_half or spec.format == "f16" else torch.bfloat16
-        weight = random_weight(spec)
+        weight, values = weight_of(spec, device)
         x = torch.randn((rows, spec.inputs), generator=generator).to(self.dtype)
         bias = torch.randn(spec.features, generator=generator) if has_bias else None
-        self.product = x.double() @ unpack(weight, spec, torch.float64).T
-        self.product += 0 if bias is None else bias
-        self.arguments = (x.to(device), weight.to(device), None if bias is None else bias.to(device), spec, column)
+        bias = None if bias is None else bias.to(device)
+        self.arguments = (x.to(device), weight, bias, spec, column)
         self.device = device
+        self.product = self.with_bias(x.double().to(device) @ values.T)
+
+    def with_bias(self, product: Tensor) -> Tensor:
+        bias = self.arguments[2]
+        return product if bias is None else product + bias
 
     def out(self, dtype: torch.dtype, width: int, value: float = math.nan) -> Tensor:
         return torch.full((len(self.product), width + 2), value, dtype=dtype, device=self.device)
@@ -50,7 +62,7 @@ class Case:
     def check(self, out: Tensor, expected: Tensor, slack: float = 1.0) -> None:
         """The columns beside are as they were. Many rows: weights, or what biases are added to, are of 16 bits."""
         end = self.column + expected.shape[1]
-        inside = out[:, self.column : end].cpu().double()
+        inside = out[:, self.column : end].double()
         device = gpu(torch.device(self.device))
         is_few = skinny.is_few(len(out), self.spec, device) and not skinny_sm90.pays(len(out), self.spec, device)
         rounded = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}[out.dtype]
