@@ -1,4 +1,4 @@
-"""What launches norm.cu and elementwise.cu; and what is refused before."""
+"""What launches norm.cu, silu_rows.cu and elementwise.cu; and what is refused before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.modules import Kernel, element_macro, kernel, launch
+from allspan.kernels.cuda.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
@@ -31,6 +31,8 @@ _OPS = {
     "elementwise.cu": {"plain": 0, "add": 1, "silu": 2, "gather": 3},
 }
 _BLOCK, _MOST_BLOCK, _MOST_UNITS = 512, 1024, 8
+_STAGED_BLOCKS, _MOST_STAGED_UNITS = 2, 5
+"""Of silu_rows.cu: thread blocks of a multiprocessor, and what their registers have room for."""
 
 
 def check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: tuple[int, ...]) -> None:
@@ -69,8 +71,15 @@ def norm_rows(
         out.dtype,
     )
     whole = is_whole(width, source, addend, weight, out)
-    function = _norm_kernel(op, types, each, is_grouped, most, whole)
     threads = -(-units // each // 32) * 32
+    if op == "silu" and source.dtype in HALVES and whole and not is_grouped and each <= _MOST_STAGED_UNITS:
+        blocks, staged_bytes = _staged(n, threads, each, out.device)
+        if blocks:
+            given = (source, out, scales, _strides(scales)[0], np.int32(n), np.int32(width))
+            staged = _silu_kernel(source.dtype, out.dtype, each)
+            launch(staged, (blocks,), threads, given, staged_bytes, is_early=EARLY)
+            return
+    function = _norm_kernel(op, types, each, is_grouped, most, whole)
     arguments = [addend, source, weight, np.float32(eps), out, scales, *_strides(scales), np.int32(width)]
     launch(function, (n,), threads, arguments, is_early=EARLY)
 
@@ -113,6 +122,8 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     yield _norm_kernel("plain", (bf16, None, None, e4m3), 1, whole=0)
     for op, out, each in itertools.product(("plain", "silu"), (int8, e4m3), (1, 2)):
         yield _norm_kernel(op, (bf16, None, None, out), each)
+    yield from (_silu_kernel(bf16, e4m3, each) for each in (3, 4, 5))
+    yield _silu_kernel(f16, e4m3, 1)  # sm_75 has no room for more
     for whole in (0, 1):
         yield _elementwise_kernel("add", (f32, bf16, f32), whole)
         yield _elementwise_kernel("silu", (bf16, None, bf16), whole)
@@ -128,6 +139,15 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     yield from (_norm_kernel("norm", (f16, addend, f16, f16), 1) for addend in (None, f16))
 
 
+def _staged(n: int, threads: int, each: int, device: torch.device) -> tuple[int, int]:
+    """Thread blocks of silu_rows.cu and the shared memory of one; no blocks where each would have a row at most, or a
+    multiprocessor has no room for them."""
+    here, num_bytes = gpu(device), threads * each * 32
+    blocks, own = _STAGED_BLOCKS * here.multiprocessors, 2048  # own: bytes that a block has beside its rows
+    fits = _STAGED_BLOCKS * (num_bytes + own) <= here.shared_bytes
+    return blocks if fits and n > blocks else 0, num_bytes
+
+
 Types = tuple[torch.dtype | None, ...]
 
 
@@ -139,6 +159,13 @@ def _norm_kernel(
     return kernel(
         "norm.cu", "norm_rows", OP=_OPS["norm.cu"][op], SOURCE=source, ADDEND=addend, WEIGHT=weight, OUT=out,
         GROUPED=int(is_grouped), UNITS=units, THREADS=threads, WHOLE=whole, **element_macro(*types),
+    )  # fmt: skip
+
+
+def _silu_kernel(source: torch.dtype, out: torch.dtype, units: int) -> Kernel:
+    return kernel(
+        "silu_rows.cu", "silu_rows", SOURCE=TYPES[source], OUT=TYPES[out], UNITS=units, THREADS=_BLOCK, WHOLE=1,
+        **element_macro(source),
     )  # fmt: skip
 
 

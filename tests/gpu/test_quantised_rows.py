@@ -141,6 +141,33 @@ def test_zeros_stay_zeros_and_what_is_not_finite_reads_as_nan(device: str) -> No
         assert read[3].isfinite().all()
 
 
+def check_many(size: tuple[int, int], dtype: torch.dtype, device: str, of: torch.dtype = BF16) -> None:
+    """What follows in the same buffers has the bits of what comes alone."""
+    n, width = size
+    gate_up = rows(n, 2 * width, dtype=of, device=device) * 4
+    gate_up[-2, 3], gate_up[0, width], gate_up[1] = math.nan, math.inf, 0
+    out, scales = buffers(size, dtype, False, device)
+    silu_mul_quantised(gate_up, out, scales)
+    assert is_kept(out)
+    for i in {0, 1, 2, n // 2, n - 2, n - 1}:
+        alone, scale = buffers((1, width), dtype, False, device)
+        silu_mul_quantised(gate_up[i : i + 1], alone, scale)
+        assert torch.equal(alone.view(torch.uint8), out[i : i + 1].view(torch.uint8))
+        torch.testing.assert_close(scale, scales[i : i + 1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_each_of_many_rows_has_the_bits_that_it_has_alone(device: str) -> None:
+    check_many((23, 4104), E4M3, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [I8, E4M3], ids=str)
+@pytest.mark.parametrize("width", [576, 4864, 8192, 12288, 14336, 18944, 20480])
+def test_each_of_many_rows_of_every_width_has_the_bits_that_it_has_alone(width: int, dtype: torch.dtype) -> None:
+    check_many((1000, width), dtype, "cuda")
+    check_many((1000, width), dtype, "cuda", F16)
+
+
 def test_what_does_not_fit_is_refused(device: str) -> None:
     x = rows(2, 576, device=device)
     out, scales = buffers((2, 576), I8, False, device)
