@@ -8,7 +8,8 @@
 // But a row is only 256 bytes or so, and finding it costs more instructions than turning it: where there are many,
 // those lanes have EACH heads of one token, with one look at its angles, all on their way before the first is turned.
 //
-// FORMAT: the type of the pages, kUint4, or kNothing for no pages.
+// FORMAT: the type of the pages, kUint4, or kNothing for no pages. PLAIN: WHOLE heads of 16 LANES elements turn, all of
+// them, and that is all: the program is a sixth as long.
 #include "elements.cuh"
 
 constexpr int kUint4 = 5;
@@ -200,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
                    head * dim;
   let_next_begin();
   wait_for_ahead();
-  const bool turns = rot && is_there && !is_value, is_near = WHOLE && rot == kLanes * 16;
+  const bool turns = (PLAIN || rot) && is_there && !is_value, is_near = PLAIN || (WHOLE && rot == kLanes * 16);
   const int position = turns ? positions[token] : 0;
 
   Words words[EACH];
@@ -225,12 +226,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
     load<kFloat32, 8>(angles, kLanes * 8 + lane * 8, 8, sine);
   }
 
-  if ((q_norm || k_norm || rot || spread != 0) && __any_sync(~0u, is_there && !is_value)) {
+  if ((PLAIN || q_norm || k_norm || rot || spread != 0) && __any_sync(~0u, is_there && !is_value)) {
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
       Row x;
       open(words[e], x);
-      if (q_norm || k_norm) {
+      if (!PLAIN && (q_norm || k_norm)) {
         const float* const weight = is_query ? q_norm : k_norm;
         float sum = 0;
         for_all(x, [&](float value, int, int) { sum = fmaf(value, value, sum); });
@@ -254,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
         turn_far(x, angles, rot, lane, staged[threadIdx.x / kLanes]);
       }
       round(x, words[e]);
-      if (spread != 0) {
+      if (!PLAIN && spread != 0) {
         open(words[e], x);
         if (center && is_key && e < count) {
           Row less;

@@ -155,7 +155,10 @@ def _run(
     each = _EACH if whole and n * sum(counts) >= _MANY_ROWS else 1
     blocks = -(-n * sum(-(-count // each) for count in counts) * lanes // _THREADS)
     kind = element_macro(*(x.dtype for x in (*parts, pages[0]) if x is not None))
-    launch(_kernel(lanes, format_, int(whole), kind, each), (blocks,), _THREADS, arguments, is_early=EARLY)
+    is_plain = each > 1 and rot == lanes * 16 and not is_spread and all(weight is None for weight in weights)
+    launch(
+        _kernel(lanes, format_, int(whole), kind, each, int(is_plain)), (blocks,), _THREADS, arguments, is_early=EARLY
+    )
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
@@ -164,13 +167,15 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
             yield _kernel(_LANES[0], format_, 0, {})  # heads that are no multiple of 8; larger ones compile when used
             for lanes in _LANES:
                 yield _kernel(lanes, format_, 1, {})
-            yield _kernel(_LANES[1], format_, 1, {}, _EACH)
+            yield from (_kernel(_LANES[1], format_, 1, {}, _EACH, plain) for plain in (0, 1))
     for format_ in (_FORMATS[torch.float16], NOTHING):
         yield _kernel(_LANES[1], format_, 1, element_macro(torch.float16))
 
 
-def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int], each: int = 1) -> Kernel:
-    return kernel("rotary_append.cu", "rotary_append", LANES=lanes, FORMAT=format_, WHOLE=whole, EACH=each, **kind)
+def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int], each: int = 1, plain: int = 0) -> Kernel:
+    return kernel(
+        "rotary_append.cu", "rotary_append", LANES=lanes, FORMAT=format_, WHOLE=whole, EACH=each, PLAIN=plain, **kind
+    )
 
 
 def _checked_rotation(rotation: tuple[Tensor, Tensor] | None, n: int, dim: int) -> tuple[Tensor | None, Tensor | None]:
