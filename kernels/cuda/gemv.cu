@@ -6,9 +6,9 @@
 // a multiprocessor.
 //
 // A block has an equal share of the features, in tiles of 16; a unit is two slabs, 128 bytes, of a tile's features. All
-// units of a block are one line, of which each warp has an equal stretch: it meets no other warp before the end, where
-// the sums of each (tile, warp) are added up. Copies run ahead over the ends of tiles, and begin while the kernel ahead
-// still runs.
+// units of a block are one line, of which its warps take one after the other, so that they read neighbouring memory and
+// none meets another before the end, where the sums of each (tile, warp) are added up. Copies run ahead over the ends
+// of tiles, and begin while the kernel ahead still runs.
 //
 // Features are rows of the product on tensor cores; with a single row of x there are columns left over. Codes meet x as
 // whole numbers of 16 bits, 256 · high + low with a scale for each 128 inputs (a quad of sets): two columns. Each set
@@ -27,9 +27,6 @@
 #endif
 #ifndef BLOCKS
 #define BLOCKS 1
-#endif
-#ifndef TURNS
-#define TURNS 0
 #endif
 constexpr int kThreads = WARPS * 32, kStages = STAGES;
 constexpr bool kGrouped = GROUP_SETS > 0, kIsWhole = BITS < 16 && !FLOATS;
@@ -137,9 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const auto share = [&](int block) { return static_cast<int>(static_cast<long long>(outputs) * block / gridDim.x); };
   const int begin = share(blockIdx.x), all = share(blockIdx.x + 1) - begin, own = is_gated ? 2 * all : all;
   const int units = (slabs + 1) / 2, tiles = (own + 15) / 16, line = tiles * units;
-  const auto stretch = [&](int w) { return static_cast<int>(static_cast<long long>(line) * w / WARPS); };
-  const int first = TURNS ? warp : stretch(warp), step = TURNS ? WARPS : 1;
-  const int last = TURNS ? line : stretch(warp + 1), count = (max(last - first, 0) + step - 1) / step;
+  const int count = max(line - warp + WARPS - 1, 0) / WARPS;  // of this warp's units
 
   char* const stages = shared + warp * (kStages * kStageBytes);
   uint32_t stages_at = smem(stages) + lane * 16;
@@ -148,12 +143,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Row row;
   row.x = shared + WARPS * kStages * kStageBytes;
   row.beside = reinterpret_cast<float2*>(row.x + chunks * 16);
-  const int all_slots = TURNS ? tiles * WARPS : tiles + WARPS;
-  float* const slots = reinterpret_cast<float*>(row.beside + chunks / 4);  // [all_slots][16]
-  float* const of_warps = slots + all_slots * 16;                          // [WARPS]
+  float* const slots = reinterpret_cast<float*>(row.beside + chunks / 4);  // [tiles][WARPS][16]
+  float* const of_warps = slots + tiles * WARPS * 16;                      // [WARPS]
 
   // What is asked for, kStages - 1 units ahead: features g and g + 8 of a tile.
-  int asked_tile = first / units, asked = first % units;
+  int asked_tile = warp / units, asked = warp % units;
   const uint4* from[2];
   const uint32_t* number_from[2];
   const auto enter = [&] {
@@ -173,7 +167,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int h = 0; h < 2; ++h) {
       copy16(to + h * 512, from[h], true);
       copy16(to + (2 + h) * 512, from[h] + 4, has_second);
-      if (!TURNS) from[h] += 8;
     }
     if constexpr (kGrouped) {
 #pragma unroll
@@ -186,12 +179,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                 number_from[h] + static_cast<long long>(group) * features, true);
       }
     }
-    if constexpr (TURNS) {
-      for (asked += WARPS; asked >= units; asked -= units) ++asked_tile;
-      enter();
-    } else if (++asked == units) {
-      asked = 0, ++asked_tile, enter();
-    }
+    for (asked += WARPS; asked >= units; asked -= units) ++asked_tile;
+    enter();
   };
   int left = count;  // to be asked for
 #pragma unroll
@@ -215,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const auto adds_to = [&](int i) { return static_cast<const float*>(out)[column + begin + i]; };
   Beside mine = {};
   if (threadIdx.x < all) mine = beside_weight(threadIdx.x);
-  for (int i = threadIdx.x; i < all_slots * 16; i += kThreads) slots[i] = 0;
+  for (int i = threadIdx.x; i < tiles * WARPS * 16; i += kThreads) slots[i] = 0;
   const int whole_warps = (chunks + 31) / 32 * 32;
   float total = 0;   // of x, as it is in whole numbers
   wait_for_ahead();  // the weight is there before any kernel; x and out are not
@@ -244,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
   __syncthreads();
 
-  int tile = first / units, k = first % units, stage = 0, free = kStages - 1;
+  int tile = warp / units, k = warp % units, stage = 0, free = kStages - 1;
   float sum[2] = {};
   for (int at = 0; at < count; ++at) {
     if (left > 0) ask(free), --left;
@@ -315,9 +304,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int h = 0; h < 2; ++h) sum[h] = fmaf(kGrouped ? by * scale_of(pairs[0][h]) : by, c[h * 2], sum[h]);
     }
     const int before = tile;
-    for (k += step; k >= units; k -= units) ++tile;
+    for (k += WARPS; k >= units; k -= units) ++tile;
     if (tile != before || at + 1 == count) {  // of that tile, there is no more here
-      float* const slot = slots + (TURNS ? before * WARPS + warp : before + warp) * 16;
+      float* const slot = slots + (before * WARPS + warp) * 16;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if constexpr (kIsWhole) sum[h] += __shfl_xor_sync(~0u, sum[h], 1), sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
@@ -329,16 +318,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   __syncthreads();
 
   const auto product = [&](int p, int i, const Beside& beside) {
-    const int f = p * all + i, tile = f / 16, at = tile * units;
+    const int f = p * all + i, tile = f / 16;
     float value = 0, of_x = 0;
-    if constexpr (TURNS) {
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) value += slots[(tile * WARPS + w) * 16 + f % 16];
-    } else {
-      const int from_warp = static_cast<int>((static_cast<long long>(at + 1) * WARPS - 1) / line);
-      const int to_warp = static_cast<int>((static_cast<long long>(at + units) * WARPS - 1) / line);
-      for (int w = from_warp; w <= to_warp; ++w) value += slots[(tile + w) * 16 + f % 16];
-    }
+    for (int w = 0; w < WARPS; ++w) value += slots[(tile * WARPS + w) * 16 + f % 16];
     if constexpr (!kGrouped) {
       value *= beside.numbers[p].x;
       if constexpr (kIsWhole) {

@@ -29,15 +29,13 @@ class Form:
     warps: int
     stages: int
     blocks: int
-    turns: int = 0
 
     def shared_bytes(self, spec: PackedSpec, tiles: int) -> int:
         bits = spec.kind.bits
         numbers = (4 if bits == 4 else 2) if group_sets(spec) else 0
         chunks = _units(spec) * (32 // bits) * 4
         x = chunks * 18
-        slots = tiles * self.warps if self.turns else tiles + self.warps
-        return self.warps * self.stages * (2048 + numbers * 128) + x + slots * 64 + self.warps * 4
+        return self.warps * self.stages * (2048 + numbers * 128) + x + self.warps * (tiles * 64 + 4)
 
 
 def takes(spec: PackedSpec, into: Into, device: Gpu) -> bool:
@@ -99,5 +97,5 @@ def _units(spec: PackedSpec) -> int:
 
 
 def _kernel(spec: PackedSpec, form: Form, dtype: torch.dtype) -> Kernel:
-    sizes = {"WARPS": form.warps, "STAGES": form.stages, "BLOCKS": form.blocks, "TURNS": form.turns}
+    sizes = {"WARPS": form.warps, "STAGES": form.stages, "BLOCKS": form.blocks}
     return kernel("gemv.cu", "gemv", **macros_of(spec, dtype), **sizes)

@@ -32,9 +32,9 @@ ALL = [
 SMALL = Form(4, 3, 1)
 
 
-@pytest.fixture(params=[0, 1], ids=["stretches", "turns"])
-def small_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemv, "form_of", lambda *_: replace(SMALL, turns=request.param))
+@pytest.fixture
+def small_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemv, "form_of", lambda *_: SMALL)
 
 
 @pytest.mark.usefixtures("small_form")
@@ -42,7 +42,7 @@ def small_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     ("name", "group"), [("fp8", 0), ("fp8_block", 0), ("channel8", 0), ("group8", 32), ("group4", 32), ("group4", 128)]
 )
 def test_a_row_agrees_with_float64(name: str, group: int, device: str) -> None:
-    """Tiles end within stretches of warps, slabs are odd, features are no multiple of a tile, some warps idle."""
+    """Tiles end within a turn of the warps, slabs are odd, features are no multiple of a tile, some warps idle."""
     check_gated(Case(spec_of(name, group, (71, 71), 712), 1, device))
     check_add(Case(spec_of(name, group, (7,), 104), 1, device))
 
@@ -85,12 +85,7 @@ def test_weights_of_codes_that_fit_are_taken() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "group"), ALL)
 @pytest.mark.parametrize("inputs", [128, 3584, 18944])
-@pytest.mark.parametrize("turns", [0, 1])
-def test_rows_of_every_size_agree_with_float64(
-    name: str, group: int, inputs: int, turns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    form_of = gemv.form_of
-    monkeypatch.setattr(gemv, "form_of", lambda *of: replace(form_of(*of), turns=turns))
+def test_rows_of_every_size_agree_with_float64(name: str, group: int, inputs: int) -> None:
     check_store(Case(spec_of(name, group, (640,), inputs), 1, "cuda"))
     check_add(Case(spec_of(name, group, (640,), inputs), 1, "cuda"))
     check_gated(Case(spec_of(name, group, (528, 528), inputs), 1, "cuda"))
