@@ -98,8 +98,7 @@ struct Scale {
     }
   }
 
-  // In units, before it is rounded to whole ones.
-  __device__ float exact(float y) const {
+  __device__ u64 weight(float y) const {
     const float x = -fminf(y, 87.0f);
     const float shifted = __fadd_rn(__fmul_rn(x, 1.44269504f), 12582912.0f);
     const float n = __fsub_rn(shifted, 12582912.0f);
@@ -114,9 +113,8 @@ struct Scale {
     p = __fadd_rn(__fmul_rn(p, __fmul_rn(r, r)), __fadd_rn(r, 1.0f));
     // The low bits of `shifted` are n. Powers of two: where the first product would not be exact, this is 0 anyway.
     const float power = __uint_as_float((__float_as_uint(shifted) << 23) + exponent);
-    return __fmul_rn(p, power);
+    return static_cast<u64>(__float2ll_rn(__fmul_rn(p, power)));
   }
-  __device__ u64 weight(float y) const { return static_cast<u64>(__float2ll_rn(exact(y))); }
 
   // The same, of y below the limit.
   __device__ int bin_below(float y) const { return __float2int_rz(__fmul_rn(y, bins)); }

@@ -43,7 +43,6 @@ __device__ Mode mode_of(const Settings& settings, int vocab) {
 struct Meeting {
   Shared s;
   u64 best[CLUSTER], totals[CLUSTER], sums[CLUSTER];  // of each block
-  float below[CLUSTER][4], parts[kWarps][4];          // of totals, below edges
   double share;                                       // of the weight, before the token that is drawn
   int listed;                                         // in the first block's: tokens in the list
   int cut;                                            // of this block: tokens in the bin that top-p cuts
@@ -115,67 +114,23 @@ struct Part {
   __device__ __forceinline__ float one(int i, int which) const {
     return i < stay ? load_shared4(kept + i * 16 + which * 4) : from[(first + i) * 4ll + which];
   }
-  __device__ __forceinline__ float4 at_or_none(int i) const {
-    return i < count ? at(i) : make_float4(-kInf, -kInf, -kInf, -kInf);
-  }
-  // The part of it that a warp has if the block shares it out, `warps` being all of its own.
-  __device__ Part of_warp(uint32_t quads, int its_stay, int rank, int whose) const {
-    const int all = (vocab + shift + 3) / 4, whole = per_warp(all), each = (whole + kWarps - 1) / kWarps;
-    const int skipped = static_cast<int>(threadIdx.x) / 32 * each;
-    Part part = *this;
-    part.first = (rank * kWarps + whose) * whole;
-    const int its = max(min(whole, all - part.first), 0);
-    part.first += skipped, part.count = max(min(each, its - skipped), 0);
-    part.kept = quads + (whose * its_stay + skipped) * 16;
-    part.stay = max(min(min(its_stay, its) - skipped, part.count), 0);
-    return part;
-  }
   // Body gets four logits and the id of the first, in order; all lanes of the warp together, -inf where there is none.
-  // What comes is asked for ahead.
   template <class Body>
   __device__ __forceinline__ void each(Body body) const {
-    int i = threadIdx.x % 32;
-    float4 next = at_or_none(i);
 #pragma unroll 1
     for (int base = 0; base < count; base += 32) {
-      const float4 v = next;
-      const int id = (first + i) * 4 - shift;
-      i += 32;
-      next = at_or_none(i);
-      body(v, id);
-    }
-  }
-  // Body gets logits that are not below `least` and not above `most`, which are few: of 16 at a time a lane has only
-  // those, while others have theirs.
-  template <class Body>
-  __device__ __forceinline__ void each_between(float least, float most, Body body) const {
-    constexpr int kAtOnce = 4;
-#pragma unroll 1
-    for (int base = threadIdx.x % 32; base < count; base += 32 * kAtOnce) {
-      float4 quads[kAtOnce];
-#pragma unroll
-      for (int q = 0; q < kAtOnce; ++q) quads[q] = at_or_none(base + q * 32);
-      unsigned mine = 0;
-#pragma unroll
-      for (int q = 0; q < kAtOnce; ++q) {
-        const float values[4] = {quads[q].x, quads[q].y, quads[q].z, quads[q].w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) mine |= (!(values[j] < least) & !(values[j] > most) ? 1u : 0u) << (q * 4 + j);
-      }
-      for (; mine; mine &= mine - 1) {
-        const int which = __ffs(mine) - 1, i = base + which / 4 * 32;
-        if (i < count) body(one(i, which % 4));
-      }
+      const int i = base + static_cast<int>(threadIdx.x % 32);
+      body(i < count ? at(i) : make_float4(-kInf, -kInf, -kInf, -kInf), (first + i) * 4 - shift);
     }
   }
 };
 
 // The block's highest logit and its place, as one number that is larger for a higher logit, then for a lower place.
-__device__ __forceinline__ u64 best_of(const Part& part, Shared& s) {
-  float best = -kInf;
+// best: the thread's highest.
+__device__ __forceinline__ u64 best_of(const Part& part, float& best, Shared& s) {
+  best = -kInf;
   int where = -1;
   bool bad = false;
-#pragma unroll 4
   for (int i = threadIdx.x % 32; i < part.count; i += 32) {
     const float4 v = part.at(i);
     bad |= !(v.x <= kMost) | !(v.y <= kMost) | !(v.z <= kMost) | !(v.w <= kMost);
@@ -190,47 +145,51 @@ __device__ __forceinline__ u64 best_of(const Part& part, Shared& s) {
   return most_of(bad ? kBad : static_cast<u64>(ordered(best)) << 32 | ~static_cast<uint32_t>(id), s);
 }
 
-// Of the lane: all weights, and about how much those with y below each of the edges weigh: to find a threshold takes
-// few tokens in bins, then, each of which costs a multiprocessor two cycles.
-constexpr int kEdges = 3;
-__device__ __noinline__ u64 weigh(Part part, Scale scale, const float (&edges)[kEdges], float (&below)[kEdges]) {
+// Of the lane: all weights. Those of y from `near` and below `far` go into bins, too, in shared memory at `low` and
+// `high`: at two cycles for each token of a multiprocessor, so few should.
+__device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, float near, float far, uint32_t low,
+                                            uint32_t high) {
   u64 sum = 0;
-#pragma unroll
-  for (int e = 0; e < kEdges; ++e) below[e] = 0;
   part.each([&](const float4& v, int) {
     float ys[4];
     scale.four(v, ys);
+    u64 weights[4];
+    uint32_t places[4], more[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float weight = scale.exact(ys[j]);
-      sum += static_cast<u64>(__float2ll_rn(weight));
+      weights[j] = scale.weight(ys[j]);
+      sum += weights[j];
+      places[j] = scale.bin_below(ys[j]) * 4;
+    }
 #pragma unroll
-      for (int e = 0; e < kEdges; ++e)
-        if (ys[j] < edges[e]) below[e] += weight;
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t less = static_cast<uint32_t>(weights[j]);
+      more[j] = 0;
+      if (ys[j] >= near && ys[j] < far) more[j] = add_shared(low + places[j], less);
+    }
+    // What overflows the low half is carried.
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t carry = more[j] + static_cast<uint32_t>(weights[j]) < more[j] ? 1u : 0u;
+      more[j] = ys[j] >= near && ys[j] < far ? static_cast<uint32_t>(weights[j] >> 32) + carry : 0;
+    }
+    if (more[0] | more[1] | more[2] | more[3]) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (more[j]) add_shared(high + places[j], more[j]);
     }
   });
   return sum;
 }
 
-// Of the lane: the weights of tokens in bins before `first`. Those of bins from there and before `last` go into these.
-__device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, int first, int last, uint32_t low, uint32_t high) {
-  u64 sum = 0;
-  const float step = __fdiv_rn(scale.temperature, scale.bins);
-  part.each_between(scale.highest - (last + 0.01f) * step, kInf, [&](float x) {
-    const float y = scale.y(x);
-    const int bin = scale.bin(y);
-    if (bin >= last) return;
-    const u64 weight = scale.weight(y);
-    if (bin < first) {
-      sum += weight;
-      return;
-    }
-    // What overflows the low half is carried.
-    const uint32_t less = static_cast<uint32_t>(weight), before = add_shared(low + bin * 4, less);
-    const uint32_t more = static_cast<uint32_t>(weight >> 32) + (before + less < before ? 1u : 0u);
-    if (more) add_shared(high + bin * 4, more);
-  });
-  return sum;
+// All tokens with y beyond this together weigh less than what top-p leaves out, so the threshold does not lie there.
+// The total is at least what the threads' highest weigh, of which each has one (best).
+__device__ __forceinline__ float far_of(float best, const Scale& scale, int vocab, double top_p, Shared& s) {
+  const float its = power(-scale.y(best) * 1.44269504f) * 1048576.0f;
+  const float least = static_cast<float>(sum_of(static_cast<u64>(its), s)) * (0.999f / 1048576.0f);
+  const float far = logf(vocab / (static_cast<float>(1 - top_p) * fmaxf(least, 1.0f))) + 0.1f;
+  // Where weights are few units, rounding makes them twice as large at most.
+  return fminf(far < scale.limit - 6.0f ? far : far + 0.7f, scale.limit);
 }
 
 // Below which y the thresholds of top-p and top-k lie nearly always, where logits are about normal, or peaked: what is
@@ -238,7 +197,6 @@ __device__ __noinline__ u64 weigh_into_bins(Part part, Scale scale, int first, i
 __device__ __forceinline__ float guess_of(int vocab, double top_p) {
   return 0.8f * logf(static_cast<float>(vocab)) - logf(static_cast<float>(1 - top_p)) - 1.8f;
 }
-constexpr float kApart = 1.75f;  // from one edge to the next
 __device__ __forceinline__ float guess_of(int top_k) { return logf(static_cast<float>(top_k)) + 2.0f; }
 
 // The highest of each four tokens, one each, of those of y from `near` and below `far`.
@@ -252,6 +210,7 @@ __device__ __noinline__ void count_into_bins(Part part, Scale scale, float near,
 // Of the lane: the weights of tokens with y of at most `most` and z of at least `least`.
 __device__ __noinline__ u64 sum_of_part(Part part, Scale scale, uint32_t most, float least) {
   const float farthest = fminf(-least, most == ~0u ? kInf : __uint_as_float(most));
+  const float reach = fminf(scale.limit, farthest) * scale.temperature * 1.0001f;
   u64 sum = 0;
   if (farthest >= scale.limit) {
     part.each([&](const float4& v, int) {
@@ -262,93 +221,86 @@ __device__ __noinline__ u64 sum_of_part(Part part, Scale scale, uint32_t most, f
     });
     return sum;
   }
-  part.each_between(scale.highest - fminf(scale.limit, farthest) * scale.temperature * 1.0001f, kInf, [&](float x) {
-    const float y = scale.y(x);
-    if (__float_as_uint(y) <= most && -y >= least) sum += scale.weight(y);
-  });
+  // Few of them count: of 16 at a time a lane weighs only those, while others weigh theirs.
+  constexpr int kAtOnce = 4;
+  for (int base = threadIdx.x % 32; base < part.count; base += 32 * kAtOnce) {
+    unsigned mine = 0;
+#pragma unroll
+    for (int q = 0; q < kAtOnce; ++q) {
+      if (base + q * 32 >= part.count) continue;
+      const float4 v = part.at(base + q * 32);
+      const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) mine |= (__fsub_rn(scale.highest, values[j]) <= reach ? 1u : 0u) << (q * 4 + j);
+    }
+    for (; mine; mine &= mine - 1) {
+      const int which = __ffs(mine) - 1;
+      const float y = scale.y(part.one(base + which / 4 * 32, which % 4));
+      if (__float_as_uint(y) <= most && -y >= least) sum += scale.weight(y);
+    }
+  }
   return sum;
 }
 
-// Which of the block's warps, of which each lane has `mine`, exceeds the goal with what comes before it, and what that
-// is (before).
-__device__ __forceinline__ int warp_of(u64 mine, u64& before, const Goal& goal, Shared& s) {
-  const int lane = threadIdx.x % 32;
-  for (int o = 16; o > 0; o /= 2) mine += __shfl_xor_sync(~0u, mine, o);
-  if (lane == 0) s.warps[threadIdx.x / 32] = mine;
-  __syncthreads();
-  const u64 its = lane < kWarps ? s.warps[lane] : 0;
-  __syncthreads();
-  u64 sum = its;
-  for (int o = 1; o < 32; o *= 2) {
-    const u64 other = __shfl_up_sync(~0u, sum, o);
-    if (lane >= o) sum += other;
-  }
-  const unsigned met = __ballot_sync(~0u, goal.is_met(before + sum));
-  const int found = met ? __ffs(met) - 1 : kWarps - 1;
-  before += __shfl_sync(~0u, sum - its, found);
-  return found;
-}
-
-// The token, of a block that has it, at which the running sum of weights exceeds the goal. mine: the lane's weights;
-// before: of the blocks before this one. The warp's part in which it is, is shared out among all.
+// The token, of a block that keeps it, at which the running sum of weights exceeds the goal. mine: the lane's weights;
+// before: of the blocks before this one.
 __device__ __noinline__ int draw_here(Part part, Scale scale, u64 mine, uint32_t most, float least, u64 before,
-                                      const Goal& goal, uint32_t quads, int stay, int rank, Shared& s) {
-  const int lane = threadIdx.x % 32, whose = warp_of(mine, before, goal, s);
-  const Part its = part.of_warp(quads, stay, rank, whose);
-  const auto weights_of = [&](const float4& v, u64(&weights)[4]) {
-    float ys[4];
-    scale.four(v, ys);
-    u64 four = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      weights[j] = __float_as_uint(ys[j]) <= most && -ys[j] >= least ? scale.weight(ys[j]) : 0;
-      four += weights[j];
-    }
-    return four;
-  };
-  mine = 0;
-  u64 weights[4];
-  its.each([&](const float4& v, int) { mine += weights_of(v, weights); });
-  if (warp_of(mine, before, goal, s) == static_cast<int>(threadIdx.x) / 32) {
+                                      const Goal& goal, Shared& s) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int o = 16; o > 0; o /= 2) mine += __shfl_xor_sync(~0u, mine, o);
+  if (lane == 0) s.warps[warp] = mine;
+  __syncthreads();
+  u64 sum = before;
+  for (int w = 0; w < warp; ++w) sum += s.warps[w];
+  if (!goal.is_met(sum) && goal.is_met(sum + mine)) {
     bool is_found = false;
 #pragma unroll 1
-    for (int base = 0; base < its.count && !is_found; base += 32) {
+    for (int base = 0; base < part.count && !is_found; base += 32) {
       const int i = base + lane;
-      const u64 four = weights_of(its.at_or_none(i), weights);
+      const float4 v = i < part.count ? part.at(i) : make_float4(-kInf, -kInf, -kInf, -kInf);
+      float ys[4];
+      scale.four(v, ys);
+      u64 weights[4];
+      u64 four = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        weights[j] = __float_as_uint(ys[j]) <= most && -ys[j] >= least ? scale.weight(ys[j]) : 0;
+        four += weights[j];
+      }
       u64 all = four;
       for (int o = 1; o < 32; o *= 2) {
         const u64 other = __shfl_up_sync(~0u, all, o);
         if (lane >= o) all += other;
       }
-      const unsigned met = __ballot_sync(~0u, goal.is_met(before + all));
+      const unsigned met = __ballot_sync(~0u, goal.is_met(sum + all));
       is_found = met != 0;
       if (is_found && lane == __ffs(met) - 1) {
-        u64 running = before + all - four;
+        u64 running = sum + all - four;
         int j = 0;
 #pragma unroll
         for (int next = 0; next < 3; ++next) {
           running += weights[next];
           if (!goal.is_met(running)) j = next + 1;
         }
-        s.bin = (its.first + i) * 4 - its.shift + j;
+        s.bin = (part.first + i) * 4 - part.shift + j;
       }
-      before += __shfl_sync(~0u, all, 31);
+      sum += __shfl_sync(~0u, all, 31);
     }
   }
   __syncthreads();
   return s.bin;
 }
 
-// The sum of all blocks' bins from `first` and before `last`, kEachBin a thread; 0 of others.
-__device__ __noinline__ void gather_bins(u64 (&each)[kEachBin], int first, int last, Shared& s) {
+// The sum of all blocks' bins, kEachBin a thread.
+__device__ __noinline__ void gather_bins(u64 (&each)[kEachBin], Shared& s) {
 #pragma unroll
   for (int i = 0; i < kEachBin; ++i) {
     const int bin = threadIdx.x * kEachBin + i;
     uint32_t low[CLUSTER], high[CLUSTER];
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
-      low[r] = bin >= first && bin < last ? *at_block(s.low + bin, r) : 0;
-      high[r] = bin >= first && bin < last ? *at_block(s.high + bin, r) : 0;
+      low[r] = bin < kBins ? *at_block(s.low + bin, r) : 0;
+      high[r] = bin < kBins ? *at_block(s.high + bin, r) : 0;
     }
     each[i] = 0;
 #pragma unroll
@@ -397,40 +349,20 @@ __device__ __noinline__ void list_tokens(Part part, Scale scale, int least, int 
 __device__ __noinline__ void list_near(Part part, Scale scale, int bin, Meeting& all) {
   const float step = __fdiv_rn(scale.temperature, scale.bins);
   const float from = scale.highest - (bin + 1.01f) * step, to = scale.highest - (bin - 0.01f) * step;
-  part.each_between(from, to, [&](float x) {
-    const float y = scale.y(x);
-    if (scale.bin(y) != bin) return;
-    const int place = atomicAdd(&all.cut, 1);
-    if (place >= kNear / 2) return;
-    const u64 weight = scale.weight(y);
-    all.tokens[place] =
-        make_uint4(__float_as_uint(y), static_cast<uint32_t>(weight), static_cast<uint32_t>(weight >> 32), 0);
-  });
-}
-
-// All blocks get the sums of this one's threads.
-__device__ __forceinline__ void tell_weights(u64 mine, float (&below)[kEdges], int rank, Meeting& all) {
-  const int warp = threadIdx.x / 32;
-  for (int o = 16; o > 0; o /= 2) {
-    mine += __shfl_xor_sync(~0u, mine, o);
+  part.each([&](const float4& v, int) {
+    const float values[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int e = 0; e < kEdges; ++e) below[e] += __shfl_xor_sync(~0u, below[e], o);
-  }
-  if (threadIdx.x % 32 == 0) {
-    all.s.warps[warp] = mine;
-    for (int e = 0; e < kEdges; ++e) all.parts[warp][e] = below[e];
-  }
-  __syncthreads();
-  if (threadIdx.x < CLUSTER) {
-    u64 sum = 0;
-    for (int e = 0; e < kEdges; ++e) below[e] = 0;
-    for (int w = 0; w < kWarps; ++w) {
-      sum += all.s.warps[w];
-      for (int e = 0; e < kEdges; ++e) below[e] += all.parts[w][e];
+    for (int j = 0; j < 4; ++j) {
+      if (values[j] < from || values[j] > to) continue;
+      const float y = scale.y(values[j]);
+      if (scale.bin(y) != bin) continue;
+      const int place = atomicAdd(&all.cut, 1);
+      if (place >= kNear / 2) continue;
+      const u64 weight = scale.weight(y);
+      all.tokens[place] =
+          make_uint4(__float_as_uint(y), static_cast<uint32_t>(weight), static_cast<uint32_t>(weight >> 32), 0);
     }
-    *at_block(all.totals + rank, threadIdx.x) = sum;
-    for (int e = 0; e < kEdges; ++e) *at_block(&all.below[rank][e], threadIdx.x) = below[e];
-  }
+  });
 }
 
 // Each of at most kNear tokens by kSplit neighbouring threads: body gets it, and which of them this is, in whole warps.
@@ -567,13 +499,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   for (int i = threadIdx.x; i < kBins; i += kThreads) s.low[i] = s.high[i] = 0;
   if (threadIdx.x == 0) all.listed = all.cut = 0, all.threshold = all.token = ~0u;
   if (CLUSTER > 1) cluster_arrive();
-  Scale scale(0, its.temperature, vocab);  // while logits come
-  const float per_bin = __fdiv_rn(1.0f, scale.bins);
-  const float guess =
-      fminf(mode_of(its, vocab) == kList ? guess_of(its.top_k) : guess_of(vocab, its.top_p), scale.limit);
   wait_for<0>();
   part.clean(quads, stay);
-  const u64 mine = best_of(part, s);
+  float best;
+  const u64 mine = best_of(part, best, s);
   // What the block needs that comes when this one ends is on its way while this one computes.
   if (ahead && blockIdx.x + ahead < gridDim.x) {
     const long long step = static_cast<long long>(ahead / CLUSTER) * vocab;
@@ -604,7 +533,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   if (rank == 0 && threadIdx.x == 0 && flag) flags[row] = 0;
   if (owner < 0) return;
   int* const to = out + static_cast<long long>(row) * columns;
-  scale.highest = top;
+  const Scale scale(top, its.temperature, vocab);
   const double share = all.share;
   float* const its_logits = listed_logits + static_cast<long long>(row) * CAPACITY;
   int* const its_ids = listed_ids + static_cast<long long>(row) * CAPACITY;
@@ -617,16 +546,17 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
 
   u64 each[kEachBin];
   if (mode == kList) {
+    const float guess = fminf(guess_of(its.top_k), scale.limit);
     count_into_bins(part, scale, 0, guess, smem(s.low));
     meet();
-    gather_bins(each, 0, scale.bin(guess) + 1, s);
+    gather_bins(each, s);
     const Goal wanted = {static_cast<double>(its.top_k), false};
     int last = first_bin(each, 0, wanted, s);
     if (!s.is_met) {  // all blocks see so
       meet();
       count_into_bins(part, scale, guess, scale.limit, smem(s.low));
       meet();
-      gather_bins(each, 0, kBins, s);
+      gather_bins(each, s);
       last = first_bin(each, 0, wanted, s);
     }
     last = min(last, kBins - 2);
@@ -658,72 +588,42 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
 
   Kept kept;
   kept.min_z = its.min_z;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool was_share = mode == kShare;
-  Goal wanted = {0, false};
-  u64 weight = 0, under = 0;  // under: of bins before those that are filled, of all blocks
-  int first = 0, cut = 0;
-  if (mode == kShare) {
-    int bins[kEdges];
-    float edges[kEdges], below[kEdges];
-#pragma unroll
-    for (int e = 0; e < kEdges; ++e) {
-      bins[e] = scale.bin_below(fmaxf(guess - (kEdges - 1 - e) * kApart, 0));
-      edges[e] = bins[e] * per_bin;
-    }
-    tell_weights(weigh(part, scale, edges, below), below, rank, all);
-    meet();
-    u64 sum = 0;
-#pragma unroll
-    for (int e = 0; e < kEdges; ++e) below[e] = 0;
-#pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-      sum += all.totals[r];
-#pragma unroll
-      for (int e = 0; e < kEdges; ++e) below[e] += all.below[r][e];
-    }
-    wanted.wanted = its.top_p * static_cast<double>(sum);
-    // Between which edges it is, by sums that are rounded: seldom it turns out not to.
-    int last = kBins - 1;
-#pragma unroll
-    for (int e = kEdges - 1; e >= 0; --e) {
-      if (below[e] < static_cast<float>(wanted.wanted)) {
-        first = max(first, bins[e]);
-      } else {
-        last = bins[e];
-      }
-    }
-    for (;;) {
-      const u64 mine_under = sum_of(weigh_into_bins(part, scale, first, last, smem(s.low), smem(s.high)), s);
-      if (threadIdx.x < CLUSTER) *at_block(all.sums + rank, threadIdx.x) = mine_under;
-      meet();
-      gather_bins(each, first, last, s);
-      under = 0;
-#pragma unroll
-      for (int r = 0; r < CLUSTER; ++r) under += all.sums[r];
-      cut = first_bin(each, under, wanted, s);
-      // All blocks see the same.
-      if ((s.is_met && !wanted.is_met(under)) || (first == 0 && last == kBins - 1)) break;
-      meet();
-      clear_bins(s, kBins);
-      first = 0, last = kBins - 1;
-    }
-    if (cut > scale.bin(-its.min_z)) mode = kPlain;  // min-p leaves out more
-  }
+  u64 weight = 0;
   if (mode == kPlain) {
     weight = sum_of_part(part, scale, ~0u, its.min_z);
     const u64 sum = sum_of(weight, s);
-    if (was_share) meet();  // what was told before has been read
     if (threadIdx.x < CLUSTER) *at_block(all.sums + rank, threadIdx.x) = sum;
     meet();
   } else {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float guess = fminf(guess_of(vocab, its.top_p), scale.limit);
+    const u64 mine_all = sum_of(weigh_into_bins(part, scale, 0, guess, smem(s.low), smem(s.high)), s);
+    if (threadIdx.x < CLUSTER) *at_block(all.totals + rank, threadIdx.x) = mine_all;
+    meet();
+    gather_bins(each, s);
+    u64 sum = 0;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) sum += all.totals[r];
+    const Goal wanted = {its.top_p * static_cast<double>(sum), false};
+    int found = first_bin(each, 0, wanted, s);
+    if (!s.is_met) {  // all blocks see so
+      const float far = far_of(best, scale, vocab, its.top_p, s);
+      meet();
+      weigh_into_bins(part, scale, guess, far, smem(s.low), smem(s.high));
+      meet();
+      gather_bins(each, s);
+      found = first_bin(each, 0, wanted, s);
+    }
     const u64 before = s.found;
+    // min-p may cut before.
+    const int floor = scale.bin(-its.min_z), cut = min(found, floor);
     list_near(part, scale, cut, all);
     for (int r = warp; r < CLUSTER; r += kWarps) {
       u64 less = 0;
-      for (int i = first + lane; i < cut; i += 32) less += join(*at_block(s.low + i, r), *at_block(s.high + i, r));
+#pragma unroll 4
+      for (int i = lane; i < cut; i += 32) less += join(*at_block(s.low + i, r), *at_block(s.high + i, r));
       less = sum_of_warp(less);
-      if (lane == 0) all.sums[r] += less;
+      if (lane == 0) all.sums[r] = less;
     }
     meet();
     int starts[CLUSTER + 1];
@@ -748,7 +648,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
       }
       if (CLUSTER > 1) cluster_arrive();  // others may end
       __syncthreads();
-      kept.most = threshold_of(gathered, starts[CLUSTER], before, wanted, all);
+      if (found <= floor) kept.most = threshold_of(gathered, starts[CLUSTER], before, wanted, all);
 #pragma unroll
       for (int r = 0; r < CLUSTER; ++r) {
         if (warp != r % kWarps) continue;
@@ -774,7 +674,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
         return;
       }
       const Items list = {its_logits, its_ids, count};
-      kept.most = static_cast<uint32_t>(choose(list, scale, kept, kY, wanted, before, s));
+      if (found <= floor) kept.most = static_cast<uint32_t>(choose(list, scale, kept, kY, wanted, before, s));
       clear_bins(s, CLUSTER);
       list.each([&](float v, int id, int) {
         const u64 its_weight = kept.weight(v, scale);
@@ -804,7 +704,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
   }
   if (rank == chosen) {
     if (mode != kPlain) weight = sum_of_part(part, scale, kept.most, its.min_z);
-    token = draw_here(part, scale, weight, kept.most, its.min_z, before, goal, smem(quads), stay, rank, s);
+    token = draw_here(part, scale, weight, kept.most, its.min_z, before, goal, s);
     if (threadIdx.x == 0) *to = token;
   }
   if (CLUSTER > 1 && mode != kPlain) cluster_wait();

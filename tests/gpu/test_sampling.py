@@ -139,19 +139,6 @@ def test_rows_may_begin_anywhere(device: str, small: dict[str, int]) -> None:
     assert out.tolist() == [draws, logits[1:].argmax(1).tolist()]
 
 
-def test_weight_that_float32_does_not_see_moves_a_threshold(device: str, small: dict[str, int]) -> None:
-    """131 likely tokens leave out less than top-p does, by less than their sum's rounding in float32."""
-    logits = np.full((3, 1031), -20.0, dtype=np.float32)
-    for i in range(3):
-        logits[i, np.random.default_rng(i).permutation(1031)[:131]] = 0.0
-    params = [SamplingParams(seed=i, top_p=1 - math.exp(-19.6), min_p=(0.0, 1e-12, 0.5)[i]) for i in range(3)]
-    positions, targets = np.arange(3), np.full(3, -1)
-    for cluster in (1, 2):
-        workspace = sampling_workspace(3, 1031, device, cluster=cluster, **small)
-        found = sampled(logits, params, positions, targets, device, workspace)
-        assert found == expected(ReferenceKernel(), logits, params, positions, targets)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [32000, 32768, 50257, 128256, 151936])
 @pytest.mark.parametrize("m", [1, 3, 17, 64, 170, 512])
