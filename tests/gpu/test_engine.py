@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,39 @@ def test_prompts_that_are_padded_to_a_captured_step_get_their_tokens(tmp_path: P
         outputs = engine.generate(asked, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
     for one, output in zip(asked, outputs, strict=True):
         assert_likely(output.token_ids, one, reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_whoever_comes_while_steps_go_ahead_gets_its_tokens(eager: bool, tmp_path: Path) -> None:
+    """Chunks, newcomers and decodes in steps that begin before the last one's tokens are known, with cached prefixes,
+    too few pages for all, a host tier, and requests that leave early."""
+    reference = save_tiny(tmp_path / "model", "qwen3", torch.bfloat16, **FAMILIES["qwen3"]).float()
+    vocab = reference.config.vocab_size
+    beginnings = [prompt(48, vocab, 7), prompt(20, vocab, 8), []]
+    asked = [beginnings[i % 3] + prompt(1 + 7 * i % 41, vocab, 100 + i) for i in range(48)]
+    more = {"enforce_eager": eager, "kv_cache_bytes": 300_000, "host_kv_cache_bytes": 1_000_000}
+    with Engine(tmp_path / "model", device="cuda", **(SETTINGS | more)) as engine:
+        steps = engine._loaded.core._batch
+        ahead, noted = steps.ahead, []
+
+        def noting(plan: Any, order: Any) -> Any:
+            noted.append(max(run.num_tokens for run in plan.ahead))
+            return ahead(plan, order)
+
+        steps.ahead = noting  # type: ignore[method-assign]
+        started = []
+        for i, one in enumerate(asked):
+            params = SamplingParams(max_tokens=1 + i % 9, temperature=0.0, ignore_eos=True)
+            started.append(engine.start_request(one, params))
+            if i % 5 == 4:
+                time.sleep(0.003)
+            if i % 11 == 10:
+                engine.stop_request(started[i - 1][0])
+        engine.sync_request(timeout=120)
+        outputs = [[token for output in queue for token in output.token_ids] for _, queue in started]
+    assert min(noted) == 1
+    assert max(noted) > 1
+    for i, (one, output) in enumerate(zip(asked, outputs, strict=True)):
+        assert len(output) == 1 + i % 9 or i % 11 == 9
+        assert_likely(tuple(output), one, reference)
