@@ -77,9 +77,9 @@ _SMALL = (Form(8, 3, 2), Form(8, 5, 2))
 
 def form_of(spec: PackedSpec, into: Into, device: Gpu) -> Form | None:
     _, tiles = _tiles(spec, into, device)
-    units = tiles * _units(spec)
+    units, room = tiles * _units(spec), min(_BESIDE_DECODE, device.shared_bytes)
     for form in _SMALL:
-        if units <= form.warps * (form.stages - 1) and form.shared_bytes(spec, tiles) <= _BESIDE_DECODE:
+        if units <= form.warps * (form.stages - 1) and form.shared_bytes(spec, tiles) <= room:
             return form
     return next((form for form in _FORMS if form.shared_bytes(spec, tiles) <= device.shared_bytes), None)
 

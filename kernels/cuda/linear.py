@@ -79,6 +79,9 @@ def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: i
     _check_weight(weight, spec)
     if ids.dtype != torch.int32 or out.shape != (len(ids), spec.inputs) or not out.is_contiguous():
         raise ValueError(f"out: {list(out.shape)} is not {spec.inputs} of each of {len(ids)} ids ({ids.dtype})")
+    dtypes = torch.float32, *([FLOATS[spec.format]] if spec.format in FLOATS else HALVES)
+    if out.dtype not in dtypes:
+        raise ValueError(f"out: {out.dtype} is none of {', '.join(map(str, dtypes))}, which {spec.format} rows become")
     if len(ids) == 0 or spec.inputs == 0:
         return
     sizes = (*groups(spec), spec.inputs, slabs(spec), spec.lead, first_row, is_float(out))
@@ -136,18 +139,27 @@ def _of_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, spec: PackedSpec,
 
 
 def _rounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """As cuBLAS adds it: made once for each content of a bias, and kept as long as the bias is; but not while a graph
-    is captured, which would have it in the graph's own memory."""
-    state = bias.data_ptr(), bias._version, dtype
-    made, rounded = _ROUNDED.get(bias, (None, bias))
-    if made != state:
+    """As cuBLAS adds it: made once for each content of a bias, in one place as long as the bias lives, so that a
+    captured graph sees what a later call outside made of a bias that was written to. While a graph is captured that
+    has none yet, it is made within the graph."""
+    if bias.is_inference():  # nothing counts what is written to it
+        return bias.to(dtype)
+    held = _ROUNDED.setdefault(bias, {})
+    state = bias.data_ptr(), bias._version
+    made, rounded = held.get(dtype, (None, None))
+    if rounded is not None and made == state:
+        return rounded
+    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
+        return bias.to(dtype)
+    if rounded is None or rounded.shape != bias.shape or rounded.device != bias.device:
         rounded = bias.to(dtype)
-        if not (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _ROUNDED[bias] = state, rounded
+    else:
+        rounded.copy_(bias)
+    held[dtype] = state, rounded
     return rounded
 
 
-_ROUNDED: MutableMapping[Tensor, tuple[tuple[int, int, torch.dtype], Tensor]] = WeakTensorKeyDictionary()
+_ROUNDED: MutableMapping[Tensor, dict[torch.dtype, tuple[tuple[int, int], Tensor]]] = WeakTensorKeyDictionary()
 
 
 def _of_codes(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, into: Into) -> None:

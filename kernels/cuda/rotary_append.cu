@@ -9,7 +9,7 @@
 // those lanes have EACH heads of one token, with one look at its angles, all on their way before the first is turned.
 //
 // FORMAT: the type of the pages, kUint4, or kNothing for no pages. PLAIN: WHOLE heads of 16 LANES elements turn, all of
-// them, and that is all: the program is a sixth as long.
+// them, and no more becomes of them before pages are written: the program is a sixth as long.
 #include "elements.cuh"
 
 constexpr int kUint4 = 5;

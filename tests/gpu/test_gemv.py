@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -80,6 +81,19 @@ def test_weights_of_codes_that_fit_are_taken() -> None:
     assert not gemv.takes(replace(spec, group=96), into, hopper)
     assert not gemv.takes(replace(spec, parts=(64,), inputs=1 << 20), into, hopper)
     assert not gemv.takes(spec_of("bf16", 0, (64,), 64), into, hopper)
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiprocessors"), [((7, 5), 40), ((8, 0), 108), ((8, 6), 82), ((8, 9), 128), ((12, 0), 170)]
+)
+def test_no_gpu_is_asked_for_more_shared_memory_than_it_has(capability: tuple[int, int], multiprocessors: int) -> None:
+    device = Gpu(multiprocessors, shared_limit(capability), capability)
+    into = Into(torch.empty(0), 0, STORE)
+    for (name, group), outputs, inputs in itertools.product(ALL, (2048, 3584, 4608, 6144), (1536, 2048, 3584, 18944)):
+        spec = spec_of(name, group, (outputs,), inputs)
+        form = gemv.form_of(spec, into, device)
+        if form is not None:
+            assert form.shared_bytes(spec, gemv._tiles(spec, into, device)[1]) <= device.shared_bytes
 
 
 @pytest.mark.gpu

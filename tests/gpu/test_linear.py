@@ -297,6 +297,14 @@ def test_embeddings_are_the_rows_that_are_there(name: str, group: int, device: s
     check_embedding(name, group, device)
 
 
+def test_embeddings_of_another_type_are_refused(device: str) -> None:
+    for name, dtype in (("bf16", torch.float16), ("f16", torch.bfloat16), ("group4", torch.float64)):
+        spec = spec_of(name, 32 if name == "group4" else 0, (20,), 64)
+        ids, out = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 64, dtype=dtype, device=device)
+        with pytest.raises(ValueError, match=f"out: {dtype} is none of .* which {name} rows become"):
+            linear.packed_embedding(ids, random_weight(spec).to(device), spec, 0, out)
+
+
 @pytest.mark.gpu
 def test_embeddings_of_every_format() -> None:
     for name, group in FORMATS_AND_GROUPS:
@@ -328,6 +336,20 @@ def test_a_bias_that_is_filled_again_counts_from_then_on(device: str) -> None:
         out = case.out(torch.bfloat16, 16)
         linear.packed_linear(*case.arguments, out)
         case.check(out, case.product)
+
+
+def test_a_bias_is_rounded_in_one_place_for_each_type(device: str) -> None:
+    """Captured graphs have its address."""
+    bias = torch.zeros(8, device=device)
+    first = linear._rounded(bias, torch.bfloat16)
+    assert linear._rounded(bias, torch.float16).dtype == torch.float16
+    bias += 1
+    assert linear._rounded(bias, torch.bfloat16) is first
+    assert first.tolist() == [1.0] * 8
+    with torch.inference_mode():
+        unwatched = torch.zeros(8, device=device)
+        for value in (0.0, 1.0):
+            assert linear._rounded(unwatched.fill_(value), torch.bfloat16).tolist() == [value] * 8
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:

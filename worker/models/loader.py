@@ -91,7 +91,8 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
         )
     if source.converted is not None and config.quantize_lm_head:
         raise ConfigError(
-            f"quantize_lm_head: {config.path} is converted, its head as it was: load the model that it was made from"
+            f"quantize_lm_head: {config.path} is converted, its head as it was: load the model that it was made from, "
+            "or leave --quantize-lm-head out"
         )
     if source.converted is not None and memory != "panels":
         raise ConfigError(

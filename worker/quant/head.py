@@ -12,14 +12,14 @@ from allspan.kernels.packing import Packer
 from allspan.worker.models.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, HeldTensor, LinearMethod, LinearShape, Source
 from allspan.worker.quant.instant import SCHEMES, InstantQuant
-from allspan.worker.weights.quantised_folder import PLAIN
+from allspan.worker.quant.packed import PackedMethod
 
 
 class QuantisedHead:
-    """A LinearMethod: InstantQuant's int8, a scale for each token, of the head and of an embedding that is tied to it;
-    `rest` of all else, and of a head that the checkpoint has quantised itself."""
+    """A LinearMethod: InstantQuant's int8, a scale for each token, of the head and of an embedding that is tied to it,
+    where `rest` would not hold them quantised; `rest` of all else."""
 
-    def __init__(self, rest: LinearMethod, dtype: torch.dtype) -> None:
+    def __init__(self, rest: PackedMethod, dtype: torch.dtype) -> None:
         self._rest = rest
         self._head = InstantQuant(SCHEMES["int8"], -1, dtype)
 
@@ -56,6 +56,6 @@ class QuantisedHead:
         method.emit_embedding(program, shape, weights, ids, first_row, out)
 
     def _of(self, shape: LinearShape) -> tuple[LinearMethod, LinearShape]:
-        if shape.is_head and set(shape.stored) <= {"", PLAIN}:
+        if shape.is_head and not any(part.spec.kind.is_quantised for part in self._rest.packed(shape)):
             return self._head, replace(shape, is_vocabulary=False, stored=())
         return self._rest, shape

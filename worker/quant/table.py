@@ -8,17 +8,17 @@ from functools import partial
 import torch
 
 from allspan.protos.errors import ConfigError
-from allspan.worker.quant.base import LinearMethod
 from allspan.worker.quant.fp8 import GROUPS, Fp8
 from allspan.worker.quant.gguf import Gguf
 from allspan.worker.quant.instant import SCHEMES, InstantQuant
+from allspan.worker.quant.packed import PackedMethod
 from allspan.worker.quant.plain import Plain
 from allspan.worker.quant.stored import Stored
 
 STORED = ("gptq", "awq", "compressed-tensors")
 """Methods for checkpoints that are quantised so, and no others."""
 
-MakeMethod = Callable[[torch.dtype, int], LinearMethod]
+MakeMethod = Callable[[torch.dtype, int], PackedMethod]
 """From the dtype that weights are otherwise held in, and the inputs that share a scale (0: the method's own)."""
 
 
@@ -30,8 +30,8 @@ def group_of(name: str, group: int) -> int:
 _GROUPS = {name: scheme.groups for name, scheme in SCHEMES.items()} | {"fp8": GROUPS}
 
 
-def _without_group(name: str, make: Callable[[torch.dtype], LinearMethod]) -> MakeMethod:
-    def method(dtype: torch.dtype, group: int) -> LinearMethod:
+def _without_group(name: str, make: Callable[[torch.dtype], PackedMethod]) -> MakeMethod:
+    def method(dtype: torch.dtype, group: int) -> PackedMethod:
         if group:
             raise ConfigError(
                 f"quantization_group {group} does not go with quantization {name!r}: leave it out, or use "
@@ -43,8 +43,8 @@ def _without_group(name: str, make: Callable[[torch.dtype], LinearMethod]) -> Ma
 
 
 def _grouped(
-    name: str, make: Callable[[int, torch.dtype], LinearMethod], dtype: torch.dtype, group: int
-) -> LinearMethod:
+    name: str, make: Callable[[int, torch.dtype], PackedMethod], dtype: torch.dtype, group: int
+) -> PackedMethod:
     if group and group not in _GROUPS[name]:
         allowed = ", ".join(f"{each}" for each in sorted(_GROUPS[name]))
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import op_set
@@ -21,6 +22,7 @@ from allspan.worker.models.loader import load_model, open_ops, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.models.program import Named, ProgramBuilder, Rows
 from support.threads import ThreadWorld
+from support.tiny_gguf import save_gguf
 from support.tiny_models import logits_on_ranks, prefill, prompt, relative_error, save_tiny, step_inputs
 
 
@@ -89,6 +91,22 @@ def test_a_head_in_eight_bits_is_near_the_head(name: str, quantization: str, tmp
         weights = load_model(config, ThreadWorld(1).collectives[0], op_set("reference"), 32, 4).weights
         held.append(weights["embedding.weight" if name == "qwen3" else "lm_head.weight"].nbytes)
     assert held[1] < 0.6 * held[0]  # 16 bits or more an input
+
+
+@pytest.mark.parametrize(("quantization", "is_smaller"), [("none", True), ("gguf", False)])
+def test_a_head_of_a_gguf_file_is_held_in_eight_bits_where_it_would_be_decoded(
+    quantization: str, is_smaller: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = save_tiny(tmp_path / "model", "llama", intermediate_size=96, **sizes)
+    path = tmp_path / "tiny.gguf"
+    save_gguf(path, model, GGMLQuantizationType.Q8_0)
+    held = []
+    for is_quantised in (False, True):
+        config = ModelConfig(str(path), "tiny", quantization=quantization, quantize_lm_head=is_quantised)
+        weights = load_model(config, ThreadWorld(1).collectives[0], op_set("reference"), 32, 4).weights
+        held.append(weights["lm_head.weight"].nbytes)
+    assert (held[1] < 0.6 * held[0]) == is_smaller
 
 
 def test_one_rank_has_no_collective_and_two_have_two_a_layer_and_one_for_the_embedding(tmp_path: Path) -> None:
