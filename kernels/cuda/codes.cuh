@@ -68,3 +68,14 @@ __device__ __forceinline__ void decode(const uint4& chunk, int set, uint32_t* pa
     }
   }
 }
+
+// Words of codes of two features, 8 apart, as m16n8k32 has them.
+__device__ __forceinline__ void decode_whole(const uint4& first, const uint4& second, int set, uint32_t* a) {
+  if (BITS == 4) {
+    const uint32_t x = word(first, set), y = word(second, set);
+    a[0] = x & 0x0f0f0f0f, a[1] = y & 0x0f0f0f0f, a[2] = x >> 4 & 0x0f0f0f0f, a[3] = y >> 4 & 0x0f0f0f0f;
+  } else {
+    a[0] = word(first, set * 2), a[1] = word(second, set * 2);
+    a[2] = word(first, set * 2 + 1), a[3] = word(second, set * 2 + 1);
+  }
+}

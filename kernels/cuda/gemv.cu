@@ -36,17 +36,6 @@ constexpr int kNumbers = kGrouped ? kQuads * 2 : 0;
 constexpr int kStageBytes = 2048 + kNumbers * 128;
 constexpr float kLack = BITS == 4 ? 0 : -128;  // what is multiplied, less the code
 
-// Words of codes of two features, 8 apart, as m16n8k32 has them.
-__device__ __forceinline__ void decode_whole(const uint4& first, const uint4& second, int set, uint32_t* a) {
-  if (BITS == 4) {
-    const uint32_t x = word(first, set), y = word(second, set);
-    a[0] = x & 0x0f0f0f0f, a[1] = y & 0x0f0f0f0f, a[2] = x >> 4 & 0x0f0f0f0f, a[3] = y >> 4 & 0x0f0f0f0f;
-  } else {
-    a[0] = word(first, set * 2), a[1] = word(second, set * 2);
-    a[2] = word(first, set * 2 + 1), a[3] = word(second, set * 2 + 1);
-  }
-}
-
 // x in shared memory: of codes a quad after the other, a lane's 8 bytes (or, of halves, a set's t-th 16 bytes)
 // together; of 16-bit elements as it is. And of each set of a quad its scale and, of whole numbers, its sum.
 struct Row {
