@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 
-from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.config import GROUPS, GatewayConfig
 from allspan.launch.models import DEFAULT_MODEL
 from allspan.launch.placement import PlacementConfig
 from allspan.launch.supervisor import SupervisorConfig
@@ -112,7 +112,9 @@ def serve_parser() -> Parser:
     parser = Parser("allspan serve", "Serves a model from a cluster of ranks, over HTTP (OpenAI's API) and gRPC.")
     add_model(parser)
     add_cluster_options(parser)
-    _add(parser, GatewayConfig)
+    _add(parser, GatewayConfig, skip=tuple(GROUPS))
+    for title, group in GROUPS.values():
+        _add(parser.add_argument_group(title), group)
     parser.add_argument(
         "--gateway",
         action=argparse.BooleanOptionalAction,
@@ -135,12 +137,16 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         # The launcher's `threads` 0 means "decide"; each rank is told its own number.
         parallel=build(ParallelConfig, namespace, threads=1),
         supervisor=build(SupervisorConfig, namespace),
-        gateway=build(GatewayConfig, namespace) if namespace.gateway else None,
+        gateway=_gateway_config(namespace) if namespace.gateway else None,
         served_model_name=namespace.served_model_name,
         shutdown_timeout=namespace.shutdown_timeout,
         resume=build(ResumeConfig, namespace),
     )
 
 
-def _add(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, ...] = ()) -> None:
+def _gateway_config(namespace: argparse.Namespace) -> GatewayConfig:
+    return build(GatewayConfig, namespace, **{name: build(group, namespace) for name, (_, group) in GROUPS.items()})
+
+
+def _add(parser: argparse._ActionsContainer, cls: type, skip: tuple[str, ...] = ()) -> None:
     add_options(parser, cls, skip, ALIASES, CHOICES, _LIMITS)

@@ -118,7 +118,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     cls: type,
     skip: Sequence[str] = (),
     aliases: Mapping[str, Sequence[str]] = types.MappingProxyType({}),

@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.front import Front
 from allspan.client.gateway.grpc_service import SERVICE, InferenceService
 from allspan.client.gateway.health import EngineHealth
 from allspan.client.gateway.http import make_app
@@ -60,9 +61,10 @@ async def serve_gateway(
     with contextlib.closing(sockets):
         served = ServedModel.of(engine.cluster, config)
         submitter = Submitter(engine, with_template(tokenizer, config), served, config)
+        front = Front(submitter, config)
         health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
         hand_over(sockets)
-        async with _grpc_server(submitter, health, sockets), _http_server(submitter, config, sockets.http) as http:
+        async with _grpc_server(submitter, health, sockets), _http_server(front, sockets.http) as http:
             follow = asyncio.create_task(health.follow())
             try:
                 if on_started is not None:
@@ -86,7 +88,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 def with_template(tokenizer: Tokenizer, config: GatewayConfig) -> Tokenizer:
     """The tokenizer with --chat-template in place of the model's own. ConfigError when the file cannot be read."""
-    source = config.chat_template
+    source = config.chat.chat_template
     if not source:
         return tokenizer
     if "{" not in source:
@@ -114,12 +116,10 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _http_server(
-    submitter: Submitter, config: GatewayConfig, sock: socket.socket
-) -> AsyncIterator[asyncio.Task[None]]:
+async def _http_server(front: Front, sock: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
     server = _HttpServer(
         uvicorn.Config(
-            make_app(submitter, config),
+            make_app(front),
             http="httptools",
             ws="none",
             lifespan="off",

@@ -34,7 +34,7 @@ class Sockets:
 
 def bind(config: GatewayConfig) -> Sockets:
     """Takes both ports; ConfigError names the port, its flag and, where it can be found out, who holds it."""
-    if not config.insecure and not _is_loopback(config.host):
+    if not config.security.insecure and not _is_loopback(config.host):
         raise ConfigError(
             f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost): the gateway has no "
             "TLS and no keys; --insecure listens there all the same"

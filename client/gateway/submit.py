@@ -75,8 +75,8 @@ class Submitter:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model = model
-        self._max_requests = config.max_concurrent_requests
-        self._max_chars = config.max_prompt_chars or max(65536, 64 * model.max_model_len)
+        self._max_requests = config.limits.max_concurrent_requests
+        self._max_chars = config.limits.max_prompt_chars or max(65536, 64 * model.max_model_len)
         self._admitted = 0
         self._running: set[Generation] = set()
         self._idle = asyncio.Event()

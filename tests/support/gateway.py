@@ -6,14 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import grpc
 import httpx
 
 from allspan.client.gateway.app import bind, serve_gateway
-from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.config import GROUPS, GatewayConfig
 from allspan.protos import inference_pb2_grpc
 from allspan.protos.text import Tokenizer
 from support.chat_tokenizer import EOS, VOCAB_SIZE, chat_tokenizer
@@ -50,13 +50,22 @@ class Started:
         self.event.set()
 
 
+def gateway_config(**settings: Any) -> GatewayConfig:
+    """Free ports; `settings` by their flags' names, whatever group they are in."""
+    groups = {}
+    for name, (_, group) in GROUPS.items():
+        own = {field.name for field in fields(group)} & settings.keys()
+        groups[name] = group(**{key: settings.pop(key) for key in own})
+    return GatewayConfig(**({"port": 0, "grpc_port": 0} | groups | settings))
+
+
 @asynccontextmanager
 async def gateway(
     engine: FakeEngine | None = None, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> AsyncIterator[Gateway]:
     """Serves until the block ends, then asserts that it stopped by itself and left nothing running on the engine."""
     engine = engine or fake_engine()
-    config = GatewayConfig(port=0, grpc_port=0, **({"shutdown_timeout": 2.0} | settings))
+    config = gateway_config(**({"shutdown_timeout": 2.0} | settings))
     stop, started = asyncio.Event(), Started()
     tokenizer = tokenizer or chat_tokenizer()
     task = asyncio.create_task(serve_gateway(engine, tokenizer, config, bind(config), stop, started))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from allspan.client.gateway.app import bind, new_event_loop
 from allspan.client.gateway.config import GatewayConfig
 from allspan.protos.errors import ConfigError
-from support.gateway import eventually, fake_engine, gateway
+from support.gateway import eventually, fake_engine, gateway, gateway_config
 
 
 def on_free_ports(**ports: int) -> GatewayConfig:
@@ -35,7 +35,7 @@ def test_busy_port_is_refused_at_once_with_flag_and_owner(flag: str, field: str)
 
 @pytest.mark.parametrize("which", ["http", "grpc"])
 def test_ports_are_held_from_bind_on_although_nobody_listens_yet(which: str) -> None:
-    first = bind(GatewayConfig(port=0, grpc_port=0))
+    first = bind(gateway_config(port=0, grpc_port=0))
     port = int(getattr(first, f"{which}_address").rsplit(":", 1)[1])
     config = GatewayConfig(port=port, grpc_port=0) if which == "http" else GatewayConfig(port=0, grpc_port=port)
     with pytest.raises(ConfigError, match="in use"):
@@ -54,12 +54,12 @@ async def test_a_second_gateway_cannot_share_the_ports_of_a_running_one() -> Non
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])
 def test_other_hosts_than_loopback_need_insecure(host: str) -> None:
     with pytest.raises(ConfigError, match="--insecure"):
-        bind(GatewayConfig(host=host, port=0, grpc_port=0))
+        bind(gateway_config(host=host, port=0, grpc_port=0))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_hosts_that_can_be_listened_on(host: str) -> None:
-    sockets = bind(GatewayConfig(host=host, port=0, grpc_port=0, insecure=host == "0.0.0.0"))
+    sockets = bind(gateway_config(host=host, port=0, grpc_port=0, insecure=host == "0.0.0.0"))
     assert int(sockets.http_address.rsplit(":", 1)[1]) > 0
     assert int(sockets.grpc_address.rsplit(":", 1)[1]) > 0
     sockets.close()
@@ -67,9 +67,9 @@ def test_hosts_that_can_be_listened_on(host: str) -> None:
 
 def test_hosts_and_ports_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ConfigError, match="--host"):
-        bind(GatewayConfig(host="192.0.2.1", port=0, grpc_port=0, insecure=True))
+        bind(gateway_config(host="192.0.2.1", port=0, grpc_port=0, insecure=True))
     with pytest.raises(ConfigError, match="--port is 65536, must be from 0"):
-        bind(GatewayConfig(port=65536))
+        bind(gateway_config(port=65536))
 
 
 async def test_chat_template_file_that_is_missing_is_refused() -> None:
@@ -116,7 +116,7 @@ async def test_cancelling_stops_at_once_and_frees_the_ports() -> None:
         assert (await running).status_code == 503
         assert server.engine.last.stopped
         port = int(server.http_address.rsplit(":", 1)[1])
-        bind(GatewayConfig(port=port, grpc_port=int(server.grpc_address.rsplit(":", 1)[1]))).close()
+        bind(gateway_config(port=port, grpc_port=int(server.grpc_address.rsplit(":", 1)[1]))).close()
 
 
 def test_uvloop_runs_the_gateway_where_it_is_installed() -> None:

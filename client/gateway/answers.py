@@ -1,0 +1,87 @@
+"""From a checked plan to its answer, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from allspan.client.gateway.body import read_json_body
+from allspan.client.gateway.front import Front
+from allspan.client.gateway.generation import Generation, interleave
+from allspan.client.gateway.http_errors import body_of
+from allspan.client.gateway.openai_shapes import Endpoint, Gathered, Json, Plan, usage
+from allspan.client.gateway.sse import DONE, EventStream, event, while_connected
+from allspan.client.gateway.submit import caller_error
+
+logger = logging.getLogger("allspan.gateway")
+
+
+class Answers:
+    """Of the endpoints whose answers are choices in an envelope."""
+
+    def __init__(self, front: Front) -> None:
+        self._submitter = front.submitter
+        self._limits = front.config.limits
+
+    async def answer(self, request: Request, endpoint: Endpoint) -> Response:
+        """Reads, checks, runs and answers one request."""
+        label = f"{request.method} {request.url.path}"
+        try:
+            plan = await endpoint(self._submitter, await read_json_body(request, self._limits))
+            if not plan.stream:
+                return JSONResponse(await while_connected(request.receive, self._whole(plan, label)))
+            generations = await while_connected(request.receive, self._submitter.start(plan.jobs, label))
+        except Exception as error:
+            raise caller_error(error, label) from error
+        return EventStream(self._events(plan, generations), lambda: self._submitter.end(generations))
+
+    async def _whole(self, plan: Plan, label: str) -> Json:
+        async with self._submitter.running(plan.jobs, label) as generations:
+            gathered = [Gathered() for _ in generations]
+            async with aclosing(interleave(generations)) as deltas:
+                async for place, delta in deltas:
+                    gathered[place].add(delta)
+            for choice, generation in zip(gathered, generations, strict=True):
+                choice.prompt_logprobs = generation.prompt_logprobs
+            choices = [plan.shape.choice(index, choice) for index, choice in enumerate(gathered)]
+            return {
+                "id": plan.shape.id_prefix + generations[0].handle.request_id,
+                "object": plan.shape.object,
+                "created": int(time.time()),
+                "model": self._submitter.model.name,
+                "choices": choices,
+                "usage": usage(generations, plan.choices),
+                "system_fingerprint": None,
+                **plan.shape.extras(gathered),
+            }
+
+    async def _events(self, plan: Plan, generations: list[Generation]) -> AsyncGenerator[bytes, None]:
+        envelope = {
+            "id": plan.shape.id_prefix + generations[0].handle.request_id,
+            "object": plan.shape.chunk_object,
+            "created": int(time.time()),
+            "model": self._submitter.model.name,
+            "system_fingerprint": None,
+        }
+        extra = {"usage": None} if plan.include_usage else {}
+        try:
+            for index in range(len(generations)):
+                for choice in plan.shape.opening(index):
+                    yield event({**envelope, "choices": [choice], **extra})
+            async with aclosing(interleave(generations)) as deltas:
+                async for place, delta in deltas:
+                    for choice in plan.shape.pieces(place, delta):
+                        yield event({**envelope, "choices": [choice], **extra})
+        except Exception as error:
+            shown = caller_error(error, "streaming")
+            logger.info("stream %s broke off: %s", envelope["id"], shown.message)
+            yield event(body_of(shown))
+            return
+        if plan.include_usage:
+            yield event({**envelope, "choices": [], "usage": usage(generations, plan.choices)})
+        yield DONE

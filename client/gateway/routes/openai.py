@@ -1,0 +1,46 @@
+"""OpenAI's endpoints: models, completions, chat completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from allspan.client.gateway.answers import Answers
+from allspan.client.gateway.front import Front
+from allspan.client.gateway.openai_chat import plan_chat
+from allspan.client.gateway.openai_completions import plan_completion
+from allspan.client.gateway.openai_shapes import Json
+
+
+def routes(front: Front) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+    answers, submitter = Answers(front), front.submitter
+
+    def card() -> Json:
+        model = submitter.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "allspan",
+            "max_model_len": model.max_model_len,
+        }
+
+    @router.get("/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card()]})
+
+    @router.get("/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        submitter.check_model(name)
+        return JSONResponse(card())
+
+    @router.post("/completions")
+    async def completions(request: Request) -> Response:
+        return await answers.answer(request, plan_completion)
+
+    @router.post("/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answers.answer(request, plan_chat)
+
+    return router

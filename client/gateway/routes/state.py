@@ -1,0 +1,31 @@
+"""What the server says of itself: alive, ready, version."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from allspan import __version__
+from allspan.client.gateway.front import Front
+from allspan.client.gateway.http_errors import response_of
+from allspan.protos.errors import Unavailable
+
+
+def routes(front: Front) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "alive"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        if front.submitter.is_ready:
+            return JSONResponse({"status": "ready"})
+        return response_of(Unavailable(front.submitter.down_cause or "the engine is not ready"))
+
+    @router.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    return router
