@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
+
+from support import node_client
 
 _skipped: pytest.StashKey[Counter[str]] = pytest.StashKey()
 
@@ -31,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_skipped] = Counter()
     config.pluginmanager.register(Skips(config.stash[_skipped]))
+
+
+@pytest.fixture(scope="session")
+def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Node.js scripts of the tests beside their packages; skips where that cannot be had."""
+    return node_client.install(tmp_path_factory.mktemp("node"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -84,8 +84,8 @@ def test_grpc_streams_the_same_text(served: Served, expected: dict[str, Any]) ->
     assert replies[-1].usage.completion_tokens == 24
 
 
-def test_node_streams_the_same_text(served: Served, expected: dict[str, Any], tmp_path: Path) -> None:
-    command = [*node_client(tmp_path), served.grpc, STORY, "24"]
+def test_node_streams_the_same_text(served: Served, expected: dict[str, Any], node_folder: Path) -> None:
+    command = [*node_client(node_folder), served.grpc, STORY, "24"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout) == (0, expected["story"])
 

@@ -1,4 +1,4 @@
-"""The Node.js client of the public gRPC service, installed into a folder of the test's."""
+"""Node.js with the packages of tests/client/gateway/node, installed once a session (the fixture `node_folder`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ SOURCE = ROOT / "tests" / "client" / "gateway" / "node"
 _OFFLINE = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ECONNRESET")
 
 
-def node_client(folder: Path) -> list[str]:
-    """The command that takes ADDRESS PROMPT MAX_TOKENS; skips where Node.js, npm or the package index is not there."""
+def install(folder: Path) -> Path:
+    """Every script of SOURCE with its packages; skips where Node.js, npm or the package index is not there."""
     for tool in ("node", "npm"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} (Node.js) is not installed")
-    for file in ("package.json", "package-lock.json", "client.mjs"):
-        shutil.copy(SOURCE / file, folder)
-    shutil.copy(ROOT / "protos" / "inference.proto", folder)
-    install = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
-    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    for file in (*SOURCE.glob("*.json"), *SOURCE.glob("*.mjs"), ROOT / "protos" / "inference.proto"):
+        shutil.copy(file, folder)
+    command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
     if done.returncode and _OFFLINE.search(done.stderr):
         pytest.skip("npm (Node.js) cannot reach its package index")
     assert done.returncode == 0, done.stderr
+    return folder
+
+
+def node_client(folder: Path) -> list[str]:
+    """The command that takes ADDRESS PROMPT MAX_TOKENS, from an installed folder."""
     return ["node", str(folder / "client.mjs")]

@@ -19,8 +19,8 @@ async def run(*command: str) -> tuple[int | None, str, str]:
     return process.returncode, stdout.decode(), stderr.decode()
 
 
-async def test_node_streams_the_answer_and_reads_the_status_of_what_fails(tmp_path: Path) -> None:
-    command = await asyncio.to_thread(node_client, tmp_path)
+async def test_node_streams_the_answer_and_reads_the_status_of_what_fails(node_folder: Path) -> None:
+    command = node_client(node_folder)
     async with gateway(fake_engine(step_s=0.001)) as server:
         assert await run(*command, server.grpc_address, "Hi", "100") == (0, ANSWER, "")
         code, _, complaint = await run(*command, server.grpc_address, "Hi", "0")
