@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.protos.errors import AllspanError, RequestCancelled
@@ -19,6 +20,21 @@ PromptLogprob = tuple[int, TokenLogprob]
 logger = logging.getLogger("allspan.gateway")
 
 
+@dataclass(eq=False, slots=True)
+class Origin:
+    """Where a request came from; its choices share one."""
+
+    label: str
+    """The endpoint, for the log."""
+    owner: str = ""
+    """Its caller's (`access.Caller.owner`)."""
+    name: str = ""
+    """What its caller calls it."""
+    arrived: float = field(default_factory=time.monotonic)
+    is_aborted: bool = False
+    """Ended by another call than its own; what is still to start of it need not."""
+
+
 class Generation:
     """Read `deltas` once; `close` in any case."""
 
@@ -29,10 +45,10 @@ class Generation:
         queue: ResultQueue,
         stream: TextStream,
         prompt: Sequence[int],
-        label: str,
-        arrived: float,
+        origin: Origin,
     ) -> None:
         self.handle = handle
+        self.origin = origin
         self.num_prompt_tokens = len(prompt)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -42,8 +58,6 @@ class Generation:
         self._prompt = prompt
         self._queue = queue
         self._stream = stream
-        self._label = label
-        self._arrived = arrived
         self._ttft_s: float | None = None
         self._reason = "cancelled"
         self._must_stop = False
@@ -73,7 +87,7 @@ class Generation:
 
     def _read(self, output: Output) -> TextDelta:
         if self._ttft_s is None and output.token_ids:
-            self._ttft_s = time.monotonic() - self._arrived
+            self._ttft_s = time.monotonic() - self.origin.arrived
         if output.timings is not None:
             self.num_cached_tokens = output.timings.cached_tokens
         if output.prompt_logprobs:
@@ -88,11 +102,15 @@ class Generation:
         self._must_stop = True
         self._queue.fail(error)
 
+    async def stop(self) -> None:
+        """Ends it on the engine; its reader sees it cancelled. Idempotent."""
+        await self._engine.astop_request(self.handle)
+
     async def close(self) -> None:
         """Stops it if it still runs, lets the engine forget it, and logs its end."""
         try:
             if self._must_stop or not self._queue.state.is_final:
-                await self._engine.astop_request(self.handle)
+                await self.stop()
         except AllspanError as error:
             logger.info("request %s could not be stopped: %s", self.handle.request_id, error.message)
         finally:
@@ -102,13 +120,13 @@ class Generation:
     def _log(self) -> None:
         logger.info(
             "finished %s %s: prompt %d tokens (%d cached), output %d, ttft %s, total %.3f s, reason %s",
-            self._label,
+            self.origin.label,
             self.handle.request_id,
             self.num_prompt_tokens,
             self.num_cached_tokens,
             self.num_output_tokens,
             "none" if self._ttft_s is None else f"{self._ttft_s:.3f} s",
-            time.monotonic() - self._arrived,
+            time.monotonic() - self.origin.arrived,
             self._reason,
         )
 

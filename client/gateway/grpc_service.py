@@ -58,7 +58,7 @@ class InferenceService:
         try:
             jobs, request_id = await self._admit(request)
             async with (
-                self._submitter.running(jobs, LABEL) as generations,
+                self._submitter.running(jobs, LABEL, request_id) as generations,
                 aclosing(interleave(generations)) as deltas,
             ):
                 name = request_id or generations[0].handle.request_id

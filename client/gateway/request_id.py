@@ -6,9 +6,15 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _PLAIN = re.compile(r"[!-~]{1,128}")
+
+
+def name_of(request: Request) -> str:
+    """The request's X-Request-Id, given or made up."""
+    return str(request.state.request_id)
 
 
 class RequestIds:
@@ -23,6 +29,8 @@ class RequestIds:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
+
+        scope.setdefault("state", {})["request_id"] = name
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

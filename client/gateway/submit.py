@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from allspan.client.gateway.access import Caller, current_caller
 from allspan.client.gateway.bad_words import bad_words_ids
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.generation import Generation, Origin
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
@@ -79,6 +80,7 @@ class Submitter:
         self._max_chars = config.limits.max_prompt_chars or max(65536, 64 * model.max_model_len)
         self._admitted = 0
         self._running: set[Generation] = set()
+        self._starting: set[Origin] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -150,26 +152,33 @@ class Submitter:
         return params
 
     @contextlib.asynccontextmanager
-    async def running(self, jobs: Sequence[Job], label: str) -> AsyncIterator[list[Generation]]:
+    async def running(self, jobs: Sequence[Job], label: str, name: str = "") -> AsyncIterator[list[Generation]]:
         """Starts all jobs or none; on leaving, whatever still runs is stopped and all are released."""
-        generations = await self.start(jobs, label)
+        generations = await self.start(jobs, label, name)
         try:
             yield generations
         finally:
             await self.end(generations)
 
-    async def start(self, jobs: Sequence[Job], label: str) -> list[Generation]:
-        """Starts all jobs or none; the caller must `end` them. QueueFull, Unavailable, or what the engine says."""
+    async def start(self, jobs: Sequence[Job], label: str, name: str = "") -> list[Generation]:
+        """Starts all jobs or none; the caller must `end` them. QueueFull, Unavailable, or what the engine says.
+
+        `name`: what its caller calls this request, for `abort`.
+        """
         self._admit(len(jobs))
+        origin = Origin(label, current_caller().owner, name)
+        self._starting.add(origin)
         started: list[Generation] = []
         try:
-            results = await asyncio.gather(*(self._start(job, label, started) for job in jobs), return_exceptions=True)
+            results = await asyncio.gather(*(self._start(job, origin, started) for job in jobs), return_exceptions=True)
             if failures := [result for result in results if isinstance(result, BaseException)]:
                 raise failures[0]
         except BaseException:
             self._leave(len(jobs) - len(started))
             await self.end(started)
             raise
+        finally:
+            self._starting.discard(origin)
         return [result for result in results if isinstance(result, Generation)]
 
     async def end(self, generations: Sequence[Generation]) -> None:
@@ -180,6 +189,23 @@ class Submitter:
             await asyncio.gather(*(generation.close() for generation in ending))
         finally:
             self._leave(len(ending))
+
+    async def abort(self, request_id: str, caller: Caller) -> int:
+        """Ends a request of this caller's (anybody's, for the admin) on behalf of another call than its own; returns
+        how many choices that ended. Unknown, ended and foreign ids are all the same: 0.
+
+        `request_id`: the name that came with it, or the id of its answer (or of one of its choices).
+        """
+        known = [origin for origin in self._starting if origin.name == request_id]
+        for generation in self._running:
+            if generation.origin.name == request_id or request_id.endswith(generation.handle.request_id):
+                known.append(generation.origin)
+        origins = {origin for origin in known if caller.may_end(origin.owner)} if request_id else set()
+        for origin in origins:
+            origin.is_aborted = True
+        ending = [generation for generation in self._running if generation.origin in origins]
+        await asyncio.gather(*(generation.stop() for generation in ending))
+        return len(ending)
 
     async def drain(self, timeout: float) -> None:
         """Refuses what is new, waits for what runs, and after `timeout` seconds fails the rest."""
@@ -201,8 +227,7 @@ class Submitter:
                 await self._idle.wait()
         return self._idle.is_set()
 
-    async def _start(self, job: Job, label: str, started: list[Generation]) -> Generation:
-        arrived = time.monotonic()
+    async def _start(self, job: Job, origin: Origin, started: list[Generation]) -> Generation:
         handle = RequestHandle(uuid.uuid4().hex, self.model.name)
         try:
             _, queue = await self.engine.astart_request(job.token_ids, job.params, handle.request_id, job.options)
@@ -211,9 +236,11 @@ class Submitter:
             await asyncio.to_thread(self.engine.release_request, handle)
             raise
         stream = TextStream(self.tokenizer, job.params, job.continues)
-        generation = Generation(self.engine, handle, queue, stream, job.token_ids, label, arrived)
+        generation = Generation(self.engine, handle, queue, stream, job.token_ids, origin)
         self._running.add(generation)
         started.append(generation)
+        if origin.is_aborted:
+            await generation.stop()
         return generation
 
     def _admit(self, count: int) -> None:
