@@ -13,10 +13,10 @@ from allspan import __version__
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.http_errors import HttpError, response_of, status_of
 from allspan.client.gateway.request_id import RequestIds
-from allspan.client.gateway.routes import openai, state
+from allspan.client.gateway.routes import openai, page, state
 from allspan.protos.errors import AllspanError, RequestCancelled
 
-ROUTES: tuple[Callable[[Front], APIRouter], ...] = (openai.routes, state.routes)
+ROUTES: tuple[Callable[[Front], APIRouter], ...] = (openai.routes, state.routes, page.routes)
 
 logger = logging.getLogger("allspan.gateway")
 
