@@ -27,8 +27,8 @@ class SamplingParams:
     """How one request's tokens are chosen. Validated on construction; raises InvalidRequest naming the field.
 
     In this order: repetition penalty; presence and frequency penalties; logit_bias; the masks of no_repeat_ngram_size,
-    bad_words_ids, allowed_token_ids, min_tokens and grammar; temperature; top_k; top_p; min_p; typical_p; the draw. A request
-    for which all this leaves no token fails with InvalidRequest.
+    bad_words_ids, allowed_token_ids, min_tokens and grammar; temperature; top_k; top_p; min_p; typical_p; the draw. A
+    request for which all this leaves no token fails with InvalidRequest.
     """
 
     max_tokens: int = 16
@@ -110,8 +110,7 @@ class SamplingParams:
         self._set("allowed_token_ids", _integers("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS))
         self._set("bad_words_ids", _sequences("bad_words_ids", self.bad_words_ids))
         self._set("stop_words_ids", _sequences("stop_words_ids", self.stop_words_ids))
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise _refusal("grammar", f"is {_shown(self.grammar)}, must be a Grammar")
+        _grammar("grammar", self.grammar)
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
@@ -183,6 +182,11 @@ def _shown(value: object) -> str:
 def _boolean(field: str, value: object) -> None:
     if not isinstance(value, bool):
         raise _refusal(field, f"is {_shown(value)}, must be true or false")
+
+
+def _grammar(field: str, value: object) -> None:
+    if value is not None and not isinstance(value, Grammar):
+        raise _refusal(field, f"is {_shown(value)}, must be a Grammar")
 
 
 def _integer(field: str, value: object, low: int, high: int) -> None:

@@ -56,8 +56,12 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParamsMessage:
         allowed_token_ids=params.allowed_token_ids,
         bad_words_ids=[pb.TokenIds(ids=ids) for ids in params.bad_words_ids],
         stop_words_ids=[pb.TokenIds(ids=ids) for ids in params.stop_words_ids],
-        grammar=params.grammar and pb.GrammarMessage(kind=params.grammar.kind, text=params.grammar.text),
+        grammar=_grammar_to_wire(params.grammar),
     )
+
+
+def _grammar_to_wire(grammar: Grammar | None) -> pb.GrammarMessage | None:
+    return None if grammar is None else pb.GrammarMessage(kind=grammar.kind, text=grammar.text)
 
 
 def sampling_from_wire(message: pb.SamplingParamsMessage) -> SamplingParams:
