@@ -49,14 +49,15 @@ class Answers:
                     gathered[place].add(delta)
             for choice, generation in zip(gathered, generations, strict=True):
                 choice.prompt_logprobs = generation.prompt_logprobs
-            choices = [plan.shape.choice(index, choice) for index, choice in enumerate(gathered)]
+            chosen = [gathered[place] for place in plan.chosen(gathered)]
+            choices = [plan.shape.choice(index, choice) for index, choice in enumerate(chosen)]
             return {
                 "id": plan.shape.id_prefix + generations[0].handle.request_id,
                 "object": plan.shape.object,
                 "created": int(time.time()),
                 "model": self._submitter.model.name,
                 "choices": choices,
-                "usage": usage(generations, plan.choices),
+                "usage": usage(generations, plan.jobs_per_prompt),
                 "system_fingerprint": None,
                 **plan.shape.extras(gathered),
             }
@@ -71,8 +72,8 @@ class Answers:
         }
         extra = {"usage": None} if plan.include_usage else {}
         try:
-            for index in range(len(generations)):
-                for choice in plan.shape.opening(index):
+            for index, generation in enumerate(generations):
+                for choice in plan.shape.opening(index, generation):
                     yield event({**envelope, "choices": [choice], **extra})
             async with aclosing(interleave(generations)) as deltas:
                 async for place, delta in deltas:
@@ -84,5 +85,5 @@ class Answers:
             yield event(body_of(shown))
             return
         if plan.include_usage:
-            yield event({**envelope, "choices": [], "usage": usage(generations, plan.choices)})
+            yield event({**envelope, "choices": [], "usage": usage(generations, plan.jobs_per_prompt)})
         yield DONE

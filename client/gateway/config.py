@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allspan.protos.errors import ConfigError
+from allspan.protos.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
+
 
 @dataclass(frozen=True, slots=True)
 class SecurityConfig:
@@ -25,6 +28,29 @@ class LimitsConfig:
     """Most requests inside the gateway (each of n choices counts); one more is refused with 429."""
     body_timeout: float = 30.0
     """Seconds within which a request's body must arrive."""
+    max_prompts: int = 64
+    """Most prompts of one request for completions."""
+    max_n: int = 8
+    """Most choices of one prompt (n)."""
+    max_best_of: int = 8
+    """Most candidates that the n choices are taken from (best_of)."""
+    max_stop_sequences: int = MAX_STOP_STRINGS
+    """Most stop strings of one request; at most 16."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Most likeliest tokens told at each place (logprobs, top_logprobs, prompt_logprobs); at most 20."""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "max_prompts": (1, 65536),
+            "max_n": (1, 65536),
+            "max_best_of": (1, 65536),
+            "max_stop_sequences": (0, MAX_STOP_STRINGS),
+            "max_logprobs": (0, MAX_LOGPROBS),
+        }
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {getattr(self, name)}, must be from {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)

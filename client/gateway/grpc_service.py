@@ -10,7 +10,6 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from allspan.client.gateway.generation import Generation, interleave
-from allspan.client.gateway.schemas import MAX_CHOICES
 from allspan.client.gateway.submit import RETRY_AFTER_S, Job, Submitter, caller_error, spread
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.errors import ERRORS, InvalidRequest, QueueFull
@@ -99,8 +98,8 @@ class InferenceService:
             raise InvalidRequest(
                 f"request_id has {len(request.request_id)} characters, at most {MAX_REQUEST_ID_CHARS}", "request_id"
             )
-        if request.n > MAX_CHOICES:
-            raise InvalidRequest(f"n is {request.n}, must be at most {MAX_CHOICES}", "n")
+        if request.n > (most := self._submitter.limits.max_n):
+            raise InvalidRequest(f"n is {request.n}, must be at most {most}", "n")
         options = _options(request)
         self._submitter.check_model(request.model)
         match request.WhichOneof("prompt"):

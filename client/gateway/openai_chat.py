@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from allspan.client.gateway.generation import Generation
 from allspan.client.gateway.openai_shapes import Gathered, Json, Plan, TokenTexts
 from allspan.client.gateway.schemas import ChatRequest, parse, read_messages
 from allspan.client.gateway.submit import Job, Submitter, spread
@@ -16,15 +17,17 @@ from allspan.protos.text.stream import TextDelta
 
 async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
     """Checks everything; nothing runs yet."""
-    request = parse(ChatRequest, body)
+    request = parse(ChatRequest, body, submitter.limits)
     submitter.check_model(request.model)
     messages = read_messages(request.messages)
     fields = submitter.sampling(sampling_fields(request))
     options = request.options()
-    token_ids = await submitter.encode_chat(messages)
+    token_ids = await submitter.encode_chat(messages, request.prompt_options())
     params = submitter.params(fields, len(token_ids), default_max_tokens=None)
-    shape = ChatShape(TokenTexts(submitter.tokenizer), params.logprobs is not None, params.prompt_logprobs is not None)
-    jobs = spread(Job(token_ids, params, continues=False, options=options), request.choices)
+    texts = TokenTexts(submitter.tokenizer, bool(request.return_tokens_as_token_ids))
+    shape = ChatShape(texts, params.logprobs is not None, params.prompt_logprobs is not None)
+    job = Job(token_ids, params, continues=False, options=options, text=request.text_options())
+    jobs = spread(job, request.choices)
     return Plan(jobs, shape, request.choices, bool(request.stream), request.include_usage)
 
 
@@ -59,7 +62,7 @@ class ChatShape:
         self._with_logprobs = with_logprobs
         self._with_prompt_logprobs = with_prompt_logprobs
 
-    def opening(self, index: int) -> list[Json]:
+    def opening(self, index: int, generation: Generation) -> list[Json]:
         return [self._piece(index, {"role": "assistant", "content": "", "refusal": None})]
 
     def pieces(self, index: int, delta: TextDelta) -> list[Json]:
@@ -98,4 +101,4 @@ class ChatShape:
 
     def _token(self, token_id: int, logprob: float) -> Json:
         piece = self._texts.piece(token_id)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+        return {"token": self._texts.text(token_id), "logprob": logprob, "bytes": list(piece)}

@@ -3,92 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from allspan.client.gateway.openai_shapes import Gathered, Json, Plan, TokenTexts
-from allspan.client.gateway.schemas import CompletionRequest, parse, read_prompts
+from allspan.client.gateway.completion_shape import CompletionShape, Shown
+from allspan.client.gateway.openai_shapes import Plan
+from allspan.client.gateway.schemas import CompletionRequest, Prompt, parse, read_prompts
 from allspan.client.gateway.submit import Job, Submitter, spread
-from allspan.protos.results import TokenLogprob
-from allspan.protos.text.stream import TextDelta
 
 DEFAULT_MAX_TOKENS = 16
 
 
 async def plan_completion(submitter: Submitter, body: bytes) -> Plan:
     """Checks everything; nothing runs yet."""
-    request = parse(CompletionRequest, body)
+    request = parse(CompletionRequest, body, submitter.limits)
     submitter.check_model(request.model)
-    prompts = read_prompts(request.prompt)
-    fields = submitter.sampling(request.sampling())
+    prompts = read_prompts(request.prompt, submitter.limits)
+    fields = submitter.sampling(_sampling(request))
+    options, reading = request.options(), request.prompt_options()
+    text = replace(request.text_options(), only_prompt=_only_prompt(request))
+    jobs: list[Job] = []
+    echoes: list[str] = []
+    for i, prompt in enumerate(prompts):
+        token_ids = await submitter.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", reading)
+        params = submitter.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
+        job = Job(token_ids, params, options=options, text=text)
+        jobs += spread(job, request.candidates)
+        if request.echo:
+            echoes.append(_echo(submitter, request, prompt, token_ids))
+    shown = Shown(
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        skip_special_tokens=text.skip_special_tokens,
+    )
+    prompt_ids = [job.token_ids for job in jobs[:: request.candidates]]
+    shape = CompletionShape(submitter.tokenizer, shown, prompt_ids, request.choices, echoes)
+    candidates = request.candidates if request.candidates > request.choices else 0
+    return Plan(jobs, shape, request.choices, bool(request.stream), request.include_usage, candidates)
+
+
+def _only_prompt(request: CompletionRequest) -> bool:
+    """The engine generates a token at least; with `echo` its caller may want none."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+def _sampling(request: CompletionRequest) -> dict[str, Any]:
+    """Fields of `SamplingParams`, with what `echo` and `best_of` need beside what is asked for."""
+    fields = request.sampling()
     if request.logprobs is not None:
         fields["logprobs"] = request.logprobs
-    options = request.options()
-    jobs: list[Job] = []
-    for i, prompt in enumerate(prompts):
-        token_ids = await submitter.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]")
-        params = submitter.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
-        jobs += spread(Job(token_ids, params, options=options), request.choices)
-    shape = CompletionShape(
-        TokenTexts(submitter.tokenizer), request.logprobs is not None, request.prompt_logprobs is not None
-    )
-    return Plan(jobs, shape, request.choices, bool(request.stream), request.include_usage)
+        if request.echo:
+            fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    elif request.candidates > request.choices:
+        fields["logprobs"] = 0
+    if _only_prompt(request):
+        fields |= {"max_tokens": 1, "min_tokens": 0}
+    return fields
 
 
-class CompletionShape:
-    """text_completion, whole and as chunks."""
-
-    id_prefix = "cmpl-"
-    object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __init__(self, texts: TokenTexts, with_logprobs: bool, with_prompt_logprobs: bool) -> None:
-        self._texts = texts
-        self._with_logprobs = with_logprobs
-        self._with_prompt_logprobs = with_prompt_logprobs
-        self._offsets: dict[int, int] = {}
-
-    def opening(self, index: int) -> list[Json]:
-        return []
-
-    def pieces(self, index: int, delta: TextDelta) -> list[Json]:
-        if not (delta.text or delta.finished or (self._with_logprobs and delta.logprobs)):
-            return []
-        logprobs = self._logprobs(index, delta.token_ids, delta.logprobs)
-        return [self._choice(index, delta.text, logprobs, delta.finish_reason or None)]
-
-    def choice(self, index: int, gathered: Gathered) -> Json:
-        logprobs = self._logprobs(index, gathered.token_ids, gathered.logprobs)
-        choice = self._choice(index, "".join(gathered.texts), logprobs, gathered.finish_reason)
-        if self._with_prompt_logprobs:
-            choice["prompt_logprobs"] = self._texts.of_prompt(gathered.prompt_logprobs)
-        return choice
-
-    def extras(self, gathered: Sequence[Gathered]) -> Json:
-        return {}
-
-    def _choice(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
-        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json | None:
-        """Offsets count the tokens' own characters, from the start of this choice's text."""
-        if not self._with_logprobs:
-            return None
-        tokens = [self._texts.text(token_id) for token_id in token_ids]
-        offset = self._offsets.get(index, 0)
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[index] = offset
-        return {
-            "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in logprobs],
-            "top_logprobs": [self._top(token, entry) for token, entry in zip(tokens, logprobs, strict=True)],
-            "text_offset": offsets,
-        }
-
-    def _top(self, token: str, entry: TokenLogprob) -> dict[str, float]:
-        """The chosen token is always among them; tokens with the same text share the better value."""
-        top = {token: entry.logprob}
-        for token_id, logprob in reversed(entry.top):
-            top[self._texts.text(token_id)] = logprob
-        return top
+def _echo(submitter: Submitter, request: CompletionRequest, prompt: Prompt, token_ids: Sequence[int]) -> str:
+    """A text as it was given, unless only its end was read."""
+    if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
+        return prompt
+    return submitter.tokenizer.decode(token_ids, request.skip_special_tokens is not False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -32,6 +33,11 @@ class Gathered:
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; minus infinity for no token."""
+        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
+
 
 class Shape(Protocol):
     """How one endpoint's answer looks."""
@@ -40,7 +46,7 @@ class Shape(Protocol):
     object: str
     chunk_object: str
 
-    def opening(self, index: int) -> list[Json]:
+    def opening(self, index: int, generation: Generation) -> list[Json]:
         """Choices of the chunks that come before a stream's first token."""
 
     def pieces(self, index: int, delta: TextDelta) -> list[Json]:
@@ -63,6 +69,22 @@ class Plan:
     """Of each prompt."""
     stream: bool
     include_usage: bool
+    candidates: int = 0
+    """Of each prompt, when there are more than choices: the likeliest are taken, by their tokens' mean."""
+
+    @property
+    def jobs_per_prompt(self) -> int:
+        return max(self.candidates, self.choices)
+
+    def chosen(self, gathered: Sequence[Gathered]) -> list[int]:
+        """Places in `gathered`, the best of each prompt's first."""
+        places: list[int] = []
+        for first in range(0, len(gathered), self.jobs_per_prompt):
+            own = list(range(first, first + self.jobs_per_prompt))
+            if self.candidates > self.choices:
+                own.sort(key=lambda place: gathered[place].mean_logprob, reverse=True)
+            places += own[: self.choices]
+        return places
 
 
 class Endpoint(Protocol):
@@ -71,9 +93,9 @@ class Endpoint(Protocol):
     async def __call__(self, submitter: Submitter, body: bytes) -> Plan: ...
 
 
-def usage(generations: Sequence[Generation], choices: int) -> Json:
-    """Counts over all choices; a prompt with several choices counts once."""
-    firsts = generations[::choices]
+def usage(generations: Sequence[Generation], jobs_per_prompt: int) -> Json:
+    """Counts over all that was generated; a prompt with several choices counts once."""
+    firsts = generations[::jobs_per_prompt]
     prompt = sum(generation.num_prompt_tokens for generation in firsts)
     completion = sum(generation.num_output_tokens for generation in generations)
     return {
@@ -85,16 +107,20 @@ def usage(generations: Sequence[Generation], choices: int) -> Json:
 
 
 class TokenTexts:
-    """A single token as text and as bytes; bytes that are no whole character show as U+FFFD in the text."""
+    """A single token as text and as bytes; bytes that are no whole character show as U+FFFD in the text.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    `as_ids`: the text is "token_id:7" instead, so that tokens with equal texts can be told apart.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
 
     def piece(self, token_id: int) -> bytes:
         return b"".join(self._tokenizer.pieces([token_id], skip_special_tokens=False))
 
     def text(self, token_id: int) -> str:
-        return self.piece(token_id).decode("utf-8", "replace")
+        return f"token_id:{token_id}" if self._as_ids else self.piece(token_id).decode("utf-8", "replace")
 
     def of_prompt(self, prompt_logprobs: Sequence[PromptLogprob]) -> list[Json | None]:
         """vLLM's `prompt_logprobs`: a place a prompt token, null for the first, which nothing came before."""
@@ -105,6 +131,6 @@ class TokenTexts:
         ranked = {top_id: (logprob, rank) for rank, (top_id, logprob) in enumerate(entry.top, start=1)}
         found = {token_id: ranked.pop(token_id, (entry.logprob, None)), **ranked}
         return {
-            str(each): {"logprob": logprob, "rank": rank, "decoded_token": self.text(each)}
+            str(each): {"logprob": logprob, "rank": rank, "decoded_token": self.piece(each).decode("utf-8", "replace")}
             for each, (logprob, rank) in found.items()
         }

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.http_errors import HttpError
+from allspan.client.gateway.prompt import PromptOptions
 from allspan.protos.errors import InvalidRequest
 from allspan.protos.options import RequestOptions
+from allspan.protos.text.stream import TextOptions
 
-MAX_CHOICES = 8
-MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
 
 Prompt = str | list[int]
@@ -62,37 +64,30 @@ HARMLESS = frozenset(
 # Fields that would change the output but are not there yet → the values with which they change nothing.
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "add_special_tokens": (),
     "continue_final_message": (False,),
-    "detokenize": (True,),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
     "verbosity": ("medium",),
     "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1,),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "use_beam_search": (False,),
     "web_search_options": (),
+}
+# Fields that this server does not do: why, and what does instead.
+NEVER: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "length_penalty": ((1,), "there is no beam search; best_of takes the likeliest of several outputs"),
+    "suffix": (("",), "write the prompt with the model's own fill-in-the-middle tokens instead"),
+    "use_beam_search": ((False,), "there is no beam search; best_of takes the likeliest of several outputs"),
 }
 REFUSED = {
     "chat_template": "a template comes with the model or from the server's --chat-template, never from a request",
@@ -147,6 +142,15 @@ class SamplingFields(BaseModel):
     stop_words_ids: list[list[int]] | None = None
     timeout_s: float | None = None
     prefix_cache: bool | None = None
+    # how prompt and output are read and shown; vLLM's
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # none are put in, either way
+    include_stop_str_in_output: bool | None = None
+    detokenize: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def choices(self) -> int:
@@ -169,10 +173,21 @@ class SamplingFields(BaseModel):
         """InvalidRequest names the field."""
         return RequestOptions(**{name: value for name in _OPTIONS if (value := getattr(self, name)) is not None})
 
-    def check(self) -> None:
+    def prompt_options(self) -> PromptOptions:
+        """InvalidRequest names the field."""
+        return PromptOptions(self.add_special_tokens, self.truncate_prompt_tokens, self.max_tokens)
+
+    def text_options(self) -> TextOptions:
+        return TextOptions(
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop=bool(self.include_stop_str_in_output),
+            detokenize=self.detokenize is not False,
+        )
+
+    def check(self, limits: LimitsConfig) -> None:
         """What no type says; InvalidRequest names the field."""
-        if not 1 <= self.choices <= MAX_CHOICES:
-            raise InvalidRequest(f"n is {self.n}, must be from 1 to {MAX_CHOICES}", "n")
+        if not 1 <= self.choices <= limits.max_n:
+            raise InvalidRequest(f"n is {self.n}, must be from 1 to {limits.max_n}", "n")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is given, which needs stream to be true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -186,6 +201,21 @@ class CompletionRequest(SamplingFields):
 
     prompt: Any = None
     logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @property
+    def candidates(self) -> int:
+        """Of each prompt; the choices are the best of them."""
+        return self.choices if self.best_of is None else self.best_of
+
+    def check(self, limits: LimitsConfig) -> None:
+        super().check(limits)
+        most = max(limits.max_best_of, self.choices)
+        if not self.choices <= self.candidates <= most:
+            raise InvalidRequest(f"best_of is {self.best_of}, must be from n ({self.choices}) to {most}", "best_of")
+        if self.stream and self.candidates > self.choices:
+            raise InvalidRequest(f"best_of is {self.best_of}, which needs stream to be false", "best_of")
 
 
 class ChatRequest(SamplingFields):
@@ -196,11 +226,14 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    def prompt_options(self) -> PromptOptions:
+        return replace(super().prompt_options(), max_tokens=self.max_completion_tokens or self.max_tokens)
+
 
 Body = TypeVar("Body", bound=SamplingFields)
 
 
-def parse(model: type[Body], body: bytes) -> Body:
+def parse(model: type[Body], body: bytes, limits: LimitsConfig) -> Body:
     """The checked request; HttpError (malformed JSON) or InvalidRequest (a field) says what is wrong."""
     try:
         request = model.model_validate_json(body)
@@ -209,11 +242,11 @@ def parse(model: type[Body], body: bytes) -> Body:
         if first["type"] == "json_invalid":
             raise HttpError(400, f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
         raise InvalidRequest(*_described(first["loc"], first["msg"], first.get("input"))) from None
-    request.check()
+    request.check(limits)
     return request
 
 
-def read_prompts(value: Any) -> list[Prompt]:
+def read_prompts(value: Any, limits: LimitsConfig) -> list[Prompt]:
     """One text, texts, token ids, or lists of token ids; InvalidRequest names the place of what does not fit."""
     if isinstance(value, str):
         return [value]
@@ -224,8 +257,8 @@ def read_prompts(value: Any) -> list[Prompt]:
         raise InvalidRequest("prompt is an empty list, must hold at least one prompt", "prompt")
     if not isinstance(value[0], (str, list)):
         return [_token_ids("prompt", value)]
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} a request", "prompt")
+    if len(value) > limits.max_prompts:
+        raise InvalidRequest(f"prompt holds {len(value)} prompts, at most {limits.max_prompts} a request", "prompt")
     kind = type(value[0])
     for i, item in enumerate(value):
         if not isinstance(item, kind):
@@ -296,11 +329,12 @@ def _check_extra(name: str, value: Any) -> None:
         return
     if name in REFUSED:
         raise InvalidRequest(f"{name} is not accepted: {REFUSED[name]}", name)
-    if name not in NOT_YET:
+    if name not in NOT_YET and name not in NEVER:
         raise InvalidRequest(f"{_short(name)} is not a field that this endpoint knows", name[:64])
-    neutral = [item for item in NOT_YET[name] if item == value and isinstance(item, bool) == isinstance(value, bool)]
+    accepted, why = NEVER.get(name) or (NOT_YET[name], "not supported yet")
+    neutral = [item for item in accepted if item == value and isinstance(item, bool) == isinstance(value, bool)]
     if value is not None and not neutral:
-        raise InvalidRequest(f"{name} is {_short(value)}: not supported yet", name)
+        raise InvalidRequest(f"{name} is {_short(value)}: {why}", name)
 
 
 def _described(location: tuple[int | str, ...], problem: str, value: Any) -> tuple[str, str]:

@@ -9,12 +9,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
 from allspan.client.gateway.access import Caller, current_caller
 from allspan.client.gateway.bad_words import bad_words_ids
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.generation import Generation, Origin
+from allspan.client.gateway.prompt import AS_USUAL, PromptOptions
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
@@ -22,7 +23,7 @@ from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestHandle
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import GenerationDefaults, Tokenizer, generation_defaults
-from allspan.protos.text.stream import TextStream
+from allspan.protos.text.stream import PLAIN_TEXT, TextOptions, TextStream
 
 # Shorter texts are tokenised on the event loop: a thread's hand-over costs more than they do.
 INLINE_CHARS = 8192
@@ -32,7 +33,7 @@ DRAIN_LOG_S = 5.0
 
 logger = logging.getLogger("allspan.gateway")
 
-A = TypeVar("A")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Job:
     continues: bool = True
     """The output goes on from the prompt's text, rather than being an answer of its own."""
     options: RequestOptions | None = None
+    text: TextOptions = PLAIN_TEXT
 
 
 class Submitter:
@@ -76,6 +78,7 @@ class Submitter:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model = model
+        self.limits = config.limits
         self._max_requests = config.limits.max_concurrent_requests
         self._max_chars = config.limits.max_prompt_chars or max(65536, 64 * model.max_model_len)
         self._admitted = 0
@@ -100,19 +103,25 @@ class Submitter:
         if name and name != self.model.name:
             raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {self.model.name!r}")
 
-    async def encode(self, prompt: str | Sequence[int], field: str = "prompt") -> Sequence[int]:
+    async def encode(
+        self, prompt: str | Sequence[int], field: str = "prompt", options: PromptOptions = AS_USUAL
+    ) -> Sequence[int]:
         """Token ids of a prompt, checked; InvalidRequest names what does not fit."""
         if isinstance(prompt, str):
             self._check_chars(len(prompt), field)
             if not prompt:
                 raise InvalidRequest(f"{field} is empty, must hold at least one token", field)
-            ids: Sequence[int] = await _off_loop(len(prompt), self.tokenizer.encode, prompt)
+            special = options.add_special_tokens is not False
+            ids: Sequence[int] = await _off_loop(len(prompt), self.tokenizer.encode, prompt, special)
         else:
             ids = prompt
+        ids = options.truncated(ids, self.model.max_model_len)
         self._check_ids(ids, field)
         return ids
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: PromptOptions = AS_USUAL
+    ) -> Sequence[int]:
         """Token ids of a conversation through the chat template; InvalidRequest when there is none."""
         if not self.tokenizer.has_chat_template:
             raise InvalidRequest(
@@ -122,9 +131,13 @@ class Submitter:
             )
         chars = sum(len(message["content"]) for message in messages)
         self._check_chars(chars, "messages")
-        ids = await _off_loop(chars, self.tokenizer.encode_chat, messages)
+        ids: Sequence[int] = await _off_loop(chars, self._render, messages, bool(options.add_special_tokens))
+        ids = options.truncated(ids, self.model.max_model_len)
         self._check_ids(ids, "messages")
         return ids
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_special_tokens: bool) -> list[int]:
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens)
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `SamplingParams`: `bad_words`, which are texts, become `bad_words_ids`."""
@@ -148,6 +161,7 @@ class Submitter:
                 f"context has {self.model.max_model_len}",
                 "max_tokens",
             )
+        self._check_limits(params)
         self._check_vocabulary(params)
         return params
 
@@ -229,13 +243,13 @@ class Submitter:
 
     async def _start(self, job: Job, origin: Origin, started: list[Generation]) -> Generation:
         handle = RequestHandle(uuid.uuid4().hex, self.model.name)
+        stream = TextStream(self.tokenizer, job.params, job.continues, job.text)
         try:
             _, queue = await self.engine.astart_request(job.token_ids, job.params, handle.request_id, job.options)
         except BaseException:
             # Cancelled just as the engine said yes, the answer is lost; the name is not.
             await asyncio.to_thread(self.engine.release_request, handle)
             raise
-        stream = TextStream(self.tokenizer, job.params, job.continues)
         generation = Generation(self.engine, handle, queue, stream, job.token_ids, origin)
         self._running.add(generation)
         started.append(generation)
@@ -279,6 +293,16 @@ class Submitter:
                 f"{field}[{index}] is token id {bad}, must be from 0 to {self.model.vocab_size - 1}", field
             )
 
+    def _check_limits(self, params: SamplingParams) -> None:
+        """What this server allows of what any engine could do."""
+        if len(params.stop) > self.limits.max_stop_sequences:
+            raise InvalidRequest(
+                f"stop has {len(params.stop)} entries, at most {self.limits.max_stop_sequences}", "stop"
+            )
+        for field in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(params, field) or 0) > self.limits.max_logprobs:
+                raise InvalidRequest(f"{field} is {count}, must be from 0 to {self.limits.max_logprobs}", field)
+
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """Every token id that a field names is one of the model's."""
         named: list[tuple[str, str, Sequence[int]]] = [
@@ -312,5 +336,7 @@ def caller_error(error: Exception, what: str) -> AllspanError:
     return InternalError(f"internal error; the server's log says more under {name}")
 
 
-async def _off_loop(chars: int, function: Callable[[A], list[int]], argument: A) -> list[int]:
-    return function(argument) if chars <= INLINE_CHARS else await asyncio.to_thread(function, argument)
+async def _off_loop(chars: int, function: Callable[P, list[int]], *args: P.args, **kwargs: P.kwargs) -> list[int]:
+    if chars <= INLINE_CHARS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

@@ -42,18 +42,47 @@ class TextDelta:
         return bool(self.finish_reason)
 
 
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What of an output becomes text."""
+
+    skip_special_tokens: bool = True
+    """Control tokens are no text."""
+    include_stop: bool = False
+    """The stop string, or the token that ended the output, stands at the text's end."""
+    detokenize: bool = True
+    """False: no text at all, only token ids."""
+    only_prompt: bool = False
+    """Neither text nor tokens: the caller wants no more than the prompt's log-probabilities. Ends with "length"."""
+
+
+PLAIN_TEXT = TextOptions()
+
+
 class TextStream:
-    """Feeds on the outputs of one request, in order. The text leaves out special tokens and the token that ended it.
+    """Feeds on the outputs of one request, in order. The text leaves out special tokens and the token that ended it,
+    unless `options` say otherwise.
 
     `continues`: the text goes on from the prompt's, so that a first word keeps its space (see Detokenizer).
     Without a tokenizer the text stays empty; stop strings need one.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        continues: bool = False,
+        options: TextOptions = PLAIN_TEXT,
+    ) -> None:
         if tokenizer is None and params.stop:
             raise InvalidRequest(f"stop is {list(params.stop)}, the model has no tokenizer; use stop_token_ids", "stop")
-        self._detokenizer = Detokenizer(tokenizer, continues=continues) if tokenizer else None
+        if not options.detokenize and params.stop:
+            raise InvalidRequest("detokenize is false, which needs stop to be empty; use stop_token_ids", "detokenize")
+        shown = tokenizer if options.detokenize else None
+        self._detokenizer = Detokenizer(shown, options.skip_special_tokens, continues) if shown else None
         self._stops = StopStrings(params.stop) if params.stop else None
+        self._include_stop = options.include_stop
+        self._only_prompt = options.only_prompt
         self._finished = False
 
     def push(self, output: Output) -> TextDelta:
@@ -64,12 +93,15 @@ class TextStream:
         """
         if self._finished:
             return TextDelta("", (), ())
+        if self._only_prompt:
+            self._finished = bool(output.token_ids or output.finish_reason)
+            return TextDelta("", (), (), "length" if output.token_ids else output.finish_reason)
         if self._stops is None:
             return self._push_all(output)
         return self._push_until_stop(output, self._stops)
 
     def _push_all(self, output: Output) -> TextDelta:
-        text = self._text(_visible(output))
+        text = self._text(self._visible(output))
         if output.finish_reason:
             self._finished = True
             text += self._rest()
@@ -77,7 +109,7 @@ class TextStream:
 
     def _push_until_stop(self, output: Output, stops: StopStrings) -> TextDelta:
         text = ""
-        for count, token_id in enumerate(_visible(output), start=1):
+        for count, token_id in enumerate(self._visible(output), start=1):
             sure, matched = stops.push(self._text((token_id,)))
             text += sure
             if matched is not None:
@@ -101,10 +133,11 @@ class TextStream:
     def _cut(self, text: str, output: Output, count: int, stop: str) -> TextDelta:
         self._finished = True
         early = not output.finish_reason
+        text += stop if self._include_stop else ""
         return TextDelta(text, output.token_ids[:count], output.logprobs[:count], "stop", stop, early)
 
-
-def _visible(output: Output) -> tuple[int, ...]:
-    """The tokens that show as text: all but a last one that ended the output."""
-    ids = output.token_ids
-    return ids[:-1] if output.stop_token_id is not None and ids and ids[-1] == output.stop_token_id else ids
+    def _visible(self, output: Output) -> tuple[int, ...]:
+        """The tokens that show as text: all but a last one that ended the output."""
+        ids = output.token_ids
+        ended = not self._include_stop and output.stop_token_id is not None
+        return ids[:-1] if ended and ids and ids[-1] == output.stop_token_id else ids
