@@ -26,6 +26,7 @@ COMMANDS = {
     "pull": "fetch a model into the cache and print where it is",
     "convert": "pack, quantise and split a model's weights once, for quick starts",
     "warm": "compile the CUDA kernels ahead of their first use",
+    "certs": "make TLS certificates of your own authority",
     "doctor": "check this machine and name the fix for what is missing",
     "plan": "print ranks, threads, memory and context, without loading",
     "bench": "measure speed, caches, quality and endurance: `allspan bench --help`",

@@ -29,6 +29,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "kv_cache_bytes": ("--kv-cache-memory-bytes",),
 }
 
+_CHOICES: dict[str, tuple[str | int, ...]] = CHOICES | {"ssl_cert_reqs": (0, 1, 2)}
+
 _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "ranks": (0, 1024),
     "data_parallel_size": (1, 100),
@@ -149,4 +151,4 @@ def _gateway_config(namespace: argparse.Namespace) -> GatewayConfig:
 
 
 def _add(parser: argparse._ActionsContainer, cls: type, skip: tuple[str, ...] = ()) -> None:
-    add_options(parser, cls, skip, ALIASES, CHOICES, _LIMITS)
+    add_options(parser, cls, skip, ALIASES, _CHOICES, _LIMITS)

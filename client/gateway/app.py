@@ -31,6 +31,7 @@ from allspan.client.gateway.http import make_app
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.submit import ServedModel, Submitter
+from allspan.client.gateway.tls import Pem, Tls
 from allspan.protos import inference_pb2
 from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.text import Tokenizer
@@ -64,8 +65,11 @@ async def serve_gateway(
         front = Front(submitter, config)
         health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
         hand_over(sockets)
-        async with _grpc_server(submitter, health, sockets), _http_server(front, sockets.http) as http:
-            follow = asyncio.create_task(health.follow())
+        tls = Tls.of(config.security)
+        async with _grpc_server(submitter, health, sockets, tls), _http_server(front, sockets.http, tls) as http:
+            following = [asyncio.create_task(health.follow())]
+            if tls is not None:
+                following.append(asyncio.create_task(tls.follow()))
             try:
                 if on_started is not None:
                     on_started(sockets.http_address, sockets.grpc_address)
@@ -73,7 +77,8 @@ async def serve_gateway(
                 await health.enter_graceful_shutdown()
                 await submitter.drain(config.shutdown_timeout)
             finally:
-                follow.cancel()
+                for task in following:
+                    task.cancel()
                 await submitter.drain(0.0)
 
 
@@ -116,19 +121,26 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _http_server(front: Front, sock: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    server = _HttpServer(
-        uvicorn.Config(
-            make_app(front),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(CLOSE_S),
-        )
+async def _http_server(front: Front, sock: socket.socket, tls: Tls | None) -> AsyncIterator[asyncio.Task[None]]:
+    security = front.config.security
+    config = uvicorn.Config(
+        make_app(front),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(CLOSE_S),
+        ssl_certfile=security.ssl_certfile or None,
+        ssl_keyfile=security.ssl_keyfile or None,
+        ssl_ca_certs=security.ssl_ca_certs or None,
+        ssl_cert_reqs=security.ssl_cert_reqs,
     )
+    config.load()
+    if tls is not None and config.ssl is not None:
+        tls.keep(config.ssl)
+    server = _HttpServer(config)
     task = asyncio.create_task(server.serve([sock]))
     try:
         await _first(server.listening, task)
@@ -140,7 +152,9 @@ async def _http_server(front: Front, sock: socket.socket) -> AsyncIterator[async
 
 
 @contextlib.asynccontextmanager
-async def _grpc_server(submitter: Submitter, health: EngineHealth, sockets: Sockets) -> AsyncIterator[None]:
+async def _grpc_server(
+    submitter: Submitter, health: EngineHealth, sockets: Sockets, tls: Tls | None
+) -> AsyncIterator[None]:
     options = (
         *SERVER_OPTIONS,
         ("grpc.so_reuseport", 1),
@@ -156,7 +170,10 @@ async def _grpc_server(submitter: Submitter, health: EngineHealth, sockets: Sock
     names = [service.full_name for file in described for service in file.services_by_name.values()]
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
     try:
-        server.add_insecure_port(sockets.grpc_address)
+        if tls is None:
+            server.add_insecure_port(sockets.grpc_address)
+        else:
+            server.add_secure_port(sockets.grpc_address, _credentials(tls))
     except RuntimeError as error:
         raise ConfigError(f"gRPC cannot listen on {sockets.grpc_address}: {error}") from error
     await health.refresh()
@@ -166,6 +183,24 @@ async def _grpc_server(submitter: Submitter, health: EngineHealth, sockets: Sock
         yield
     finally:
         await server.stop(CLOSE_S)
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Asked at every handshake, so that a renewed certificate is shown from then on."""
+
+    def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], pem.ca or None)
+
+    shown = tls.pem
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        if tls.pem is shown:
+            return None
+        shown = tls.pem
+        return configuration(shown)
+
+    return grpc.dynamic_ssl_server_credentials(configuration(shown), fetch, tls.requires_clients)
 
 
 async def _first(event: asyncio.Event, server: asyncio.Task[None]) -> None:

@@ -13,7 +13,15 @@ class SecurityConfig:
     """Who may ask."""
 
     insecure: bool = False
-    """Listen on an address other than loopback although nothing is encrypted and nobody is asked for a key."""
+    """Listen on an address other than loopback although nothing is encrypted."""
+    ssl_certfile: str = ""
+    """The server's certificate (with its chain) in PEM form: HTTP and gRPC are TLS. Renewed files are taken up."""
+    ssl_keyfile: str = ""
+    """The certificate's private key in PEM form, without a passphrase; empty: it is in --ssl-certfile."""
+    ssl_ca_certs: str = ""
+    """Certificates of the authorities that clients' certificates must be from, in PEM form."""
+    ssl_cert_reqs: int = 0
+    """Clients' certificates: 0 not asked for, 1 checked where one is given (HTTP only), 2 required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ class GatewayConfig:
     """Flags of `allspan serve` that concern its listening side."""
 
     host: str = "127.0.0.1"
-    """Address to listen on, for HTTP and gRPC; anything but loopback needs --insecure."""
+    """Address to listen on, for HTTP and gRPC; anything but loopback needs --ssl-certfile (or --insecure)."""
     port: int = 8000
     """HTTP port; 0 takes any free one and prints it."""
     grpc_port: int = 50051

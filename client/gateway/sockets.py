@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.tls import Tls
 from allspan.protos.errors import ConfigError
 
 _LISTEN = "0A"  # state column of /proc/net/tcp
@@ -34,10 +35,11 @@ class Sockets:
 
 def bind(config: GatewayConfig) -> Sockets:
     """Takes both ports; ConfigError names the port, its flag and, where it can be found out, who holds it."""
-    if not config.security.insecure and not _is_loopback(config.host):
+    tls = Tls.of(config.security)
+    if tls is None and not config.security.insecure and not is_loopback(config.host):
         raise ConfigError(
-            f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost): the gateway has no "
-            "TLS and no keys; --insecure listens there all the same"
+            f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost): without TLS everybody "
+            "on the way reads along; give --ssl-certfile and --ssl-keyfile, or listen there all the same: --insecure"
         )
     http = _take(config.host, config.port, "--port")
     try:
@@ -45,7 +47,8 @@ def bind(config: GatewayConfig) -> Sockets:
     except ConfigError:
         http.close()
         raise
-    return Sockets(http, grpc, f"http://{_address(http)}", _address(grpc))
+    scheme = "http" if tls is None else "https"
+    return Sockets(http, grpc, f"{scheme}://{_address(http)}", _address(grpc))
 
 
 def _address(sock: socket.socket) -> str:
@@ -62,7 +65,8 @@ def hand_over(sockets: Sockets) -> None:
     sockets.grpc.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Only this machine reaches it."""
     if host == "localhost":
         return True
     try:

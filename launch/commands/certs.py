@@ -1,0 +1,29 @@
+"""`allspan certs FOLDER`: an authority of one's own, and certificates for a server and its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from allspan.launch.console import say
+from allspan.protos.flags import Parser
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = Parser("allspan certs", "Makes an authority (ca), and certificates for a server and a client, in FOLDER.")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="A new folder, or one without these files.")
+    parser.add_argument(
+        "--hosts",
+        metavar="TEXT,…",
+        default="localhost,127.0.0.1,::1",
+        help="Names and addresses under which the server is reached (default: %(default)s)",
+    )
+    namespace = parser.parse(argv)
+    from allspan.launch.certificates import make_certificates
+
+    hosts = [host.strip() for host in namespace.hosts.split(",") if host.strip()]
+    folder = namespace.folder
+    make_certificates(folder, hosts)
+    say(f"{folder}: the server is good for {', '.join(hosts)}; clients trust {folder / 'ca.pem'}")
+    say(f"try: allspan serve --ssl-certfile {folder / 'server.pem'} --ssl-keyfile {folder / 'server.key'}")
+    return 0
