@@ -11,14 +11,14 @@ from allspan.launch.models import FoundModel, resolve_model
 from allspan.launch.placement import PlacementConfig
 from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from allspan.protos.flags import add_options
+from allspan.protos.flags import Parser, add_options
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import generation_defaults
 
 _CONFIGS = (PlacementConfig, ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--attach", metavar="RUN_DIR", help="Use a running cluster: its run directory or rank addresses."
@@ -27,12 +27,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_cluster_options(parser)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+def add_sampling_options(parser: Parser) -> None:
     """The fields of SamplingParams; what is not given is the model's own default."""
+    group = parser.group("sampling", "how tokens are chosen; what is not given is the model's own default")
     add_options(
-        parser, SamplingParams, skip=("stop", "logit_bias", "bad_words_ids", "stop_words_ids", "grammar"), optional=True
+        group, SamplingParams, skip=("stop", "logit_bias", "bad_words_ids", "stop_words_ids", "grammar"), optional=True
     )
-    parser.add_argument(
+    group.add_argument(
         "--stop", action="append", metavar="TEXT", help="End the output before this text; may be repeated."
     )
 

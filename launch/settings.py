@@ -88,43 +88,47 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
+def add_weights(parser: argparse._ActionsContainer) -> None:
     """In which form weights are held."""
     _add(parser, ModelConfig, skip=tuple(field.name for field in fields(ModelConfig) if field.name not in HELD_FIELDS))
 
 
-def add_cluster_options(parser: argparse.ArgumentParser) -> None:
-    """What every command that starts a cluster takes: ranks, threads, dtype, context and random weights first."""
-    _add(parser, PlacementConfig)
-    add_weights(parser)
-    _add(parser, ModelConfig, skip=("path", "name", *HELD_FIELDS))
-    parser.add_argument(
+def add_cluster_options(parser: Parser) -> None:
+    """What every command that starts a cluster takes."""
+    ranks = parser.group("ranks", "processes, processors and GPUs")
+    _add(ranks, PlacementConfig)
+    _add(ranks, ParallelConfig, skip=("threads", "cpus", "memory_node", "oversubscribed", "ranks_on_node"))
+    model = parser.group("model", "weights and context")
+    add_weights(model)
+    _add(model, ModelConfig, skip=("path", "name", *HELD_FIELDS))
+    model.add_argument(
         "--random-weights",
         dest="load_format",
         action="store_const",
         const="dummy",
         help="Random weights for a folder with a config.json; the same as --load-format dummy.",
     )
-    _add(parser, CacheConfig)
-    _add(parser, SchedulerConfig)
-    _add(parser, ParallelConfig, skip=("threads", "cpus", "memory_node", "oversubscribed", "ranks_on_node"))
+    _add(parser.group("cache", "the KV cache"), CacheConfig)
+    _add(parser.group("scheduler", "what runs at once"), SchedulerConfig)
 
 
 def serve_parser() -> Parser:
     parser = Parser("allspan serve", "Serves a model from a cluster of ranks, over HTTP (OpenAI's API) and gRPC.")
     add_model(parser)
     add_cluster_options(parser)
-    _add(parser, GatewayConfig, skip=tuple(GROUPS))
-    for title, group in GROUPS.values():
-        _add(parser.add_argument_group(title), group)
-    parser.add_argument(
+    gateway = parser.group("gateway", "where HTTP and gRPC are served")
+    _add(gateway, GatewayConfig, skip=tuple(GROUPS))
+    for name, (title, group) in GROUPS.items():
+        _add(parser.group(name, title), group)
+    gateway.add_argument(
         "--gateway",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="Listen for HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
     )
-    _add(parser, ResumeConfig)
-    _add(parser, SupervisorConfig)
+    failures = parser.group("failures", "when ranks die or do not answer")
+    _add(failures, ResumeConfig)
+    _add(failures, SupervisorConfig)
     parser.add_config()
     return parser
 

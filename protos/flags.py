@@ -42,11 +42,72 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+class _Help(argparse.Action):
+    """`--help`: an overview where flags come in groups, else everything; also `--help GROUP`, `FLAG` or `all`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        print(parser.help_on(values), end="")
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, with one-line errors, nearest names for unknown flags, and `--config FILE`."""
+    """argparse without abbreviations, with one-line errors, nearest names for unknown flags, groups of flags that
+    `--help` explains one by one, and `--config FILE`."""
 
     def __init__(self, prog: str, description: str = "") -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False)
+        self.named_groups: dict[str, argparse._ArgumentGroup] = {}
+        help_text = "Explain a group of flags, a single one, or all."
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            const="",
+            default=argparse.SUPPRESS,
+            metavar="GROUP",
+            help=help_text,
+        )
+
+    def group(self, name: str, title: str) -> argparse._ArgumentGroup:
+        """Takes flags as a parser does; `--help NAME` shows them alone."""
+        self.named_groups[name] = self.add_argument_group(title)
+        return self.named_groups[name]
+
+    def help_on(self, what: str) -> str:
+        """What `--help WHAT` prints. Exits with code 2 when there is no such group or flag."""
+        if what == "all" or not (what or self.named_groups):
+            return self.format_help()
+        if not what:
+            return self._overview()
+        if what in self.named_groups:
+            group = self.named_groups[what]
+            return self._explained(f"{self.prog}, {what}: {group.title}", group._group_actions)
+        flag = f"--{what.lstrip('-')}"
+        if flag in self._option_string_actions:
+            return self._explained("", [self._option_string_actions[flag]])
+        known = [name.lstrip("-") for name in self._option_string_actions] + list(self.named_groups)
+        groups = ", ".join(self.named_groups) or "not there"
+        return self.error(f"--help: no group or flag {what!r}{nearest(what, known)}; groups are {groups}")
+
+    def _explained(self, heading: str, actions: Sequence[argparse.Action]) -> str:
+        formatter = self._get_formatter()
+        formatter.start_section(heading or None)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+        return formatter.format_help()
+
+    def _overview(self) -> str:
+        """One screen: what stands in no group, and each group's flags by name."""
+        grouped = {action for group in self.named_groups.values() for action in group._group_actions}
+        first = self._explained("", [action for action in self._actions if action not in grouped])
+        positionals = " ".join(f"[{action.metavar}]" for action in self._get_positional_actions())
+        lines = [f"usage: {self.prog} {positionals} [flags]", "", self.description or "", "", first.rstrip(), ""]
+        for name, group in self.named_groups.items():
+            flags = " ".join(next(o for o in a.option_strings if o.startswith("--")) for a in group._group_actions)
+            lines += textwrap.wrap(f"{name:<10} {flags}", 100, subsequent_indent=" " * 11, break_on_hyphens=False)
+        names = "|".join(self.named_groups)
+        return "\n".join([*lines, "", f"{self.prog} --help {names} explains these; --help all, everything.", ""])
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")

@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     return _run(BENCHMARKS[argv[0]], argv[1:])
 
 
-def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
+def make_parser(benchmark: Benchmark) -> Parser:
     parser = Parser(f"allspan bench {benchmark.name}", f"{benchmark.about} A cluster is started for it.")
     add_model(parser)
     add_options(parser, benchmark.config)
@@ -57,7 +57,11 @@ def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="Keep the cluster's log off standard error.")
     add_cluster_options(parser)
     parser.add_config()
-    namespace = parser.parse(argv)
+    return parser
+
+
+def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
+    namespace = make_parser(benchmark).parse(argv)
     config: Any = build(benchmark.config, namespace)
     model = resolve_model(namespace.model)
     options = serve_options(namespace) | {"served_model_name": model.name, "no_restart": True}

@@ -16,13 +16,17 @@ from allspan.protos.text import Tokenizer, load_tokenizer
 MAX_TOKENS = 1024
 
 
-def run(argv: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser("allspan chat", "Talks to a model; starts a cluster for it, or attaches to one.")
     add_engine_options(parser)
     add_sampling_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="A system message that the conversation begins with.")
     parser.add_config()
-    namespace = parser.parse(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    namespace = make_parser().parse(argv)
     sampling_params(namespace, None, MAX_TOKENS)
     model = local_model(namespace)
     if model is not None:

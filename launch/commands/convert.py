@@ -12,7 +12,7 @@ from allspan.protos.config import ModelConfig
 from allspan.protos.flags import Parser, add_options, build
 
 
-def convert_parser() -> Parser:
+def make_parser() -> Parser:
     parser = Parser(
         "allspan convert",
         "Saves a model's weights as the ranks hold them (packed, quantised, split), for `allspan serve OUT`.",
@@ -32,7 +32,7 @@ def convert_parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> int:
-    namespace = convert_parser().parse(argv)
+    namespace = make_parser().parse(argv)
     settings = build(ConvertSettings, namespace)
     out, ranks = convert(resolve_model(namespace.model), build(ModelConfig, namespace, path="", name=""), settings)
     say(

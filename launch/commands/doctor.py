@@ -10,14 +10,18 @@ from allspan.launch.doctor import check_all
 from allspan.protos.flags import Parser
 
 
-def run(argv: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "allspan doctor", "Checks this machine and names the fix for what is missing; exit code 1 on a fail."
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON list of the findings.")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="HTTP port to try (default: 8000)")
     parser.add_argument("--grpc-port", type=int, default=50051, metavar="N", help="gRPC port to try (default: 50051)")
-    namespace = parser.parse(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    namespace = make_parser().parse(argv)
     findings = check_all((namespace.port, namespace.grpc_port))
     if namespace.json:
         print(json.dumps([asdict(finding) for finding in findings]))

@@ -21,7 +21,7 @@ from allspan.protos.text.stream import TextStream
 MAX_TOKENS = 128
 
 
-def run(argv: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser("allspan generate", "Continues a prompt; starts a cluster for it, or attaches to one.")
     add_engine_options(parser)
     add_sampling_options(parser)
@@ -31,7 +31,11 @@ def run(argv: Sequence[str]) -> int:
         "--json", action="store_true", help="No stream; the last line is a JSON object with the result."
     )
     parser.add_config()
-    namespace = parser.parse(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    namespace = make_parser().parse(argv)
     if namespace.prompt is None:
         raise ConfigError("--prompt is missing; give a text, or - for standard input")
     text = sys.stdin.read() if namespace.prompt == "-" else namespace.prompt

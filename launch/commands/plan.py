@@ -23,15 +23,20 @@ from allspan.launch.placement import Placement
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
 from allspan.protos.config import ServiceConfig, WorkerConfig
 from allspan.protos.errors import DeadlineExceeded, InternalError, from_code
+from allspan.protos.flags import Parser
 
 TIMEOUT_S = 120
 
 
-def run(argv: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = serve_parser()
     parser.prog, parser.description = "allspan plan", "Prints ranks, threads, memory and context, without loading."
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
-    namespace = parser.parse(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    namespace = make_parser().parse(argv)
     settings = with_its_ranks(serve_settings(namespace))
     bound = lay_out(settings.placement, settings.weights.device)
     placement = bound.placement

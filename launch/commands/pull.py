@@ -10,13 +10,17 @@ from allspan.launch.settings import add_model
 from allspan.protos.flags import Parser
 
 
-def run(argv: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser("allspan pull", "Fetches a model into $ALLSPAN_HOME (default ~/.cache/allspan).")
     add_model(parser)
     parser.add_argument(
         "--print-path", action="store_true", help="Print the folder or file, last and alone on its line."
     )
-    namespace = parser.parse(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    namespace = make_parser().parse(argv)
     found = resolve_model(namespace.model)
     if namespace.print_path:
         print(found.path)

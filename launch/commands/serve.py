@@ -9,9 +9,11 @@ from allspan.launch.serve import failed_line, serve
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.errors import AllspanError
 
+make_parser = serve_parser
+
 
 def run(argv: Sequence[str]) -> int:
-    settings = serve_settings(serve_parser().parse(argv))
+    settings = serve_settings(make_parser().parse(argv))
     try:
         return serve(settings)
     except AllspanError as error:

@@ -11,7 +11,7 @@ from allspan.launch.warm import warm
 from allspan.protos.flags import Parser
 
 
-def run(argv: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser("allspan warm", "Compiles the CUDA kernels into $ALLSPAN_HOME/kernels (default ~/.cache/allspan).")
     parser.add_argument(
         "--arch",
@@ -20,7 +20,11 @@ def run(argv: Sequence[str]) -> int:
         help="Architectures such as sm_80,sm_90a; needs no GPU (default: those of the GPUs here)",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
-    namespace = parser.parse(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    namespace = make_parser().parse(argv)
     done = warm([name for name in namespace.arch.split(",") if name])
     if namespace.json:
         print(json.dumps(asdict(done), default=str))

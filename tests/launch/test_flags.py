@@ -135,3 +135,34 @@ def test_optional_options_tell_what_was_not_given() -> None:
 def test_this_module_is_importable_source() -> None:
     """field_docs reads a class's source, so its module must have one."""
     assert sys.modules[Kitchen.__module__].__file__
+
+
+def grouped() -> Parser:
+    made = Parser("tool", "Does things.")
+    made.add_argument("--plain", help="In no group.")
+    add_options(made.group("cache", "the cache"), Kitchen)
+    return made
+
+
+def test_help_is_an_overview_where_flags_come_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        grouped().parse(["--help"])
+    text = capsys.readouterr().out
+    assert "In no group." in text
+    assert "--max-model-len" in text
+    assert "Longest thing" not in text
+
+
+@pytest.mark.parametrize(
+    "words", [["--help", "cache"], ["--help", "max-model-len"], ["--help=--max-model-len"], ["-h", "all"]]
+)
+def test_help_explains_a_group_a_flag_or_all(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        grouped().parse(words)
+    assert "Longest thing" in capsys.readouterr().out
+
+
+def test_help_on_what_is_not_there_names_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        grouped().parse(["--help", "max-model-length"])
+    assert "did you mean max-model-len" in capsys.readouterr().err

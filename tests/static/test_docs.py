@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan.launch.commands.convert import convert_parser
+from allspan.launch.commands import convert
 from allspan.launch.settings import serve_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +16,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
 def test_flags_in_code_spans_exist(doc: Path) -> None:
-    parsers = (serve_parser(), convert_parser())
+    parsers = (serve_parser(), convert.make_parser())
     known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     named = set(re.findall(r"`(--[a-z][a-z-]*)", doc.read_text()))
     assert named - known == set()
