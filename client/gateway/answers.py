@@ -15,7 +15,7 @@ from allspan.client.gateway.front import Front
 from allspan.client.gateway.generation import Generation, interleave
 from allspan.client.gateway.http_errors import body_of
 from allspan.client.gateway.openai_shapes import Endpoint, Gathered, Json, Plan, usage
-from allspan.client.gateway.request_id import name_of
+from allspan.client.gateway.origin import Origin, origin_of
 from allspan.client.gateway.sse import DONE, EventStream, event, while_connected
 from allspan.client.gateway.submit import caller_error
 
@@ -31,18 +31,18 @@ class Answers:
 
     async def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """Reads, checks, runs and answers one request."""
-        label, name = f"{request.method} {request.url.path}", name_of(request)
+        origin = origin_of(request)
         try:
             plan = await endpoint(self._submitter, await read_json_body(request, self._limits))
             if not plan.stream:
-                return JSONResponse(await while_connected(request.receive, self._whole(plan, label, name)))
-            generations = await while_connected(request.receive, self._submitter.start(plan.jobs, label, name))
+                return JSONResponse(await while_connected(request.receive, self._whole(plan, origin)))
+            generations = await while_connected(request.receive, self._submitter.start(plan.jobs, origin))
         except Exception as error:
-            raise caller_error(error, label) from error
+            raise caller_error(error, origin.label) from error
         return EventStream(self._events(plan, generations), lambda: self._submitter.end(generations))
 
-    async def _whole(self, plan: Plan, label: str, name: str) -> Json:
-        async with self._submitter.running(plan.jobs, label, name) as generations:
+    async def _whole(self, plan: Plan, origin: Origin) -> Json:
+        async with self._submitter.running(plan.jobs, origin) as generations:
             gathered = [Gathered() for _ in generations]
             async with aclosing(interleave(generations)) as deltas:
                 async for place, delta in deltas:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
+from allspan.client.gateway.origin import Origin
 from allspan.client.gateway.readiness import GatewayEngine
+from allspan.client.gateway.telemetry import RequestRecord
 from allspan.protos.errors import AllspanError, RequestCancelled
 from allspan.protos.results import Output, RequestHandle, ResultQueue, TokenLogprob
 from allspan.protos.text.stream import TextDelta, TextStream
@@ -18,21 +18,6 @@ PromptLogprob = tuple[int, TokenLogprob]
 """A prompt's token and what the model gave it."""
 
 logger = logging.getLogger("allspan.gateway")
-
-
-@dataclass(eq=False, slots=True)
-class Origin:
-    """Where a request came from; its choices share one."""
-
-    label: str
-    """The endpoint, for the log."""
-    owner: str = ""
-    """Its caller's (`access.Caller.owner`)."""
-    name: str = ""
-    """What its caller calls it."""
-    arrived: float = field(default_factory=time.monotonic)
-    is_aborted: bool = False
-    """Ended by another call than its own; what is still to start of it need not."""
 
 
 class Generation:
@@ -46,6 +31,7 @@ class Generation:
         stream: TextStream,
         prompt: Sequence[int],
         origin: Origin,
+        record: RequestRecord,
     ) -> None:
         self.handle = handle
         self.origin = origin
@@ -58,8 +44,8 @@ class Generation:
         self._prompt = prompt
         self._queue = queue
         self._stream = stream
-        self._ttft_s: float | None = None
-        self._reason = "cancelled"
+        self._record = record
+        self._reason, self._error = "cancelled", ""
         self._must_stop = False
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
@@ -81,13 +67,11 @@ class Generation:
                     self._reason = delta.finish_reason
                     return
         except AllspanError as error:
-            self._reason = error.code
+            self._reason, self._error = error.code, error.message
             raise
         raise RequestCancelled("the request was cancelled on the server")
 
     def _read(self, output: Output) -> TextDelta:
-        if self._ttft_s is None and output.token_ids:
-            self._ttft_s = time.monotonic() - self.origin.arrived
         if output.timings is not None:
             self.num_cached_tokens = output.timings.cached_tokens
         if output.prompt_logprobs:
@@ -95,6 +79,7 @@ class Generation:
             self.prompt_logprobs += zip(ids, output.prompt_logprobs, strict=False)
         delta = self._stream.push(output)
         self.num_output_tokens += len(delta.token_ids)
+        self._record.output(len(delta.token_ids))  # what is measured: here for each output, and at the `end`
         return delta
 
     def fail(self, error: AllspanError) -> None:
@@ -115,20 +100,7 @@ class Generation:
             logger.info("request %s could not be stopped: %s", self.handle.request_id, error.message)
         finally:
             await asyncio.to_thread(self._engine.release_request, self.handle)
-            self._log()
-
-    def _log(self) -> None:
-        logger.info(
-            "finished %s %s: prompt %d tokens (%d cached), output %d, ttft %s, total %.3f s, reason %s",
-            self.origin.label,
-            self.handle.request_id,
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.num_output_tokens,
-            "none" if self._ttft_s is None else f"{self._ttft_s:.3f} s",
-            time.monotonic() - self.origin.arrived,
-            self._reason,
-        )
+            self._record.end(self._reason, self.num_output_tokens, self._queue.timings, self._error)
 
 
 async def interleave(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -10,6 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from allspan.client.gateway.generation import Generation, interleave
+from allspan.client.gateway.origin import Origin, plain_name, trace_id
 from allspan.client.gateway.submit import RETRY_AFTER_S, Job, Submitter, caller_error, spread
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.errors import ERRORS, InvalidRequest, QueueFull
@@ -44,8 +44,6 @@ OPTIONAL_FIELDS = (
 LIST_FIELDS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 SEQUENCE_FIELDS = ("bad_words_ids", "stop_words_ids")
 
-logger = logging.getLogger("allspan.gateway")
-
 
 class InferenceService:
     """Handlers on the gateway's loop. A cancelled or expired call cancels its handler, which stops the request."""
@@ -54,10 +52,11 @@ class InferenceService:
         self._submitter = submitter
 
     async def generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
+        origin = _origin(request, context)
         try:
             jobs, request_id = await self._admit(request)
             async with (
-                self._submitter.running(jobs, LABEL, request_id) as generations,
+                self._submitter.running(jobs, origin) as generations,
                 aclosing(interleave(generations)) as deltas,
             ):
                 name = request_id or generations[0].handle.request_id
@@ -69,8 +68,9 @@ class InferenceService:
                         response.prompt_logprobs.append(_logprob(token_id, entry))
                     told[index] = len(generation.prompt_logprobs)
                     await context.write(response)
+            self._submitter.telemetry.grpc_calls["Generate", "OK"] += 1
         except Exception as error:
-            await _abort(context, error)
+            await self._abort(context, origin, error)
 
     async def list_models(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -115,6 +115,27 @@ class InferenceService:
         params = self._submitter.params(fields, len(token_ids), default_max_tokens=None)
         job = Job(token_ids, params, request.WhichOneof("prompt") != "chat", options)
         return spread(job, max(request.n, 1)), request.request_id
+
+    async def _abort(self, context: grpc.aio.ServicerContext, origin: Origin, error: Exception) -> NoReturn:
+        """Ends the call with the status of the errors table; the trailers carry the code and the field by name."""
+        shown = caller_error(error, origin.label)
+        row = ERRORS[shown.code]
+        telemetry = self._submitter.telemetry
+        telemetry.refused(origin, shown, row.grpc)
+        telemetry.grpc_calls["Generate", row.grpc] += 1
+        trailers = [("allspan-error-code", shown.code)]
+        if isinstance(shown, QueueFull):
+            trailers.append(("retry-after", str(RETRY_AFTER_S)))
+        if isinstance(shown, InvalidRequest) and shown.field:
+            trailers.append(("allspan-error-field", shown.field.encode("ascii", "replace").decode()))
+        await context.abort(grpc.StatusCode[row.grpc], shown.message, tuple(trailers))
+        raise AssertionError("abort returns never")
+
+
+def _origin(request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> Origin:
+    name = request.request_id if request is not None else ""
+    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return Origin(LABEL, plain_name(name), trace_id=trace_id(metadata))
 
 
 def _parsed(data: bytes) -> pb.GenerateRequest | None:
@@ -184,17 +205,3 @@ def _logprob(token_id: int, entry: TokenLogprob) -> pb.TokenLogprob:
         chosen=pb.Logprob(token_id=token_id, logprob=entry.logprob),
         top=[pb.Logprob(token_id=top_id, logprob=logprob) for top_id, logprob in entry.top],
     )
-
-
-async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
-    """Ends the call with the status of the errors table; the trailers carry the code and the field by name."""
-    shown = caller_error(error, LABEL)
-    row = ERRORS[shown.code]
-    logger.info("%s refused or broken off with %s: %s", LABEL, row.grpc, shown.message)
-    trailers = [("allspan-error-code", shown.code)]
-    if isinstance(shown, QueueFull):
-        trailers.append(("retry-after", str(RETRY_AFTER_S)))
-    if isinstance(shown, InvalidRequest) and shown.field:
-        trailers.append(("allspan-error-field", shown.field.encode("ascii", "replace").decode()))
-    await context.abort(grpc.StatusCode[row.grpc], shown.message, tuple(trailers))
-    raise AssertionError("abort returns never")

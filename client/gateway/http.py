@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -12,13 +11,13 @@ from starlette.responses import Response
 from allspan import __version__
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.http_errors import HttpError, response_of, status_of
+from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.request_id import RequestIds
 from allspan.client.gateway.routes import openai, page, state
-from allspan.protos.errors import AllspanError, RequestCancelled
+from allspan.client.gateway.telemetry import Telemetry
+from allspan.protos.errors import AllspanError
 
 ROUTES: tuple[Callable[[Front], APIRouter], ...] = (openai.routes, state.routes, page.routes)
-
-logger = logging.getLogger("allspan.gateway")
 
 
 def make_app(front: Front) -> FastAPI:
@@ -26,17 +25,19 @@ def make_app(front: Front) -> FastAPI:
     app = FastAPI(title="allspan", version=__version__, docs_url=None, redoc_url=None)
     for make in ROUTES:
         app.include_router(make(front))
-    app.add_exception_handler(AllspanError, _refused)
+    app.add_exception_handler(AllspanError, _refusal(front.submitter.telemetry))
     app.add_exception_handler(HTTPException, _no_such_route)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, telemetry=front.submitter.telemetry)
     return app
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, AllspanError)
-    if not isinstance(error, RequestCancelled):
-        logger.info("refused %s %s with %d: %s", request.method, request.url.path, status_of(error), error.message)
-    return response_of(error)
+def _refusal(telemetry: Telemetry) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, AllspanError)
+        telemetry.refused(origin_of(request), error, status_of(error))
+        return response_of(error)
+
+    return refused
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

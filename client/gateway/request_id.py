@@ -1,15 +1,23 @@
-"""X-Request-Id: the caller's is echoed, a missing one is made up."""
+"""What is noted of every HTTP request at its arrival, and counted of its answer.
+
+X-Request-Id: the caller's is echoed, a missing one is made up.
+"""
 
 from __future__ import annotations
 
-import re
+import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_PLAIN = re.compile(r"[!-~]{1,128}")
+from allspan.client.gateway.origin import plain_name
+from allspan.client.gateway.telemetry import Telemetry
+
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+OTHER = "other"
+"""Stands for what a caller can make up: paths without a route, methods that nobody knows."""
 
 
 def name_of(request: Request) -> str:
@@ -18,23 +26,31 @@ def name_of(request: Request) -> str:
 
 
 class RequestIds:
-    """ASGI middleware; touches nothing but the start of a response."""
+    """ASGI middleware, the outermost; touches nothing but the start of a response."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
         self._app = app
+        self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
+        name = plain_name(Headers(scope=scope).get("x-request-id", "")) or uuid.uuid4().hex
+        scope.setdefault("state", {}).update(arrived=time.monotonic(), request_id=name)
 
         scope.setdefault("state", {})["request_id"] = name
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = name
+                self._telemetry.answers[(*_place(scope), message["status"])] += 1
             await send(message)
 
         await self._app(scope, receive, send_named)
+
+
+def _place(scope: Scope) -> tuple[str, str]:
+    """Method and path, as the route names it: few, whatever callers send."""
+    method = scope["method"] if scope["method"] in METHODS else OTHER
+    return method, getattr(scope.get("route"), "path", OTHER)

@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
-from allspan.client.gateway.access import Caller, current_caller
+from allspan.client.gateway.access import Caller
 from allspan.client.gateway.bad_words import bad_words_ids
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.generation import Generation, Origin
+from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.origin import Origin
 from allspan.client.gateway.prompt import AS_USUAL, PromptOptions
 from allspan.client.gateway.readiness import GatewayEngine
+from allspan.client.gateway.telemetry import Telemetry
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
 from allspan.protos.options import RequestOptions
@@ -79,6 +81,7 @@ class Submitter:
         self.tokenizer = tokenizer
         self.model = model
         self.limits = config.limits
+        self.telemetry = Telemetry(model.name)
         self._max_requests = config.limits.max_concurrent_requests
         self._max_chars = config.limits.max_prompt_chars or max(65536, 64 * model.max_model_len)
         self._admitted = 0
@@ -166,21 +169,17 @@ class Submitter:
         return params
 
     @contextlib.asynccontextmanager
-    async def running(self, jobs: Sequence[Job], label: str, name: str = "") -> AsyncIterator[list[Generation]]:
+    async def running(self, jobs: Sequence[Job], origin: Origin) -> AsyncIterator[list[Generation]]:
         """Starts all jobs or none; on leaving, whatever still runs is stopped and all are released."""
-        generations = await self.start(jobs, label, name)
+        generations = await self.start(jobs, origin)
         try:
             yield generations
         finally:
             await self.end(generations)
 
-    async def start(self, jobs: Sequence[Job], label: str, name: str = "") -> list[Generation]:
-        """Starts all jobs or none; the caller must `end` them. QueueFull, Unavailable, or what the engine says.
-
-        `name`: what its caller calls this request, for `abort`.
-        """
+    async def start(self, jobs: Sequence[Job], origin: Origin) -> list[Generation]:
+        """Starts all jobs or none; the caller must `end` them. QueueFull, Unavailable, or what the engine says."""
         self._admit(len(jobs))
-        origin = Origin(label, current_caller().owner, name)
         self._starting.add(origin)
         started: list[Generation] = []
         try:
@@ -193,6 +192,7 @@ class Submitter:
             raise
         finally:
             self._starting.discard(origin)
+        origin.is_admitted = True
         return [result for result in results if isinstance(result, Generation)]
 
     async def end(self, generations: Sequence[Generation]) -> None:
@@ -250,7 +250,8 @@ class Submitter:
             # Cancelled just as the engine said yes, the answer is lost; the name is not.
             await asyncio.to_thread(self.engine.release_request, handle)
             raise
-        generation = Generation(self.engine, handle, queue, stream, job.token_ids, origin)
+        record = self.telemetry.record(origin, handle.request_id, len(job.token_ids))
+        generation = Generation(self.engine, handle, queue, stream, job.token_ids, origin, record)
         self._running.add(generation)
         started.append(generation)
         if origin.is_aborted:

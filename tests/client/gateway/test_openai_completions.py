@@ -98,7 +98,9 @@ async def test_one_log_line_tells_how_each_request_ended(caplog: pytest.LogCaptu
         await server.post("/v1/completions", prompt="abc", max_tokens=0)
     lines = [record.getMessage() for record in caplog.records]
     (ended,) = [line for line in lines if line.startswith("finished")]
-    assert "prompt 3 tokens (2 cached), output 5, ttft 0." in ended
+    assert "prompt 3 tokens (2 cached), output 5, queue 0.000 s, ttft 0." in ended
+    assert "model tiny, request id " in ended
     assert ended.endswith("reason length")
     (refused,) = [line for line in lines if line.startswith("refused")]
-    assert refused == "refused POST /v1/completions with 400: max_tokens is 0, must be from 1 to 2147483647"
+    limit = "max_tokens is 0, must be from 1 to 2147483647"
+    assert refused.startswith(f"refused POST /v1/completions with 400: {limit}, request id ")
