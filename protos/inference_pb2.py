@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x61llspan/protos/inference.proto\x12\nallspan.v1\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x08Messages\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.allspan.v1.Message\"\xbe\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.allspan.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.allspan.v1.MessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.allspan.v1.SamplingOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x19\n\x0cprefix_cache\x18\x0b \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x0f\n\r_prefix_cache\"\xa4\x08\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x06H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x06\x88\x01\x01\x12\x15\n\x08logprobs\x18\t \x01(\x05H\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12.\n!suppress_repetition_in_generation\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12!\n\x14no_repeat_ngram_size\x18\x10 \x01(\rH\r\x88\x01\x01\x12\x16\n\ttypical_p\x18\x11 \x01(\x01H\x0e\x88\x01\x01\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.allspan.v1.SamplingOptions.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x13 \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12+\n\rbad_words_ids\x18\x15 \x03(\x0b\x32\x14.allspan.v1.TokenIds\x12,\n\x0estop_words_ids\x18\x16 \x03(\x0b\x32\x14.allspan.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\x05H\x0f\x88\x01\x01\x12\x16\n\tdo_sample\x18\x18 \x01(\x08H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB$\n\"_suppress_repetition_in_generationB\x17\n\x15_no_repeat_ngram_sizeB\x0c\n\n_typical_pB\x12\n\x10_prompt_logprobsB\x0c\n\n_do_sample\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"U\n\x0cTokenLogprob\x12#\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x13.allspan.v1.Logprob\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.allspan.v1.Logprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xf2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.allspan.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.allspan.v1.Usage\x12\r\n\x05index\x18\x07 \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x18.allspan.v1.TokenLogprob\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.allspan.v1.Model2\xa1\x01\n\tInference\x12G\n\x08Generate\x12\x1b.allspan.v1.GenerateRequest\x1a\x1c.allspan.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.allspan.v1.ListModelsRequest\x1a\x1e.allspan.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x61llspan/protos/inference.proto\x12\nallspan.v1\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x08Messages\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.allspan.v1.Message\"\xd6\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.allspan.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.allspan.v1.MessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.allspan.v1.SamplingOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x19\n\x0cprefix_cache\x18\x0b \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x06stream\x18\x0c \x01(\x08H\x02\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\r \x01(\x08H\x03\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x0e \x01(\x11H\x04\x88\x01\x01\x42\x08\n\x06promptB\x0f\n\r_prefix_cacheB\t\n\x07_streamB\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokens\"\xce\t\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x06H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x06\x88\x01\x01\x12\x15\n\x08logprobs\x18\t \x01(\x05H\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12.\n!suppress_repetition_in_generation\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12!\n\x14no_repeat_ngram_size\x18\x10 \x01(\rH\r\x88\x01\x01\x12\x16\n\ttypical_p\x18\x11 \x01(\x01H\x0e\x88\x01\x01\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.allspan.v1.SamplingOptions.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x13 \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12+\n\rbad_words_ids\x18\x15 \x03(\x0b\x32\x14.allspan.v1.TokenIds\x12,\n\x0estop_words_ids\x18\x16 \x03(\x0b\x32\x14.allspan.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\x05H\x0f\x88\x01\x01\x12\x16\n\tdo_sample\x18\x18 \x01(\x08H\x10\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x19 \x01(\x08H\x11\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x1a \x01(\x08H\x12\x88\x01\x01\x12\x17\n\ndetokenize\x18\x1b \x01(\x08H\x13\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB$\n\"_suppress_repetition_in_generationB\x17\n\x15_no_repeat_ngram_sizeB\x0c\n\n_typical_pB\x12\n\x10_prompt_logprobsB\x0c\n\n_do_sampleB\x16\n\x14_skip_special_tokensB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_detokenize\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"U\n\x0cTokenLogprob\x12#\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x13.allspan.v1.Logprob\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.allspan.v1.Logprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb1\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.allspan.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.allspan.v1.Usage\x12\r\n\x05index\x18\x07 \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x18.allspan.v1.TokenLogprob\x12\x15\n\x0bstop_string\x18\t \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\n \x01(\rH\x00\x42\r\n\x0bstop_reason\"\x98\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.allspan.v1.MessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"@\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"s\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.allspan.v1.Model\"\x13\n\x11ServerInfoRequest\"S\n\x04Rank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07replica\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07kernels\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\"\xbc\x01\n\x06Limits\x12\x13\n\x0bmax_choices\x18\x01 \x01(\r\x12\x18\n\x10max_prompt_chars\x18\x02 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\x12\x1f\n\x17max_concurrent_requests\x18\x04 \x01(\r\x12\x1a\n\x12max_stop_sequences\x18\x05 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x06 \x01(\r\x12\x15\n\rmax_timeout_s\x18\x07 \x01(\x01\"\x9b\x02\n\x12ServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12 \n\x05model\x18\x02 \x01(\x0b\x32\x11.allspan.v1.Model\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x17\n\x0fnot_ready_cause\x18\x06 \x01(\t\x12\x10\n\x08replicas\x18\x07 \x01(\r\x12\x16\n\x0ereplicas_ready\x18\x08 \x01(\r\x12\x1f\n\x05ranks\x18\t \x03(\x0b\x32\x10.allspan.v1.Rank\x12\"\n\x06limits\x18\n \x01(\x0b\x32\x12.allspan.v1.Limits\x12\x10\n\x08\x66\x65\x61tures\x18\x0b \x03(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r2\xc0\x03\n\tInference\x12G\n\x08Generate\x12\x1b.allspan.v1.GenerateRequest\x1a\x1c.allspan.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.allspan.v1.TokenizeRequest\x1a\x1c.allspan.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.allspan.v1.DetokenizeRequest\x1a\x1e.allspan.v1.DetokenizeResponse\x12K\n\nListModels\x12\x1d.allspan.v1.ListModelsRequest\x1a\x1e.allspan.v1.ListModelsResponse\x12K\n\nServerInfo\x12\x1d.allspan.v1.ServerInfoRequest\x1a\x1e.allspan.v1.ServerInfoResponse\x12<\n\x05\x41\x62ort\x12\x18.allspan.v1.AbortRequest\x1a\x19.allspan.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,6 +39,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGOPTIONS'].fields_by_name['allowed_token_ids']._serialized_options = b'\020\001'
   _globals['_GENERATERESPONSE'].fields_by_name['token_ids']._loaded_options = None
   _globals['_GENERATERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_TOKENIDS']._serialized_start=46
   _globals['_TOKENIDS']._serialized_end=73
   _globals['_MESSAGE']._serialized_start=75
@@ -46,25 +50,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESSAGES']._serialized_start=117
   _globals['_MESSAGES']._serialized_end=166
   _globals['_GENERATEREQUEST']._serialized_start=169
-  _globals['_GENERATEREQUEST']._serialized_end=487
-  _globals['_SAMPLINGOPTIONS']._serialized_start=490
-  _globals['_SAMPLINGOPTIONS']._serialized_end=1550
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=1212
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1260
-  _globals['_LOGPROB']._serialized_start=1552
-  _globals['_LOGPROB']._serialized_end=1596
-  _globals['_TOKENLOGPROB']._serialized_start=1598
-  _globals['_TOKENLOGPROB']._serialized_end=1683
-  _globals['_USAGE']._serialized_start=1685
-  _globals['_USAGE']._serialized_end=1765
-  _globals['_GENERATERESPONSE']._serialized_start=1768
-  _globals['_GENERATERESPONSE']._serialized_end=2010
-  _globals['_LISTMODELSREQUEST']._serialized_start=2012
-  _globals['_LISTMODELSREQUEST']._serialized_end=2031
-  _globals['_MODEL']._serialized_start=2033
-  _globals['_MODEL']._serialized_end=2075
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2077
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2132
-  _globals['_INFERENCE']._serialized_start=2135
-  _globals['_INFERENCE']._serialized_end=2296
+  _globals['_GENERATEREQUEST']._serialized_end=639
+  _globals['_SAMPLINGOPTIONS']._serialized_start=642
+  _globals['_SAMPLINGOPTIONS']._serialized_end=1872
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=1464
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1512
+  _globals['_LOGPROB']._serialized_start=1874
+  _globals['_LOGPROB']._serialized_end=1918
+  _globals['_TOKENLOGPROB']._serialized_start=1920
+  _globals['_TOKENLOGPROB']._serialized_end=2005
+  _globals['_USAGE']._serialized_start=2007
+  _globals['_USAGE']._serialized_end=2087
+  _globals['_GENERATERESPONSE']._serialized_start=2090
+  _globals['_GENERATERESPONSE']._serialized_end=2395
+  _globals['_TOKENIZEREQUEST']._serialized_start=2398
+  _globals['_TOKENIZEREQUEST']._serialized_end=2550
+  _globals['_TOKENIZERESPONSE']._serialized_start=2552
+  _globals['_TOKENIZERESPONSE']._serialized_end=2616
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2618
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2733
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2735
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2769
+  _globals['_LISTMODELSREQUEST']._serialized_start=2771
+  _globals['_LISTMODELSREQUEST']._serialized_end=2790
+  _globals['_MODEL']._serialized_start=2792
+  _globals['_MODEL']._serialized_end=2834
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2836
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2891
+  _globals['_SERVERINFOREQUEST']._serialized_start=2893
+  _globals['_SERVERINFOREQUEST']._serialized_end=2912
+  _globals['_RANK']._serialized_start=2914
+  _globals['_RANK']._serialized_end=2997
+  _globals['_LIMITS']._serialized_start=3000
+  _globals['_LIMITS']._serialized_end=3188
+  _globals['_SERVERINFORESPONSE']._serialized_start=3191
+  _globals['_SERVERINFORESPONSE']._serialized_end=3474
+  _globals['_ABORTREQUEST']._serialized_start=3476
+  _globals['_ABORTREQUEST']._serialized_end=3510
+  _globals['_ABORTRESPONSE']._serialized_start=3512
+  _globals['_ABORTRESPONSE']._serialized_end=3544
+  _globals['_INFERENCE']._serialized_start=3547
+  _globals['_INFERENCE']._serialized_end=3995
 # @@protoc_insertion_point(module_scope)

@@ -26,9 +26,24 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """The public service, for any language. Errors: INVALID_ARGUMENT names field, value and limit; NOT_FOUND an unknown model;
-    RESOURCE_EXHAUSTED a full queue, with the seconds to wait in the trailer retry-after; DEADLINE_EXCEEDED timeout_s;
-    UNAVAILABLE a world that is down (with the cause).
+    """The public service, for any language. docs/grpc.md has examples in Python, Node.js, Go and C++.
+
+    Statuses. The message names the field, its value and the limit, in one line.
+    INVALID_ARGUMENT     a field that does not fit, or bytes that are no such message
+    UNAUTHENTICATED      no API key, or a wrong one (metadata `authorization: Bearer KEY`)
+    NOT_FOUND            a model that is not served here
+    ALREADY_EXISTS       a request_id that a running request of the same caller has
+    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read
+    DEADLINE_EXCEEDED    the call's deadline, or timeout_s
+    CANCELLED            by the client, or by Abort
+    UNAVAILABLE          ranks that are down, and why; a server that shuts down
+    INTERNAL             a bug, with the id under which the server's log has more
+    Details: the trailer grpc-status-details-bin holds a google.rpc.Status with an ErrorInfo (domain "allspan", reason: the
+    code in capitals, as INVALID_REQUEST or QUEUE_FULL), a BadRequest that names the field, a ResourceInfo for what is not
+    found, and a RetryInfo where another try may do better. The trailers allspan-error-code, allspan-error-field and
+    retry-after say the same to clients without google.rpc.
+
+    Cancelling a call, its deadline and a connection that breaks all end the request on the ranks within two steps.
     """
 
     def __init__(self, channel):
@@ -42,21 +57,71 @@ class InferenceStub(object):
                 request_serializer=allspan_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=allspan_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/allspan.v1.Inference/Tokenize',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/allspan.v1.Inference/Detokenize',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/allspan.v1.Inference/ListModels',
                 request_serializer=allspan_dot_protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=allspan_dot_protos_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.ServerInfo = channel.unary_unary(
+                '/allspan.v1.Inference/ServerInfo',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.ServerInfoRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.ServerInfoResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/allspan.v1.Inference/Abort',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
-    """The public service, for any language. Errors: INVALID_ARGUMENT names field, value and limit; NOT_FOUND an unknown model;
-    RESOURCE_EXHAUSTED a full queue, with the seconds to wait in the trailer retry-after; DEADLINE_EXCEEDED timeout_s;
-    UNAVAILABLE a world that is down (with the cause).
+    """The public service, for any language. docs/grpc.md has examples in Python, Node.js, Go and C++.
+
+    Statuses. The message names the field, its value and the limit, in one line.
+    INVALID_ARGUMENT     a field that does not fit, or bytes that are no such message
+    UNAUTHENTICATED      no API key, or a wrong one (metadata `authorization: Bearer KEY`)
+    NOT_FOUND            a model that is not served here
+    ALREADY_EXISTS       a request_id that a running request of the same caller has
+    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read
+    DEADLINE_EXCEEDED    the call's deadline, or timeout_s
+    CANCELLED            by the client, or by Abort
+    UNAVAILABLE          ranks that are down, and why; a server that shuts down
+    INTERNAL             a bug, with the id under which the server's log has more
+    Details: the trailer grpc-status-details-bin holds a google.rpc.Status with an ErrorInfo (domain "allspan", reason: the
+    code in capitals, as INVALID_REQUEST or QUEUE_FULL), a BadRequest that names the field, a ResourceInfo for what is not
+    found, and a RetryInfo where another try may do better. The trailers allspan-error-code, allspan-error-field and
+    retry-after say the same to clients without google.rpc.
+
+    Cancelling a call, its deadline and a connection that breaks all end the request on the ranks within two steps.
     """
 
     def Generate(self, request, context):
-        """One message per engine step that made tokens for this request; a choice's last carries finish_reason and usage.
+        """Tokens as they come: a message an engine step, or several steps in one for a reader that is slower. The choices of a
+        request (n) share the stream; the last message of each carries finish_reason and usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Token ids of a text or a conversation, without running it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -64,6 +129,21 @@ class InferenceServicer(object):
 
     def ListModels(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ServerInfo(self, request, context):
+        """What runs here, whether it is ready, and what a request may ask for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends a running request of the same caller (its API key); that request's own call ends as CANCELLED. An id that is
+        unknown, has ended or is somebody else's is no error: nothing happens.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -76,10 +156,30 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=allspan_dot_protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=allspan_dot_protos_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=allspan_dot_protos_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=allspan_dot_protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'ServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.ServerInfo,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.ServerInfoRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.ServerInfoResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,9 +190,24 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """The public service, for any language. Errors: INVALID_ARGUMENT names field, value and limit; NOT_FOUND an unknown model;
-    RESOURCE_EXHAUSTED a full queue, with the seconds to wait in the trailer retry-after; DEADLINE_EXCEEDED timeout_s;
-    UNAVAILABLE a world that is down (with the cause).
+    """The public service, for any language. docs/grpc.md has examples in Python, Node.js, Go and C++.
+
+    Statuses. The message names the field, its value and the limit, in one line.
+    INVALID_ARGUMENT     a field that does not fit, or bytes that are no such message
+    UNAUTHENTICATED      no API key, or a wrong one (metadata `authorization: Bearer KEY`)
+    NOT_FOUND            a model that is not served here
+    ALREADY_EXISTS       a request_id that a running request of the same caller has
+    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read
+    DEADLINE_EXCEEDED    the call's deadline, or timeout_s
+    CANCELLED            by the client, or by Abort
+    UNAVAILABLE          ranks that are down, and why; a server that shuts down
+    INTERNAL             a bug, with the id under which the server's log has more
+    Details: the trailer grpc-status-details-bin holds a google.rpc.Status with an ErrorInfo (domain "allspan", reason: the
+    code in capitals, as INVALID_REQUEST or QUEUE_FULL), a BadRequest that names the field, a ResourceInfo for what is not
+    found, and a RetryInfo where another try may do better. The trailers allspan-error-code, allspan-error-field and
+    retry-after say the same to clients without google.rpc.
+
+    Cancelling a call, its deadline and a connection that breaks all end the request on the ranks within two steps.
     """
 
     @staticmethod
@@ -123,6 +238,60 @@ class Inference(object):
             _registered_method=True)
 
     @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/Tokenize',
+            allspan_dot_protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/Detokenize',
+            allspan_dot_protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListModels(request,
             target,
             options=(),
@@ -139,6 +308,60 @@ class Inference(object):
             '/allspan.v1.Inference/ListModels',
             allspan_dot_protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
             allspan_dot_protos_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/ServerInfo',
+            allspan_dot_protos_dot_inference__pb2.ServerInfoRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.ServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/Abort',
+            allspan_dot_protos_dot_inference__pb2.AbortRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
