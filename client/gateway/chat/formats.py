@@ -1,0 +1,83 @@
+"""How models write tool calls: a row a format, for the parser, the prompt and the grammar alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Region:
+    """Calls between two marks: JSON objects with a name and arguments, or a list of them."""
+
+    open: str
+    """Empty: an output that begins with JSON is a call."""
+    close: str = ""
+    known_names_only: bool = False
+    """What looks like a call but names no tool of the request is an answer."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """`regions[0]` is how calls are written into prompts, and how a grammar has them written."""
+
+    name: str
+    regions: tuple[Region, ...]
+    arguments: str = "arguments"
+    """The member that holds the arguments, where we write a call; read are all names in use."""
+    separator: str = "\n"
+    """Between two calls of one output."""
+
+    def written(self, name: str, arguments: Any) -> str:
+        """One call as this format's model would write it. `arguments`: an object, or text that is none."""
+        call = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
+        region = self.regions[0]
+        return f"{region.open}\n{call}\n{region.close}" if region.close else f"{region.open}{call}"
+
+    def instructions(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The system prompt that teaches a model which was not trained on tools."""
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        region = self.regions[0]
+        call = f'{{"name": <function-name>, "{self.arguments}": <arguments-json-object>}}'
+        call = f"{region.open}\n{call}\n{region.close}" if region.close else f"{region.open}{call}"
+        return (
+            "You may call one or more functions to assist with the user query.\n\n"
+            f"You are provided with function signatures within <tools></tools> tags:\n<tools>\n{listed}\n</tools>\n\n"
+            "For each function call, return a JSON object with the function's name and its arguments, like this and "
+            f"without anything else around it:\n{call}"
+        )
+
+
+_BARE = Region("", known_names_only=True)
+_HERMES = Region("<tool_call>", "</tool_call>")
+
+HERMES = CallFormat("hermes", (_HERMES,))
+LLAMA3_JSON = CallFormat("llama3_json", (_BARE, Region("<|python_tag|>")), arguments="parameters", separator="; ")
+MISTRAL = CallFormat("mistral", (Region("[TOOL_CALLS]"),))
+GENERIC = CallFormat(
+    "generic",
+    (
+        _HERMES,
+        Region("<function_call>", "</function_call>"),
+        Region("<|python_tag|>"),
+        Region("[TOOL_CALLS]"),
+        Region("```json", "```", known_names_only=True),
+        _BARE,
+    ),
+)
+
+FORMATS: Mapping[str, CallFormat] = {row.name: row for row in (HERMES, LLAMA3_JSON, MISTRAL, GENERIC)}
+"""By the name that `--tool-call-parser` takes."""
+
+
+def format_of_template(source: str, renders_tools: bool) -> CallFormat:
+    """The format that a chat template's own text shows; for one that knows nothing of tools the one we teach."""
+    if "[TOOL_CALLS]" in source:
+        return MISTRAL
+    if "<tool_call>" in source or not renders_tools:
+        return HERMES
+    if "<|python_tag|>" in source or '"parameters"' in source:
+        return LLAMA3_JSON
+    return GENERIC

@@ -1,0 +1,73 @@
+"""What an assistant's message is made of, as it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool is called; its arguments follow."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments: a piece of a JSON object's text."""
+
+    index: int
+    text: str
+
+
+Piece = Content | Reasoning | CallStart | CallArguments
+
+
+@dataclass
+class Call:
+    """A whole call; `arguments` is the text of a JSON object, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Message:
+    """The pieces put together. None where there was none of a kind."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        match piece:
+            case Content(text):
+                self.content = (self.content or "") + text
+            case Reasoning(text):
+                self.reasoning = (self.reasoning or "") + text
+            case CallStart(_, name=name, id=call_id):
+                self.calls.append(Call(call_id, name))
+            case CallArguments(index, text):
+                self.calls[index].arguments += text
+
+
+def overlap(text: str, mark: str) -> int:
+    """How long an end of the text is that begins the mark, but is not all of it."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

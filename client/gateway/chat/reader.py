@@ -1,0 +1,59 @@
+"""From an output's text, as it comes, to the pieces of a message: thinking, then text and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from allspan.client.gateway.chat.calls import CallReader
+from allspan.client.gateway.chat.formats import CallFormat
+from allspan.client.gateway.chat.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from allspan.client.gateway.chat.thinking import Tags, ThinkReader
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What to look for in the outputs of one request. Text alone unless something is said."""
+
+    tags: Tags | None = None
+    opened: str = ""
+    """The tag of `tags` that the prompt ends with, if it does."""
+    tell_reasoning: bool = True
+    form: CallFormat | None = None
+    names: Collection[str] = ()
+    """Of the tools that may be called."""
+    parallel: bool = True
+    """False: of several calls the first counts."""
+
+
+class MessageReader:
+    """`push` each text in order, then `finish`; the pieces are the same for every split of the whole."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._think = ThinkReader(reading.tags, reading.opened) if reading.tags else None
+        self._calls = CallReader(reading.form, reading.names) if reading.form else None
+
+    def push(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        thinking, answer = ("", text) if self._think is None else self._think.push(text)
+        return self._thought(thinking) + self._answered(answer)
+
+    def finish(self) -> list[Piece]:
+        thinking, answer = ("", "") if self._think is None else self._think.finish()
+        rest = self._answered(answer)
+        return self._thought(thinking) + rest + (self._sieve(self._calls.finish()) if self._calls else [])
+
+    def _thought(self, text: str) -> list[Piece]:
+        return [Reasoning(text)] if text and self._reading.tell_reasoning else []
+
+    def _answered(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        return [Content(text)] if self._calls is None else self._sieve(self._calls.push(text))
+
+    def _sieve(self, pieces: list[Piece]) -> list[Piece]:
+        if self._reading.parallel:
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, (CallStart, CallArguments)) or piece.index == 0]

@@ -1,0 +1,130 @@
+"""What a model thinks before it answers, told from the answer in text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from allspan.client.gateway.chat.json_scan import SPACE
+from allspan.client.gateway.chat.pieces import overlap
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Around the thinking, at the beginning of an output."""
+
+    name: str
+    pairs: tuple[tuple[str, str], ...]
+    from_start: bool = False
+    """The model thinks from its first token, whether or not it writes the opening tag."""
+
+
+_THINK = ("<think>", "</think>")
+
+TAGS: Mapping[str, Tags] = {
+    row.name: row
+    for row in (
+        Tags("qwen3", (_THINK,)),
+        Tags("deepseek_r1", (_THINK,), from_start=True),
+        Tags(
+            "generic",
+            (
+                _THINK,
+                ("<thinking>", "</thinking>"),
+                ("<thought>", "</thought>"),
+                ("<reasoning>", "</reasoning>"),
+                ("[THINK]", "[/THINK]"),
+            ),
+        ),
+    )
+}
+"""By the name that `--reasoning-parser` takes."""
+
+
+def tags_of_template(source: str) -> Tags | None:
+    """Those that a chat template's own text names."""
+    named = [pair for pair in TAGS["generic"].pairs if pair[0] in source or pair[1] in source]
+    return Tags("auto", tuple(named)) if named else None
+
+
+class ThinkReader:
+    """`push` text in order, then `finish`; both give (thinking, answer), as far as it is sure.
+
+    Space around the tags belongs to neither. Tags further on in the answer are the answer's own text.
+    """
+
+    def __init__(self, tags: Tags, opened: str = "") -> None:
+        """`opened`: the tag that the prompt ended with, if it did."""
+        self._pairs = tags.pairs
+        self._close = ""
+        self._buffer = ""
+        self._state = self._before
+        if opened or tags.from_start:
+            self._close = dict(tags.pairs).get(opened, tags.pairs[0][1])
+        self._thinking: list[str] = []
+        self._answer: list[str] = []
+        self._final = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whatever comes is the answer."""
+        return self._state == self._in_answer
+
+    def push(self, text: str) -> tuple[str, str]:
+        self._buffer += text
+        return self._read()
+
+    def finish(self) -> tuple[str, str]:
+        self._final = True
+        return self._read()
+
+    def _read(self) -> tuple[str, str]:
+        while self._state():
+            pass
+        found = "".join(self._thinking), "".join(self._answer)
+        self._thinking.clear()
+        self._answer.clear()
+        return found
+
+    def _before(self) -> bool:
+        """Does it open with a tag?"""
+        text = self._buffer.lstrip(SPACE)
+        for opening, closing in self._pairs:
+            if text.startswith(opening):
+                return self._go(self._in_thought_space, text[len(opening) :], closing)
+        if not self._final and any(opening.startswith(text) for opening, _ in self._pairs):
+            return False
+        if self._close:
+            return self._go(self._in_thought_space, text, self._close)
+        return self._go(self._in_answer, self._buffer, "")
+
+    def _in_thought_space(self) -> bool:
+        return self._after_space(self._in_thought)
+
+    def _in_thought(self) -> bool:
+        at = self._buffer.find(self._close)
+        if at >= 0:
+            self._thinking.append(self._buffer[:at].rstrip(SPACE))
+            return self._go(self._in_answer_space, self._buffer[at + len(self._close) :], "")
+        keep = 0 if self._final else overlap(self._buffer, self._close)
+        sure = self._buffer[: len(self._buffer) - keep]
+        sure = sure if self._final else sure.rstrip(SPACE)
+        self._thinking.append(sure)
+        self._buffer = self._buffer[len(sure) :]
+        return False
+
+    def _in_answer_space(self) -> bool:
+        return self._after_space(self._in_answer)
+
+    def _in_answer(self) -> bool:
+        self._answer.append(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _after_space(self, state: Callable[[], bool]) -> bool:
+        self._buffer = self._buffer.lstrip(SPACE)
+        return bool(self._buffer) and self._go(state, self._buffer, self._close)
+
+    def _go(self, state: Callable[[], bool], buffer: str, close: str) -> bool:
+        self._state, self._buffer, self._close = state, buffer, close
+        return True
