@@ -17,6 +17,10 @@ class PromptOptions:
     last_tokens: int | None = None
     """Only so many of the prompt's last tokens; -1: as many as leave room for `max_tokens`."""
     max_tokens: int | None = None
+    add_generation_prompt: bool = True
+    """A conversation ends with the beginning of the assistant's turn."""
+    only_counted: bool = False
+    """It is not going to run: none of it, or more than the context holds, is as good."""
 
     def truncated(self, ids: Sequence[int], max_model_len: int) -> Sequence[int]:
         """InvalidRequest when that cannot be."""

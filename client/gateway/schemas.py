@@ -104,12 +104,22 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # padding against traffic analysis; there is none
 
 
-class SamplingFields(BaseModel):
-    """What both endpoints share. None is as good as absent."""
+class RequestBody(BaseModel):
+    """What `parse` makes. None is as good as absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = ""
+
+    def check(self, limits: LimitsConfig) -> None:
+        """What no type says; InvalidRequest names the field."""
+
+
+class SamplingFields(RequestBody):
+    """What both endpoints share."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -230,7 +240,7 @@ class ChatRequest(SamplingFields):
         return replace(super().prompt_options(), max_tokens=self.max_completion_tokens or self.max_tokens)
 
 
-Body = TypeVar("Body", bound=SamplingFields)
+Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse(model: type[Body], body: bytes, limits: LimitsConfig) -> Body:

@@ -43,6 +43,9 @@ class ServedModel:
     """The one model behind the gateway."""
 
     name: str
+    """That requests use."""
+    root: str
+    """Its own."""
     max_model_len: int
     vocab_size: int
     defaults: GenerationDefaults
@@ -54,6 +57,7 @@ class ServedModel:
         """From what a ready cluster says of itself and what its model's files recommend. CheckpointError."""
         return cls(
             name=config.served_model_name or info.model,
+            root=info.model,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             defaults=generation_defaults(info.model_path),
@@ -112,13 +116,17 @@ class Submitter:
         """Token ids of a prompt, checked; InvalidRequest names what does not fit."""
         if isinstance(prompt, str):
             self._check_chars(len(prompt), field)
-            if not prompt:
+            if not prompt and not options.only_counted:
                 raise InvalidRequest(f"{field} is empty, must hold at least one token", field)
             special = options.add_special_tokens is not False
             ids: Sequence[int] = await _off_loop(len(prompt), self.tokenizer.encode, prompt, special)
         else:
+            if len(prompt) > self._max_chars:
+                raise InvalidRequest(f"{field} has {len(prompt)} entries, at most {self._max_chars}", field)
             ids = prompt
         ids = options.truncated(ids, self.model.max_model_len)
+        if not options.only_counted:
+            self._check_length(ids, field)
         self._check_ids(ids, field)
         return ids
 
@@ -134,13 +142,16 @@ class Submitter:
             )
         chars = sum(len(message["content"]) for message in messages)
         self._check_chars(chars, "messages")
-        ids: Sequence[int] = await _off_loop(chars, self._render, messages, bool(options.add_special_tokens))
+        ids: Sequence[int] = await _off_loop(chars, self._render, messages, options)
         ids = options.truncated(ids, self.model.max_model_len)
+        if not options.only_counted:
+            self._check_length(ids, "messages")
         self._check_ids(ids, "messages")
         return ids
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_special_tokens: bool) -> list[int]:
-        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens)
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: PromptOptions) -> list[int]:
+        text = self.tokenizer.render_chat(messages, options.add_generation_prompt)
+        return self.tokenizer.encode(text, bool(options.add_special_tokens))
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `SamplingParams`: `bad_words`, which are texts, become `bad_words_ids`."""
@@ -278,7 +289,7 @@ class Submitter:
         if chars > self._max_chars:
             raise InvalidRequest(f"{field} has {chars} characters, at most {self._max_chars}", field)
 
-    def _check_ids(self, ids: Sequence[int], field: str) -> None:
+    def _check_length(self, ids: Sequence[int], field: str) -> None:
         if not ids:
             raise InvalidRequest(f"{field} has no tokens, must hold at least one", field)
         most = self.model.max_model_len - 1
@@ -288,7 +299,9 @@ class Submitter:
                 f"{self.model.max_model_len}",
                 field,
             )
-        if min(ids) < 0 or max(ids) >= self.model.vocab_size:
+
+    def _check_ids(self, ids: Sequence[int], field: str) -> None:
+        if min(ids, default=0) < 0 or max(ids, default=0) >= self.model.vocab_size:
             index, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self.model.vocab_size)
             raise InvalidRequest(
                 f"{field}[{index}] is token id {bad}, must be from 0 to {self.model.vocab_size - 1}", field

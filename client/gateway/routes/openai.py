@@ -23,6 +23,8 @@ def routes(front: Front) -> APIRouter:
             "object": "model",
             "created": model.created,
             "owned_by": "allspan",
+            "root": model.root,
+            "parent": None,
             "max_model_len": model.max_model_len,
         }
 

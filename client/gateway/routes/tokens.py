@@ -1,0 +1,99 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes: what a prompt's tokens are, and how many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from allspan.client.gateway.body import read_json_body
+from allspan.client.gateway.config import LimitsConfig
+from allspan.client.gateway.front import Front
+from allspan.client.gateway.openai_shapes import TokenTexts
+from allspan.client.gateway.origin import origin_of
+from allspan.client.gateway.prompt import PromptOptions
+from allspan.client.gateway.schemas import RequestBody, parse, read_messages
+from allspan.client.gateway.submit import INLINE_CHARS, caller_error
+from allspan.protos.errors import InvalidRequest
+
+T = TypeVar("T")
+
+
+class TokenizeRequest(RequestBody):
+    """A text, or a conversation for the chat template."""
+
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self, limits: LimitsConfig) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            given = "both are given" if self.messages is not None else "neither is given"
+            raise InvalidRequest(f"prompt and messages: {given}, must be one of them", "prompt")
+
+
+class DetokenizeRequest(RequestBody):
+    """Token ids. Special tokens are part of the text unless `skip_special_tokens` is true."""
+
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+def routes(front: Front) -> APIRouter:
+    router = APIRouter()
+    submitter, limits = front.submitter, front.config.limits
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        with _answered(request):
+            asked = parse(TokenizeRequest, await read_json_body(request, limits), limits)
+            submitter.check_model(asked.model)
+            options = PromptOptions(
+                add_special_tokens=asked.add_special_tokens,
+                add_generation_prompt=asked.add_generation_prompt is not False,
+                only_counted=True,
+            )
+            if asked.prompt is not None:
+                ids = await submitter.encode(asked.prompt, "prompt", options)
+            else:
+                ids = await submitter.encode_chat(read_messages(asked.messages), options)
+            text = TokenTexts(submitter.tokenizer).text
+            strings = await _off_loop(len(ids), lambda: list(map(text, ids))) if asked.return_token_strs else None
+            return JSONResponse(
+                {
+                    "count": len(ids),
+                    "max_model_len": submitter.model.max_model_len,
+                    "tokens": list(ids),
+                    "token_strs": strings,
+                }
+            )
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        with _answered(request):
+            asked = parse(DetokenizeRequest, await read_json_body(request, limits), limits)
+            submitter.check_model(asked.model)
+            ids = await submitter.encode(asked.tokens, "tokens", PromptOptions(only_counted=True))
+            decode, skip = submitter.tokenizer.decode, bool(asked.skip_special_tokens)
+            return JSONResponse({"prompt": await _off_loop(len(ids), lambda: decode(ids, skip))})
+
+    return router
+
+
+async def _off_loop(count: int, work: Callable[[], T]) -> T:
+    return work() if count <= INLINE_CHARS else await asyncio.to_thread(work)
+
+
+@contextlib.contextmanager
+def _answered(request: Request) -> Iterator[None]:
+    """A bug reaches its caller as an incident."""
+    try:
+        yield
+    except Exception as error:
+        raise caller_error(error, origin_of(request).label) from error
