@@ -9,7 +9,7 @@ from allspan.launch.console import say
 from allspan.protos.flags import Parser
 
 
-def run(argv: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser("allspan certs", "Makes an authority (ca), and certificates for a server and a client, in FOLDER.")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="A new folder, or one without these files.")
     parser.add_argument(
@@ -18,7 +18,11 @@ def run(argv: Sequence[str]) -> int:
         default="localhost,127.0.0.1,::1",
         help="Names and addresses under which the server is reached (default: %(default)s)",
     )
-    namespace = parser.parse(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    namespace = make_parser().parse(argv)
     from allspan.launch.certificates import make_certificates
 
     hosts = [host.strip() for host in namespace.hosts.split(",") if host.strip()]
