@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from allspan.launch.cli import COMMANDS
 from allspan.launch.commands import bench
-from allspan.launch.settings import serve_parser
 from allspan.protos.flags import Parser
 
 INTRODUCTION = """# Command line
@@ -22,17 +21,18 @@ cannot be found or read; 130 Ctrl-C.
 """
 
 
+def parsers() -> list[Parser]:
+    """Of all commands, `allspan serve` first."""
+    names = [name for name in COMMANDS if name != "bench"]
+    made = [importlib.import_module(f"allspan.launch.commands.{name}").make_parser() for name in names]
+    return [*made, *(bench.make_parser(row) for row in bench.BENCHMARKS.values())]
+
+
 def reference() -> str:
     """The whole page. Flags that several commands share stand under `allspan serve` alone."""
-    shared = _flags(serve_parser())
-    parts = [INTRODUCTION]
-    for name in COMMANDS:
-        if name == "bench":
-            continue
-        parser = importlib.import_module(f"allspan.launch.commands.{name}").make_parser()
-        parts.append(_command(parser, {} if name == "serve" else shared))
-    parts += [_command(bench.make_parser(row), shared) for row in bench.BENCHMARKS.values()]
-    return "\n".join(parts)
+    serve, *others = parsers()
+    shared = _flags(serve)
+    return "\n".join([INTRODUCTION, _command(serve, {}), *(_command(parser, shared) for parser in others)])
 
 
 def _command(parser: Parser, elsewhere: dict[str, str]) -> str:

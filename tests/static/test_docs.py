@@ -1,4 +1,4 @@
-"""What the documentation names exists: flags of `allspan serve` and `convert`, and files of this repository."""
+"""What the documentation names exists: flags of commands, and files of this repository."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan.launch.commands import convert
-from allspan.launch.settings import serve_parser
+from allspan.launch.reference import parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -16,8 +15,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
 def test_flags_in_code_spans_exist(doc: Path) -> None:
-    parsers = (serve_parser(), convert.make_parser())
-    known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    known = {option for parser in parsers() for action in parser._actions for option in action.option_strings}
     named = set(re.findall(r"`(--[a-z][a-z-]*)", doc.read_text()))
     assert named - known == set()
 
