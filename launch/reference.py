@@ -16,7 +16,7 @@ INTRODUCTION = """# Command line
 
 `allspan COMMAND --help` lists a command's flags, `--help GROUP` explains a group, `--help FLAG` one, `--help all`
 everything. `--config FILE` reads a TOML or JSON table of the same names, with hyphens or underscores; flags win.
-Every boolean `--x` has a `--no-x`. Exit codes: 1 something failed; 2 a flag, config key or field is refused; 3 a model
+What is true or false has its `--no-` form. Exit codes: 1 something failed; 2 a flag, config key or field is refused; 3 a model
 cannot be found or read; 130 Ctrl-C.
 """
 
