@@ -28,6 +28,7 @@ from allspan.launch.convert import with_its_ranks
 from allspan.launch.models import FoundModel, resolve_model
 from allspan.launch.placement import Placement
 from allspan.launch.run_dir import make_run_dir
+from allspan.launch.secrets import take_secrets
 from allspan.launch.settings import ResumeConfig, ServeSettings
 from allspan.launch.world import WorldPlan
 from allspan.protos.config import ParallelConfig, ServiceConfig, WorkerConfig
@@ -125,6 +126,8 @@ def serve(settings: ServeSettings) -> int:
     Raises AllspanError for what ends it otherwise; then nothing of the cluster is left.
     """
     _check(settings)
+    if settings.gateway is not None:
+        settings = replace(settings, gateway=take_secrets(settings.gateway))
     settings = with_its_ranks(settings)
     bound = lay_out(settings.placement, settings.weights.device)
     mpirun = mpi.find_mpirun()

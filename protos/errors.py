@@ -10,6 +10,8 @@
     ├── DeadlineExceeded      a bounded wait ran out
     ├── Unavailable           the world is down, loading or draining (says why)
     ├── AlreadyExists         a request id is in use
+    ├── Unauthenticated       no key came with the call, or one that is not known
+    ├── PermissionDenied      the call is not for this caller's key
     └── InternalError         our bug
 
 Every accepted request ends in exactly one of: finished, cancelled, failed with one of these.
@@ -113,6 +115,14 @@ class AlreadyExists(AllspanError):
     code = "already_exists"
 
 
+class Unauthenticated(AllspanError):
+    code = "invalid_api_key"
+
+
+class PermissionDenied(AllspanError):
+    code = "permission_denied"
+
+
 class InternalError(AllspanError):
     code = "internal"
 
@@ -140,6 +150,8 @@ ERRORS: dict[str, ErrorRow] = {
         ErrorRow(DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "server_error", StatusCode.RUNTIME_ERROR),
         ErrorRow(Unavailable, "UNAVAILABLE", 503, "server_error", StatusCode.REQUEST_DENIED),
         ErrorRow(AlreadyExists, "ALREADY_EXISTS", 409, "invalid_request_error", StatusCode.ILLEGAL_REQUEST_ID),
+        ErrorRow(Unauthenticated, "UNAUTHENTICATED", 401, "invalid_request_error", StatusCode.REQUEST_DENIED),
+        ErrorRow(PermissionDenied, "PERMISSION_DENIED", 403, "permission_error", StatusCode.REQUEST_DENIED),
         ErrorRow(InternalError, "INTERNAL", 500, "server_error", StatusCode.UNKNOWN_ERROR),
     )
 }

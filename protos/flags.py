@@ -172,6 +172,20 @@ class Parser(argparse.ArgumentParser):
         return converted
 
 
+class _Repeated(argparse.Action):
+    """A list's flag given again adds to what it was given first, rather than to the default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, self.default)
+        setattr(namespace, self.dest, values if before is self.default else (*before, *values))
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """`; did you mean A or B?`, or nothing when no known name is near."""
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
@@ -213,6 +227,7 @@ def add_options(
             dest=field.name,
             type=_converter(kind, allowed, limits.get(field.name)),
             metavar="|".join(map(str, allowed)) if allowed else _metavar(kind),
+            action=_Repeated if get_origin(kind) is tuple else "store",
             required=required,
             default=default,
             help=help_text,

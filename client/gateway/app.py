@@ -25,9 +25,11 @@ from grpc_reflection.v1alpha import reflection
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.front import Front
+from allspan.client.gateway.grpc_access import KeyInterceptor
 from allspan.client.gateway.grpc_service import SERVICE, InferenceService
 from allspan.client.gateway.health import EngineHealth
 from allspan.client.gateway.http import make_app
+from allspan.client.gateway.keys import load_keys
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.submit import ServedModel, Submitter
@@ -60,13 +62,14 @@ async def serve_gateway(
     `sockets`, never `engine`. Raises ConfigError, CheckpointError, InternalError.
     """
     with contextlib.closing(sockets):
+        keys = load_keys(config.security)
         served = ServedModel.of(engine.cluster, config)
         submitter = Submitter(engine, with_template(tokenizer, config), served, config)
-        front = Front(submitter, config)
+        front = Front(submitter, config, keys)
         health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)
-        async with _grpc_server(submitter, health, sockets, tls), _http_server(front, sockets.http, tls) as http:
+        async with _grpc_server(front, health, sockets, tls), _http_server(front, sockets.http, tls) as http:
             following = [asyncio.create_task(health.follow())]
             if tls is not None:
                 following.append(asyncio.create_task(tls.follow()))
@@ -152,9 +155,7 @@ async def _http_server(front: Front, sock: socket.socket, tls: Tls | None) -> As
 
 
 @contextlib.asynccontextmanager
-async def _grpc_server(
-    submitter: Submitter, health: EngineHealth, sockets: Sockets, tls: Tls | None
-) -> AsyncIterator[None]:
+async def _grpc_server(front: Front, health: EngineHealth, sockets: Sockets, tls: Tls | None) -> AsyncIterator[None]:
     options = (
         *SERVER_OPTIONS,
         ("grpc.so_reuseport", 1),
@@ -162,8 +163,8 @@ async def _grpc_server(
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
     )
-    server = grpc.aio.server(options=options)
-    handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(submitter).handlers())
+    server = grpc.aio.server(options=options, interceptors=(KeyInterceptor(front),))
+    handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(front.submitter).handlers())
     server.add_generic_rpc_handlers((handlers,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     described = (inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from allspan.protos.errors import ConfigError
 from allspan.protos.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
@@ -22,6 +22,18 @@ class SecurityConfig:
     """Certificates of the authorities that clients' certificates must be from, in PEM form."""
     ssl_cert_reqs: int = 0
     """Clients' certificates: 0 not asked for, 1 checked where one is given (HTTP only), 2 required."""
+    api_key: tuple[str, ...] | None = field(default=None, repr=False)
+    """Keys of which every request must bring one (several: with commas, or the flag again). Whoever may list this
+    machine's processes may see them: a file or the variable ALLSPAN_API_KEY is better."""
+    api_key_file: str = ""
+    """A file with such keys, one a line; `NAME KEY` gives a key a name for the log."""
+    admin_api_key: str | None = field(default=None, repr=False)
+    """The key of the admin endpoints (pause, sleep, abort …), which nobody may call without; it opens all else, too.
+    Better a file or the variable ALLSPAN_ADMIN_API_KEY."""
+    admin_api_key_file: str = ""
+    """A file with that key."""
+    open_metrics: bool = False
+    """GET /metrics answers without a key although keys are set."""
 
 
 @dataclass(frozen=True, slots=True)

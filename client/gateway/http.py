@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from allspan import __version__
 from allspan.client.gateway.front import Front
+from allspan.client.gateway.http_access import KeyCheck
 from allspan.client.gateway.http_errors import HttpError, response_of, status_of
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.request_id import RequestIds
@@ -27,6 +28,7 @@ def make_app(front: Front) -> FastAPI:
         app.include_router(make(front))
     app.add_exception_handler(AllspanError, _refusal(front.submitter.telemetry))
     app.add_exception_handler(HTTPException, _no_such_route)
+    app.add_middleware(KeyCheck, front=front, admin_paths=frozenset())
     app.add_middleware(RequestIds, telemetry=front.submitter.telemetry)
     return app
 

@@ -6,12 +6,14 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from starlette.requests import Request
 
 from allspan.client.gateway.access import current_caller
 
 _PLAIN = re.compile(r"[!-~]{1,128}")
+_LABEL = "".join(map(chr, range(0x20, 0x7F)))
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 
 
@@ -41,7 +43,7 @@ def origin_of(request: Request) -> Origin:
     state = request.scope.setdefault("state", {})
     if "origin" not in state:
         state["origin"] = Origin(
-            f"{request.method} {request.url.path[:200]}",
+            plain_label(f"{request.method} {request.scope['path']}"),
             state.get("request_id", ""),
             trace_id(request.headers),
             state.get("arrived") or time.monotonic(),
@@ -54,6 +56,11 @@ def trace_id(headers: Mapping[str, str]) -> str:
     """Of a valid traceparent header, else ""."""
     match = _TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
     return match[1] if match and match[1].strip("0") else ""
+
+
+def plain_label(text: str) -> str:
+    """What was called, as it may stand in a log line: a line it stays, whatever the caller put into it."""
+    return quote(text[:200], safe=_LABEL)
 
 
 def plain_name(text: str) -> str:

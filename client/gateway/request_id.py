@@ -9,7 +9,6 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from allspan.client.gateway.origin import plain_name
@@ -18,11 +17,6 @@ from allspan.client.gateway.telemetry import Telemetry
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
 OTHER = "other"
 """Stands for what a caller can make up: paths without a route, methods that nobody knows."""
-
-
-def name_of(request: Request) -> str:
-    """The request's X-Request-Id, given or made up."""
-    return str(request.state.request_id)
 
 
 class RequestIds:
@@ -38,8 +32,6 @@ class RequestIds:
             return
         name = plain_name(Headers(scope=scope).get("x-request-id", "")) or uuid.uuid4().hex
         scope.setdefault("state", {}).update(arrived=time.monotonic(), request_id=name)
-
-        scope.setdefault("state", {})["request_id"] = name
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

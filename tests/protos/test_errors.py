@@ -65,6 +65,8 @@ def test_every_error_has_the_number_that_dashinfers_users_know() -> None:
         "DeadlineExceeded": 5,
         "Unavailable": 12,
         "AlreadyExists": 10,
+        "Unauthenticated": 12,
+        "PermissionDenied": 12,
         "InternalError": 1,
     }
     assert [StatusCode.SUCCESS, StatusCode.STREAMING] == [0, 200]

@@ -6,6 +6,7 @@ import asyncio
 
 from allspan.client.gateway.access import ANYONE, Caller
 from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.origin import Origin
 from allspan.client.gateway.submit import Job, ServedModel, Submitter
 from allspan.protos.sampling import SamplingParams
 from support.chat_tokenizer import chat_tokenizer
@@ -24,8 +25,8 @@ async def test_all_choices_end_by_the_name_or_by_the_id_of_the_answer() -> None:
     for by_name in (True, False):
         engine = fake_engine(endless=True, step_s=0.005)
         asked = submitter(engine)
-        async with asked.running([JOB] * 3, "test", "mine") as generations:
-            others = await asked.start([JOB], "test", "yours")
+        async with asked.running([JOB] * 3, Origin("test", "mine")) as generations:
+            others = await asked.start([JOB], Origin("test", "yours"))
             request_id = "mine" if by_name else f"cmpl-{generations[0].handle.request_id}"
             assert await asked.abort(request_id, ANYONE) == 3
             assert [engine.asked[g.handle.request_id].stopped for g in (*generations, *others)] == [True] * 3 + [False]
@@ -37,7 +38,7 @@ async def test_all_choices_end_by_the_name_or_by_the_id_of_the_answer() -> None:
 async def test_foreign_and_unknown_ids_are_the_same_nothing() -> None:
     engine = fake_engine(endless=True, step_s=0.005)
     asked = submitter(engine)
-    async with asked.running([JOB], "test", "mine") as (generation,):
+    async with asked.running([JOB], Origin("test", "mine")) as (generation,):
         for request_id in ("mine", generation.handle.request_id, "unheard-of", ""):
             assert await asked.abort(request_id, Caller("somebody else")) == 0
         assert await asked.abort("", ANYONE) == 0
@@ -49,7 +50,7 @@ async def test_foreign_and_unknown_ids_are_the_same_nothing() -> None:
 async def test_a_request_that_is_just_being_admitted_is_stopped_as_soon_as_it_is() -> None:
     engine = fake_engine(endless=True, step_s=0.005, admission=asyncio.Event())
     asked = submitter(engine)
-    starting = asyncio.create_task(asked.start([JOB] * 2, "test", "mine"))
+    starting = asyncio.create_task(asked.start([JOB] * 2, Origin("test", "mine")))
     await asyncio.sleep(0.02)
     assert await asked.abort("mine", ANYONE) == 0
     assert engine.admission is not None
