@@ -73,6 +73,7 @@ class ServeOptions(TypedDict, total=False):
     enforce_eager: bool
     disable_cascade_attn: bool
     async_scheduling: bool
+    stream_interval: int
     oversubscribe: bool
     restart: bool
 

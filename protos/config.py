@@ -78,6 +78,9 @@ class SchedulerConfig:
     """Most requests that wait; one more is refused with QueueFull."""
     async_scheduling: bool = True
     """On a GPU, send the next step off before this one's tokens are known on the host."""
+    stream_interval: int = 0
+    """A request's tokens are streamed so many at a time, its first and its last at once; 1: each as it comes; 0: those
+    of 30 to 100 ms together, the longer the more requests run."""
 
 
 STEP_SIZES = {"cpu": (64, 512), "cuda": (256, 8192)}
@@ -154,6 +157,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "max_num_seqs": (0, 4096),
     "max_num_batched_tokens": (0, 1 << 20),
     "max_queued_requests": (1, 1 << 20),
+    "stream_interval": (0, 1 << 20),
     "threads": (0, 4096),
     "timeout_s": (1, 86400),
     "watchdog_timeout": (1, 86400),

@@ -16,13 +16,28 @@ MAX_CLIENTS = 256
 MAX_BATCH_BYTES = 4 * 2**20
 """A message is closed once it is this long; the rest goes into the next one."""
 
+LEAST_PAUSE_S = 0.03
+PAUSE_PER_REQUEST_S = 0.003
+MOST_PAUSE_S = 0.1
+"""Tokens that come faster than this go out together, but for a request's first and last: the more requests, the longer
+each message takes from the step for everyone on its way to its reader, and the rarer it is."""
+
 Outcome = tuple[Request, Output | AllspanError]
+
+
+def is_urgent(result: Output | AllspanError) -> bool:
+    """A request's first token, or its end: they come with timings, or as an error."""
+    return isinstance(result, AllspanError) or result.timings is not None
 
 
 @dataclass(slots=True)
 class _Pending:
     output: Output | None = None
     error: AllspanError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self.output is None else len(self.output.token_ids)
 
 
 @dataclass(slots=True)
@@ -32,16 +47,19 @@ class Lease:
 
     client_id: str
     capacity: int
+    interval: int = 0
+    """What is not urgent waits until a request has so many tokens; 0: until `release`."""
     request_ids: dict[bytes, None] = field(default_factory=dict)
     """Open requests, oldest first. A follower does not learn of ends; it forgets the oldest beyond `capacity`."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     closing: bool = False
-    _pending: dict[bytes, _Pending] = field(default_factory=dict)
+    _waiting: dict[bytes, _Pending] = field(default_factory=dict)
+    _due: dict[bytes, _Pending] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """`take` would give nothing."""
-        return not self._pending
+        return not self._due
 
     def add(self, request_id: bytes) -> None:
         self.request_ids[request_id] = None
@@ -49,25 +67,42 @@ class Lease:
             del self.request_ids[next(iter(self.request_ids))]
 
     def put(self, request_id: bytes, result: Output | AllspanError) -> None:
-        pending = self._pending.setdefault(request_id, _Pending())
+        pending = self._due.get(request_id) or self._waiting.setdefault(request_id, _Pending())
         if isinstance(result, AllspanError):
             pending.error = result
         else:
             pending.output = result if pending.output is None else pending.output.merged(result)
         if isinstance(result, AllspanError) or result.finish_reason:
             self.request_ids.pop(request_id, None)
+        if is_urgent(result) or (self.interval and pending.num_tokens >= self.interval):
+            if self._waiting.pop(request_id, None) is not None:
+                self._due[request_id] = pending
+            self.news.set()
+
+    def release(self) -> int:
+        """What could wait is to be sent next. Returns for how many requests there is something to send."""
+        if self._waiting:
+            self._due |= self._waiting
+            self._waiting.clear()
+            self.news.set()
+        return len(self._due)
+
+    def close(self) -> None:
+        """It ends once it has carried what it still holds."""
+        self.closing = True
+        self.release()
         self.news.set()
 
     def take(self) -> list[pb.RequestOutput]:
         """What is to be sent next, up to MAX_BATCH_BYTES; empty when there is nothing."""
         outputs: list[pb.RequestOutput] = []
         size = 0
-        while self._pending and size < MAX_BATCH_BYTES:
-            request_id = next(iter(self._pending))
-            for message in _messages(request_id, self._pending.pop(request_id)):
+        while self._due and size < MAX_BATCH_BYTES:
+            request_id = next(iter(self._due))
+            for message in _messages(request_id, self._due.pop(request_id)):
                 outputs.append(message)
                 size += message.ByteSize()
-        if not self._pending and not self.closing:
+        if not self._due and not self.closing:
             self.news.clear()
         return outputs
 
@@ -84,8 +119,9 @@ def _messages(request_id: bytes, pending: _Pending) -> Iterator[pb.RequestOutput
 class Leases:
     """Every client's lease, by the client's id."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, interval: int = 0) -> None:
         self._capacity = capacity
+        self._interval = interval
         self._by_client: dict[str, Lease] = {}
         self._closing = False
 
@@ -97,7 +133,9 @@ class Leases:
             raise AlreadyExists(f"client_id {client_id!r} has an open Results stream; each client has one of its own")
         if len(self._by_client) >= MAX_CLIENTS:
             raise QueueFull(f"{MAX_CLIENTS} clients are connected, the limit; try again later")
-        lease = self._by_client[client_id] = Lease(client_id, self._capacity, closing=self._closing)
+        lease = self._by_client[client_id] = Lease(client_id, self._capacity, self._interval)
+        if self._closing:
+            lease.close()
         return lease
 
     def find(self, client_id: str) -> Lease:
@@ -125,9 +163,16 @@ class Leases:
             if lease is not None:
                 lease.put(request.request_id, result)
 
+    def release(self) -> float:
+        """Every stream may carry what could wait. Returns for how many seconds from now on what comes can."""
+        if self._interval:
+            return 0.0
+        if not (count := sum(lease.release() for lease in self._by_client.values())):
+            return 0.0
+        return min(max(count * PAUSE_PER_REQUEST_S, LEAST_PAUSE_S), MOST_PAUSE_S)
+
     def close_all(self) -> None:
         """Streams end by themselves once they have carried what they still hold."""
         self._closing = True
         for lease in self._by_client.values():
-            lease.closing = True
-            lease.news.set()
+            lease.close()

@@ -6,7 +6,7 @@ the lock kept, so the other thread runs when the step loop is next inside a kern
 
 Who answers the bell takes a processor from the step for a while, and so does everyone behind it, up to the reader of
 the tokens: 1.3 ms a token were measured where the kernels' threads have all processors. So after a delivery there is a
-pause, and what can wait is delivered together at its end.
+pause, and what can wait goes on together at its end.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ _ONE = (1).to_bytes(8, "little")
 class Mailbox(Generic[T]):
     """`post` from one thread; `deliver` is called with each value, in order, on the loop that `open` was called on."""
 
-    def __init__(self, deliver: Callable[[T], None], is_urgent: Callable[[T], bool], pause_s: float) -> None:
-        """What is urgent is delivered at once, with all that came before it; the rest at most `pause_s` seconds after
-        it was posted, and at once where nothing was delivered for so long."""
+    def __init__(
+        self, deliver: Callable[[T], None], is_urgent: Callable[[T], bool], release: Callable[[], float]
+    ) -> None:
+        """A value that is urgent is delivered at once, with all that came before it; others are no later than the next
+        `release`, which lets go on what could wait, and says for how many seconds from then on new values can."""
         self._deliver = deliver
         self._is_urgent = is_urgent
-        self._pause_s = pause_s
+        self._release = release
         self._is_pausing = False
         self._values: deque[T] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -64,16 +66,16 @@ class Mailbox(Generic[T]):
     def _on_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):  # rung once more while the last one was answered
             os.eventfd_read(self._bell)
-        self._flush_and_pause()
-
-    def _flush_and_pause(self) -> None:
-        if not self._values:
-            return
         self.flush()
         if not self._is_pausing:
+            self._release_and_pause()
+
+    def _release_and_pause(self) -> None:
+        if (pause_s := self._release()) > 0:
             self._is_pausing = True
-            asyncio.get_running_loop().call_later(self._pause_s, self._end_pause)
+            asyncio.get_running_loop().call_later(pause_s, self._end_pause)
 
     def _end_pause(self) -> None:
         self._is_pausing = False  # first: what is posted from here on rings the bell
-        self._flush_and_pause()
+        self.flush()
+        self._release_and_pause()

@@ -16,10 +16,10 @@ from google.protobuf.message import DecodeError
 
 from allspan.protos.cluster import socket_path
 from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import AllspanError, ConfigError, InternalError
+from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.wire import SERVER_OPTIONS
 from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
-from allspan.worker.service.leases import Leases, Outcome
+from allspan.worker.service.leases import Leases, Outcome, is_urgent
 from allspan.worker.service.mailbox import Mailbox
 from allspan.worker.service.servicer import Core, Inspect, RankFacts, RankServicer
 
@@ -28,8 +28,6 @@ MAX_SOCKET_PATH = 100
 START_TIMEOUT_S = 30.0
 STOP_GRACE_S = 1.0
 MAX_CONCURRENT_CALLS = 4096
-STREAM_PAUSE_S = 0.03
-"""Tokens that come faster than this go out together, but for a request's first and last."""
 
 _OPTIONS = (
     *SERVER_OPTIONS,
@@ -79,8 +77,9 @@ class RankServer:
         is asked; `cpus` are where that thread may run."""
         self._target = listen_target(config, facts.rank)
         # A follower's inbox holds no more than this; see Lease.add.
-        self._leases = Leases(2 * (config.scheduler.max_queued_requests + config.scheduler.max_num_seqs))
-        self._outcomes = Mailbox(self._leases.deliver, _is_urgent, STREAM_PAUSE_S)
+        capacity = 2 * (config.scheduler.max_queued_requests + config.scheduler.max_num_seqs)
+        self._leases = Leases(capacity, config.scheduler.stream_interval)
+        self._outcomes = Mailbox(self._leases.deliver, self._is_urgent, self._leases.release)
         self._servicer = RankServicer(core, self._leases, facts, config, inspect)
         self._on_failure = on_failure
         self._cpus = tuple(cpus)
@@ -109,6 +108,9 @@ class RankServer:
         if self._loop is not None and self._stopping is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(STOP_GRACE_S + 5.0)
+
+    def _is_urgent(self, outcomes: list[Outcome]) -> bool:
+        return any(is_urgent(result) for _, result in outcomes)
 
     def _main(self) -> None:
         if self._cpus:
@@ -142,11 +144,6 @@ class RankServer:
         self._leases.close_all()
         await server.stop(STOP_GRACE_S)
         self._outcomes.close()
-
-
-def _is_urgent(outcomes: list[Outcome]) -> bool:
-    """Whether a request has its first token, or its end: they come with timings, or as an error."""
-    return any(isinstance(result, AllspanError) or result.timings is not None for _, result in outcomes)
 
 
 def listen_target(config: WorkerConfig, rank: int) -> str:

@@ -25,7 +25,7 @@ def test_what_another_thread_posts_arrives_in_order(pause_s: float):
             if value == 9_999:
                 done.set()
 
-        box = Mailbox(deliver, never, pause_s)
+        box = Mailbox(deliver, never, lambda: pause_s)
         box.open()
         thread = threading.Thread(target=lambda: [box.post(value) for value in range(10_000)])
         thread.start()
@@ -41,7 +41,7 @@ def test_what_another_thread_posts_arrives_in_order(pause_s: float):
 def test_what_was_posted_before_the_loop_listens_is_delivered_by_flush():
     async def main() -> list[str]:
         seen: list[str] = []
-        box = Mailbox(seen.append, never, 10.0)
+        box = Mailbox(seen.append, never, lambda: 10.0)
         box.post("early")
         box.open()
         box.flush()
@@ -51,18 +51,25 @@ def test_what_was_posted_before_the_loop_listens_is_delivered_by_flush():
     assert asyncio.run(main()) == ["early"]
 
 
-def test_after_a_delivery_what_can_wait_does_until_the_pause_ends_or_something_urgent_comes():
-    async def main() -> list[list[str]]:
+def test_after_a_release_what_can_wait_does_until_the_pause_ends_and_what_is_urgent_is_delivered_without_a_release():
+    async def main() -> list[tuple[int, int]]:
         seen: list[str] = []
-        stages: list[list[str]] = []
-        box = Mailbox(seen.append, str.isupper, 0.5)
+        stages: list[tuple[int, int]] = []
+        releases: list[int] = []
+
+        def release() -> float:
+            released = len(seen) > (releases[-1] if releases else 0)
+            releases.append(len(seen))
+            return 0.5 if released else 0.0
+
+        box = Mailbox(seen.append, str.isupper, release)
         box.open()
         for posted, seconds in (("a", 0.1), ("b", 0.1), ("C", 0.1), ("d", 0.1), ("", 0.5), ("", 0.5), ("e", 0.1)):
             if posted:
                 box.post(posted)
             await asyncio.sleep(seconds)
-            stages.append(list(seen))
+            stages.append((len(seen), releases[-1]))
         box.close()
         return stages
 
-    assert [len(stage) for stage in asyncio.run(main())] == [1, 1, 3, 3, 4, 4, 5]
+    assert asyncio.run(main()) == [(1, 1), (1, 1), (3, 1), (3, 1), (4, 4), (4, 4), (5, 5)]
