@@ -16,8 +16,8 @@ INTRODUCTION = """# Command line
 
 `allspan COMMAND --help` lists a command's flags, `--help GROUP` explains a group, `--help FLAG` one, `--help all`
 everything. `--config FILE` reads a TOML or JSON table of the same names, with hyphens or underscores; flags win.
-What is switched on is switched off by the same name after `no-`. Exit codes: 1 something failed; 2 a flag, config key or
-field is refused; 3 a model cannot be found or read; 130 Ctrl-C.
+Where a flag switches something on, the same name after `no-` switches it off. Exit codes: 1 something failed; 2 a flag,
+config key or field is refused; 3 a model cannot be found or read; 130 Ctrl-C.
 """
 
 
