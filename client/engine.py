@@ -19,6 +19,7 @@ from allspan.client.process import ClusterProcess
 from allspan.client.session import ResumePolicy, Session
 from allspan.client.source import Attach, sources_of
 from allspan.client.transport.base import Connect
+from allspan.client.view import ClusterView
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.engine import Completion, EngineStatistics, OpProfile, Prompt
 from allspan.protos.errors import (
@@ -157,13 +158,14 @@ class ClientEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Every rank of the cluster is there and heard of; of several replicas, those of one at least."""
+        """Requests are welcome: of one replica at least every rank is heard of, and its model runs."""
         return not self.down_cause
 
     @property
     def down_cause(self) -> str:
-        """Why requests are refused with Unavailable now; "" while the cluster is up."""
-        return self._session.down_cause
+        """Why requests are not welcome: a rank is gone or silent, the model is stopped or unloaded, the step loop has
+        work and stands still; "" while they are."""
+        return self._session.refusal
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -231,6 +233,10 @@ class ClientEngine:
     async def astatistics(self) -> EngineStatistics:
         """`statistics` for asyncio."""
         return await self._loop.arun(self._session.statistics())
+
+    async def aview(self, timeout: float) -> ClusterView:
+        """The cluster as it is known within `timeout` seconds, up or not; for asyncio."""
+        return await self._loop.arun(self._session.view(timeout))
 
     def reset_prefix_cache(self) -> None:
         self._control("reset_prefix_cache", 0.0)

@@ -10,6 +10,7 @@ from allspan.client.affinity import PrefixIndex
 from allspan.client.open_request import OpenRequest
 from allspan.client.source import ClusterSource
 from allspan.client.transport.base import Connect
+from allspan.client.view import RankView, ReplicaView
 from allspan.client.world import World
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.cluster import ClusterInfo
@@ -73,6 +74,22 @@ class Replica:
     def down_cause(self) -> str:
         """Why it takes no requests; "" while it does."""
         return self._down if self.world is None else self.world.silence
+
+    @property
+    def refusal(self) -> str:
+        """Why requests are not welcome, though they may be sent; "" while they are."""
+        world = self.world
+        return self.down_cause or (world.refusal if world is not None else "")
+
+    async def view(self, timeout: float) -> ReplicaView:
+        """What is known of it within `timeout` seconds."""
+        if (world := self.world) is not None:
+            view = await world.view(self.index, timeout)
+            if world is self.world:
+                return view
+        info = self.info
+        ranks = tuple(RankView(rank.rank, rank.pid, rank.host) for rank in info.ranks) if info is not None else ()
+        return ReplicaView(self.index, info.epoch if info is not None else 0, self._down, ranks)
 
     @property
     def load(self) -> int:

@@ -12,6 +12,7 @@ from allspan.client.replica import Holder, Replica, settled
 from allspan.client.source import ClusterSource, RunDirectory
 from allspan.client.statistics import added, merged
 from allspan.client.transport.base import Connect
+from allspan.client.view import ClusterView
 from allspan.client.world import World
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.engine import EngineStatistics
@@ -52,14 +53,12 @@ class Router:
         """Why no replica takes requests, naming each; "" while one does."""
         if self._closed or not self.replicas:
             return "the engine is closed" if self._closed else "not attached to a cluster"
-        causes = [replica.down_cause for replica in self.replicas]
-        if not all(causes):
-            return ""
-        if len(causes) == 1:
-            return causes[0]
-        names = [f"replica {index}" for index in range(len(causes))]
-        told = zip(names, causes, strict=True)  # its supervisor may have begun with its name
-        return "; ".join(cause if cause.startswith(f"{name} ") else f"{name}: {cause}" for name, cause in told)
+        return _named([replica.down_cause for replica in self.replicas])
+
+    @property
+    def refusal(self) -> str:
+        """`down_cause`, or why the replicas that are up welcome no requests; "" while one does."""
+        return self.down_cause or _named([replica.refusal for replica in self.replicas])
 
     @property
     def may_return(self) -> bool:
@@ -129,6 +128,10 @@ class Router:
             raise failures[0]
         return added(answers, len(self.replicas))
 
+    async def view(self, timeout: float) -> ClusterView:
+        """What is known of all replicas within `timeout` seconds."""
+        return ClusterView(tuple(await asyncio.gather(*(replica.view(timeout) for replica in self.replicas))))
+
     async def control(self, operation: str, timeout: float) -> None:
         """An operation on every replica that is up. Raises the first one's failure, once all have answered."""
 
@@ -196,3 +199,14 @@ class Router:
                 ours, first = getattr(info, field), getattr(infos[0], field)
                 if ours != first:
                     raise ConfigError(f"replica {i} has {field} {ours!r}, replica 0 {first!r}; attach to equal ones")
+
+
+def _named(causes: Sequence[str]) -> str:
+    """What all replicas say, each with its name; "" if one has nothing to say."""
+    if not all(causes):
+        return ""
+    if len(causes) == 1:
+        return causes[0]
+    names = [f"replica {index}" for index in range(len(causes))]
+    told = zip(names, causes, strict=True)  # its supervisor may have begun with its name
+    return "; ".join(cause if cause.startswith(f"{name} ") else f"{name}: {cause}" for name, cause in told)

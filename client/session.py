@@ -14,6 +14,7 @@ from allspan.client.replica import Replica
 from allspan.client.router import Router
 from allspan.client.source import ClusterSource
 from allspan.client.transport.base import Connect
+from allspan.client.view import ClusterView
 from allspan.client.world import World, WorldLost
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.cluster import ClusterInfo
@@ -86,6 +87,11 @@ class Session:
         """Why requests are refused; "" while they are taken."""
         return self._router.down_cause
 
+    @property
+    def refusal(self) -> str:
+        """Why requests are not welcome: `down_cause`, a stopped model, a step loop that stands still."""
+        return self._router.refusal
+
     async def attach(self, timeout: float) -> None:
         """Waits for a cluster that is starting. Raises ConfigError (nothing there), Unavailable, DeadlineExceeded."""
         await self._router.attach(timeout)
@@ -152,6 +158,10 @@ class Session:
 
     async def statistics(self) -> EngineStatistics:
         return await self._router.statistics()
+
+    async def view(self, timeout: float) -> ClusterView:
+        """What is known of the cluster within `timeout` seconds, up or not."""
+        return await self._router.view(timeout)
 
     async def control(self, operation: str, timeout: float) -> None:
         await self._router.control(operation, timeout)

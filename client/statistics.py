@@ -12,19 +12,20 @@ from allspan.protos.engine import EngineStatistics, RankStatistics
 _COUNTERS = tuple(
     field.name for field in fields(EngineStatistics) if field.name in pb.Statistics.DESCRIPTOR.fields_by_name
 )
-_NOT_ADDED = ("page_size", "weights_version", "weights_loaded")
+_NOT_ADDED = ("page_size", "weights_version", "weights_loaded", "step_tokens")
 
 
 def merged(statuses: Sequence[pb.WorkerStatus], replica: int = 0) -> EngineStatistics:
     """One world: the leader's counters, and an entry for each rank. `statuses` is in order of rank."""
     leader, *followers = statuses
     told = {name: getattr(leader.statistics, name) for name in _COUNTERS}
+    told["step_tokens"] = tuple(told["step_tokens"])
     # A follower's inbox may be full before the leader's queue is. Several refuse much the same requests.
     told["refused_requests"] += max((follower.statistics.refused_requests for follower in followers), default=0)
     return EngineStatistics(
         model=leader.model,
         max_model_len=leader.max_model_len,
-        ranks=tuple(_rank(status, replica) for status in statuses),
+        ranks=tuple(rank_statistics(status, replica) for status in statuses),
         **told,
     )
 
@@ -45,11 +46,13 @@ def added(worlds: Sequence[EngineStatistics], replicas: int) -> EngineStatistics
         ranks=tuple(rank for world in worlds for rank in world.ranks),
         replicas=replicas,
         replicas_ready=len(worlds),
+        step_tokens=tuple(map(sum, zip(*(world.step_tokens for world in worlds), strict=False))),
         **sums,
     )
 
 
-def _rank(status: pb.WorkerStatus, replica: int) -> RankStatistics:
+def rank_statistics(status: pb.WorkerStatus, replica: int) -> RankStatistics:
+    """One rank's own."""
     counters = status.statistics
     return RankStatistics(
         rank=status.rank,
@@ -64,4 +67,11 @@ def _rank(status: pb.WorkerStatus, replica: int) -> RankStatistics:
         load_s=counters.load_s,
         kernels=status.kernels,
         replica=replica,
+        device=status.device,
+        numa_nodes=status.numa_nodes,
+        threads=status.threads,
+        rss_bytes=counters.rss_bytes,
+        steps=counters.steps,
+        host_s=counters.host_s,
+        model_s=counters.model_s,
     )

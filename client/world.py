@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from allspan.client.fanout import RankRefused, fan_out, withdraw
+from allspan.client.statistics import merged, rank_statistics
 from allspan.client.transport.base import CONTROL, INSPECT, RESULTS, STATUS, Connect, Transport
+from allspan.client.view import RankView, ReplicaView
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, DeadlineExceeded, Unavailable, from_code
@@ -23,6 +25,7 @@ WATCH_S = 0.25
 GRACE_S = 5.0
 """A rank that is silent is the supervisor's to judge, after `watchdog_timeout`; so much later it is given up here."""
 STALL_S = 10.0
+"""A step loop that has work and does not advance for so long is not ready."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +74,8 @@ class World:
         self._quiet: set[int] = set()
         self._first_messages = [asyncio.Event() for _ in info.ranks]
         self._progress = (0, now)
-        self._stall_logged = False
+        self._stall = ""
+        self._refusal = ""
 
     async def open(self, timeout: float) -> None:
         """Checks that every rank is the one expected, and subscribes to all. Raises Unavailable, DeadlineExceeded."""
@@ -100,6 +104,25 @@ class World:
             return ""
         seconds = time.monotonic() - self._last_message[quiet[0]]
         return f"{self.describe(quiet[0])} has been silent for {seconds:.1f} s"
+
+    @property
+    def refusal(self) -> str:
+        """Why requests are not welcome though all ranks are heard: the leader lets none in, or its loop hangs."""
+        return self._stall or self._refusal
+
+    async def view(self, replica: int, timeout: float) -> ReplicaView:
+        """What is known of it within `timeout` seconds."""
+        calls = (rank.unary(STATUS, pb.StatusRequest(), timeout) for rank in self._transports)
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        now, ranks, statuses = time.monotonic(), [], []
+        for info, reply, last in zip(self.info.ranks, replies, self._last_message, strict=True):
+            told = None
+            if isinstance(reply, pb.WorkerStatus):
+                statuses.append(reply)
+                told = rank_statistics(reply, replica)
+            ranks.append(RankView(info.rank, info.pid, info.host, now - last, told))
+        whole = merged(statuses, replica) if len(statuses) == len(ranks) else None
+        return ReplicaView(replica, self.info.epoch, self.silence or self.refusal, tuple(ranks), whole)
 
     async def start(self, message: pb.StartRequestMessage) -> None:
         """Fans a request out. Raises RankRefused, or WorldLost as soon as that happens."""
@@ -198,6 +221,7 @@ class World:
                 self._hear(rank)
                 if rank == 0:
                     self._note_progress(message.progress)
+                    self._note_refusal(message.refusal)
                 for output in message.outputs:
                     self._events.on_output(self, output)
             seen = "it ended its stream"
@@ -246,7 +270,15 @@ class World:
         now = time.monotonic()
         if progress != last or not self._events.is_busy():
             self._progress = (progress, now)
-            self._stall_logged = False
-        elif now - since > STALL_S and not self._stall_logged:
-            self._stall_logged = True
-            logger.info("the step loop of %s has stood at step %d for %.0f s", self.describe(0), progress, now - since)
+            if self._stall:
+                self._stall = ""
+                self._events.on_change()
+        elif now - since > STALL_S and not self._stall:
+            self._stall = f"the step loop of {self.describe(0)} has work and has not advanced for {STALL_S:g} s"
+            logger.warning("%s", self._stall)
+            self._events.on_change()
+
+    def _note_refusal(self, refusal: str) -> None:
+        if refusal != self._refusal:
+            self._refusal = refusal
+            self._events.on_change()

@@ -12,6 +12,9 @@ from allspan.protos.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
 
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Of the sizes of steps that are counted apart; see `EngineStatistics.step_tokens`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -49,6 +52,17 @@ class RankStatistics:
     load_s: float
     kernels: str
     replica: int = 0
+    device: str = ""
+    """A GPU's name and index, "" on the CPU."""
+    numa_nodes: str = ""
+    """Those of its processors, as in "0" or "0,1"; "" where that is not known."""
+    threads: int = 0
+    rss_bytes: int = 0
+    """Memory that its process holds now."""
+    steps: int = 0
+    host_s: float = 0.0
+    """Seconds of its steps outside the model's forward pass."""
+    model_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +106,10 @@ class EngineStatistics:
     weights_loaded: bool = True
     replicas: int = 1
     replicas_ready: int = 1
+    step_tokens: tuple[int, ...] = ()
+    """Steps by the tokens computed in them: as many as have at most each of STEP_TOKENS_BOUNDS (and more than the one
+    before), then those above them all."""
+    step_tokens_sum: int = 0
 
     @property
     def pages_free(self) -> int:

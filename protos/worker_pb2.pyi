@@ -175,23 +175,25 @@ class RequestTimings(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., arrived_at: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("step", "epoch", "outputs", "progress")
+    __slots__ = ("step", "epoch", "outputs", "progress", "refusal")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     step: int
     epoch: int
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     progress: int
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., progress: _Optional[int] = ...) -> None: ...
+    refusal: str
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., progress: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "world_size", "epoch", "pid", "host", "state", "progress", "progress_age_s", "model", "model_path", "max_model_len", "vocab_size", "statistics", "kernels", "eos_token_ids")
+    __slots__ = ("rank", "world_size", "epoch", "pid", "host", "state", "progress", "progress_age_s", "model", "model_path", "max_model_len", "vocab_size", "statistics", "kernels", "eos_token_ids", "device", "numa_nodes", "threads")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +209,9 @@ class WorkerStatus(_message.Message):
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     epoch: int
@@ -222,10 +227,13 @@ class WorkerStatus(_message.Message):
     statistics: Statistics
     kernels: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., progress_age_s: _Optional[float] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., kernels: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    device: str
+    numa_nodes: str
+    threads: int
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., progress_age_s: _Optional[float] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., kernels: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., numa_nodes: _Optional[str] = ..., threads: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("running", "waiting", "pages_total", "pages_used", "page_size", "prompt_tokens", "generated_tokens", "steps", "preemptions", "host_s", "model_s", "load_s", "peak_rss_bytes", "weight_bytes", "kv_bytes", "finished_requests", "pages_cached", "host_pages_total", "host_pages_used", "prefix_query_tokens", "prefix_hit_tokens", "prefix_host_hit_tokens", "cancelled_requests", "failed_requests", "refused_requests", "prompt_tokens_per_s", "generated_tokens_per_s", "weights_version", "weights_loaded")
+    __slots__ = ("running", "waiting", "pages_total", "pages_used", "page_size", "prompt_tokens", "generated_tokens", "steps", "preemptions", "host_s", "model_s", "load_s", "peak_rss_bytes", "weight_bytes", "kv_bytes", "finished_requests", "pages_cached", "host_pages_total", "host_pages_used", "prefix_query_tokens", "prefix_hit_tokens", "prefix_host_hit_tokens", "cancelled_requests", "failed_requests", "refused_requests", "prompt_tokens_per_s", "generated_tokens_per_s", "weights_version", "weights_loaded", "rss_bytes", "step_tokens", "step_tokens_sum")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +263,9 @@ class Statistics(_message.Message):
     GENERATED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_SUM_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pages_total: int
@@ -284,7 +295,10 @@ class Statistics(_message.Message):
     generated_tokens_per_s: float
     weights_version: int
     weights_loaded: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., page_size: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., model_s: _Optional[float] = ..., load_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., finished_requests: _Optional[int] = ..., pages_cached: _Optional[int] = ..., host_pages_total: _Optional[int] = ..., host_pages_used: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_host_hit_tokens: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., refused_requests: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_loaded: bool = ...) -> None: ...
+    rss_bytes: int
+    step_tokens: _containers.RepeatedScalarFieldContainer[int]
+    step_tokens_sum: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., page_size: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., model_s: _Optional[float] = ..., load_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., finished_requests: _Optional[int] = ..., pages_cached: _Optional[int] = ..., host_pages_total: _Optional[int] = ..., host_pages_used: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_host_hit_tokens: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., refused_requests: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_loaded: bool = ..., rss_bytes: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., step_tokens_sum: _Optional[int] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
     __slots__ = ("operation", "timeout_s")

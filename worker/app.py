@@ -107,7 +107,8 @@ def serve(config: WorkerConfig, world: World, stop: Stop, heart: Heart) -> None:
     infos = world.gather(json.dumps(asdict(RankInfo(world.rank, os.getpid(), facts.host, address))).encode())
     _mark_operations(loaded.core, heart)
     stop.core = loaded.core
-    heart.serve(loaded.core, lambda: loaded.model.progress)
+    loaded.core.within_step = lambda: loaded.model.progress
+    heart.serve(loaded.core)
     if world.rank == 0:
         info = _cluster_info(config, facts, infos)
         write_cluster(Path(config.service.run_dir), info)
@@ -263,6 +264,7 @@ def _ranks_on_node(config: WorkerConfig, world: World) -> int:
 
 def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: str) -> RankFacts:
     limits = loaded.core.limits
+    cpus = config.parallel.cpus or host.allowed_cpus()
     return RankFacts(
         rank=world.rank,
         world_size=world.size,
@@ -271,10 +273,21 @@ def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: st
         vocab_size=limits.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         kernels=kernels,
+        device=_device_name(config),
+        numa_nodes=",".join(name.removeprefix("node") for name in host.memory_nodes(cpus)),
+        threads=config.parallel.threads,
         load_s=loaded.load_s,
         weight_bytes=loaded.model.weight_bytes,
         kv_bytes=loaded.kv_bytes,
     )
+
+
+def _device_name(config: WorkerConfig) -> str:
+    """ "" on the CPU."""
+    if config.model.device != "cuda":
+        return ""
+    index = torch.cuda.current_device()
+    return f"{torch.cuda.get_device_name(index)} (cuda:{index})"
 
 
 def _cluster_info(config: WorkerConfig, facts: RankFacts, infos: list[bytes], state: str = "ready") -> ClusterInfo:

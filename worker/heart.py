@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class Loop(Protocol):
     """What a heartbeat tells of the step loop (`EngineCore`); reading it must take no lock."""
 
-    progress: int
-
+    @property
+    def advance(self) -> int: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -32,7 +32,6 @@ class Heart:
         """Raises OSError when the file cannot be made."""
         self._file = BeatFile(path)
         self._loop: Loop | None = None
-        self._within_step: Callable[[], int] = lambda: 0
         self._phase = LOADING
         self._beats = 0
         self._failed = False
@@ -41,9 +40,9 @@ class Heart:
         self._thread = threading.Thread(target=self._main, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def serve(self, loop: Loop, within_step: Callable[[], int] = lambda: 0) -> None:
-        """From now on the loop is expected to come round, or `within_step` to count up while it is at one step."""
-        self._loop, self._within_step, self._phase = loop, within_step, SERVING
+    def serve(self, loop: Loop) -> None:
+        """From now on the loop is expected to advance."""
+        self._loop, self._phase = loop, SERVING
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -73,7 +72,7 @@ class Heart:
         if loop is None:
             beat = Beat(self._beats, phase=phase)
         else:
-            beat = Beat(self._beats, loop.progress + self._within_step(), loop.steps, loop.is_busy, phase)
+            beat = Beat(self._beats, loop.advance, loop.steps, loop.is_busy, phase)
         try:
             self._file.write(beat)
             self._failed = False

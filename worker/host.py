@@ -51,6 +51,14 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def rss_bytes() -> int:
+    """The memory that this process holds now; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
 def die_with_parent() -> None:
     """The kernel kills this process when its parent (mpirun) ends, however it ends. Linux only; elsewhere mpirun's own
     clean-up must do. Raises Unavailable when the parent is gone already."""

@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.front import Front
+from allspan.client.gateway.glance import Glance
 from allspan.client.gateway.grpc_access import KeyInterceptor
 from allspan.client.gateway.grpc_service import SERVICE, InferenceService
 from allspan.client.gateway.health import EngineHealth
@@ -65,7 +66,7 @@ async def serve_gateway(
         keys = load_keys(config.security)
         served = ServedModel.of(engine.cluster, config)
         submitter = Submitter(engine, with_template(tokenizer, config), served, config)
-        front = Front(submitter, config, keys)
+        front = Front(submitter, config, keys, Glance(engine))
         health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)

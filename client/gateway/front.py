@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.glance import Glance
 from allspan.client.gateway.keys import Keys
 from allspan.client.gateway.submit import Submitter
 
@@ -16,3 +17,4 @@ class Front:
     submitter: Submitter
     config: GatewayConfig
     keys: Keys
+    glance: Glance

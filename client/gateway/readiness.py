@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from allspan.client.view import ClusterView
 from allspan.protos.cluster import ClusterInfo
 from allspan.protos.engine import EngineProtocol, Prompt
 from allspan.protos.options import RequestOptions
@@ -20,7 +21,7 @@ class GatewayEngine(EngineProtocol, Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Every rank is up and its step loop makes progress."""
+        """Every rank is up, the model runs and its step loop makes progress."""
 
     @property
     def down_cause(self) -> str:
@@ -37,3 +38,6 @@ class GatewayEngine(EngineProtocol, Protocol):
 
     async def astop_request(self, handle: RequestHandle) -> None:
         """`stop_request` for asyncio."""
+
+    async def aview(self, timeout: float) -> ClusterView:
+        """The cluster as it is known within `timeout` seconds, up or not."""

@@ -11,8 +11,9 @@ from allspan.protos.engine import EngineStatistics
 
 def statuses(count: int, scale: int) -> list[pb.WorkerStatus]:
     """Each counter has a value of its own."""
-    names = [field.name for field in pb.Statistics.DESCRIPTOR.fields if field.name != "weights_loaded"]
-    counters = {name: scale * (i + 1) for i, name in enumerate(names)}
+    single = {"weights_loaded", "step_tokens"}
+    names = [field.name for field in pb.Statistics.DESCRIPTOR.fields if field.name not in single]
+    counters = {name: scale * (i + 1) for i, name in enumerate(names)} | {"step_tokens": [scale, 2 * scale]}
     return [
         pb.WorkerStatus(
             rank=rank,
@@ -29,9 +30,10 @@ def test_every_counter_of_the_leader_is_told() -> None:
     ranks = statuses(2, 1)
     told = merged(ranks, replica=3)
     known = {field.name for field in fields(EngineStatistics)} & set(pb.Statistics.DESCRIPTOR.fields_by_name)
-    assert len(known) == 25
+    assert len(known) == 27
     for name in known:
-        assert getattr(told, name) == getattr(ranks[0].statistics, name), name
+        counted = getattr(ranks[0].statistics, name)
+        assert getattr(told, name) == (tuple(counted) if name == "step_tokens" else counted), name
     assert [(rank.rank, rank.pid, rank.replica) for rank in told.ranks] == [(0, 100, 3), (1, 101, 3)]
     assert told.kv_bytes == ranks[0].statistics.kv_bytes + 5
 
@@ -49,6 +51,7 @@ def test_replicas_are_added_up() -> None:
     whole = added(worlds, replicas=3)
     assert whole.prompt_tokens == 11 * worlds[0].prompt_tokens
     assert whole.pages_total == 11 * worlds[0].pages_total
+    assert whole.step_tokens == (11, 22)
     assert (whole.page_size, whole.weights_version) == (worlds[0].page_size, worlds[0].weights_version)
     assert not whole.weights_loaded, "one world has none"
     assert (whole.replicas, whole.replicas_ready, len(whole.ranks)) == (3, 2, 4)

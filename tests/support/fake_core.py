@@ -12,7 +12,7 @@ from allspan.worker.scheduler.request import Request
 
 
 class FakeCore:
-    """See `allspan.worker.service.servicer.Core`. `refusal`, once set, is raised by `submit`, `stop_model` and
+    """See `allspan.worker.service.servicer.Core`. `rejection`, once set, is raised by `submit`, `stop_model` and
     `operate`."""
 
     def __init__(self, is_leader: bool = True) -> None:
@@ -21,16 +21,21 @@ class FakeCore:
         self.steps = 3
         self.state = "running"
         self.progress_age_s = 0.25
-        self.refusal: AllspanError | None = None
+        self.rejection: AllspanError | None = None
+        self.refusal = ""
         self.submitted: list[Request] = []
         self.cancelled: list[bytes] = []
         self.calls: list[str] = []
         self.counted: CoreStatistics | None = None
         self.release_stop = threading.Event()
 
+    @property
+    def advance(self) -> int:
+        return self.progress
+
     def submit(self, request: Request) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
         self.submitted.append(request)
 
     def cancel(self, request_ids: Iterable[bytes]) -> None:
@@ -40,14 +45,14 @@ class FakeCore:
         self.calls.append("start_model")
 
     def stop_model(self, timeout: float) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
         assert self.release_stop.wait(timeout), "the test never let stop_model end"
         self.calls.append("stop_model")
 
     def operate(self, operation: Operation, timeout: float) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
         self.calls.append(f"{operation.name} {timeout:g}")
 
     def reset_prefix_cache(self) -> None:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from allspan.client.view import ClusterView, RankView, ReplicaView
 from allspan.protos.cluster import ClusterInfo
-from allspan.protos.engine import Prompt
+from allspan.protos.engine import STEP_TOKENS_BOUNDS, EngineStatistics, Prompt, RankStatistics
 from allspan.protos.errors import AllspanError, Unavailable
 from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
@@ -49,6 +50,9 @@ class FakeEngine:
     admission: asyncio.Event | None = None
     """Held until it is set, a request is taken even if its caller has left by then."""
     down_cause: str = ""
+    view_s: float = 0.0
+    """What `aview` takes, unless it is given less."""
+    looks: int = 0
     asked: dict[str, Asked] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -94,6 +98,46 @@ class FakeEngine:
         asked = self.asked[handle.request_id]
         if not asked.stopped:
             asked.stopped, asked.steps_when_stopped = True, asked.steps
+
+    async def aview(self, timeout: float) -> ClusterView:
+        self.looks += 1
+        await asyncio.sleep(min(self.view_s, timeout))
+        if self.down_cause:
+            return ClusterView((ReplicaView(0, 1, self.down_cause, (RankView(0, 7, "here"),)),))
+        counted = self.counted()
+        return ClusterView((ReplicaView(0, 1, "", (RankView(0, 7, "here", 0.1, counted.ranks[0]),), counted),))
+
+    def counted(self) -> EngineStatistics:
+        """What its only rank counts."""
+        made = sum(asked.steps for asked in self.asked.values())
+        ended = sum(asked.queue.state.is_final for asked in self.asked.values())
+        rank = RankStatistics(
+            0, 7, "here", "running", made, 0.01, 2000, 100, 500, 1.5, "fake", 0, "", "0", 2, 1000, made
+        )
+        return EngineStatistics(
+            model="tiny",
+            max_model_len=self.max_model_len,
+            running=len(self.running),
+            waiting=0,
+            pages_total=64,
+            pages_used=min(4 * len(self.running), 64),
+            page_size=16,
+            prompt_tokens=sum(len(asked.prompt) for asked in self.asked.values()),
+            generated_tokens=made,
+            finished_requests=ended,
+            preemptions=1,
+            steps=made,
+            host_s=0.001 * made,
+            model_s=0.01 * made,
+            ranks=(rank,),
+            pages_cached=8,
+            prefix_query_tokens=100,
+            prefix_hit_tokens=63,
+            generated_tokens_per_s=845.0,
+            prompt_tokens_per_s=1203.0,
+            step_tokens=(made, *(0 for _ in STEP_TOKENS_BOUNDS)),
+            step_tokens_sum=made,
+        )
 
     def release_request(self, handle: RequestHandle) -> None:
         if handle.request_id in self.asked:

@@ -43,7 +43,7 @@ class Rank:
     def __init__(self, run_dir: Path, is_leader: bool = True) -> None:
         self.core = FakeCore(is_leader)
         self.failures: list[BaseException] = []
-        facts = RankFacts(0 if is_leader else 1, 2, "here", 512, 1000, (2, 3), "reference", 1.5, 100, 200)
+        facts = RankFacts(0 if is_leader else 1, 2, "here", 512, 1000, (2, 3), "reference", "", "0", 2, 1.5, 100, 200)
         self.server = RankServer(self.core, facts, worker_config(run_dir), self.failures.append, inspect)
         self.address = self.server.start()
 

@@ -14,7 +14,7 @@ from support.waiting import wait_until
 
 
 class Loop:
-    progress = 7
+    advance = 7
     steps = 3
     is_busy = True
 
@@ -53,9 +53,15 @@ def test_it_beats_from_the_start_and_tells_the_phase(path: Path) -> None:
 
 def test_a_long_step_counts_as_progress_while_its_ops_go_on(path: Path) -> None:
     ops = iter(range(1, 1_000_000))
+
+    class LongStep(Loop):
+        @property
+        def advance(self) -> int:  # type: ignore[override]
+            return next(ops)
+
     heart = Heart(path)
     try:
-        heart.serve(Loop(), lambda: next(ops))
+        heart.serve(LongStep())
         assert newest(path).progress < newest(path).progress
     finally:
         heart.stop()

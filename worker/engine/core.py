@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from allspan.protos.config import WorkerConfig
@@ -21,6 +20,7 @@ from allspan.worker.engine.capture import capture_steps
 from allspan.worker.engine.device_buffers import buffers_for, is_on_gpu
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.model import PageTiers, StepModel
+from allspan.worker.engine.pending import Pending
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
 from allspan.worker.parallel.base import Collectives, PlanChannel
@@ -42,16 +42,6 @@ OnOutputs = Callable[[list[Outcome]], None]
 OnOperation = Callable[[Operation], None]
 
 _WEIGHTS = (Operation.UNLOAD_WEIGHTS, Operation.RELOAD_WEIGHTS)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An operation on its way into a plan."""
-
-    operation: Operation
-    is_planned: bool = False
-    is_done: bool = False
-    error: AllspanError | None = None
 
 
 class EngineCore:
@@ -84,9 +74,9 @@ class EngineCore:
         self.on_operation: OnOperation = lambda operation: None
         """Called on every rank for each operation but SHUTDOWN, at the same step. It must end alike on all ranks: an
         AllspanError is told to the caller of `operate` and the loop goes on; anything else ends the world."""
-        self.weights_version = 1
-        self.weights_loaded = True
-        self._operations: deque[_Pending] = deque()
+        self.within_step: Callable[[], int] = lambda: 0
+        self.weights_version, self.weights_loaded = 1, True
+        self._operations: deque[Pending] = deque()
         self._epoch = config.service.epoch
         self._rank = collectives.rank
         self._model = model
@@ -133,7 +123,8 @@ class EngineCore:
             self._channel.expect()
         request.digest()  # here, and not in the step that it joins
         with self._changed:
-            self._check_open()
+            if cause := self.refusal:
+                raise Unavailable(cause)
             if not self.is_leader:
                 self.limits.admit(request)
             try:
@@ -186,7 +177,7 @@ class EngineCore:
         (`stop_model`), InvalidRequest on a follower, and what `on_operation` raised."""
         if not self.is_leader:
             raise InvalidRequest(f"this is rank {self._rank}, operations go to rank 0", "operation")
-        pending = _Pending(operation)
+        pending = Pending(operation)
         with self._changed:
             self._check_alive()
             if operation in _WEIGHTS and (self._accepts or self._scheduler.requests()):
@@ -228,6 +219,11 @@ class EngineCore:
         return "running" if self._accepts and not self._is_over else "stopped"
 
     @property
+    def refusal(self) -> str:
+        """Why nothing is let in, "" while it is. Takes no lock."""
+        return self._end_cause or ("" if self._accepts else self._stopped_because)
+
+    @property
     def is_busy(self) -> bool:
         """A step is being executed, or work waits for one. Takes no lock: a loop that hangs may hold it."""
         return self._is_executing or (self.is_leader and (self._scheduler.has_work or bool(self._operations)))
@@ -236,6 +232,11 @@ class EngineCore:
     def steps(self) -> int:
         """Plans executed so far."""
         return self._step
+
+    @property
+    def advance(self) -> int:
+        """`progress`, and what the step under way has come to (`within_step`): busy, it hangs where this stands."""
+        return self.progress + self.within_step()
 
     @property
     def progress_age_s(self) -> float:
@@ -372,16 +373,16 @@ class EngineCore:
                 self._checked_step = self._step
                 self._scheduler.check()
 
-    def _check_alive(self) -> None:
+    @property
+    def _end_cause(self) -> str:
+        """Why the loop ends or has ended, "" while it goes on."""
         if self._failure is not None:
-            raise Unavailable(f"the engine has failed: {self._failure}")
-        if self._stopping or self._is_over:
-            raise Unavailable("the engine is shutting down")
+            return f"the engine has failed: {self._failure}"
+        return "the engine is shutting down" if self._stopping or self._is_over else ""
 
-    def _check_open(self) -> None:
-        self._check_alive()
-        if not self._accepts:
-            raise Unavailable(self._stopped_because)
+    def _check_alive(self) -> None:
+        if cause := self._end_cause:
+            raise Unavailable(cause)
 
     def _end(self, failure: BaseException | None) -> None:
         """The loop is over: nothing more is let in, and every open request is told."""
@@ -389,8 +390,7 @@ class EngineCore:
             self._is_over = True
             self._failure = failure
             ended, self._outbox = self._outbox, []
-            reason = "the engine is shutting down" if failure is None else f"the engine has failed: {failure}"
-            ended += self._scheduler.abandon(Unavailable(reason))
+            ended += self._scheduler.abandon(Unavailable(self._end_cause))
             self._changed.notify_all()
         if ended:
             self.on_outputs(ended)

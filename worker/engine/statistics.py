@@ -44,6 +44,9 @@ class CoreStatistics:
     weights_version: int = 1
     """Counts the times that the weights were loaded."""
     weights_loaded: bool = True
+    step_tokens: tuple[int, ...] = ()
+    """See `EngineStatistics.step_tokens`."""
+    step_tokens_sum: int = 0
 
 
 def scheduler_statistics(scheduler: Scheduler) -> dict[str, Any]:
@@ -61,4 +64,5 @@ def scheduler_statistics(scheduler: Scheduler) -> dict[str, Any]:
         "prompt_tokens_per_s": prompt,
         "generated_tokens_per_s": generated,
         **asdict(scheduler.counters),
+        "step_tokens": tuple(scheduler.counters.step_tokens),
     }

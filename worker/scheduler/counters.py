@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from allspan.protos.engine import STEP_TOKENS_BOUNDS
+from allspan.worker.scheduler.plan import Run
 
 WINDOW_S = 10.0
 
@@ -25,6 +30,15 @@ class SchedulerCounters:
     prefix_hit_tokens: int = 0
     prefix_host_hit_tokens: int = 0
     """Of the hits, those from the host tier."""
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
+    """Steps by the tokens computed in them; see `EngineStatistics.step_tokens`."""
+    step_tokens_sum: int = 0
+
+    def count_step(self, runs: Iterable[Run]) -> None:
+        self.steps += 1
+        if tokens := sum(run.num_tokens for run in runs):
+            self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
+            self.step_tokens_sum += tokens
 
 
 class Rate:

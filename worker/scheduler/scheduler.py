@@ -191,7 +191,7 @@ class Scheduler:
             raise InternalError(f"a result for step {result.step}, in flight is {plan and plan.step}")
         self._in_flight = None
         self._tokens_hash = result.tokens_hash
-        self.counters.steps += 1
+        self.counters.count_step(plan.runs)
         now = self._clock()
         before = self.counters.generated_tokens
         outcomes: list[Outcome] = []

@@ -19,7 +19,7 @@ from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 from allspan.protos.worker_pb2_grpc import WorkerServicer
 from allspan.worker.engine.statistics import CoreStatistics
-from allspan.worker.host import peak_rss_bytes
+from allspan.worker.host import peak_rss_bytes, rss_bytes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.leases import Lease, Leases
@@ -49,6 +49,10 @@ class Core(Protocol):
     @property
     def state(self) -> str: ...
     @property
+    def refusal(self) -> str: ...
+    @property
+    def advance(self) -> int: ...
+    @property
     def steps(self) -> int: ...
     @property
     def progress_age_s(self) -> float: ...
@@ -73,6 +77,9 @@ class RankFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     kernels: str
+    device: str
+    numa_nodes: str
+    threads: int
     load_s: float
     weight_bytes: int
     kv_bytes: int
@@ -187,6 +194,9 @@ class RankServicer(WorkerServicer):
             statistics=self._statistics(),
             kernels=facts.kernels,
             eos_token_ids=facts.eos_token_ids,
+            device=facts.device,
+            numa_nodes=facts.numa_nodes,
+            threads=facts.threads,
         )
 
     @translated
@@ -210,7 +220,9 @@ class RankServicer(WorkerServicer):
 
     def _step_outputs(self, outputs: list[pb.RequestOutput]) -> pb.StepOutputs:
         core = self._core
-        return pb.StepOutputs(step=core.steps, epoch=self._epoch, outputs=outputs, progress=core.progress)
+        return pb.StepOutputs(
+            step=core.steps, epoch=self._epoch, outputs=outputs, progress=core.advance, refusal=core.refusal
+        )
 
     def _statistics(self) -> pb.Statistics:
         counted = self._core.statistics()
@@ -219,6 +231,7 @@ class RankServicer(WorkerServicer):
             **told | {"host_s": max(counted.host_s, 0.0)},
             load_s=self._facts.load_s,
             peak_rss_bytes=peak_rss_bytes(),
+            rss_bytes=rss_bytes(),
             weight_bytes=self._facts.weight_bytes if counted.weights_loaded else 0,
             kv_bytes=self._facts.kv_bytes if counted.weights_loaded else 0,
         )

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ async def test_operations_reach_the_core_of_the_leader(leader: Rank, client: Cli
     await client.stub.Control(pb.ControlRequest(operation="start_model"))
     await client.stub.Control(pb.ControlRequest(operation="shutdown"))
     assert leader.core.calls == ["start_model", "shutdown"]
-    leader.core.refusal = DeadlineExceeded("2 requests still run")
+    leader.core.rejection = DeadlineExceeded("2 requests still run")
     code, message, _ = await refused(client.stub.Control(pb.ControlRequest(operation="stop_model", timeout_s=1)))
     assert (code, message) == ("DEADLINE_EXCEEDED", "2 requests still run")
 
@@ -74,7 +75,7 @@ async def test_each_operation_reaches_the_core_with_its_time(leader: Rank, clien
         "STOP_PROFILE 7",
         "START_PROFILE 20",
     ]
-    leader.core.refusal = CheckpointError("rank 1: /m/model.safetensors: truncated")
+    leader.core.rejection = CheckpointError("rank 1: /m/model.safetensors: truncated")
     request = pb.ControlRequest(operation="reload_weights", timeout_s=7)
     code, message, trailing = await refused(client.stub.Control(request))
     assert (code, trailing["allspan-code"]) == ("FAILED_PRECONDITION", "checkpoint")
@@ -112,8 +113,9 @@ async def test_prompt_logprobs_and_all_timings_come_through(leader: Rank, client
 
 
 async def test_status_tells_every_counter_of_the_core(leader: Rank, client: Client) -> None:
-    values = {field.name: i + 1 for i, field in enumerate(fields(CoreStatistics))} | {"weights_loaded": False}
-    leader.core.counted = CoreStatistics(**values)  # type: ignore[arg-type]
+    values: dict[str, Any] = {field.name: i + 1 for i, field in enumerate(fields(CoreStatistics))}
+    values |= {"weights_loaded": False, "step_tokens": [3, 4]}
+    leader.core.counted = CoreStatistics(**values)
     told = (await client.stub.Status(pb.StatusRequest())).statistics
     assert {name: getattr(told, name) for name in values} == values
     assert (told.weight_bytes, told.kv_bytes) == (0, 0), "given back"

@@ -153,10 +153,10 @@ async def test_a_message_that_is_no_protobuf_harms_nobody(leader: Rank, client: 
 
 async def test_what_the_core_refuses_has_its_status_and_code(leader: Rank, client: Client) -> None:
     await client.subscribe()
-    leader.core.refusal = QueueFull("1024 requests wait")
+    leader.core.rejection = QueueFull("1024 requests wait")
     code, message, trailing = await refused(client.stub.StartRequest(start_message()))
     assert (code, message, trailing["allspan-code"]) == ("RESOURCE_EXHAUSTED", "1024 requests wait", "queue_full")
-    leader.core.refusal = None
+    leader.core.rejection = None
     await client.stub.StartRequest(start_message())
 
 
@@ -200,7 +200,7 @@ def test_an_address_that_others_reach_is_refused(tmp_path: Path) -> None:
 
 async def test_a_loopback_port_is_published(tmp_path: Path) -> None:
     config = worker_config(tmp_path, "127.0.0.1")
-    facts = RankFacts(0, 1, "here", 512, 1000, (), "reference", 0.0, 0, 0)
+    facts = RankFacts(0, 1, "here", 512, 1000, (), "reference", "", "0", 1, 0.0, 0, 0)
     server = RankServer(FakeCore(), facts, config, lambda error: None, inspect)
     try:
         async with grpc.aio.insecure_channel(server.start()) as channel:
@@ -210,7 +210,7 @@ async def test_a_loopback_port_is_published(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_listened_on_is_named(tmp_path: Path) -> None:
-    facts = RankFacts(0, 1, "here", 512, 1000, (), "reference", 0.0, 0, 0)
+    facts = RankFacts(0, 1, "here", 512, 1000, (), "reference", "", "0", 1, 0.0, 0, 0)
     server = RankServer(FakeCore(), facts, worker_config(tmp_path / "missing"), lambda error: None, inspect)
     with pytest.raises(ConfigError, match="cannot listen on unix:"):
         server.start()

@@ -1,0 +1,109 @@
+"""GET /cluster: the live cluster as one JSON object. docs/metrics.md has its shape."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from allspan import __version__
+from allspan.client.gateway.front import Front
+from allspan.client.view import ClusterView, RankView, ReplicaView
+from allspan.protos.engine import EngineStatistics
+
+_TOTALS = (
+    "prompt_tokens",
+    "generated_tokens",
+    "finished_requests",
+    "cancelled_requests",
+    "failed_requests",
+    "refused_requests",
+    "preemptions",
+    "steps",
+)
+_OF_A_RANK = (
+    "device",
+    "numa_nodes",
+    "kernels",
+    "threads",
+    "state",
+    "progress_age_s",
+    "rss_bytes",
+    "peak_rss_bytes",
+    "weight_bytes",
+    "kv_bytes",
+    "load_s",
+    "steps",
+)
+
+
+def routes(front: Front) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/cluster")
+    async def cluster() -> Response:
+        return JSONResponse(described(front, await front.glance.look()))
+
+    return router
+
+
+def described(front: Front, view: ClusterView) -> dict[str, Any]:
+    """All that is known; what only a rank that answers can tell is missing without one."""
+    submitter = front.submitter
+    counted = view.statistics
+    return {
+        "model": submitter.model.name,
+        "max_model_len": submitter.model.max_model_len,
+        "version": __version__,
+        "ready": submitter.is_ready,
+        "cause": submitter.down_cause,
+        "uptime_s": round(time.monotonic() - submitter.telemetry.started, 3),
+        "replicas": {"total": len(view.replicas), "ready": view.num_ready},
+        "ranks": [_rank(replica, rank) for replica in view.replicas for rank in replica.ranks],
+        **(_counted(counted) if counted is not None else {}),
+    }
+
+
+def _counted(counted: EngineStatistics) -> dict[str, Any]:
+    return {
+        "running": counted.running,
+        "waiting": counted.waiting,
+        "weights_loaded": counted.weights_loaded,
+        "kv": {
+            "pages_total": counted.pages_total,
+            "pages_used": counted.pages_used,
+            "pages_cached": counted.pages_cached,
+            "page_size": counted.page_size,
+            "bytes": counted.kv_bytes,
+            "host_pages_total": counted.host_pages_total,
+            "host_pages_used": counted.host_pages_used,
+        },
+        "prefix": {"queries": counted.prefix_query_tokens, "hits": counted.prefix_hit_tokens},
+        "tokens_per_s": {
+            "prompt": round(counted.prompt_tokens_per_s, 1),
+            "generation": round(counted.generated_tokens_per_s, 1),
+        },
+        "totals": {name: getattr(counted, name) for name in _TOTALS},
+    }
+
+
+def _rank(replica: ReplicaView, rank: RankView) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "replica": replica.index,
+        "rank": rank.rank,
+        "epoch": replica.epoch,
+        "host": rank.host,
+        "pid": rank.pid,
+        "state": "silent" if rank.heard_s is not None else "gone",
+    }
+    if rank.heard_s is not None:
+        known["heard_s"] = round(rank.heard_s, 3)
+    if rank.statistics is not None:
+        told = asdict(rank.statistics)
+        known |= {name: told[name] for name in _OF_A_RANK}
+        nodes = told["numa_nodes"]
+        known["where"] = told["device"] or (f"NUMA node {nodes}" if nodes else "CPU")
+    return known
