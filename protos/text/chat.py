@@ -6,6 +6,8 @@ The names and settings that a template may count on are those of Hugging Face's 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -17,10 +19,17 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from allspan.protos.errors import InvalidRequest
 
 MAX_RENDERED_CHARS = 4 * 2**20
+RENDER_S = 5.0
+"""How long a conversation may take."""
+
+
+class TemplateTooSlow(InvalidRequest):
+    """The template was still at it when its time was over."""
 
 
 class _GenerationBlock(Extension):
@@ -34,17 +43,75 @@ class _GenerationBlock(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """Besides what the sandbox forbids: no operator may blow a small template up to gigabytes."""
+class _Bounds(NodeTransformer):
+    """Has every turn of a loop and every call of a macro look at the clock, and every `~` at the length."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self._timed(node)
+        if node.test is not None:  # a filter that lets nothing through loops as well
+            node.test = nodes.Or(self._call("tick", []), node.test).set_lineno(node.lineno)
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._timed(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        return self._timed(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._call("tilde", node.nodes).set_lineno(node.lineno)
+
+    def _timed(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(self._call("tick", [])).set_lineno(node.lineno))
+        return node
+
+    def _call(self, name: str, arguments: list[nodes.Expr]) -> nodes.Call:
+        return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Besides what the sandbox forbids: no loop goes on for ever (`allow` a time before rendering), and no operator
+    blows a small template up to gigabytes."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._clock = threading.local()  # several threads may render one template
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = _Bounds().visit(super()._parse(source, name, filename))
+        assert isinstance(tree, nodes.Template)
+        return tree.set_environment(self)  # type: ignore[return-value]
+
+    def allow(self, seconds: float) -> None:
+        """Renderings of this thread have so long from now."""
+        self._clock.deadline = time.monotonic() + seconds
+
+    def tick(self) -> str:
+        if time.monotonic() > self._clock.deadline:
+            raise TemplateTooSlow("the chat template takes too long over these messages", "messages")
+        return ""
+
+    def tilde(self, *values: Any) -> str:
+        """The operator `~`."""
+        texts = [str(value) for value in values]
+        if sum(map(len, texts)) > MAX_RENDERED_CHARS:
+            raise _too_long("~")
+        return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         size = sum(len(value) for value in (left, right) if isinstance(value, (str, list, tuple)))
         times = max((abs(value) for value in (left, right) if isinstance(value, (int, float))), default=0)
-        if operator == "**" or size * times > MAX_RENDERED_CHARS:
-            raise SecurityError(f"operator {operator} makes values of more than {MAX_RENDERED_CHARS} characters")
+        if operator == "**" or size * (times if operator == "*" else 1) > MAX_RENDERED_CHARS:
+            raise _too_long(operator)
         return super().call_binop(context, operator, left, right)
+
+
+def _too_long(operator: str) -> SecurityError:
+    return SecurityError(f"operator {operator} makes values of more than {MAX_RENDERED_CHARS} characters")
 
 
 class ChatTemplate:
@@ -63,13 +130,21 @@ class ChatTemplate:
         self.eos_token = eos_token
         self._extra = dict(extra or {})
         self.error: str | None = None
+        self._environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateError as error:
             self.error = f"the chat template is no valid Jinja: {_one_line(error)}"
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The prompt's text. Raises InvalidRequest, in one line, for whatever the template objects to."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        within_s: float = RENDER_S,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text. Raises InvalidRequest, in one line, for whatever the template objects to, and
+        TemplateTooSlow when it takes longer than `within_s` seconds."""
         if self.error is not None:
             raise InvalidRequest(f"{self.error}; use completions or give --chat-template FILE", "messages")
         values: dict[str, Any] = {"tools": None, "documents": None}
@@ -77,6 +152,7 @@ class ChatTemplate:
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         parts: list[str] = []
         size = 0
+        self._environment.allow(within_s)
         try:
             for part in self._template.generate(values):
                 parts.append(part)

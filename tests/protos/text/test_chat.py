@@ -11,7 +11,7 @@ import pytest
 
 from allspan.protos.errors import ConfigError, InvalidRequest
 from allspan.protos.text import load_tokenizer
-from allspan.protos.text.chat import MAX_RENDERED_CHARS, ChatTemplate
+from allspan.protos.text.chat import MAX_RENDERED_CHARS, ChatTemplate, TemplateTooSlow
 from support.hf_folders import CHATML, byte_level
 
 transformers = pytest.importorskip("transformers")
@@ -132,6 +132,38 @@ def test_what_a_template_must_not_do_refuses_the_request_in_one_line(source: str
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
     assert caught.value.field == "messages"
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) if i < 0 %}{% endfor %}" * 50,
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+)
+def test_a_template_that_never_ends_is_ended(source: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(TemplateTooSlow, match="takes too long"):
+        ChatTemplate(source).render([{"role": "user", "content": "x"}], within_s=0.2)
+    assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("growth", ["n.s ~ n.s", "n.s + n.s", "n.s * 2"])
+def test_a_template_cannot_double_a_text_for_ever(growth: str) -> None:
+    source = f"{{% set n = namespace(s='xx') %}}{{% for i in range(60) %}}{{% set n.s = {growth} %}}{{% endfor %}}"
+    with pytest.raises(InvalidRequest, match="makes values of more than"):
+        ChatTemplate(source).render([])
+
+
+def test_bounds_change_nothing_in_what_is_rendered() -> None:
+    source = (
+        "{% macro m(x, y=1) %}{% for i in x %}{{ loop.index ~ i ~ y ~ none }}{% else %}-{% endfor %}{% endmacro %}"
+        "{{ m([1, 2]) }}{{ m([]) }}"
+        "{% for a in [1, 2, 3] if a != 2 %}{{ a }}{% if a == 3 %}{% break %}{% endif %}{% endfor %}"
+        "{% macro m2() %}{{ caller('c') }}{% endmacro %}{% call(z) m2() %}{{ z }}{% endcall %}"
+    )
+    assert ChatTemplate(source).render([]) == "111None221None-13c"
 
 
 def test_a_template_s_own_complaint_is_passed_on() -> None:
