@@ -82,6 +82,23 @@ class ChatConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponsesConfig:
+    """What /v1/responses keeps, so that a conversation can go on from one (previous_response_id)."""
+
+    max_stored_responses: int = 1000
+    """Most responses kept, in memory and 64 MiB at most; the oldest make room; 0 keeps none."""
+    stored_response_ttl: float = 3600.0
+    """Seconds for which a response is kept."""
+
+    def __post_init__(self) -> None:
+        if min(self.max_stored_responses, self.stored_response_ttl) < 0:
+            raise ConfigError(
+                f"--max-stored-responses is {self.max_stored_responses} and --stored-response-ttl "
+                f"{self.stored_response_ttl:g}, both must be at least 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Flags of `allspan serve` that concern its listening side."""
 
@@ -98,11 +115,13 @@ class GatewayConfig:
     security: SecurityConfig = SecurityConfig()
     limits: LimitsConfig = LimitsConfig()
     chat: ChatConfig = ChatConfig()
+    responses: ResponsesConfig = ResponsesConfig()
 
 
 GROUPS: dict[str, tuple[str, type]] = {
     "security": ("who may ask", SecurityConfig),
     "limits": ("limits of requests", LimitsConfig),
     "chat": ("conversations", ChatConfig),
+    "responses": ("responses that are kept", ResponsesConfig),
 }
 """By the field of GatewayConfig that holds them: a group's title in --help, and its flags."""

@@ -14,12 +14,13 @@ from allspan.client.gateway.http_access import KeyCheck
 from allspan.client.gateway.http_errors import HttpError, response_of, status_of
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.request_id import RequestIds
-from allspan.client.gateway.routes import cluster, openai, page, state, tokens
+from allspan.client.gateway.routes import cluster, openai, page, responses, state, tokens
 from allspan.client.gateway.telemetry import Telemetry
 from allspan.protos.errors import AllspanError
 
 ROUTES: tuple[Callable[[Front], APIRouter], ...] = (
     openai.routes,
+    responses.routes,
     tokens.routes,
     state.routes,
     cluster.routes,

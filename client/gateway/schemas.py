@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -245,8 +245,17 @@ Body = TypeVar("Body", bound=RequestBody)
 
 def parse(model: type[Body], body: bytes, limits: LimitsConfig) -> Body:
     """The checked request; HttpError (malformed JSON) or InvalidRequest (a field) says what is wrong."""
+    return _checked(model.model_validate_json, body, limits)
+
+
+def parse_value(model: type[Body], body: Mapping[str, Any], limits: LimitsConfig) -> Body:
+    """The same for what is JSON no more."""
+    return _checked(model.model_validate, body, limits)
+
+
+def _checked(validate: Callable[[Any], Body], body: Any, limits: LimitsConfig) -> Body:
     try:
-        request = model.model_validate_json(body)
+        request = validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         if first["type"] == "json_invalid":

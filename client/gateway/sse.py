@@ -20,9 +20,10 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: Any) -> bytes:
-    """One event with a JSON payload."""
-    return b"data: " + _encode(data).encode() + b"\n\n"
+def event(data: Any, name: str = "") -> bytes:
+    """One event with a JSON payload, and with a name for those who listen by names."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + _encode(data).encode() + b"\n\n"
 
 
 class EventStream(Response):

@@ -1,0 +1,132 @@
+"""From a request's body to its response, whole or as a stream of typed events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from allspan.client.gateway.access import current_caller
+from allspan.client.gateway.body import read_json_body
+from allspan.client.gateway.chat.reader import MessageReader, Reading
+from allspan.client.gateway.front import Front
+from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.openai_chat import sampling_fields
+from allspan.client.gateway.openai_shapes import Json, TokenTexts
+from allspan.client.gateway.origin import Origin, origin_of
+from allspan.client.gateway.responses.items import read_items, to_messages
+from allspan.client.gateway.responses.request import ResponsesRequest
+from allspan.client.gateway.responses.store import ResponseStore, Stored
+from allspan.client.gateway.responses.turn import Turn
+from allspan.client.gateway.schemas import ChatRequest, parse, parse_value, read_messages
+from allspan.client.gateway.sse import EventStream, event, while_connected
+from allspan.client.gateway.submit import Job, caller_error
+from allspan.protos.errors import InvalidRequest
+
+logger = logging.getLogger("allspan.gateway")
+
+# Fields of the conversation that has the answer → as this endpoint's callers know them.
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+}
+
+
+class Responder:
+    """Answers POST /v1/responses, and keeps the answers in `store`."""
+
+    def __init__(self, front: Front) -> None:
+        self._submitter = front.submitter
+        self._limits = front.config.limits
+        settings = front.config.responses
+        self.store = ResponseStore(settings.max_stored_responses, settings.stored_response_ttl)
+
+    async def answer(self, request: Request) -> Response:
+        """Reads, checks, runs and answers one request."""
+        origin = origin_of(request)
+        try:
+            turn = await self._plan(await read_json_body(request, self._limits))
+            if not turn.request.stream:
+                return JSONResponse(await while_connected(request.receive, self._whole(turn, origin)))
+            generations = await while_connected(request.receive, self._submitter.start([turn.job], origin))
+        except Exception as error:
+            raise caller_error(error, origin.label) from error
+        return EventStream(self._events(turn, generations[0], origin.owner), lambda: self._submitter.end(generations))
+
+    async def count(self, request: Request) -> int:
+        """Tokens of the prompt that the request would have."""
+        try:
+            turn = await self._plan(await read_json_body(request, self._limits))
+        except Exception as error:
+            raise caller_error(error, origin_of(request).label) from error
+        return len(turn.job.token_ids)
+
+    async def _plan(self, body: bytes) -> Turn:
+        """Checks everything; nothing runs yet."""
+        request = parse(ResponsesRequest, body, self._limits)
+        self._submitter.check_model(request.model)
+        items = read_items(request.input)
+        before: list[Json] = []
+        if request.previous_response_id is not None:
+            owner = current_caller().owner
+            before = self.store.get(owner, request.previous_response_id, "previous_response_id").history
+        chat_body = request.conversation(to_messages([*before, *items], request.instructions))
+        try:
+            chat = parse_value(ChatRequest, chat_body, self._limits)
+            job, reader = await self._conversation(chat)
+        except InvalidRequest as error:
+            raise _renamed(error) from error
+        texts = TokenTexts(self._submitter.tokenizer, bool(chat.return_tokens_as_token_ids))
+        return Turn(request, job, reader, texts, self._submitter.model.name, items, before)
+
+    async def _conversation(self, chat: ChatRequest) -> tuple[Job, MessageReader]:
+        fields = self._submitter.sampling(sampling_fields(chat))
+        token_ids = await self._submitter.encode_chat(read_messages(chat.messages), chat.prompt_options())
+        params = self._submitter.params(fields, len(token_ids), default_max_tokens=None)
+        job = Job(token_ids, params, continues=False, options=chat.options(), text=chat.text_options())
+        return job, MessageReader(Reading())
+
+    async def _whole(self, turn: Turn, origin: Origin) -> Json:
+        async with self._submitter.running([turn.job], origin) as (generation,):
+            turn.begin(generation)
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    for _ in turn.push(delta, generation):
+                        pass
+            self._keep(turn, origin.owner)
+            return turn.response
+
+    async def _events(self, turn: Turn, generation: Generation, owner: str) -> AsyncGenerator[bytes, None]:
+        try:
+            for told in turn.begin(generation):
+                yield event(told, told["type"])
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    for told in turn.push(delta, generation):
+                        if told["type"] in ("response.completed", "response.incomplete"):
+                            self._keep(turn, owner)  # before its caller can ask for it
+                        yield event(told, told["type"])
+        except Exception as error:
+            shown = caller_error(error, "streaming")
+            logger.info("stream %s broke off: %s", turn.response.get("id"), shown.message)
+            for told in turn.fail(shown, generation):
+                yield event(told, told["type"])
+            self._keep(turn, owner)
+
+    def _keep(self, turn: Turn, owner: str) -> None:
+        if turn.is_kept:
+            self.store.put(owner, Stored(turn.response, turn.input, turn.history))
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    """With the names that this endpoint has for the fields of a conversation."""
+    field = error.field or ""
+    name = _NAMES.get(field, field)
+    return InvalidRequest(error.message.replace(field, name) if field in _NAMES else error.message, name)

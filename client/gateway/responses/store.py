@@ -1,0 +1,85 @@
+"""Responses that are kept in memory, so that a conversation can go on from one: so many, so large, for so long."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from allspan.client.gateway.http_errors import HttpError
+from allspan.client.gateway.openai_shapes import Json
+
+MAX_BYTES = 64 * 2**20
+"""Of all that is kept, as JSON: a bound on memory, whatever the number of entries."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One response and what came before it."""
+
+    response: Json
+    input: list[Json]
+    """Its own input's items."""
+    history: list[Json]
+    """All items of the conversation up to its end."""
+
+
+class ResponseStore:
+    """Each belongs to the owner that asked for it; nobody else finds it. The oldest make room for new ones."""
+
+    def __init__(self, max_entries: int, ttl: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`ttl`: seconds from when it was put in."""
+        self._max_entries = max_entries
+        self._ttl = ttl
+        self._clock = clock
+        self._entries: OrderedDict[tuple[str, str], tuple[Stored, int, float]] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._max_entries > 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, owner: str, stored: Stored) -> None:
+        """Takes the place of one with the same id; one that is larger than all may be is not kept."""
+        key = (owner, stored.response["id"])
+        self._drop(key)
+        size = len(json.dumps(stored.history)) + len(json.dumps(stored.response))
+        if not self.is_on or size > MAX_BYTES:
+            return
+        self._entries[key] = (stored, size, self._clock() + self._ttl)
+        self._bytes += size
+        while self._entries:
+            oldest, (_, _, expires) = next(iter(self._entries.items()))
+            if len(self._entries) <= self._max_entries and self._bytes <= MAX_BYTES and expires > self._clock():
+                return
+            self._drop(oldest)
+
+    def get(self, owner: str, response_id: str, field: str = "response_id") -> Stored:
+        """HttpError 404 for one that is not there (any more) or is somebody else's."""
+        found = self._entries.get((owner, response_id))
+        if found is None or found[2] <= self._clock():
+            self._drop((owner, response_id))
+            raise HttpError(404, f"{field} {response_id[:128]!r} is not kept here: {self._why()}")
+        return found[0]
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """HttpError 404."""
+        self.get(owner, response_id)
+        self._drop((owner, response_id))
+
+    def _why(self) -> str:
+        if not self.is_on:
+            return "this server keeps none (--max-stored-responses is 0); give all items in input"
+        return (
+            f"a response is kept for {self._ttl:g} s, of the last {self._max_entries}, unless store is false; "
+            "give all items in input"
+        )
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        found = self._entries.pop(key, None)
+        self._bytes -= found[1] if found else 0
