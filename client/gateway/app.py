@@ -25,15 +25,12 @@ from grpc_reflection.v1alpha import reflection
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.front import Front
-from allspan.client.gateway.glance import Glance
 from allspan.client.gateway.grpc_access import KeyInterceptor
 from allspan.client.gateway.grpc_service import SERVICE, InferenceService
 from allspan.client.gateway.health import EngineHealth
 from allspan.client.gateway.http import make_app
-from allspan.client.gateway.keys import load_keys
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
-from allspan.client.gateway.submit import ServedModel, Submitter
 from allspan.client.gateway.tls import Pem, Tls
 from allspan.protos import inference_pb2
 from allspan.protos.errors import ConfigError, InternalError
@@ -63,10 +60,8 @@ async def serve_gateway(
     `sockets`, never `engine`. Raises ConfigError, CheckpointError, InternalError.
     """
     with contextlib.closing(sockets):
-        keys = load_keys(config.security)
-        served = ServedModel.of(engine.cluster, config)
-        submitter = Submitter(engine, with_template(tokenizer, config), served, config)
-        front = Front(submitter, config, keys, Glance(engine))
+        front = Front.of(engine, with_template(tokenizer, config), config)
+        submitter = front.submitter
         health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.glance import Glance
-from allspan.client.gateway.keys import Keys
-from allspan.client.gateway.submit import Submitter
+from allspan.client.gateway.keys import Keys, load_keys
+from allspan.client.gateway.readiness import GatewayEngine
+from allspan.client.gateway.submit import ServedModel, Submitter
+from allspan.protos.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,9 @@ class Front:
     config: GatewayConfig
     keys: Keys
     glance: Glance
+
+    @classmethod
+    def of(cls, engine: GatewayEngine, tokenizer: Tokenizer, config: GatewayConfig) -> Front:
+        """Over one engine. Raises ConfigError for keys that are none, CheckpointError."""
+        submitter = Submitter(engine, tokenizer, ServedModel.of(engine.cluster, config), config)
+        return cls(submitter, config, load_keys(config.security), Glance(engine))

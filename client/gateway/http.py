@@ -14,7 +14,7 @@ from allspan.client.gateway.http_access import KeyCheck
 from allspan.client.gateway.http_errors import HttpError, response_of, status_of
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.request_id import RequestIds
-from allspan.client.gateway.routes import cluster, openai, page, responses, state, tokens
+from allspan.client.gateway.routes import admin, cluster, openai, page, responses, state, tokens
 from allspan.client.gateway.telemetry import Telemetry
 from allspan.protos.errors import AllspanError
 
@@ -25,6 +25,7 @@ ROUTES: tuple[Callable[[Front], APIRouter], ...] = (
     state.routes,
     cluster.routes,
     page.routes,
+    admin.routes,
 )
 
 
@@ -35,7 +36,7 @@ def make_app(front: Front) -> FastAPI:
         app.include_router(make(front))
     app.add_exception_handler(AllspanError, _refusal(front.submitter.telemetry))
     app.add_exception_handler(HTTPException, _no_such_route)
-    app.add_middleware(KeyCheck, front=front, admin_paths=frozenset())
+    app.add_middleware(KeyCheck, front=front, admin_paths=admin.paths(front))
     app.add_middleware(RequestIds, telemetry=front.submitter.telemetry)
     return app
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from allspan.client.view import ClusterView
 from allspan.protos.cluster import ClusterInfo
@@ -41,3 +41,9 @@ class GatewayEngine(EngineProtocol, Protocol):
 
     async def aview(self, timeout: float) -> ClusterView:
         """The cluster as it is known within `timeout` seconds, up or not."""
+
+    async def acontrol(self, operation: str, timeout: float = 0.0) -> None:
+        """`start_model`, `stop_model` … by name, for asyncio."""
+
+    async def ainspect(self, what: str) -> dict[str, Any]:
+        """ "profile", "model" … for asyncio."""

@@ -94,16 +94,22 @@ class Submitter:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self.hold = ""
+        """Why the operator lets nothing new in, "" while it comes in."""
 
     @property
     def is_ready(self) -> bool:
         """New requests are welcome."""
-        return not self._draining and self.engine.is_ready
+        return not self.down_cause
 
     @property
     def down_cause(self) -> str:
         """Why new requests are not welcome, "" while they are."""
-        return "the server is shutting down" if self._draining else self.engine.down_cause
+        return "the server is shutting down" if self._draining else self.hold or self.engine.down_cause
+
+    def running_requests(self) -> list[Generation]:
+        """What runs now."""
+        return list(self._running)
 
     def check_model(self, name: str) -> None:
         """ModelNotFound for any name but the served one; "" is the served one."""
@@ -270,7 +276,7 @@ class Submitter:
         return generation
 
     def _admit(self, count: int) -> None:
-        if self._draining:
+        if self._draining or self.hold:
             raise Unavailable(self.down_cause)
         if self._admitted + count > self._max_requests:
             raise QueueFull(

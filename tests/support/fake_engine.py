@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from allspan.client.view import ClusterView, RankView, ReplicaView
 from allspan.protos.cluster import ClusterInfo
@@ -53,6 +54,10 @@ class FakeEngine:
     view_s: float = 0.0
     """What `aview` takes, unless it is given less."""
     looks: int = 0
+    controls: list[tuple[str, float]] = field(default_factory=list)
+    """What `acontrol` was asked for."""
+    control_failures: dict[str, AllspanError] = field(default_factory=dict)
+    """By operation, what it raises."""
     asked: dict[str, Asked] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -138,6 +143,14 @@ class FakeEngine:
             step_tokens=(made, *(0 for _ in STEP_TOKENS_BOUNDS)),
             step_tokens_sum=made,
         )
+
+    async def acontrol(self, operation: str, timeout: float = 0.0) -> None:
+        self.controls.append((operation, timeout))
+        if operation in self.control_failures:
+            raise self.control_failures[operation]
+
+    async def ainspect(self, what: str) -> dict[str, Any]:
+        return {"what": what}
 
     def release_request(self, handle: RequestHandle) -> None:
         if handle.request_id in self.asked:

@@ -16,14 +16,11 @@ from starlette.routing import BaseRoute, Route, Router
 
 from allspan.client.gateway.access import Caller
 from allspan.client.gateway.config import SecurityConfig
-from allspan.client.gateway.front import Front
 from allspan.client.gateway.http import make_app
 from allspan.client.gateway.keys import Keys, load_keys
-from allspan.client.gateway.submit import ServedModel, Submitter
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.errors import ConfigError, Unauthenticated
-from support.chat_tokenizer import chat_tokenizer
-from support.gateway import fake_engine, gateway, gateway_config, stub
+from support.gateway import front, gateway, gateway_config, stub
 
 KEY, OTHER, ADMIN_KEY = "sk-first-0123456789abcdef", "sk-second-0123456789abcdef", "sk-admin-0123456789abcdef"
 COMPLETIONS = "/v1/completions"
@@ -35,11 +32,8 @@ def bearer(key: str) -> dict[str, str]:
 
 def routes() -> list[tuple[str, str]]:
     """(method, path) of everything that the application answers, a value for each parameter."""
-    engine, config = fake_engine(), gateway_config()
-    served = ServedModel.of(engine.cluster, config)
-    submitter = Submitter(engine, chat_tokenizer(), served, config)  # type: ignore[arg-type]
     found = []
-    for route in flat(make_app(Front(submitter, config, Keys({}))).routes):
+    for route in flat(make_app(front()).routes):
         assert isinstance(route, Route), f"{route}: this test does not know what it answers"
         path = re.sub(r"\{[^}]*\}", "x", route.path)
         found += [(method, path) for method in sorted(route.methods or ())]

@@ -1,0 +1,179 @@
+"""What an operator does to a server that runs, under the names that vLLM's users know: for the admin key alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import JSONResponse, Response
+
+from allspan.client.gateway.access import current_caller
+from allspan.client.gateway.body import read_json_body
+from allspan.client.gateway.front import Front
+from allspan.client.gateway.http_access import require_admin
+from allspan.client.gateway.submit import Submitter
+from allspan.protos.errors import AllspanError, InvalidRequest
+
+DRAIN_S, WEIGHTS_S, MOST_S = 60.0, 600.0, 3600.0
+PAUSED = "the server is paused by its operator; POST /resume lets requests in again"
+ASLEEP = "the server sleeps, its weights are unloaded; POST /wake_up loads them again"
+
+Act = Callable[[Request], Awaitable[dict[str, Any]]]
+
+logger = logging.getLogger("allspan.gateway")
+
+
+def routes(front: Front) -> APIRouter:
+    router = APIRouter(dependencies=[Depends(require_admin)])
+    for (method, path), act in _table(front).items():
+        router.add_api_route(path, _endpoint(path, act), methods=[method], name=path)
+    return router
+
+
+def paths(front: Front) -> frozenset[str]:
+    """All of them: what asks for the admin key even where users need none."""
+    return frozenset(path for _, path in _table(front))
+
+
+def _endpoint(path: str, act: Act) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        started = time.monotonic()
+        try:
+            answer = await act(request)
+        except AllspanError as error:
+            logger.info("admin: %s failed after %.3f s: %s", path, time.monotonic() - started, error.message)
+            raise
+        if request.method == "POST":
+            logger.info("admin: %s done in %.3f s", path, time.monotonic() - started)
+        return JSONResponse(answer)
+
+    return endpoint
+
+
+def _table(front: Front) -> dict[tuple[str, str], Act]:
+    operator = _Operator(front)
+    return {
+        ("POST", "/pause"): operator.pause,
+        ("POST", "/resume"): operator.resume,
+        ("GET", "/is_paused"): operator.is_paused,
+        ("POST", "/sleep"): operator.sleep,
+        ("POST", "/wake_up"): operator.wake_up,
+        ("GET", "/is_sleeping"): operator.is_sleeping,
+        ("POST", "/reset_prefix_cache"): operator.reset_prefix_cache,
+        ("POST", "/start_profile"): operator.start_profile,
+        ("POST", "/stop_profile"): operator.stop_profile,
+        ("GET", "/profile"): operator.profile,
+        ("POST", "/abort"): operator.abort,
+        ("GET", "/admin/requests"): operator.requests,
+    }
+
+
+class _Operator:
+    """Each method is an endpoint: what it did, or told, as JSON."""
+
+    def __init__(self, front: Front) -> None:
+        self._submitter: Submitter = front.submitter
+        self._engine = front.submitter.engine
+        self._limits = front.config.limits
+
+    async def pause(self, request: Request) -> dict[str, Any]:
+        """Refuses what is new and waits `timeout` seconds for what runs; then 504, and paused all the same."""
+        timeout = _seconds(request, DRAIN_S)
+        self._submitter.hold = self._submitter.hold or PAUSED
+        await self._engine.acontrol("stop_model", timeout)
+        return {"status": "paused"}
+
+    async def resume(self, request: Request) -> dict[str, Any]:
+        await self._engine.acontrol("start_model")  # refused while the weights are unloaded
+        self._submitter.hold = ""
+        return {"status": "running"}
+
+    async def is_paused(self, request: Request) -> dict[str, Any]:
+        return {"is_paused": bool(self._submitter.hold)}
+
+    async def sleep(self, request: Request) -> dict[str, Any]:
+        """Pauses, then gives back the memory of weights and KV pages. vLLM's levels 1 and 2 are the same here."""
+        timeout = _seconds(request, DRAIN_S)
+        self._submitter.hold = self._submitter.hold or PAUSED
+        await self._engine.acontrol("stop_model", timeout)
+        await self._engine.acontrol("unload_weights", timeout)
+        self._submitter.hold = ASLEEP
+        return {"status": "sleeping"}
+
+    async def wake_up(self, request: Request) -> dict[str, Any]:
+        timeout = _seconds(request, WEIGHTS_S)
+        if self._submitter.hold == ASLEEP:
+            # Stopped it is already, unless the ranks were started anew meanwhile.
+            await self._engine.acontrol("stop_model", DRAIN_S)
+            await self._engine.acontrol("reload_weights", timeout)
+            self._submitter.hold = PAUSED
+        return await self.resume(request)
+
+    async def is_sleeping(self, request: Request) -> dict[str, Any]:
+        return {"is_sleeping": self._submitter.hold == ASLEEP}
+
+    async def reset_prefix_cache(self, request: Request) -> dict[str, Any]:
+        await self._engine.acontrol("reset_prefix_cache")
+        return {"status": "reset"}
+
+    async def start_profile(self, request: Request) -> dict[str, Any]:
+        await self._engine.acontrol("start_profile")
+        return {"status": "profiling"}
+
+    async def stop_profile(self, request: Request) -> dict[str, Any]:
+        await self._engine.acontrol("stop_profile")
+        return {"status": "stopped"}
+
+    async def profile(self, request: Request) -> dict[str, Any]:
+        """Milliseconds of each op on the leader since the start of the profile, the longest first."""
+        return await self._engine.ainspect("profile")
+
+    async def abort(self, request: Request) -> dict[str, Any]:
+        """{"request_id": …}: the name a request came with, or its answer's id. How many choices that ended."""
+        name = _request_id(await read_json_body(request, self._limits))
+        return {"aborted": await self._submitter.abort(name, current_caller())}
+
+    async def requests(self, request: Request) -> dict[str, Any]:
+        """What runs, the oldest first: no prompt, no output."""
+        now = time.monotonic()
+        running = [
+            {
+                "id": generation.handle.request_id,
+                "name": generation.origin.name,
+                "owner": generation.origin.owner,
+                "call": generation.origin.label,
+                "age_s": round(now - generation.origin.arrived, 3),
+                "prompt_tokens": generation.num_prompt_tokens,
+                "output_tokens": generation.num_output_tokens,
+            }
+            for generation in self._submitter.running_requests()
+        ]
+        return {"requests": sorted(running, key=lambda row: -row["age_s"])}
+
+
+def _seconds(request: Request, default: float) -> float:
+    """The query's `timeout`."""
+    text = request.query_params.get("timeout", str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MOST_S:
+        raise InvalidRequest(f"timeout is {text[:32]!r}, must be from 0 to {MOST_S:g} seconds", "timeout")
+    return seconds
+
+
+def _request_id(body: bytes) -> str:
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        given = None
+    name = given.get("request_id") if isinstance(given, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest('the body must be {"request_id": "…"}', "request_id")
+    return name
