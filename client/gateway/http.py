@@ -14,7 +14,7 @@ from allspan.client.gateway.http_access import KeyCheck
 from allspan.client.gateway.http_errors import HttpError, response_of, status_of
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.request_id import RequestIds
-from allspan.client.gateway.routes import admin, cluster, openai, page, responses, state, tokens
+from allspan.client.gateway.routes import admin, cluster, metrics, openai, page, responses, state, tokens
 from allspan.client.gateway.telemetry import Telemetry
 from allspan.protos.errors import AllspanError
 
@@ -24,6 +24,7 @@ ROUTES: tuple[Callable[[Front], APIRouter], ...] = (
     tokens.routes,
     state.routes,
     cluster.routes,
+    metrics.routes,
     page.routes,
     admin.routes,
 )

@@ -103,6 +103,16 @@ class Submitter:
         return not self.down_cause
 
     @property
+    def num_open(self) -> int:
+        """Requests inside the gateway."""
+        return self._admitted
+
+    @property
+    def most_open(self) -> int:
+        """Its limit."""
+        return self._max_requests
+
+    @property
     def down_cause(self) -> str:
         """Why new requests are not welcome, "" while they are."""
         return "the server is shutting down" if self._draining else self.hold or self.engine.down_cause

@@ -12,7 +12,7 @@ from time import monotonic
 
 from allspan.client.gateway.histogram import Histogram
 from allspan.client.gateway.origin import Origin
-from allspan.protos.errors import AllspanError, RequestCancelled
+from allspan.protos.errors import ERRORS, AllspanError, RequestCancelled
 from allspan.protos.results import RequestTimings
 
 FINISHED = ("stop", "length")
@@ -57,9 +57,9 @@ class Telemetry:
         self.prompt_tokens = 0
         """Of requests that have had their first token."""
         self.output_tokens = 0
-        self.finished: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED, 0))
         """By finish reason."""
-        self.failed: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter(dict.fromkeys(ERRORS, 0))
         """By the error's code: what ended requests that were let in, and what others were refused with."""
         self.answers: Counter[tuple[str, str, int]] = Counter()
         """By method, path (as the route names it) and status."""
