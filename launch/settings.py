@@ -44,6 +44,11 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "max_body_bytes": (1024, 2**31),
     "max_prompt_chars": (0, 2**31),
     "max_concurrent_requests": (1, 1 << 20),
+    "grpc_max_message_bytes": (1024, 2**30),
+    "grpc_min_ping_interval": (0, 86400),
+    "grpc_keepalive_time": (1, 86400),
+    "grpc_max_connection_age": (0, 2**31 // 1000),
+    "grpc_stream_timeout": (0.1, 86400),
     "body_timeout": (0.1, 3600),
 }
 

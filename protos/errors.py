@@ -6,6 +6,7 @@
     ├── CheckpointError       a model's files cannot be read or are not supported
     ├── ConfigError           a flag or setting is refused before anything starts
     ├── QueueFull             too much load; try again later
+    ├── StreamNotRead         a client does not read what it asked for
     ├── RequestCancelled      stopped by its caller, or its caller went away
     ├── DeadlineExceeded      a bounded wait ran out
     ├── Unavailable           the world is down, loading or draining (says why)
@@ -99,6 +100,10 @@ class QueueFull(AllspanError):
     code = "queue_full"
 
 
+class StreamNotRead(AllspanError):
+    code = "stream_not_read"
+
+
 class RequestCancelled(AllspanError):
     code = "cancelled"
 
@@ -146,6 +151,7 @@ ERRORS: dict[str, ErrorRow] = {
         ErrorRow(CheckpointError, "FAILED_PRECONDITION", 500, "server_error", StatusCode.IO_ERROR),
         ErrorRow(ConfigError, "FAILED_PRECONDITION", 500, "server_error", StatusCode.PARAM_ERROR),
         ErrorRow(QueueFull, "RESOURCE_EXHAUSTED", 429, "rate_limit_error", StatusCode.EXCEED_LIMIT_ERROR),
+        ErrorRow(StreamNotRead, "RESOURCE_EXHAUSTED", 408, "invalid_request_error", StatusCode.EXCEED_LIMIT_ERROR),
         ErrorRow(RequestCancelled, "CANCELLED", 499, "server_error", StatusCode.RUNTIME_ERROR),
         ErrorRow(DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "server_error", StatusCode.RUNTIME_ERROR),
         ErrorRow(Unavailable, "UNAVAILABLE", 503, "server_error", StatusCode.REQUEST_DENIED),

@@ -27,7 +27,7 @@ class Messages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "request_id", "n", "priority", "timeout_s", "cache_salt", "prefix_cache", "stream", "add_special_tokens", "truncate_prompt_tokens")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "request_id", "n", "priority", "timeout_s", "cache_salt", "prefix_cache", "stream", "add_special_tokens", "truncate_prompt_tokens", "add_generation_prompt")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class GenerateRequest(_message.Message):
     STREAM_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -56,7 +57,8 @@ class GenerateRequest(_message.Message):
     stream: bool
     add_special_tokens: bool
     truncate_prompt_tokens: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_cache: bool = ..., stream: bool = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    add_generation_prompt: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_cache: bool = ..., stream: bool = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., add_generation_prompt: bool = ...) -> None: ...
 
 class SamplingOptions(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "min_tokens", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "suppress_repetition_in_generation", "no_repeat_ngram_size", "typical_p", "logit_bias", "allowed_token_ids", "bad_words", "bad_words_ids", "stop_words_ids", "prompt_logprobs", "do_sample", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
@@ -174,16 +176,18 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., index: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "add_special_tokens")
+    __slots__ = ("model", "text", "chat", "add_special_tokens", "add_generation_prompt")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: Messages
     add_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Messages, _Mapping]] = ..., add_special_tokens: bool = ...) -> None: ...
+    add_generation_prompt: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Messages, _Mapping]] = ..., add_special_tokens: bool = ..., add_generation_prompt: bool = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids", "max_model_len")
@@ -232,18 +236,22 @@ class ServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Rank(_message.Message):
-    __slots__ = ("rank", "replica", "host", "kernels", "state")
+    __slots__ = ("rank", "replica", "host", "kernels", "state", "device", "numa_nodes")
     RANK_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     replica: int
     host: str
     kernels: str
     state: str
-    def __init__(self, rank: _Optional[int] = ..., replica: _Optional[int] = ..., host: _Optional[str] = ..., kernels: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+    device: str
+    numa_nodes: str
+    def __init__(self, rank: _Optional[int] = ..., replica: _Optional[int] = ..., host: _Optional[str] = ..., kernels: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[str] = ..., numa_nodes: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_choices", "max_prompt_chars", "max_message_bytes", "max_concurrent_requests", "max_stop_sequences", "max_logprobs", "max_timeout_s")

@@ -17,25 +17,19 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import uvicorn
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.front import Front
-from allspan.client.gateway.grpc_access import KeyInterceptor
-from allspan.client.gateway.grpc_service import SERVICE, InferenceService
+from allspan.client.gateway.grpc_server import grpc_server
+from allspan.client.gateway.grpc_service import SERVICE
 from allspan.client.gateway.health import EngineHealth
 from allspan.client.gateway.http import make_app
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
-from allspan.client.gateway.tls import Pem, Tls
-from allspan.protos import inference_pb2
+from allspan.client.gateway.tls import Tls
 from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.text import Tokenizer
-from allspan.protos.wire import SERVER_OPTIONS
 
 __all__ = ["GatewayConfig", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
 
@@ -65,7 +59,7 @@ async def serve_gateway(
         health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)
-        async with _grpc_server(front, health, sockets, tls), _http_server(front, sockets.http, tls) as http:
+        async with grpc_server(front, health, sockets, tls), _http_server(front, sockets.http, tls) as http:
             following = [asyncio.create_task(health.follow())]
             if tls is not None:
                 following.append(asyncio.create_task(tls.follow()))
@@ -148,56 +142,6 @@ async def _http_server(front: Front, sock: socket.socket, tls: Tls | None) -> As
         server.should_exit = True
         await asyncio.wait([task], timeout=3 * CLOSE_S)
         task.cancel()
-
-
-@contextlib.asynccontextmanager
-async def _grpc_server(front: Front, health: EngineHealth, sockets: Sockets, tls: Tls | None) -> AsyncIterator[None]:
-    options = (
-        *SERVER_OPTIONS,
-        ("grpc.so_reuseport", 1),
-        # Generation can be silent for long: pings every 10 s are welcome.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-    )
-    server = grpc.aio.server(options=options, interceptors=(KeyInterceptor(front),))
-    handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(front.submitter).handlers())
-    server.add_generic_rpc_handlers((handlers,))
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    described = (inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
-    names = [service.full_name for file in described for service in file.services_by_name.values()]
-    reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-    try:
-        if tls is None:
-            server.add_insecure_port(sockets.grpc_address)
-        else:
-            server.add_secure_port(sockets.grpc_address, _credentials(tls))
-    except RuntimeError as error:
-        raise ConfigError(f"gRPC cannot listen on {sockets.grpc_address}: {error}") from error
-    await health.refresh()
-    await server.start()
-    sockets.grpc.close()
-    try:
-        yield
-    finally:
-        await server.stop(CLOSE_S)
-
-
-def _credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Asked at every handshake, so that a renewed certificate is shown from then on."""
-
-    def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], pem.ca or None)
-
-    shown = tls.pem
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal shown
-        if tls.pem is shown:
-            return None
-        shown = tls.pem
-        return configuration(shown)
-
-    return grpc.dynamic_ssl_server_credentials(configuration(shown), fetch, tls.requires_clients)
 
 
 async def _first(event: asyncio.Event, server: asyncio.Task[None]) -> None:

@@ -99,6 +99,22 @@ class ResponsesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GrpcConfig:
+    """Connections and streams of gRPC."""
+
+    grpc_max_message_bytes: int = 16 * 2**20
+    """Largest gRPC request; a larger one is refused with RESOURCE_EXHAUSTED."""
+    grpc_min_ping_interval: float = 10.0
+    """Clients may send keepalive pings this many seconds apart, also while nothing runs; more of them are cut off."""
+    grpc_keepalive_time: float = 60.0
+    """Seconds of silence after which the server asks whether a client is still there; 20 more end its requests."""
+    grpc_max_connection_age: float = 0.0
+    """Seconds after which a connection is asked to be made anew (for load balancers); its streams run on; 0: never."""
+    grpc_stream_timeout: float = 60.0
+    """Seconds that a client may leave its stream unread once all buffers are full; then it ends."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Flags of `allspan serve` that concern its listening side."""
 
@@ -116,6 +132,7 @@ class GatewayConfig:
     limits: LimitsConfig = LimitsConfig()
     chat: ChatConfig = ChatConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    grpc: GrpcConfig = GrpcConfig()
 
 
 GROUPS: dict[str, tuple[str, type]] = {
@@ -123,5 +140,6 @@ GROUPS: dict[str, tuple[str, type]] = {
     "limits": ("limits of requests", LimitsConfig),
     "chat": ("conversations", ChatConfig),
     "responses": ("responses that are kept", ResponsesConfig),
+    "grpc": ("gRPC", GrpcConfig),
 }
 """By the field of GatewayConfig that holds them: a group's title in --help, and its flags."""

@@ -10,6 +10,7 @@ import grpc.aio
 
 from allspan.client.gateway.access import set_caller
 from allspan.client.gateway.front import Front
+from allspan.client.gateway.grpc_status import shown_message, status_code, trailers_of
 from allspan.client.gateway.keys import presented_key
 from allspan.client.gateway.origin import Origin, plain_label
 from allspan.protos.errors import ERRORS, AllspanError, Unauthenticated
@@ -49,9 +50,7 @@ def _refusal(error: AllspanError) -> grpc.RpcMethodHandler:
     """Answers a call of any kind at once, whether or not a message comes."""
 
     async def refuse(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        await context.abort(
-            grpc.StatusCode[ERRORS[error.code].grpc], error.message, (("allspan-error-code", error.code),)
-        )
+        await context.abort(status_code(error), shown_message(error), trailers_of(error))
         yield None  # never reached: what makes this a stream
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -2,206 +2,258 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from allspan.client.gateway.generation import Generation, interleave
+from allspan.client.gateway.access import current_caller
+from allspan.client.gateway.front import Front
+from allspan.client.gateway.generation import interleave
+from allspan.client.gateway.grpc_messages import (
+    messages_of,
+    options_of,
+    prompt_options_of,
+    responses,
+    sampling_of,
+    text_options_of,
+)
+from allspan.client.gateway.grpc_status import shown_message, status_code, trailers_of
 from allspan.client.gateway.origin import Origin, plain_name, trace_id
-from allspan.client.gateway.submit import RETRY_AFTER_S, Job, Submitter, caller_error, spread
+from allspan.client.gateway.prompt import PromptOptions
+from allspan.client.gateway.server_info import server_info
+from allspan.client.gateway.submit import INLINE_CHARS, Job, caller_error, spread
 from allspan.protos import inference_pb2 as pb
-from allspan.protos.errors import ERRORS, InvalidRequest, QueueFull
-from allspan.protos.options import RequestOptions
+from allspan.protos.errors import AlreadyExists, InvalidRequest, RequestCancelled, StreamNotRead
 from allspan.protos.results import TokenLogprob
 from allspan.protos.text.stream import TextDelta
 
 SERVICE = "allspan.v1.Inference"
-LABEL = f"gRPC {SERVICE}/Generate"
-MAX_REQUEST_ID_CHARS = 128
-MAX_MESSAGES = 4096
-ROLES = ("system", "developer", "user", "assistant")
-OPTIONAL_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "do_sample",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "suppress_repetition_in_generation",
-    "no_repeat_ngram_size",
-)
-LIST_FIELDS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
-SEQUENCE_FIELDS = ("bad_words_ids", "stop_words_ids")
+
+_NAME = re.compile(r"[!-~]{1,128}")
+
+Request = TypeVar("Request", bound=Message)
 
 
 class InferenceService:
     """Handlers on the gateway's loop. A cancelled or expired call cancels its handler, which stops the request."""
 
-    def __init__(self, submitter: Submitter) -> None:
-        self._submitter = submitter
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._submitter = front.submitter
+        self._calls: set[Origin] = set()
+        """Of Generate, those that gave themselves a name."""
 
     async def generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
-        origin = _origin(request, context)
+        origin = _origin("Generate", request, context)
         try:
-            jobs, request_id = await self._admit(request)
-            async with (
-                self._submitter.running(jobs, origin) as generations,
-                aclosing(interleave(generations)) as deltas,
-            ):
-                name = request_id or generations[0].handle.request_id
-                told = [0] * len(generations)  # prompt log-probabilities of each choice
-                async for index, delta in deltas:
-                    generation = generations[index]
-                    response = _response(name, index, delta, generation)
-                    for token_id, entry in generation.prompt_logprobs[told[index] :]:
-                        response.prompt_logprobs.append(_logprob(token_id, entry))
-                    told[index] = len(generation.prompt_logprobs)
-                    await context.write(response)
+            request = _parsed(request, pb.GenerateRequest)
+            with self._named(origin, request.request_id):
+                jobs = await self._jobs(request, context)
+                if origin.is_aborted:
+                    raise RequestCancelled("the request was aborted before it began")
+                await self._run(request, jobs, origin, context)
             self._submitter.telemetry.grpc_calls["Generate", "OK"] += 1
         except Exception as error:
-            await self._abort(context, origin, error)
+            await self._refuse(context, origin, error)
 
-    async def list_models(
-        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ListModelsResponse:
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        submitter = self._submitter
+        submitter.check_model(request.model)
+        options = prompt_options_of(request)
+        match request.WhichOneof("prompt"):
+            case "text":
+                ids = await submitter.encode(request.text, "text", options)
+            case "chat":
+                ids = await submitter.encode_chat(messages_of(request.chat), options)
+            case _:
+                raise InvalidRequest("prompt is missing: set one of text, chat", "prompt")
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=submitter.model.max_model_len)
+
+    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        submitter = self._submitter
+        submitter.check_model(request.model)
+        ids = await submitter.encode(list(request.token_ids), "token_ids", PromptOptions(only_counted=True))
+        decode, skip = submitter.tokenizer.decode, request.skip_special_tokens
+        return pb.DetokenizeResponse(
+            text=decode(ids, skip) if len(ids) <= INLINE_CHARS else await asyncio.to_thread(decode, ids, skip)
+        )
+
+    async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
         model = self._submitter.model
         return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
 
+    async def server_info(self, request: pb.ServerInfoRequest) -> pb.ServerInfoResponse:
+        return await server_info(self._front)
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        if not request.request_id:
+            raise InvalidRequest("request_id is empty, must name a request", "request_id")
+        caller = current_caller()
+        for origin in self._calls:  # also those that are not admitted yet
+            if origin.name == request.request_id and caller.may_end(origin.owner):
+                origin.is_aborted = True
+        return pb.AbortResponse(aborted=await self._submitter.abort(request.request_id, caller))
+
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """For `grpc.method_handlers_generic_handler`: malformed bytes reach `generate` as None and get a status."""
+        """For `grpc.method_handlers_generic_handler`."""
         return {
             "Generate": grpc.unary_stream_rpc_method_handler(
-                self.generate, request_deserializer=_parsed, response_serializer=pb.GenerateResponse.SerializeToString
+                self.generate, _leniently(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
             ),
-            "ListModels": grpc.unary_unary_rpc_method_handler(
-                self.list_models,
-                request_deserializer=pb.ListModelsRequest.FromString,
-                response_serializer=pb.ListModelsResponse.SerializeToString,
-            ),
+            "Tokenize": self._unary("Tokenize", self.tokenize, pb.TokenizeRequest),
+            "Detokenize": self._unary("Detokenize", self.detokenize, pb.DetokenizeRequest),
+            "ListModels": self._unary("ListModels", self.list_models, pb.ListModelsRequest),
+            "ServerInfo": self._unary("ServerInfo", self.server_info, pb.ServerInfoRequest),
+            "Abort": self._unary("Abort", self.abort, pb.AbortRequest),
         }
 
-    async def _admit(self, request: pb.GenerateRequest | None) -> tuple[list[Job], str]:
-        if request is None:
-            raise InvalidRequest("the message is no allspan.v1.GenerateRequest: its bytes cannot be parsed")
-        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-            raise InvalidRequest(
-                f"request_id has {len(request.request_id)} characters, at most {MAX_REQUEST_ID_CHARS}", "request_id"
-            )
-        if request.n > (most := self._submitter.limits.max_n):
+    def _unary(
+        self, name: str, method: Callable[[Request], Awaitable[Message]], kind: type[Request]
+    ) -> grpc.RpcMethodHandler:
+        async def handle(request: Request | None, context: grpc.aio.ServicerContext) -> Message:
+            try:
+                reply = await method(_parsed(request, kind))
+            except Exception as error:
+                await self._refuse(context, _origin(name, request, context), error)
+            self._submitter.telemetry.grpc_calls[name, "OK"] += 1
+            return reply
+
+        return grpc.unary_unary_rpc_method_handler(handle, _leniently(kind), _serialized)
+
+    async def _jobs(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> list[Job]:
+        submitter = self._submitter
+        if request.n > (most := submitter.limits.max_n):
             raise InvalidRequest(f"n is {request.n}, must be at most {most}", "n")
-        options = _options(request)
-        self._submitter.check_model(request.model)
+        options_of(request, None)  # what does not fit is refused before anything is tokenised
+        submitter.check_model(request.model)
+        reading = prompt_options_of(request)
         match request.WhichOneof("prompt"):
             case "text":
-                token_ids = await self._submitter.encode(request.text, "text")
+                token_ids = await submitter.encode(request.text, "text", reading)
             case "token_ids":
-                token_ids = await self._submitter.encode(list(request.token_ids.ids), "token_ids")
+                token_ids = await submitter.encode(list(request.token_ids.ids), "token_ids", reading)
             case "chat":
-                token_ids = await self._submitter.encode_chat(_messages(request.chat))
+                token_ids = await submitter.encode_chat(messages_of(request.chat), reading)
             case _:
                 raise InvalidRequest("prompt is missing: set one of text, token_ids, chat", "prompt")
-        fields = self._submitter.sampling(_sampling(request.sampling))
-        params = self._submitter.params(fields, len(token_ids), default_max_tokens=None)
-        job = Job(token_ids, params, request.WhichOneof("prompt") != "chat", options)
-        return spread(job, max(request.n, 1)), request.request_id
+        fields = submitter.sampling(sampling_of(request.sampling))
+        params = submitter.params(fields, len(token_ids), default_max_tokens=None)
+        options = options_of(request, context.time_remaining())
+        is_chat = request.WhichOneof("prompt") == "chat"
+        job = Job(token_ids, params, not is_chat, options, text_options_of(request.sampling))
+        return spread(job, max(request.n, 1))
 
-    async def _abort(self, context: grpc.aio.ServicerContext, origin: Origin, error: Exception) -> NoReturn:
-        """Ends the call with the status of the errors table; the trailers carry the code and the field by name."""
+    async def _run(
+        self, request: pb.GenerateRequest, jobs: list[Job], origin: Origin, context: grpc.aio.ServicerContext
+    ) -> None:
+        async with (
+            self._submitter.running(jobs, origin) as generations,
+            aclosing(interleave(generations)) as deltas,
+        ):
+            name = request.request_id or generations[0].handle.request_id
+            is_whole = request.HasField("stream") and not request.stream
+            wholes = [_Whole() for _ in generations] if is_whole else None
+            told = [0] * len(generations)  # prompt log-probabilities of each choice
+            async for index, part in deltas:
+                delta = part if wholes is None else wholes[index].add(part)
+                if delta is None:
+                    continue
+                generation = generations[index]
+                prompt_logprobs = generation.prompt_logprobs[told[index] :]
+                told[index] = len(generation.prompt_logprobs)
+                for response in responses(name, index, delta, prompt_logprobs, generation):
+                    await self._write(context, response)
+
+    async def _write(self, context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
+        """Waits while the client does not read and gRPC's window is full; what comes meanwhile is merged behind it."""
+        limit = self._front.config.grpc.grpc_stream_timeout
+        try:
+            async with asyncio.timeout(limit):
+                await context.write(response)
+        except TimeoutError:
+            raise StreamNotRead(f"the stream was not read for {limit:g} s (--grpc-stream-timeout)") from None
+
+    @contextlib.contextmanager
+    def _named(self, origin: Origin, request_id: str) -> Iterator[None]:
+        """AlreadyExists while another call of the same caller has this name; InvalidRequest for one that is none."""
+        if not request_id:
+            yield
+            return
+        if not _NAME.fullmatch(request_id):
+            raise InvalidRequest(
+                f"request_id is {request_id[:64]!r} ({len(request_id)} characters), must be 1 to 128 printable ASCII "
+                "characters without spaces",
+                "request_id",
+            )
+        if any(call.name == request_id and call.owner == origin.owner for call in self._calls):
+            raise AlreadyExists(f"request_id {request_id} is running already; give each request a name of its own")
+        self._calls.add(origin)
+        try:
+            yield
+        finally:
+            self._calls.discard(origin)
+
+    async def _refuse(self, context: grpc.aio.ServicerContext, origin: Origin, error: Exception) -> NoReturn:
+        """Ends the call with the status of the errors table; see `grpc_status`."""
         shown = caller_error(error, origin.label)
-        row = ERRORS[shown.code]
+        code = status_code(shown)
         telemetry = self._submitter.telemetry
-        telemetry.refused(origin, shown, row.grpc)
-        telemetry.grpc_calls["Generate", row.grpc] += 1
-        trailers = [("allspan-error-code", shown.code)]
-        if isinstance(shown, QueueFull):
-            trailers.append(("retry-after", str(RETRY_AFTER_S)))
-        if isinstance(shown, InvalidRequest) and shown.field:
-            trailers.append(("allspan-error-field", shown.field.encode("ascii", "replace").decode()))
-        await context.abort(grpc.StatusCode[row.grpc], shown.message, tuple(trailers))
+        telemetry.refused(origin, shown, code.name)
+        telemetry.grpc_calls[origin.label.rpartition("/")[2], code.name] += 1
+        await context.abort(code, shown_message(shown), trailers_of(shown, origin.name))
         raise AssertionError("abort returns never")
 
 
-def _origin(request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> Origin:
-    name = request.request_id if request is not None else ""
+class _Whole:
+    """One choice of a request that does not stream."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def add(self, delta: TextDelta) -> TextDelta | None:
+        """All of it with the last one, None before."""
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        if not delta.finished:
+            return None
+        ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
+        return TextDelta("".join(self._texts), ids, logprobs, delta.finish_reason, delta.stop)
+
+
+def _origin(method: str, request: Any, context: grpc.aio.ServicerContext) -> Origin:
+    name = request.request_id if isinstance(request, pb.GenerateRequest) else ""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    return Origin(LABEL, plain_name(name), trace_id=trace_id(metadata))
+    return Origin(f"gRPC {SERVICE}/{method}", plain_name(name), trace_id=trace_id(metadata))
 
 
-def _parsed(data: bytes) -> pb.GenerateRequest | None:
-    request = pb.GenerateRequest()
-    try:
-        request.ParseFromString(data)
-    except DecodeError:
-        return None
+def _leniently(kind: type[Request]) -> Callable[[bytes], Request | None]:
+    """None for bytes that are no such message, so that the handler can say so; gRPC alone would answer INTERNAL."""
+
+    def parse(data: bytes) -> Request | None:
+        message: Request = kind()
+        try:
+            message.ParseFromString(data)
+        except DecodeError:
+            return None
+        return message
+
+    return parse
+
+
+def _parsed(request: Request | None, kind: type[Request]) -> Request:
+    if request is None:
+        raise InvalidRequest(f"the message is no {kind.DESCRIPTOR.full_name}: its bytes cannot be parsed")
     return request
 
 
-def _messages(chat: pb.Messages) -> list[dict[str, str]]:
-    count = len(chat.messages)
-    if not 1 <= count <= MAX_MESSAGES:
-        raise InvalidRequest(f"chat.messages has {count} entries, must have from 1 to {MAX_MESSAGES}", "messages")
-    for i, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(
-                f"chat.messages[{i}].role is {message.role[:64]!r}, must be one of {', '.join(ROLES)}", "messages"
-            )
-    return [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        for message in chat.messages
-    ]
-
-
-def _sampling(options: pb.SamplingOptions) -> dict[str, Any]:
-    fields = {name: getattr(options, name) for name in OPTIONAL_FIELDS if options.HasField(name)}
-    fields = {name: value for name, value in fields.items() if value != -1 or not name.endswith("logprobs")}
-    fields |= {name: tuple(values) for name in LIST_FIELDS if (values := getattr(options, name))}
-    for name in SEQUENCE_FIELDS:
-        if sequences := getattr(options, name):
-            fields[name] = tuple(tuple(sequence.ids) for sequence in sequences)
-    if options.logit_bias:
-        fields["logit_bias"] = dict(options.logit_bias)
-    return fields
-
-
-def _options(request: pb.GenerateRequest) -> RequestOptions:
-    return RequestOptions(
-        priority=request.priority,
-        timeout_s=request.timeout_s or None,
-        prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else True,
-        cache_salt=request.cache_salt,
-    )
-
-
-def _response(request_id: str, index: int, delta: TextDelta, generation: Generation) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(
-        request_id=request_id,
-        index=index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        finish_reason=delta.finish_reason,
-    )
-    for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False):
-        response.logprobs.append(_logprob(token_id, entry))
-    if delta.finished:
-        response.usage.prompt_tokens = generation.num_prompt_tokens
-        response.usage.completion_tokens = generation.num_output_tokens
-        response.usage.cached_tokens = generation.num_cached_tokens
-    return response
-
-
-def _logprob(token_id: int, entry: TokenLogprob) -> pb.TokenLogprob:
-    return pb.TokenLogprob(
-        chosen=pb.Logprob(token_id=token_id, logprob=entry.logprob),
-        top=[pb.Logprob(token_id=top_id, logprob=logprob) for top_id, logprob in entry.top],
-    )
+def _serialized(message: Message) -> bytes:
+    return bytes(message.SerializeToString())

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from allspan.client.view import ClusterView
 from allspan.protos.cluster import ClusterInfo
-from allspan.protos.engine import EngineProtocol, Prompt
+from allspan.protos.engine import EngineProtocol, EngineStatistics, Prompt
 from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
@@ -35,6 +35,9 @@ class GatewayEngine(EngineProtocol, Protocol):
         options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         """`start_request` for asyncio."""
+
+    async def astatistics(self) -> EngineStatistics:
+        """`statistics` for asyncio."""
 
     async def astop_request(self, handle: RequestHandle) -> None:
         """`stop_request` for asyncio."""

@@ -87,7 +87,7 @@ class Submitter:
         self.limits = config.limits
         self.telemetry = Telemetry(model.name)
         self._max_requests = config.limits.max_concurrent_requests
-        self._max_chars = config.limits.max_prompt_chars or max(65536, 64 * model.max_model_len)
+        self.max_chars = config.limits.max_prompt_chars or max(65536, 64 * model.max_model_len)
         self._admitted = 0
         self._running: set[Generation] = set()
         self._starting: set[Origin] = set()
@@ -137,8 +137,8 @@ class Submitter:
             special = options.add_special_tokens is not False
             ids: Sequence[int] = await _off_loop(len(prompt), self.tokenizer.encode, prompt, special)
         else:
-            if len(prompt) > self._max_chars:
-                raise InvalidRequest(f"{field} has {len(prompt)} entries, at most {self._max_chars}", field)
+            if len(prompt) > self.max_chars:
+                raise InvalidRequest(f"{field} has {len(prompt)} entries, at most {self.max_chars}", field)
             ids = prompt
         ids = options.truncated(ids, self.model.max_model_len)
         if not options.only_counted:
@@ -302,8 +302,8 @@ class Submitter:
             self._idle.set()
 
     def _check_chars(self, chars: int, field: str) -> None:
-        if chars > self._max_chars:
-            raise InvalidRequest(f"{field} has {chars} characters, at most {self._max_chars}", field)
+        if chars > self.max_chars:
+            raise InvalidRequest(f"{field} has {chars} characters, at most {self.max_chars}", field)
 
     def _check_length(self, ids: Sequence[int], field: str) -> None:
         if not ids:

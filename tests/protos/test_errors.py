@@ -61,6 +61,7 @@ def test_every_error_has_the_number_that_dashinfers_users_know() -> None:
         "CheckpointError": 3,
         "ConfigError": 2,
         "QueueFull": 7,
+        "StreamNotRead": 7,
         "RequestCancelled": 5,
         "DeadlineExceeded": 5,
         "Unavailable": 12,

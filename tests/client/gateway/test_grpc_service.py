@@ -9,16 +9,15 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.errors import QueueFull, Unavailable
-from allspan.protos.wire import MAX_MESSAGE_BYTES
 from support.chat_tokenizer import VOCAB_SIZE
 from support.fake_engine import ANSWER
 from support.gateway import Gateway, fake_engine, gateway, stub
 
 SERVICE = "allspan.v1.Inference"
+MAX_BYTES = 1 << 20
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt is missing: set one of text, token_ids, chat"),
     ({"text": ""}, "text is empty"),
@@ -27,7 +26,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": pb.TokenIds()}, "token_ids has no tokens"),
     ({"chat": pb.Messages()}, "chat.messages has 0 entries"),
     ({"chat": pb.Messages(messages=[pb.Message(role="imp", content="x")])}, "chat.messages[0].role is 'imp'"),
-    ({"text": "x", "request_id": "y" * 129}, "request_id has 129 characters, at most 128"),
+    ({"text": "x", "request_id": "y" * 129}, "(129 characters), must be 1 to 128 printable ASCII characters"),
+    ({"text": "x", "request_id": "mein Name"}, "request_id is 'mein Name'"),
+    ({"text": "x", "n": 2**31}, "n is 2147483648, must be at most 8"),
+    ({"text": "x", "timeout_s": -1}, "timeout_s is -1"),
+    ({"text": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
     ({"text": "x", "sampling": pb.SamplingOptions(max_tokens=0)}, "max_tokens is 0, must be from 1"),
     ({"text": "x", "sampling": pb.SamplingOptions(max_tokens=256)}, "max_tokens is 256"),
     ({"text": "x", "sampling": pb.SamplingOptions(temperature=float("nan"))}, "temperature is nan"),
@@ -113,16 +116,21 @@ async def test_errors_have_the_status_of_the_table(
 
 
 async def test_bytes_that_are_no_message_and_messages_too_large() -> None:
-    async with gateway() as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
+    async with (
+        gateway(grpc_max_message_bytes=MAX_BYTES) as server,
+        grpc.aio.insecure_channel(server.grpc_address) as channel,
+    ):
         raw = channel.unary_stream(f"/{SERVICE}/Generate")
         for data, code in (
             (b"\x0a\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
             (b"\x12\x02\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),  # text that is no UTF-8
-            (b" " * (MAX_MESSAGE_BYTES + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (b" " * (MAX_BYTES + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await raw(data, timeout=10).read()
             assert caught.value.code() == code, caught.value.details()
+            if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                assert str(MAX_BYTES) in (caught.value.details() or "")
         assert await generate(server, text="x")
 
 
@@ -155,23 +163,6 @@ async def test_health_and_ready_follow_the_engine() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await health.Check(health_pb2.HealthCheckRequest(service="nothing"))
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-
-
-async def test_reflection_lists_and_describes_the_services() -> None:
-    async with gateway() as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter(
-                [
-                    reflection_pb2.ServerReflectionRequest(list_services=""),
-                    reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
-                ]
-            ),
-            timeout=5,
-        )
-        listed, described = [response async for response in call]
-    names = {service.name for service in listed.list_services_response.service}
-    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-    assert described.file_descriptor_response.file_descriptor_proto
 
 
 async def test_whoever_is_too_much_hears_it_from_the_queue_however_many_they_are() -> None:

@@ -1,0 +1,56 @@
+"""Server reflection, by which grpcurl and its like learn the services: v1, and v1alpha for older tools.
+
+Both versions have the same messages but for the package's name, so that one servicer answers both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+ALPHA = reflection.SERVICE_NAME
+V1 = "grpc.reflection.v1.ServerReflection"
+
+
+def add_reflection(server: grpc.aio.Server, files: Sequence[FileDescriptor]) -> None:
+    """Tells of all services of `files`, and of itself."""
+    names = [service.full_name for file in files for service in file.services_by_name.values()]
+    pool = descriptor_pool.DescriptorPool()
+    for file in files:
+        _add(pool, file)
+    _add(pool, reflection_pb2.DESCRIPTOR)
+    pool.Add(_renamed(reflection_pb2.DESCRIPTOR))
+    servicer = reflection.aio.ReflectionServicer((*names, ALPHA, V1), pool)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handlers = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers) for name in (ALPHA, V1)])
+
+
+def _add(pool: descriptor_pool.DescriptorPool, file: FileDescriptor) -> None:
+    for dependency in file.dependencies:
+        _add(pool, dependency)
+    pool.AddSerializedFile(file.serialized_pb)
+
+
+def _renamed(alpha: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
+    """v1's file, made from v1alpha's."""
+    file = descriptor_pb2.FileDescriptorProto.FromString(alpha.serialized_pb)
+    file.name, file.package = "grpc/reflection/v1/reflection.proto", "grpc.reflection.v1"
+    for message in file.message_type:
+        for field in message.field:
+            if field.type_name:
+                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+    for service in file.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
+            method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
+    return file

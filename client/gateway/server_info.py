@@ -1,0 +1,48 @@
+"""What a server says of itself: what runs, on which ranks, whether it is ready, and what a request may ask for."""
+
+from __future__ import annotations
+
+from allspan import __version__
+from allspan.client.gateway.front import Front
+from allspan.client.view import ClusterView, RankView
+from allspan.protos import inference_pb2 as pb
+from allspan.protos.options import MAX_TIMEOUT_S
+
+
+async def server_info(front: Front) -> pb.ServerInfoResponse:
+    submitter, limits = front.submitter, front.config.limits
+    model, view = submitter.model, await front.glance.look()
+    is_ready = submitter.is_ready
+    return pb.ServerInfoResponse(
+        version=__version__,
+        model=pb.Model(id=model.name, max_model_len=model.max_model_len),
+        vocab_size=model.vocab_size,
+        eos_token_ids=submitter.engine.cluster.eos_token_ids,
+        ready=is_ready,
+        not_ready_cause="" if is_ready else submitter.down_cause or "the engine is not ready",
+        replicas=len(view.replicas),
+        replicas_ready=view.num_ready,
+        ranks=_ranks(view),
+        limits=pb.Limits(
+            max_choices=limits.max_n,
+            max_prompt_chars=submitter.max_chars,
+            max_message_bytes=front.config.grpc.grpc_max_message_bytes,
+            max_concurrent_requests=limits.max_concurrent_requests,
+            max_stop_sequences=limits.max_stop_sequences,
+            max_logprobs=limits.max_logprobs,
+            max_timeout_s=MAX_TIMEOUT_S,
+        ),
+        features=["chat"] if submitter.tokenizer.has_chat_template else [],
+    )
+
+
+def _ranks(view: ClusterView) -> list[pb.Rank]:
+    return [_rank(rank, replica.index) for replica in view.replicas for rank in replica.ranks]
+
+
+def _rank(rank: RankView, replica: int) -> pb.Rank:
+    told = pb.Rank(rank=rank.rank, replica=replica, host=rank.host, state="no answer")
+    if (facts := rank.statistics) is not None:
+        told.state, told.kernels = facts.state, facts.kernels
+        told.device, told.numa_nodes = facts.device, facts.numa_nodes
+    return told
