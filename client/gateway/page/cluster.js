@@ -55,7 +55,7 @@ function show(cluster) {
   byId("hits").textContent = queries ? `${Math.round((100 * hits) / queries)} %` : "–";
   showPages(cluster.kv ?? {});
   showSpark(cluster.tokens_per_s?.generation ?? 0);
-  byId("ranks").replaceChildren(...(cluster.ranks ?? []).map(rankRow));
+  byId("ranks").replaceChildren(...cluster.ranks.map((rank) => rankRow(rank, cluster.replicas.total > 1)));
 }
 
 function showPages({ pages_total: total = 0, pages_used: used = 0, pages_cached: cached = 0, page_size: size = 0 }) {
@@ -74,11 +74,13 @@ function showSpark(rate) {
   byId("spark").querySelector("polyline").setAttribute("points", line);
 }
 
-function rankRow(rank) {
+function rankRow(rank, withReplica) {
   const row = document.createElement("tr");
-  const name = rank.replica === undefined || rank.replica < 0 ? `${rank.rank}` : `${rank.replica}.${rank.rank}`;
-  const cells = [name, place(rank), rank.state ?? "–", rank.heard_s === undefined ? "–" : `${rank.heard_s.toFixed(1)} s ago`];
-  row.title = [rank.host, rank.pid && `pid ${rank.pid}`, rank.kernels].filter(Boolean).join(", ");
+  const name = withReplica ? `${rank.replica}.${rank.rank}` : `${rank.rank}`;
+  const memory = rank.rss_bytes ? `${(rank.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–";
+  const heard = typeof rank.heard_s === "number" ? `${rank.heard_s.toFixed(1)} s ago` : "–";
+  const cells = [name, rank.where || rank.device || rank.host, rank.state, memory, heard];
+  row.title = [rank.host, `pid ${rank.pid}`, rank.kernels].join(", ");
   cells.forEach((text, i) => {
     const cell = document.createElement(i ? "td" : "th");
     if (!i) cell.scope = "row";
@@ -87,8 +89,6 @@ function rankRow(rank) {
   });
   return row;
 }
-
-const place = (rank) => rank.where ?? rank.device ?? rank.host ?? "–";
 
 function duration(seconds) {
   if (seconds === undefined) return "–";

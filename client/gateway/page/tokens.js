@@ -40,7 +40,7 @@ export class TokenWriter {
 function tokenElement(text, entry) {
   const span = document.createElement("span");
   const chance = Math.exp(entry.logprob);
-  span.className = chance < 0.2 ? "token low" : chance < 0.6 ? "token fair" : "token";
+  span.className = chance < 0.05 ? "token low" : chance < 0.3 ? "token fair" : "token";
   span.textContent = text;
   facts.set(span, entry);
   return span;

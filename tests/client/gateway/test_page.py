@@ -26,6 +26,7 @@ CLUSTER = {
     "ready": True,
     "cause": "",
     "uptime_s": 4000.0,
+    "replicas": {"total": 1, "ready": 1},
     "running": 12,
     "waiting": 3,
     "kv": {"pages_total": 100, "pages_used": 40, "pages_cached": 10, "page_size": 32},
