@@ -50,6 +50,11 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "grpc_max_connection_age": (0, 2**31 // 1000),
     "grpc_stream_timeout": (0.1, 86400),
     "body_timeout": (0.1, 3600),
+    "header_timeout": (0.1, 3600),
+    "write_timeout": (0.1, 3600),
+    "keep_alive_timeout": (1, 3600),
+    "max_connections": (1, 1 << 20),
+    "max_header_bytes": (1024, 1 << 20),
 }
 
 

@@ -15,11 +15,13 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.connections import Connections, GuardedProtocol, keep_alive_options
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.grpc_server import grpc_server
 from allspan.client.gateway.grpc_service import SERVICE
@@ -115,10 +117,12 @@ class _HttpServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _http_server(front: Front, sock: socket.socket, tls: Tls | None) -> AsyncIterator[asyncio.Task[None]]:
-    security = front.config.security
+    security, limits = front.config.security, front.config.limits
+    keep_alive_options(sock, limits)
     config = uvicorn.Config(
         make_app(front),
-        http="httptools",
+        http=partial(GuardedProtocol, Connections(limits)),  # type: ignore[arg-type]
+        timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

@@ -48,6 +48,16 @@ class LimitsConfig:
     """Most requests inside the gateway (each of n choices counts); one more is refused with 429."""
     body_timeout: float = 30.0
     """Seconds within which a request's body must arrive."""
+    header_timeout: float = 15.0
+    """Seconds within which a request's headers must arrive, and for which a new connection may be silent."""
+    write_timeout: float = 60.0
+    """Seconds for which a client may take nothing of its answer; its request is then cancelled."""
+    keep_alive_timeout: float = 75.0
+    """Seconds for which an HTTP connection may wait for its next request."""
+    max_connections: int = 4096
+    """Most HTTP connections; a new one then takes the place of the one that has been idle longest."""
+    max_header_bytes: int = 65536
+    """Largest headers of an HTTP request, all together."""
     max_prompts: int = 64
     """Most prompts of one request for completions."""
     max_n: int = 8

@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from allspan.client.gateway.access import current_caller, set_caller
+from allspan.client.gateway.access import ANYONE, current_caller, set_caller
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.http_errors import response_of
 from allspan.client.gateway.keys import presented_key
@@ -40,6 +40,7 @@ class KeyCheck:
         try:
             set_caller(self._keys.caller(key, is_admin_call=path in self._admin_paths))
         except Unauthenticated as error:
+            set_caller(ANYONE)  # a connection's earlier request may have left another
             if not is_open:
                 response = response_of(error)
                 response.headers["WWW-Authenticate"] = "Bearer"
