@@ -85,10 +85,10 @@ class SamplingParams:
     only where it is whole."""
 
     def __post_init__(self) -> None:
-        for field, low, high in _INTEGERS:
+        for field, low, high in INTEGER_RANGES:
             _integer(field, getattr(self, field), low, high)
         self._set("top_k", max(self.top_k, 0))
-        for field, least, most in _NUMBERS:
+        for field, least, most in NUMBER_RANGES:
             self._set(field, _number(field, getattr(self, field), least, most))
         for field in ("ignore_eos", "do_sample", "suppress_repetition_in_generation"):
             _boolean(field, getattr(self, field))
@@ -145,13 +145,13 @@ class SamplingParams:
         return replace(self, **changes)
 
 
-_INTEGERS = (
+INTEGER_RANGES = (
     ("max_tokens", 1, 2**31 - 1),
     ("top_k", -1, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("no_repeat_ngram_size", 0, 2**31 - 1),
 )
-_NUMBERS = (
+NUMBER_RANGES = (
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),

@@ -12,6 +12,7 @@ from allspan import __version__
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.http_access import KeyCheck
 from allspan.client.gateway.http_errors import HttpError, response_of, status_of
+from allspan.client.gateway.openapi import describe
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.request_id import RequestIds
 from allspan.client.gateway.routes import admin, cluster, metrics, openai, page, responses, state, tokens
@@ -35,6 +36,7 @@ def make_app(front: Front) -> FastAPI:
     app = FastAPI(title="allspan", version=__version__, docs_url=None, redoc_url=None)
     for make in ROUTES:
         app.include_router(make(front))
+    describe(app, front)
     app.add_exception_handler(AllspanError, _refusal(front.submitter.telemetry))
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_middleware(KeyCheck, front=front, admin_paths=admin.paths(front))
