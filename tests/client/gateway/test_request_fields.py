@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import grpc
@@ -78,7 +78,8 @@ async def test_every_field_is_reachable_over_grpc() -> None:
     assert asked.params == SamplingParams(**SAMPLING)
     assert asked.options == RequestOptions(**OPTIONS)
     assert default.params == SamplingParams(max_tokens=255)
-    assert default.options == RequestOptions()
+    assert default.options.timeout_s is not None  # the call's deadline
+    assert replace(default.options, timeout_s=None) == RequestOptions()
 
 
 async def test_bad_words_are_refused_at_the_start_and_after_a_space() -> None:
