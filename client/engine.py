@@ -42,6 +42,7 @@ from allspan.protos.prompts import (
 from allspan.protos.results import RequestHandle, ResultQueue
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import Tokenizer, load_tokenizer
+from allspan.protos.tls import NO_TLS, TlsFiles
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -77,6 +78,7 @@ class ServeOptions(TypedDict, total=False):
     stream_interval: int
     oversubscribe: bool
     restart: bool
+    quiet: bool
 
 
 class ClientEngine:
@@ -88,6 +90,7 @@ class ClientEngine:
     `model`: a model's name or path; a cluster is started for it, and ended with this engine.
     `attach`: instead, a run directory, its cluster.json, or every rank's address, the leader's first (of a cluster of
     several replicas: such a list for each).
+    `tls`: with `attach`, the certificates of this side for ranks that listen over TCP; a run directory names its own.
     `tokenizer`: folder or GGUF file, when the model's own path cannot be read from here.
     `startup_timeout`: seconds until the cluster must be ready.
     `quiet`: keep the log of a cluster started here off this process's standard error.
@@ -104,9 +107,9 @@ class ClientEngine:
         model: str | Path | None = None,
         *,
         attach: Attach | None = None,
+        tls: TlsFiles = NO_TLS,
         tokenizer: str | Path | None = None,
         startup_timeout: float = 600.0,
-        quiet: bool = False,
         resume: bool = True,
         resume_timeout: float = 30.0,
         max_resumes: int = 5,
@@ -117,6 +120,7 @@ class ClientEngine:
         if attach is not None and serve_options:
             raise ConfigError(f"{', '.join(serve_options)}: options for starting a cluster, not for attaching to one")
         policy = ResumePolicy(resume, resume_timeout, max_resumes)
+        quiet = serve_options.pop("quiet", False)
         deadline = time.monotonic() + startup_timeout
         options = {"start_timeout_s": max(1, math.ceil(startup_timeout)), "oversubscribe": True, **serve_options}
         process = None if model is None else ClusterProcess(str(model), options, quiet)
@@ -127,7 +131,7 @@ class ClientEngine:
             where = process.wait_ready(startup_timeout) if process is not None else attach
             assert where is not None
             connect = _grpc_connect()
-            self._session = Session(sources_of(where, connect), connect, policy)
+            self._session = Session(sources_of(where, connect, tls), connect, policy)
             self._loop = LoopThread("allspan-client")
         except BaseException:
             if process is not None:

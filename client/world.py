@@ -64,7 +64,7 @@ class World:
         self.client_id = uuid.uuid4().hex
         self.lost: dict[int, str] = {}
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._transports: list[Transport] = [connect(rank.address) for rank in info.ranks]
+        self._transports: list[Transport] = [connect(rank.address, info.tls) for rank in info.ranks]
         self._events = events
         self._call_timeout = call_timeout
         self._tasks: list[asyncio.Task[None]] = []

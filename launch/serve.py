@@ -162,6 +162,7 @@ def _check(settings: ServeSettings) -> None:
         raise ConfigError(
             f"a cluster needs Linux, this is {sys.platform}; the client alone works here (on Windows: WSL2)"
         )
+    settings.wire.check()
     length = settings.weights.max_model_len
     if length and length < 2:
         raise ConfigError(f"--max-model-len is {length}, must be at least 2 (a prompt token and an output token)")
@@ -189,6 +190,7 @@ def _start(
         model=replace(settings.weights, path=str(model.path), name=name),
         service=ServiceConfig(
             run_dir=str(run.path),
+            host=settings.wire.rank_host,
             supervisor_pid=os.getpid(),
             watchdog_timeout=settings.supervisor.watchdog_timeout,
             shutdown_timeout=settings.shutdown_timeout,
@@ -198,8 +200,9 @@ def _start(
         parallel=parallel_config(settings, placement),
     )
     say(f"serving {name} from {model.path}: {placement.describe()}, memory {bound.memory}; {mpirun}")
-    plan = WorldPlan(config, placement, mpirun, bound.numactl, settings.supervisor.start_timeout_s)
     try:
+        config = replace(config, service=replace(config.service, tls=settings.wire.prepare(run.path)))
+        plan = WorldPlan(config, placement, mpirun, bound.numactl, settings.supervisor.start_timeout_s)
         cluster = Cluster(_plans(plan), run, settings.supervisor)
         interrupt.watch(cluster)
     except BaseException:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from allspan.client.gateway.config import GROUPS, GatewayConfig
 from allspan.launch.models import DEFAULT_MODEL
 from allspan.launch.placement import PlacementConfig
 from allspan.launch.supervisor import SupervisorConfig
+from allspan.launch.wire import WireConfig
 from allspan.protos.config import (
     CHOICES,
     HELD_FIELDS,
@@ -86,6 +87,7 @@ class ServeSettings:
     shutdown_timeout: float = 5.0
     """Seconds that running requests get to finish, with a gateway or without."""
     resume: ResumeConfig = ResumeConfig()
+    wire: WireConfig = field(default_factory=WireConfig)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +102,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_weights(parser: argparse._ActionsContainer) -> None:
     """In which form weights are held."""
-    _add(parser, ModelConfig, skip=tuple(field.name for field in fields(ModelConfig) if field.name not in HELD_FIELDS))
+    _add(parser, ModelConfig, skip=tuple(entry.name for entry in fields(ModelConfig) if entry.name not in HELD_FIELDS))
 
 
 def add_cluster_options(parser: Parser) -> None:
@@ -136,6 +138,7 @@ def serve_parser() -> Parser:
         default=True,
         help="Listen for HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
     )
+    _add(parser.group("wire", "how clients reach the ranks"), WireConfig)
     failures = parser.group("failures", "when ranks die or do not answer")
     _add(failures, ResumeConfig)
     _add(failures, SupervisorConfig)
@@ -157,6 +160,7 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         served_model_name=namespace.served_model_name,
         shutdown_timeout=namespace.shutdown_timeout,
         resume=build(ResumeConfig, namespace),
+        wire=build(WireConfig, namespace),
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from allspan.protos.errors import ConfigError
+from allspan.protos.tls import NO_TLS, TlsFiles
 
 CLUSTER_FILE = "cluster.json"
 
@@ -50,6 +51,8 @@ class ClusterInfo:
     """In state "down": the supervisor starts another epoch."""
     watchdog_timeout: float = 30.0
     """Seconds of silence after which the supervisor takes a rank for lost."""
+    tls: TlsFiles = NO_TLS
+    """With which clients on this host reach ranks that listen over TCP."""
     replicas: tuple[str, ...] = ()
     """Of a cluster of several worlds: the folders below this one, each a run directory of its own. Such a cluster's own
     `ranks` are empty, and it is "ready" once every replica has been."""
@@ -59,6 +62,7 @@ class ClusterInfo:
         values: dict[str, Any] = json.loads(text)
         values["ranks"] = tuple(RankInfo(**rank) for rank in values["ranks"])
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        values["tls"] = TlsFiles(**values.get("tls", {}))
         values["replicas"] = tuple(values.get("replicas", ()))
         return ClusterInfo(**values)
 

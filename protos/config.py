@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allspan.protos.tls import NO_TLS, TlsFiles
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -125,6 +127,8 @@ class ServiceConfig:
     """Seconds that running requests get to finish after SIGTERM."""
     replica: int = -1
     """Index of this rank's world among the cluster's replicas; -1: the only one."""
+    tls: TlsFiles = NO_TLS
+    """For TCP: the certificate to show, and the authority of those to ask for; an open address needs it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from allspan.protos.grammar import Grammar
     from allspan.protos.options import RequestOptions
     from allspan.protos.sampling import SamplingParams
+    from allspan.protos.tls import TlsFiles
     from allspan.worker.engine.engine import Engine
 
     _ENGINES: tuple[type[EngineProtocol], ...] = (ClientEngine, Engine)
     """For the type checker: both have every method of the protocol."""
 
-__all__ = ["ClientEngine", "Engine", "Grammar", "RequestOptions", "SamplingParams", "__version__"]
+__all__ = ["ClientEngine", "Engine", "Grammar", "RequestOptions", "SamplingParams", "TlsFiles", "__version__"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "Grammar": "allspan.protos.grammar",
     "RequestOptions": "allspan.protos.options",
     "SamplingParams": "allspan.protos.sampling",
+    "TlsFiles": "allspan.protos.tls",
 }
 
 

@@ -301,6 +301,7 @@ def _cluster_info(config: WorkerConfig, facts: RankFacts, infos: list[bytes], st
         eos_token_ids=facts.eos_token_ids,
         watchdog_timeout=config.service.watchdog_timeout,
         supervisor_pid=config.service.supervisor_pid,
+        tls=config.service.tls,
         ranks=tuple(RankInfo(**json.loads(info)) for info in infos),
     )
 

@@ -28,7 +28,7 @@ from allspan.client.gateway.grpc_service import SERVICE
 from allspan.client.gateway.health import EngineHealth
 from allspan.client.gateway.http import make_app
 from allspan.client.gateway.readiness import GatewayEngine
-from allspan.client.gateway.sockets import Sockets, bind, hand_over
+from allspan.client.gateway.sockets import Sockets, bind, hand_over, is_loopback
 from allspan.client.gateway.tls import Tls
 from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.text import Tokenizer
@@ -66,6 +66,8 @@ async def serve_gateway(
             if tls is not None:
                 following.append(asyncio.create_task(tls.follow()))
             try:
+                if not is_loopback(config.host) and not front.keys.has_users:
+                    logger.warning("no API key is set: whoever reaches %s may use the model", sockets.http_address)
                 if on_started is not None:
                     on_started(sockets.http_address, sockets.grpc_address)
                 await _first(stop, http)

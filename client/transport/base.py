@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.tls import NO_TLS, TlsFiles
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -45,5 +46,9 @@ class Transport(Protocol):
         ...
 
 
-Connect = Callable[[str], Transport]
-"""Makes the transport to a rank's address ("unix:/…" or "host:port"); connects on first use."""
+class Connect(Protocol):
+    """Makes the transport to a rank's address ("unix:/…" or "host:port", there with TLS); connects on first use."""
+
+    def __call__(self, address: str, tls: TlsFiles = NO_TLS) -> Transport:
+        """ConfigError for files that do not fit, and for an address of another host without any."""
+        ...

@@ -13,7 +13,8 @@ import grpc
 import grpc.aio
 
 from allspan.client.transport.base import Method, Reply, Request
-from allspan.protos.errors import AllspanError, InvalidRequest, Unavailable, from_code, from_grpc
+from allspan.protos.errors import AllspanError, ConfigError, InvalidRequest, Unavailable, from_code, from_grpc
+from allspan.protos.tls import NO_TLS, TlsFiles, is_loopback
 from allspan.protos.wire import CHANNEL_OPTIONS
 
 SERVICE = "allspan.worker.v1.Worker"
@@ -34,8 +35,9 @@ _OPTIONS = (
 class GrpcTransport:
     """Must be made and used on one running asyncio loop."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    def __init__(self, address: str, tls: TlsFiles = NO_TLS) -> None:
+        """ConfigError: see `Connect`."""
+        self._channel = _channel(address, tls)
         self._is_closed = False
 
     async def unary(self, method: Method[Request, Reply], request: Request, timeout: float) -> Reply:
@@ -96,5 +98,20 @@ def _text(value: str | bytes) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-def connect(address: str) -> GrpcTransport:
-    return GrpcTransport(address)
+def connect(address: str, tls: TlsFiles = NO_TLS) -> GrpcTransport:
+    return GrpcTransport(address, tls)
+
+
+def _channel(address: str, tls: TlsFiles) -> grpc.aio.Channel:
+    if address.startswith("unix"):
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    if not tls.is_given:
+        host = address.rpartition(":")[0].removeprefix("ipv4:").removeprefix("ipv6:").strip("[]")
+        if not is_loopback(host):
+            raise ConfigError(f"{address} is on another host, which is reached with TLS only: give tls=TlsFiles(…)")
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    ca, certificate, key = tls.read()
+    options: list[tuple[str, int | str]] = list(_OPTIONS)
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)

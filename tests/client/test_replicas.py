@@ -17,6 +17,7 @@ from allspan.protos.errors import ConfigError, QueueFull, Unavailable
 from allspan.protos.options import RequestOptions
 from allspan.protos.results import ResultQueue
 from allspan.protos.sampling import SamplingParams
+from allspan.protos.tls import NO_TLS, TlsFiles
 from support.fake_transport import FakeRanks, FakeSource, FakeTransport
 from support.fake_worker import FakeCluster
 from support.waiting import wait_until
@@ -33,7 +34,7 @@ class Replicas:
         self.sources = [FakeSource(ranks.info()) for ranks in self.ranks]
         self.session = Session(self.sources, self.connect, policy, call_timeout=0.5)
 
-    def connect(self, address: str) -> FakeTransport:
+    def connect(self, address: str, tls: TlsFiles = NO_TLS) -> FakeTransport:
         return self.ranks[int(address[1])].connect(address)
 
     async def start(

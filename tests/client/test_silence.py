@@ -14,6 +14,7 @@ from allspan.client.session import Session
 from allspan.protos.errors import Unavailable
 from allspan.protos.results import ResultQueue
 from allspan.protos.sampling import SamplingParams
+from allspan.protos.tls import NO_TLS, TlsFiles
 from support.fake_transport import FakeRanks, FakeSource, FakeTransport
 
 SCALE = 0.1
@@ -26,7 +27,7 @@ class Replicas:
         self.sources = [FakeSource(ranks.info(watchdog_timeout=watchdog_timeout)) for ranks in self.ranks]
         self.session = Session(self.sources, self.connect)
 
-    def connect(self, address: str) -> FakeTransport:
+    def connect(self, address: str, tls: TlsFiles = NO_TLS) -> FakeTransport:
         return self.ranks[int(address[1])].connect(address)
 
     async def start(self) -> ResultQueue:

@@ -21,6 +21,7 @@ from allspan.protos import worker_pb2 as pb
 from allspan.protos.cluster import ClusterInfo, RankInfo
 from allspan.protos.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable
 from allspan.protos.results import Output, RequestTimings
+from allspan.protos.tls import NO_TLS, TlsFiles
 from allspan.protos.wire import output_to_wire
 
 Reply = AllspanError | float | Callable[[Any], Awaitable[None]]
@@ -48,7 +49,7 @@ class FakeRanks:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def connect(self, address: str) -> FakeTransport:
+    def connect(self, address: str, tls: TlsFiles = NO_TLS) -> FakeTransport:
         return FakeTransport(self, self._ranks[int(address.partition(":")[2])])
 
     def info(self, state: str = "ready", cause: str = "", **changes: Any) -> ClusterInfo:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,6 +16,7 @@ from google.protobuf.message import DecodeError
 from allspan.protos.cluster import socket_path
 from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import ConfigError, InternalError
+from allspan.protos.tls import TlsFiles, is_loopback
 from allspan.protos.wire import SERVER_OPTIONS
 from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
 from allspan.worker.service.leases import Leases, Outcome, is_urgent
@@ -25,6 +25,7 @@ from allspan.worker.service.servicer import Core, Inspect, RankFacts, RankServic
 
 MAX_SOCKET_PATH = 100
 """Bytes; the system's limit is 104 to 108."""
+ANY_HOST = ("0.0.0.0", "[::]")
 START_TIMEOUT_S = 30.0
 STOP_GRACE_S = 1.0
 MAX_CONCURRENT_CALLS = 4096
@@ -76,6 +77,8 @@ class RankServer:
         """`on_failure` is called, on the service's thread, when it breaks; `inspect` answers what the Inspect method
         is asked; `cpus` are where that thread may run."""
         self._target = listen_target(config, facts.rank)
+        self._tls = config.service.tls
+        self._host_name = facts.host
         # A follower's inbox holds no more than this; see Lease.add.
         capacity = 2 * (config.scheduler.max_queued_requests + config.scheduler.max_num_seqs)
         self._leases = Leases(capacity, config.scheduler.stream_interval)
@@ -129,13 +132,17 @@ class RankServer:
             interceptors=(LenientParsing(),), options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
         )
         add_WorkerServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
-        port = server.add_insecure_port(self._target)
+        if self._tls.is_given and not self._target.startswith("unix:"):
+            port = server.add_secure_port(self._target, _credentials(self._tls))
+        else:
+            port = server.add_insecure_port(self._target)
         await server.start()
         if self._target.startswith("unix:"):
             os.chmod(self._target.removeprefix("unix:"), 0o600)
             self._address = self._target
         else:
-            self._address = f"{self._target.rpartition(':')[0]}:{port}"
+            host = self._target.rpartition(":")[0]
+            self._address = f"{self._host_name if host in ANY_HOST else host}:{port}"
         self._loop = asyncio.get_running_loop()
         self._outcomes.open()
         self._started.set()
@@ -150,9 +157,10 @@ def listen_target(config: WorkerConfig, rank: int) -> str:
     """Where a rank listens, as a gRPC target. Raises ConfigError for a path that is too long, or an open address."""
     service = config.service
     if service.host:
-        if not _is_loopback(service.host):
+        if not service.tls.is_given and not is_loopback(service.host):
             raise ConfigError(
-                f"service.host is {service.host!r}, must be a loopback address: the ranks' wire is not encrypted"
+                f"service.host is {service.host!r}, must be a loopback address: without certificates (service.tls) the "
+                "ranks' wire is not encrypted, and anybody may use it"
             )
         return f"[{service.host}]:0" if ":" in service.host else f"{service.host}:0"
     path = socket_path(Path(service.run_dir).resolve(), rank, service.epoch)
@@ -164,8 +172,7 @@ def listen_target(config: WorkerConfig, rank: int) -> str:
     return f"unix:{path}"
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """A client must show a certificate of the authority."""
+    ca, certificate, key = tls.read()
+    return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)

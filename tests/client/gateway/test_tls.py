@@ -146,5 +146,10 @@ def test_files_that_do_not_fit_are_refused_before_a_model_loads(
         bind(gateway_config(**settings(certificates, tmp_path)))
 
 
-def test_with_tls_other_hosts_than_loopback_are_listened_on(certificates: Certificates) -> None:
-    bind(gateway_config(host="0.0.0.0", **flags(certificates))).close()
+@pytest.mark.parametrize("key", [(), ("secret",)])
+async def test_with_tls_other_hosts_than_loopback_are_listened_on_and_keys_are_missed(
+    certificates: Certificates, key: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with gateway(host="0.0.0.0", api_key=key or None, **flags(certificates)):
+        pass
+    assert ("no API key is set" in caplog.text) is (not key)

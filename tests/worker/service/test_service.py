@@ -193,7 +193,7 @@ def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_address_that_others_reach_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a loopback address"):
+    with pytest.raises(ConfigError, match="must be a loopback address: without certificates"):
         listen_target(worker_config(tmp_path, "0.0.0.0"), 0)
     assert listen_target(worker_config(tmp_path, "::1"), 0) == "[::1]:0"
 
