@@ -28,10 +28,11 @@ from allspan.client.gateway.grpc_service import SERVICE
 from allspan.client.gateway.health import EngineHealth
 from allspan.client.gateway.http import make_app
 from allspan.client.gateway.readiness import GatewayEngine
-from allspan.client.gateway.sockets import Sockets, bind, hand_over, is_loopback
+from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.tls import Tls
 from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.text import Tokenizer
+from allspan.protos.tls import is_loopback
 
 __all__ = ["GatewayConfig", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.tls import Tls
 from allspan.protos.errors import ConfigError
+from allspan.protos.tls import is_loopback
 
 _LISTEN = "0A"  # state column of /proc/net/tcp
 
@@ -63,16 +63,6 @@ def hand_over(sockets: Sockets) -> None:
     sockets.http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # The gRPC library insists on binding by itself, beside this socket.
     sockets.grpc.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-
-
-def is_loopback(host: str) -> bool:
-    """Only this machine reaches it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _take(host: str, port: int, flag: str) -> socket.socket:
