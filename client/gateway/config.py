@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from allspan.protos.errors import ConfigError
 from allspan.protos.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,16 @@ class SecurityConfig:
     """A file with that key."""
     open_metrics: bool = False
     """GET /metrics answers without a key although keys are set."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins (https://chat.example.com) whose pages may ask this server from a browser; * is any."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may call this server by where it listens on loopback without keys: a proxy's, say. Addresses
+    and localhost always may."""
+
+    def __post_init__(self) -> None:
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"--allowed-origins has {origin!r}, must be like https://chat.example.com:8443, or *")
 
 
 @dataclass(frozen=True, slots=True)

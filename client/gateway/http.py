@@ -12,6 +12,7 @@ from allspan import __version__
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.http_access import KeyCheck
 from allspan.client.gateway.http_errors import HttpError, response_of, status_of
+from allspan.client.gateway.http_origin import HostCheck, with_cors
 from allspan.client.gateway.openapi import describe
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.request_id import RequestIds
@@ -40,6 +41,9 @@ def make_app(front: Front) -> FastAPI:
     app.add_exception_handler(AllspanError, _refusal(front.submitter.telemetry))
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_middleware(KeyCheck, front=front, admin_paths=admin.paths(front))
+    if origins := front.config.security.allowed_origins:
+        app.add_middleware(with_cors, origins)
+    app.add_middleware(HostCheck, front=front)
     app.add_middleware(RequestIds, telemetry=front.submitter.telemetry)
     return app
 
