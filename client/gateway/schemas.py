@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.http_errors import HttpError
+from allspan.client.gateway.json_body import check_json, check_size
 from allspan.client.gateway.prompt import PromptOptions
 from allspan.protos.errors import InvalidRequest
 from allspan.protos.options import RequestOptions
@@ -245,7 +246,10 @@ Body = TypeVar("Body", bound=RequestBody)
 
 def parse(model: type[Body], body: bytes, limits: LimitsConfig) -> Body:
     """The checked request; HttpError (malformed JSON) or InvalidRequest (a field) says what is wrong."""
-    return _checked(model.model_validate_json, body, limits)
+    check_size(body)
+    request = _checked(model.model_validate_json, body, limits)
+    check_json(body)
+    return request
 
 
 def parse_value(model: type[Body], body: Mapping[str, Any], limits: LimitsConfig) -> Body:

@@ -31,6 +31,8 @@ from allspan.protos.text.stream import PLAIN_TEXT, TextOptions, TextStream
 INLINE_CHARS = 8192
 RETRY_AFTER_S = 1
 """What a caller is told when there is no room."""
+MAX_PROMPT_LOGPROBS = 1 << 17
+"""Of one prompt; each becomes an object in the answer, and all of them at once."""
 DRAIN_LOG_S = 5.0
 
 logger = logging.getLogger("allspan.gateway")
@@ -191,7 +193,7 @@ class Submitter:
                 f"context has {self.model.max_model_len}",
                 "max_tokens",
             )
-        self._check_limits(params)
+        self._check_limits(params, num_prompt_tokens)
         self._check_vocabulary(params)
         return params
 
@@ -323,8 +325,15 @@ class Submitter:
                 f"{field}[{index}] is token id {bad}, must be from 0 to {self.model.vocab_size - 1}", field
             )
 
-    def _check_limits(self, params: SamplingParams) -> None:
+    def _check_limits(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """What this server allows of what any engine could do."""
+        told = num_prompt_tokens * (1 + (params.prompt_logprobs or 0))
+        if params.prompt_logprobs is not None and told > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"prompt_logprobs is {params.prompt_logprobs} for a prompt of {num_prompt_tokens} tokens, which are "
+                f"{told} log-probabilities, at most {MAX_PROMPT_LOGPROBS}: ask for fewer, or of shorter prompts",
+                "prompt_logprobs",
+            )
         if len(params.stop) > self.limits.max_stop_sequences:
             raise InvalidRequest(
                 f"stop has {len(params.stop)} entries, at most {self.limits.max_stop_sequences}", "stop"
