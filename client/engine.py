@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from allspan.client.generation import Generation
-from allspan.client.loop import LoopThread
+from allspan.client.loop import HomeLoop, LoopThread
 from allspan.client.process import ClusterProcess
 from allspan.client.session import ResumePolicy, Session
 from allspan.client.source import Attach, sources_of
@@ -28,6 +28,7 @@ from allspan.protos.errors import (
     ConfigError,
     DeadlineExceeded,
     ModelNotFound,
+    Unavailable,
 )
 from allspan.protos.options import RequestOptions
 from allspan.protos.prompts import (
@@ -132,7 +133,7 @@ class ClientEngine:
             assert where is not None
             connect = _grpc_connect()
             self._session = Session(sources_of(where, connect, tls), connect, policy)
-            self._loop = LoopThread("allspan-client")
+            self._loop = self._home_loop()
         except BaseException:
             if process is not None:
                 process.close()
@@ -210,8 +211,9 @@ class ClientEngine:
         options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         """`start_request` for asyncio; cancelling it leaves no request behind."""
-        request = await asyncio.to_thread(self._request, prompt, sampling_params, request_id, options)
-        return await self._loop.arun(self._start(*request))
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self._encode, prompt)
+        return await self._loop.arun(self._start(*self._request(prompt, sampling_params, request_id, options)))
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -229,7 +231,7 @@ class ClientEngine:
         await self._loop.arun(self._session.stop(parse_request_id(handle.request_id)))
 
     def release_request(self, handle: RequestHandle) -> None:
-        self._loop.run(_now(self._session.release, parse_request_id(handle.request_id)))
+        self._loop.post(self._session.release, parse_request_id(handle.request_id))
 
     def statistics(self) -> EngineStatistics:
         return self._loop.run(self._session.statistics())
@@ -302,6 +304,10 @@ class ClientEngine:
     ) -> None:
         self.close()
 
+    def _home_loop(self) -> HomeLoop:
+        """Where the results arrive."""
+        return LoopThread("allspan-client")
+
     def _control(self, operation: str, timeout: float) -> None:
         self._loop.run(self._session.control(operation, timeout))
 
@@ -358,7 +364,7 @@ async def _close_session(session: Session) -> None:
         await session.close()
 
 
-def _shut_down(loop: LoopThread, session: Session, process: ClusterProcess | None) -> None:
+def _shut_down(loop: HomeLoop, session: Session, process: ClusterProcess | None) -> None:
     """Runs once: by close(), when the engine is collected, or when the program ends."""
     if loop.is_current:
         # Collected on the very thread that would have to do the work: the loop cannot wait for itself.
@@ -368,6 +374,8 @@ def _shut_down(loop: LoopThread, session: Session, process: ClusterProcess | Non
         loop.run(_close_session(session))
     except TimeoutError:
         logger.warning("the ranks did not let go within %g s", CLOSE_TIMEOUT_S)
+    except Unavailable:
+        logger.debug("the loop ended before its engine, and the leases with it")
     finally:
         loop.close()
         if process is not None:

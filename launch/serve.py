@@ -279,10 +279,13 @@ async def _gateway(
 
 async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> ClientEngine | None:
     """To the world that is ready, or, should it die before that, to the next one. None when `stop` comes first."""
-    from allspan.client.engine import ClientEngine
+    from allspan.client.async_engine import AsyncClientEngine
+
+    loop = asyncio.get_running_loop()
 
     def attach() -> ClientEngine:
-        return ClientEngine(
+        return AsyncClientEngine(
+            loop,
             attach=run_dir,
             startup_timeout=ATTACH_TIMEOUT_S,
             resume=resume.resume,

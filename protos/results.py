@@ -113,7 +113,7 @@ class ResultQueue:
         self._error: AllspanError | None = None
         self._num_tokens = 0
         self._timings: RequestTimings | None = None
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._waiters: list[asyncio.Future[None]] = []
 
     @property
     def state(self) -> RequestState:
@@ -177,24 +177,25 @@ class ResultQueue:
         """`get` for asyncio. Cancelling it loses no tokens: they are taken only on the way out."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            waiter = (asyncio.get_running_loop(), asyncio.Event())
             with self._condition:
                 if self._pending is not None or self._state.is_final:
                     return self._take()
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
+                waiter = asyncio.get_running_loop().create_future()
                 self._waiters.append(waiter)
             try:
                 if left is None:
-                    await waiter[1].wait()
+                    await waiter
                 else:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(left):  # wait_for of Python 3.11 may swallow a cancellation
-                            await waiter[1].wait()
+                            await waiter
             finally:
-                with self._condition, contextlib.suppress(ValueError):  # a wake has removed it already
-                    self._waiters.remove(waiter)
+                if not waiter.done() or waiter.cancelled():  # else a wake has removed it already
+                    with self._condition, contextlib.suppress(ValueError):
+                        self._waiters.remove(waiter)
 
     def __iter__(self) -> Iterator[Output]:
         """Outputs until the request has ended; raises its error when it failed."""
@@ -219,7 +220,18 @@ class ResultQueue:
 
     def _wake(self) -> None:
         self._condition.notify_all()
-        for loop, event in self._waiters:
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
-                loop.call_soon_threadsafe(event.set)
+        if not self._waiters:
+            return
+        here = asyncio._get_running_loop()
+        for waiter in self._waiters:
+            if (loop := waiter.get_loop()) is here:
+                _ring(waiter)
+            else:
+                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
+                    loop.call_soon_threadsafe(_ring, waiter)
         self._waiters.clear()
+
+
+def _ring(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

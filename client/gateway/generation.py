@@ -99,7 +99,7 @@ class Generation:
         except AllspanError as error:
             logger.info("request %s could not be stopped: %s", self.handle.request_id, error.message)
         finally:
-            await asyncio.to_thread(self._engine.release_request, self.handle)
+            self._engine.release_request(self.handle)
             self._record.end(self._reason, self.num_output_tokens, self._queue.timings, self._error)
 
 

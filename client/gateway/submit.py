@@ -277,7 +277,7 @@ class Submitter:
             _, queue = await self.engine.astart_request(job.token_ids, job.params, handle.request_id, job.options)
         except BaseException:
             # Cancelled just as the engine said yes, the answer is lost; the name is not.
-            await asyncio.to_thread(self.engine.release_request, handle)
+            self.engine.release_request(handle)
             raise
         record = self.telemetry.record(origin, handle.request_id, len(job.token_ids))
         generation = Generation(self.engine, handle, queue, stream, job.token_ids, origin, record)

@@ -1,0 +1,25 @@
+"""`ClientEngine` for a program that lives on one asyncio loop, as the gateway does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from allspan.client.engine import ClientEngine
+from allspan.client.loop import HomeLoop
+
+
+class AsyncClientEngine(ClientEngine):
+    """Its results arrive on `loop` itself rather than on a thread of their own: who reads them there is woken by neither
+    a system call nor another thread.
+
+    Make and close it on another thread while the loop runs; on the loop, call only the methods for asyncio and
+    `release_request`. `options`: those of `ClientEngine`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+        self._given = loop
+        super().__init__(**options)
+
+    def _home_loop(self) -> HomeLoop:
+        return HomeLoop(self._given)
