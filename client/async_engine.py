@@ -10,8 +10,8 @@ from allspan.client.loop import HomeLoop
 
 
 class AsyncClientEngine(ClientEngine):
-    """Its results arrive on `loop` itself rather than on a thread of their own: who reads them there is woken by neither
-    a system call nor another thread.
+    """Its results arrive on `loop` itself rather than on a thread of their own: who reads them there is woken by no
+    system call and no other thread.
 
     Make and close it on another thread while the loop runs; on the loop, call only the methods for asyncio and
     `release_request`. `options`: those of `ClientEngine`.

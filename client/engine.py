@@ -231,7 +231,11 @@ class ClientEngine:
         await self._loop.arun(self._session.stop(parse_request_id(handle.request_id)))
 
     def release_request(self, handle: RequestHandle) -> None:
-        self._loop.post(self._session.release, parse_request_id(handle.request_id))
+        request_id = parse_request_id(handle.request_id)
+        if self._loop.is_current:
+            self._session.release(request_id)
+        else:
+            self._loop.run(_now(self._session.release, request_id))
 
     def statistics(self) -> EngineStatistics:
         return self._loop.run(self._session.statistics())

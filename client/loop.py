@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -41,15 +41,6 @@ class HomeLoop:
             self._check_open(coroutine)
             return await coroutine
         return await asyncio.wrap_future(self._submit(coroutine))
-
-    def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Calls it soon, before whatever the caller asks for later, without waiting."""
-        if self.is_current:
-            function(*arguments)
-            return
-        with self._lock:
-            self._check_open()
-            self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
         """Idempotent."""

@@ -172,7 +172,7 @@ class EngineProtocol(Protocol):
         """Ends generation early; what was generated stays readable. Idempotent."""
 
     def release_request(self, handle: RequestHandle) -> None:
-        """Forgets a request; one that still runs is stopped first. Waits for nothing. Idempotent."""
+        """Forgets a request; one that still runs is stopped first. Idempotent."""
 
     def statistics(self) -> EngineStatistics:
         """Counters of the engine and of each rank."""
