@@ -57,8 +57,9 @@ class Answers:
                 "created": int(time.time()),
                 "model": self._submitter.model.name,
                 "choices": choices,
-                "usage": usage(generations, plan.jobs_per_prompt),
-                "system_fingerprint": None,
+                "usage": usage(generations, plan.jobs_per_prompt) | plan.shape.usage_details(),
+                "system_fingerprint": self._submitter.model.fingerprint,
+                **plan.shape.envelope,
                 **plan.shape.extras(gathered),
             }
 
@@ -68,9 +69,14 @@ class Answers:
             "object": plan.shape.chunk_object,
             "created": int(time.time()),
             "model": self._submitter.model.name,
-            "system_fingerprint": None,
+            "system_fingerprint": self._submitter.model.fingerprint,
+            **plan.shape.envelope,
         }
-        extra = {"usage": None} if plan.include_usage else {}
+
+        def used() -> Json:
+            return usage(generations, plan.jobs_per_prompt) | plan.shape.usage_details()
+
+        extra: Json = {"usage": None} if plan.include_usage else {}
         try:
             for index, generation in enumerate(generations):
                 for choice in plan.shape.opening(index, generation):
@@ -78,6 +84,8 @@ class Answers:
             async with aclosing(interleave(generations)) as deltas:
                 async for place, delta in deltas:
                     for choice in plan.shape.pieces(place, delta):
+                        if plan.continuous_usage:
+                            extra = {"usage": used()}
                         yield event({**envelope, "choices": [choice], **extra})
         except Exception as error:
             shown = caller_error(error, "streaming")
@@ -85,5 +93,5 @@ class Answers:
             yield event(body_of(shown))
             return
         if plan.include_usage:
-            yield event({**envelope, "choices": [], "usage": usage(generations, plan.jobs_per_prompt)})
+            yield event({**envelope, "choices": [], "usage": used()})
         yield DONE

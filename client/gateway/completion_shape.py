@@ -29,6 +29,7 @@ class CompletionShape:
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
+    envelope: Json = {}  # noqa: RUF012 - read only
 
     def __init__(
         self,
@@ -47,6 +48,9 @@ class CompletionShape:
         self._offsets: dict[int, _Offsets] = {}
         self._unopened: dict[int, Generation] = {}
         """Streams whose prompt is still to be told."""
+
+    def usage_details(self) -> Json:
+        return {}
 
     def opening(self, index: int, generation: Generation) -> list[Json]:
         """Nothing yet: what there is to tell of the prompt is complete with the first token."""

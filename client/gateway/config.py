@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from allspan.protos.errors import ConfigError
 from allspan.protos.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
@@ -102,6 +103,14 @@ class ChatConfig:
 
     chat_template: str = ""
     """A Jinja file (or the template itself) instead of the model's chat template."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "generic"] = "auto"
+    """How the model writes tool calls; auto: as its chat template shows."""
+    enable_auto_tool_choice: bool = True
+    """The model may call tools when a request has some; off, only requests that require a call (or none) may have."""
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "generic"] = "auto"
+    """How the model marks what it thinks, told apart from its answer; auto: as its chat template shows."""
+    allow_chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the chat template that a request may set (chat_template_kwargs), such as enable_thinking."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ async def plan_completion(submitter: Submitter, body: bytes) -> Plan:
     prompt_ids = [job.token_ids for job in jobs[:: request.candidates]]
     shape = CompletionShape(submitter.tokenizer, shown, prompt_ids, request.choices, echoes)
     candidates = request.candidates if request.candidates > request.choices else 0
-    return Plan(jobs, shape, request.choices, bool(request.stream), request.include_usage, candidates)
+    usage = {"include_usage": request.include_usage, "continuous_usage": request.continuous_usage}
+    return Plan(jobs, shape, request.choices, bool(request.stream), candidates=candidates, **usage)
 
 
 def _only_prompt(request: CompletionRequest) -> bool:

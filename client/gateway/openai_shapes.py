@@ -45,6 +45,8 @@ class Shape(Protocol):
     id_prefix: str
     object: str
     chunk_object: str
+    envelope: Json
+    """What stands beside the choices, whole and in chunks."""
 
     def opening(self, index: int, generation: Generation) -> list[Json]:
         """Choices of the chunks that come before a stream's first token."""
@@ -57,6 +59,9 @@ class Shape(Protocol):
 
     def extras(self, gathered: Sequence[Gathered]) -> Json:
         """What stands beside the choices."""
+
+    def usage_details(self) -> Json:
+        """What the choices so far add to the usage."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class Plan:
     include_usage: bool
     candidates: int = 0
     """Of each prompt, when there are more than choices: the likeliest are taken, by their tokens' mean."""
+    continuous_usage: bool = False
+    """In every chunk."""
 
     @property
     def jobs_per_prompt(self) -> int:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,11 +16,8 @@ from allspan.protos.errors import InvalidRequest
 from allspan.protos.options import RequestOptions
 from allspan.protos.text.stream import TextOptions
 
-MAX_MESSAGES = 4096
-
 Prompt = str | list[int]
 
-_ROLES = ("system", "developer", "user", "assistant")
 _SAMPLING = (
     "max_tokens",
     "temperature",
@@ -64,35 +60,30 @@ HARMLESS = frozenset(
 )
 # Fields that would change the output but are not there yet → the values with which they change nothing.
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "thinking_token_budget": (),
     "verbosity": ("medium",),
     "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 # Fields that this server does not do: why, and what does instead.
 NEVER: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "function_call": (("none",), "it is obsolete: use tool_choice"),
+    "functions": (([],), "it is obsolete: use tools"),
     "length_penalty": ((1,), "there is no beam search; best_of takes the likeliest of several outputs"),
     "suffix": (("",), "write the prompt with the model's own fill-in-the-middle tokens instead"),
     "use_beam_search": ((False,), "there is no beam search; best_of takes the likeliest of several outputs"),
 }
 REFUSED = {
     "chat_template": "a template comes with the model or from the server's --chat-template, never from a request",
-    "chat_template_kwargs": "a template's variables cannot be set by a request",
+    "documents": "give them in a message's content",
 }
 
 
@@ -102,6 +93,7 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # padding against traffic analysis; there is none
 
 
@@ -171,6 +163,13 @@ class SamplingFields(RequestBody):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """In every chunk as it is by then (vLLM's)."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
     def sampling(self) -> dict[str, Any]:
         """The given fields of `SamplingParams`, and `bad_words` (logprobs aside, whose shape differs per endpoint)."""
         fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
@@ -229,18 +228,6 @@ class CompletionRequest(SamplingFields):
             raise InvalidRequest(f"best_of is {self.best_of}, which needs stream to be false", "best_of")
 
 
-class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions."""
-
-    messages: Any = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    def prompt_options(self) -> PromptOptions:
-        return replace(super().prompt_options(), max_tokens=self.max_completion_tokens or self.max_tokens)
-
-
 Body = TypeVar("Body", bound=RequestBody)
 
 
@@ -287,48 +274,6 @@ def read_prompts(value: Any, limits: LimitsConfig) -> list[Prompt]:
         if not isinstance(item, kind):
             raise InvalidRequest(f"prompt[{i}] is {_short(item)}, the prompts before it are of another kind", "prompt")
     return value if kind is str else [_token_ids(f"prompt[{i}]", item) for i, item in enumerate(value)]
-
-
-def read_messages(value: Any) -> list[dict[str, str]]:
-    """Messages for the chat template, content as plain text; InvalidRequest names the place of what does not fit."""
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("messages is missing or empty, must be a list with at least one message", "messages")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(f"messages has {len(value)} entries, at most {MAX_MESSAGES}", "messages")
-    return [_message(f"messages[{i}]", item) for i, item in enumerate(value)]
-
-
-def _message(place: str, item: Any) -> dict[str, str]:
-    if not isinstance(item, dict):
-        raise InvalidRequest(f"{place} is {_short(item)}, must be an object with role and content", "messages")
-    role = item.get("role")
-    if role in ("tool", "function") or item.get("tool_calls") or item.get("function_call"):
-        raise InvalidRequest(f"{place} belongs to a tool call: tools are not supported yet", "messages")
-    if role not in _ROLES:
-        raise InvalidRequest(f"{place}.role is {_short(role)}, must be one of {', '.join(_ROLES)}", "messages")
-    content = _content(f"{place}.content", item.get("content"))
-    message = {"role": "system" if role == "developer" else role, "content": content}
-    if (name := item.get("name")) is not None:
-        if not isinstance(name, str):
-            raise InvalidRequest(f"{place}.name is {_short(name)}, must be a string", "messages")
-        message["name"] = name
-    return message
-
-
-def _content(place: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{place} is {_short(content)}, must be a string or a list of text parts", "messages")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("image_url", "input_audio", "file", "video_url"):
-            raise InvalidRequest(f"{place}[{i}] is of type {kind!r}: only text is supported", "messages")
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{place}[{i}] is {_short(part)}, must be {{'type': 'text', 'text': …}}", "messages")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def _token_ids(place: str, values: list[Any]) -> list[int]:

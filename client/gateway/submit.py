@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 import uuid
@@ -11,8 +12,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
+from allspan import __version__
 from allspan.client.gateway.access import Caller
 from allspan.client.gateway.bad_words import bad_words_ids
+from allspan.client.gateway.chat.messages import characters
+from allspan.client.gateway.chat.setup import ChatSetup
+from allspan.client.gateway.chat.template import Rendering
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.generation import Generation
 from allspan.client.gateway.origin import Origin
@@ -25,10 +30,13 @@ from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestHandle
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import GenerationDefaults, Tokenizer, generation_defaults
+from allspan.protos.text.chat import RENDER_S, TemplateTooSlow
 from allspan.protos.text.stream import PLAIN_TEXT, TextOptions, TextStream
 
 # Shorter texts are tokenised on the event loop: a thread's hand-over costs more than they do.
 INLINE_CHARS = 8192
+INLINE_S = 0.02
+"""A template that takes longer goes on in a thread."""
 RETRY_AFTER_S = 1
 """What a caller is told when there is no room."""
 MAX_PROMPT_LOGPROBS = 1 << 17
@@ -53,10 +61,13 @@ class ServedModel:
     defaults: GenerationDefaults
     created: int
     """Seconds since 1970."""
+    fingerprint: str = ""
+    """Another model, version or length has another."""
 
     @classmethod
     def of(cls, info: ClusterInfo, config: GatewayConfig) -> ServedModel:
         """From what a ready cluster says of itself and what its model's files recommend. CheckpointError."""
+        known = (__version__, info.model, info.model_path, info.max_model_len, info.vocab_size)
         return cls(
             name=config.served_model_name or info.model,
             root=info.model,
@@ -64,6 +75,7 @@ class ServedModel:
             vocab_size=info.vocab_size,
             defaults=generation_defaults(info.model_path),
             created=int(time.time()),
+            fingerprint=f"fp_{hashlib.sha256(repr(known).encode()).hexdigest()[:10]}",
         )
 
 
@@ -77,6 +89,8 @@ class Job:
     """The output goes on from the prompt's text, rather than being an answer of its own."""
     options: RequestOptions | None = None
     text: TextOptions = PLAIN_TEXT
+    tokenizer: Tokenizer | None = None
+    """Of the output's text; None: the gateway's."""
 
 
 class Submitter:
@@ -85,6 +99,7 @@ class Submitter:
     def __init__(self, engine: GatewayEngine, tokenizer: Tokenizer, model: ServedModel, config: GatewayConfig) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self.chat = ChatSetup.of(tokenizer, config.chat)
         self.model = model
         self.limits = config.limits
         self.telemetry = Telemetry(model.name)
@@ -149,7 +164,10 @@ class Submitter:
         return ids
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: PromptOptions = AS_USUAL
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: PromptOptions = AS_USUAL,
+        how: Rendering | None = None,
     ) -> Sequence[int]:
         """Token ids of a conversation through the chat template; InvalidRequest when there is none."""
         if not self.tokenizer.has_chat_template:
@@ -158,18 +176,25 @@ class Submitter:
                 "or give the server one with --chat-template",
                 "messages",
             )
-        chars = sum(len(message["content"]) for message in messages)
+        how = how or Rendering(generation_prompt=options.add_generation_prompt)
+        chars = characters(messages) + how.characters
         self._check_chars(chars, "messages")
-        ids: Sequence[int] = await _off_loop(chars, self._render, messages, options)
+        special = bool(options.add_special_tokens)
+
+        def encoded(within_s: float) -> list[int]:
+            return self.tokenizer.encode(self.chat.render(messages, how, within_s), special)
+
+        try:
+            ids: Sequence[int] = await _off_loop(chars, encoded, INLINE_S if chars <= INLINE_CHARS else RENDER_S)
+        except TemplateTooSlow:
+            if chars > INLINE_CHARS:
+                raise
+            ids = await asyncio.to_thread(encoded, RENDER_S)
         ids = options.truncated(ids, self.model.max_model_len)
         if not options.only_counted:
             self._check_length(ids, "messages")
         self._check_ids(ids, "messages")
         return ids
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: PromptOptions) -> list[int]:
-        text = self.tokenizer.render_chat(messages, options.add_generation_prompt)
-        return self.tokenizer.encode(text, bool(options.add_special_tokens))
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `SamplingParams`: `bad_words`, which are texts, become `bad_words_ids`."""
@@ -272,7 +297,7 @@ class Submitter:
 
     async def _start(self, job: Job, origin: Origin, started: list[Generation]) -> Generation:
         handle = RequestHandle(uuid.uuid4().hex, self.model.name)
-        stream = TextStream(self.tokenizer, job.params, job.continues, job.text)
+        stream = TextStream(job.tokenizer or self.tokenizer, job.params, job.continues, job.text)
         try:
             _, queue = await self.engine.astart_request(job.token_ids, job.params, handle.request_id, job.options)
         except BaseException:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from allspan.client.gateway.chat.json_scan import SPACE
@@ -59,6 +60,7 @@ class ThinkReader:
         self._close = ""
         self._buffer = ""
         self._state = self._before
+        self.has_thought = False
         if opened or tags.from_start:
             self._close = dict(tags.pairs).get(opened, tags.pairs[0][1])
         self._thinking: list[str] = []
@@ -67,8 +69,8 @@ class ThinkReader:
 
     @property
     def is_over(self) -> bool:
-        """Whatever comes is the answer."""
-        return self._state == self._in_answer
+        """Whatever comes now is the answer."""
+        return self._state in (self._in_answer, self._in_answer_space)
 
     def push(self, text: str) -> tuple[str, str]:
         self._buffer += text
@@ -127,4 +129,28 @@ class ThinkReader:
 
     def _go(self, state: Callable[[], bool], buffer: str, close: str) -> bool:
         self._state, self._buffer, self._close = state, buffer, close
+        self.has_thought = self.has_thought or bool(close)
         return True
+
+
+class ThoughtCounter:
+    """How many of an output's tokens are thinking, its tags among them."""
+
+    def __init__(self, tags: Tags | None, opened: str, piece: Callable[[int], bytes]) -> None:
+        self._reader = ThinkReader(tags, opened) if tags else None
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._piece = piece
+        self._pushed = 0
+
+    @property
+    def count(self) -> int:
+        return self._pushed if self._reader is not None and self._reader.has_thought else 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        if self._reader is None:
+            return
+        for token_id in token_ids:
+            if self._reader.is_over:
+                return
+            self._reader.push(self._decoder.decode(self._piece(token_id)))
+            self._pushed += 1

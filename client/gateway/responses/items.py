@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from allspan.client.gateway.schemas import MAX_MESSAGES
+from allspan.client.gateway.chat.messages import MAX_MESSAGES
 from allspan.protos.errors import InvalidRequest
 
 Json = dict[str, Any]

@@ -11,17 +11,18 @@ from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.access import current_caller
 from allspan.client.gateway.body import read_json_body
-from allspan.client.gateway.chat.reader import MessageReader, Reading
+from allspan.client.gateway.chat.reader import MessageReader
+from allspan.client.gateway.chat.request import ChatRequest
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.generation import Generation
-from allspan.client.gateway.openai_chat import sampling_fields
+from allspan.client.gateway.openai_chat import chat_job
 from allspan.client.gateway.openai_shapes import Json, TokenTexts
 from allspan.client.gateway.origin import Origin, origin_of
 from allspan.client.gateway.responses.items import read_items, to_messages
 from allspan.client.gateway.responses.request import ResponsesRequest
 from allspan.client.gateway.responses.store import ResponseStore, Stored
 from allspan.client.gateway.responses.turn import Turn
-from allspan.client.gateway.schemas import ChatRequest, parse, parse_value, read_messages
+from allspan.client.gateway.schemas import parse, parse_value
 from allspan.client.gateway.sse import EventStream, event, while_connected
 from allspan.client.gateway.submit import Job, caller_error
 from allspan.protos.errors import InvalidRequest
@@ -87,11 +88,8 @@ class Responder:
         return Turn(request, job, reader, texts, self._submitter.model.name, items, before)
 
     async def _conversation(self, chat: ChatRequest) -> tuple[Job, MessageReader]:
-        fields = self._submitter.sampling(sampling_fields(chat))
-        token_ids = await self._submitter.encode_chat(read_messages(chat.messages), chat.prompt_options())
-        params = self._submitter.params(fields, len(token_ids), default_max_tokens=None)
-        job = Job(token_ids, params, continues=False, options=chat.options(), text=chat.text_options())
-        return job, MessageReader(Reading())
+        job, reading = await chat_job(self._submitter, chat)
+        return job, MessageReader(reading)
 
     async def _whole(self, turn: Turn, origin: Origin) -> Json:
         async with self._submitter.running([turn.job], origin) as (generation,):

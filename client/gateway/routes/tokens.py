@@ -11,12 +11,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.body import read_json_body
+from allspan.client.gateway.chat.messages import read_messages
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.openai_shapes import TokenTexts
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.prompt import PromptOptions
-from allspan.client.gateway.schemas import RequestBody, parse, read_messages
+from allspan.client.gateway.schemas import RequestBody, parse
 from allspan.client.gateway.submit import INLINE_CHARS, caller_error
 from allspan.protos.errors import InvalidRequest
 

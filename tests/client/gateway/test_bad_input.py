@@ -111,7 +111,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user"}], "messages[0].content is None"),
     ([{"role": "wizard", "content": "x"}], "messages[0].role is 'wizard'"),
     ([{"role": "user", "content": 7}], "messages[0].content is 7"),
-    ([{"role": "tool", "content": "x"}], "tools are not supported yet"),
+    ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id is None, must be a string"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], "only text"),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
 ]
@@ -154,14 +154,14 @@ async def test_fields_out_of_range_or_not_known_are_refused_by_name() -> None:
 async def test_chat_fields_that_do_not_fit_are_refused_by_name() -> None:
     messages = [{"role": "user", "content": "x"}]
     cases: list[tuple[dict[str, Any], str, str]] = [
-        ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0] is {'type': 'function'}, must be"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21, must be from 0 to 20"),
         ({"logprobs": 3}, "logprobs", "boolean"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "give one"),
         ({"max_completion_tokens": 0}, "max_tokens", "is 0"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "not accepted"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "does not let requests set"),
     ]
     async with gateway() as server:
         for body, param, words in cases:

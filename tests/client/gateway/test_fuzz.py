@@ -8,7 +8,8 @@ import random
 import grpc
 import pytest
 
-from allspan.client.gateway.schemas import NOT_YET, ChatRequest, CompletionRequest
+from allspan.client.gateway.chat.request import ChatRequest
+from allspan.client.gateway.schemas import NOT_YET, CompletionRequest
 from allspan.protos import inference_pb2 as pb
 from support.gateway import eventually, fake_engine, gateway, stub
 

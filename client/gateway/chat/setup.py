@@ -1,0 +1,92 @@
+"""How one gateway holds conversations: its template, its models' ways of calling tools and of thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from allspan.client.gateway.chat.formats import FORMATS, CallFormat, format_of_template
+from allspan.client.gateway.chat.reader import Reading
+from allspan.client.gateway.chat.template import RESERVED, Conversations, Rendering, traits_of
+from allspan.client.gateway.chat.thinking import TAGS, Tags, tags_of_template
+from allspan.client.gateway.config import ChatConfig
+from allspan.protos.errors import ConfigError, InvalidRequest
+from allspan.protos.text import Tokenizer
+
+MAX_VARIABLE_CHARS = 256
+_TAIL_TOKENS = 8
+"""So many of a prompt's last tokens have room for a tag that opens the thinking."""
+
+
+@dataclass(frozen=True)
+class ChatSetup:
+    """Made once. Without a chat template nothing but `tokenizer` is of use."""
+
+    tokenizer: Tokenizer
+    conversations: Conversations | None
+    form: CallFormat
+    tags: Tags | None
+    """None: whatever the model thinks is its answer."""
+    auto_tool_choice: bool
+    """The model may decide by itself to call a tool."""
+    variables: frozenset[str]
+    """Of the template, that a request may set."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, config: ChatConfig) -> ChatSetup:
+        """ConfigError for flags that do not go together."""
+        if taken := RESERVED & set(config.allow_chat_template_kwargs):
+            raise ConfigError(f"--allow-chat-template-kwargs has {min(taken)}, which no request may set")
+        template = tokenizer.chat_template
+        usable = template is not None and template.error is None
+        traits = traits_of(template) if template is not None and usable else None
+        source = template.source if template is not None else ""
+        form = FORMATS.get(config.tool_call_parser) or format_of_template(source, traits is not None and traits.tools)
+        tags = tags_of_template(source) if config.reasoning_parser == "auto" else TAGS.get(config.reasoning_parser)
+        conversations = Conversations(template, traits, form) if template is not None and traits is not None else None
+        variables = frozenset(config.allow_chat_template_kwargs)
+        return cls(tokenizer, conversations, form, tags, config.enable_auto_tool_choice, variables)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering, within_s: float) -> str:
+        """The prompt's text. InvalidRequest for what the template does not take."""
+        if self.conversations is None:  # says what is wrong with the template
+            return self.tokenizer.render_chat(messages, how.generation_prompt)
+        text = self.conversations.render(messages, how, within_s)
+        if not how.think and (opened := self._opened(text)):
+            text = f"{text.rstrip()}\n\n{dict(self.tags.pairs)[opened] if self.tags else ''}\n\n"
+        return text
+
+    def opened(self, token_ids: Sequence[int]) -> str:
+        """The tag with which a prompt ends that has the model think already; "" where it does not."""
+        return self._opened(self.tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False))
+
+    def _opened(self, prompt: str) -> str:
+        end = prompt.rstrip()
+        return next((opening for opening, _ in self.tags.pairs if end.endswith(opening)), "") if self.tags else ""
+
+    def tokenizer_for(self, reading: Reading) -> Tokenizer:
+        """The one that shows the marks which that reading looks for, should they be control tokens."""
+        marks = [mark for pair in reading.tags.pairs for mark in pair] if reading.tags else []
+        marks += (
+            [mark for region in reading.form.regions for mark in (region.open, region.close)] if reading.form else []
+        )
+        shown = {mark.encode() for mark in marks}
+        special = self.tokenizer.special_ids
+        kept = frozenset(token_id for token_id in special if self.tokenizer.codec.piece(token_id) not in shown)
+        return self.tokenizer if len(kept) == len(special) else replace(self.tokenizer, special_ids=kept)
+
+    def check_variables(self, given: Mapping[str, Any]) -> None:
+        """InvalidRequest for variables of the template that no request may set, or not to such a value."""
+        field = "chat_template_kwargs"
+        for name, value in given.items():
+            if name not in self.variables:
+                allowed = ", ".join(sorted(self.variables)) or "none"
+                raise InvalidRequest(
+                    f"{field} has {name[:64]!r}, which this server does not let requests set (allowed: {allowed}; "
+                    "the server's --allow-chat-template-kwargs says which)",
+                    field,
+                )
+            if not isinstance(value, (str, bool, int, float, type(None))) or len(str(value)) > MAX_VARIABLE_CHARS:
+                problem = f"must be a string of at most {MAX_VARIABLE_CHARS} characters, a number, a boolean or null"
+                raise InvalidRequest(f"{field}.{name[:64]} is a {type(value).__name__}, {problem}", field)

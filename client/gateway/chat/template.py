@@ -1,0 +1,189 @@
+"""One model's chat template: what it makes of tools and tool calls, found out by trying, and conversations as it wants
+them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from allspan.client.gateway.chat.formats import CallFormat
+from allspan.protos.errors import InvalidRequest
+from allspan.protos.text.chat import ChatTemplate
+
+RESERVED = frozenset(
+    (
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "return_dict",
+        "bos_token",
+        "eos_token",
+    )
+)
+"""What no request can set as a variable of the template."""
+
+_END = "\ue000the end\ue001"
+"""Stands at the end of a message that goes on; no conversation has it."""
+_NAME, _VALUE, _RESULT, _SYSTEM = "probe_function", "probe value", "probe result", "probe system"
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How a conversation is made a prompt, beside its messages."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    generation_prompt: bool = True
+    """The prompt ends where the assistant begins to answer."""
+    continues: bool = False
+    """The last message is the beginning of the answer."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the template."""
+    think: bool = True
+    """False: should the template begin with thinking, then that ends at once."""
+
+    @property
+    def characters(self) -> int:
+        """What the tools add to a prompt, about."""
+        return sum(len(json.dumps(tool, ensure_ascii=False)) for tool in self.tools)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a template does."""
+
+    tools: bool
+    """Lists them."""
+    calls: bool
+    """Shows calls and results."""
+    system: bool
+    """Takes a system message."""
+    arguments_are_text: bool = False
+    """It wants a call's arguments as JSON text rather than as an object."""
+    empty_is_none: bool = False
+    """It knows a message with calls by its content, which must be none."""
+
+
+def traits_of(template: ChatTemplate) -> Traits:
+    """Found out by rendering small conversations."""
+    tool = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
+    user = {"role": "user", "content": "Hi"}
+
+    def shows(*needed: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> bool:
+        try:
+            text = template.render(messages, True, **variables)
+        except InvalidRequest:
+            return False
+        return all(part in text for part in needed)
+
+    tools = shows(_NAME, messages=[user], tools=[tool])
+    system = shows(_SYSTEM, messages=[{"role": "system", "content": _SYSTEM}, user])
+    for as_text in (False, True):
+        for empty in ("", None):
+            arguments = {"key": _VALUE}
+            function = {"name": _NAME, "arguments": json.dumps(arguments) if as_text else arguments}
+            call = {"id": "abcdefghi", "type": "function", "function": function}
+            conversation: list[Mapping[str, Any]] = [
+                user,
+                {"role": "assistant", "content": empty, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT},
+            ]
+            if shows(_NAME, f'"{_VALUE}"', _RESULT, messages=conversation):
+                return Traits(tools, True, system, as_text, empty is None)
+    return Traits(tools, False, system)
+
+
+class Conversations:
+    """Renders them through one template. What the template does not know of tools is written into messages that it
+    does know, in the call format of the server."""
+
+    def __init__(self, template: ChatTemplate, traits: Traits, form: CallFormat) -> None:
+        self._template = template
+        self._traits = traits
+        self._form = form
+
+    def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering, within_s: float) -> str:
+        """The prompt. InvalidRequest for what the template does not take."""
+        if how.continues:
+            *before, last = messages
+            messages = [*before, {**last, "content": f"{last['content'] or ''}{_END}"}]
+        if not self._traits.calls:
+            messages = _without_calls(messages, self._form)
+        if how.tools and not self._traits.tools:
+            messages = _taught(messages, self._form.instructions(how.tools), self._traits.system)
+        variables = dict(how.variables) if how.think else {**how.variables, "enable_thinking": False}
+        if how.tools and self._traits.tools:
+            variables["tools"] = list(how.tools)
+        shown = [self._shown(message) for message in messages]
+        prompted = how.generation_prompt and not how.continues
+        text = self._template.render(shown, prompted, within_s=within_s, **variables)
+        if not how.continues:
+            return text
+        begun, mark, _ = text.rpartition(_END)
+        if not mark:
+            raise InvalidRequest(
+                "the chat template does not show the last message, which is to be continued", "messages"
+            )
+        return begun
+
+    def _shown(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        content = message["content"] or ""
+        return {
+            **message,
+            "content": None if self._traits.empty_is_none and not content else content,
+            "tool_calls": [self._call(call) for call in calls],
+        }
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if not self._traits.arguments_are_text:
+            arguments = _object_of(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _object_of(arguments: str) -> Any:
+    """Arguments as an object; text that is none is left as it is: a model may have written it."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _without_calls(messages: Sequence[Mapping[str, Any]], form: CallFormat) -> list[Mapping[str, Any]]:
+    """Calls as the assistant's text, results as the user's."""
+    plain: list[Mapping[str, Any]] = []
+    for i, message in enumerate(messages):
+        after_result = i > 0 and messages[i - 1]["role"] == "tool"
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if after_result:
+                text = f"{plain.pop()['content']}\n{text}"
+            plain.append({"role": "user", "content": text})
+        elif calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            texts = [form.written(each["name"], _object_of(each["arguments"])) for each in functions]
+            content = "\n".join(filter(None, (message["content"], form.separator.join(texts))))
+            plain.append({"role": "assistant", "content": content})
+        else:
+            plain.append(message)
+    return plain
+
+
+def _taught(messages: Sequence[Mapping[str, Any]], instructions: str, system: bool) -> list[Mapping[str, Any]]:
+    """The instructions at the end of the system message, or where the template has none, before the first message."""
+    first, *rest = messages
+    if system and first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *rest]
+    if system:
+        return [{"role": "system", "content": instructions}, first, *rest]
+    return [{**first, "content": f"{instructions}\n\n{first['content'] or ''}"}, *rest]
