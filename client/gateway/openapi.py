@@ -12,12 +12,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from allspan.client.gateway.chat.request import ChatRequest
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.openapi_answers import ANSWERS, ERROR
 from allspan.client.gateway.openapi_fields import described_fields, with_ranges
 from allspan.client.gateway.responses.request import ResponsesRequest
 from allspan.client.gateway.routes.tokens import DetokenizeRequest, TokenizeRequest
-from allspan.client.gateway.schemas import HARMLESS, ChatRequest, CompletionRequest
+from allspan.client.gateway.schemas import HARMLESS, CompletionRequest
 
 Json = dict[str, Any]
 
