@@ -17,7 +17,7 @@ Message = dict[str, Any]
 tool_calls ([{"id", "type", "function": {"name", "arguments": text}}]) and tool_call_id where there are any."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_OTHER_MEDIA = frozenset(("image_url", "input_image", "input_audio", "file", "input_file", "video_url", "audio_url"))
+_OTHER_MEDIA = ("image_url", "input_image", "input_audio", "file", "input_file", "video_url", "audio_url")
 
 
 def read_messages(value: Any, field: str = "messages") -> list[Message]:
