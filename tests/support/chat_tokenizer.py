@@ -5,7 +5,7 @@ from __future__ import annotations
 from allspan.protos.text import Tokenizer
 from allspan.protos.text.chat import ChatTemplate
 
-SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
+SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|python_tag|>")
 EOS = 257
 VOCAB_SIZE = 256 + len(SPECIALS)
 TURN = "<|{{ m.role }}|>{{ m.content }}"

@@ -29,7 +29,7 @@ def _text_or_calls(form: CallFormat) -> str:
     mark = form.regions[0].open
     if not mark:  # what begins as JSON is a call
         return "start: calls | ANSWER\nANSWER: /([^ \\t\\r\\n{\\[](.|\\n)*)?/\n"
-    mark = "".join(f"\\{char}" if char in "[]|<>/" else char for char in mark)
+    mark = "".join(f"\\{char}" if char in "[]|/" else char for char in mark)
     return (
         "start: marked* ANSWER\n"
         "marked: until_mark written_call\n"
