@@ -24,10 +24,11 @@ from allspan.client.gateway.grpc_messages import (
     text_options_of,
 )
 from allspan.client.gateway.grpc_status import shown_message, status_code, trailers_of
+from allspan.client.gateway.off_loop import INLINE_CHARS
 from allspan.client.gateway.origin import Origin, plain_name, trace_id
 from allspan.client.gateway.prompt import PromptOptions
 from allspan.client.gateway.server_info import server_info
-from allspan.client.gateway.submit import INLINE_CHARS, Job, caller_error, spread
+from allspan.client.gateway.submit import Job, caller_error, spread
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.errors import AlreadyExists, InvalidRequest, RequestCancelled, StreamNotRead
 from allspan.protos.results import TokenLogprob

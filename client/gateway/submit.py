@@ -8,9 +8,9 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec
+from typing import Any
 
 from allspan import __version__
 from allspan.client.gateway.access import Caller
@@ -20,6 +20,7 @@ from allspan.client.gateway.chat.setup import ChatSetup
 from allspan.client.gateway.chat.template import Rendering
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.off_loop import off_loop
 from allspan.client.gateway.origin import Origin
 from allspan.client.gateway.prompt import AS_USUAL, PromptOptions
 from allspan.client.gateway.readiness import GatewayEngine
@@ -30,13 +31,8 @@ from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestHandle
 from allspan.protos.sampling import SamplingParams
 from allspan.protos.text import GenerationDefaults, Tokenizer, generation_defaults
-from allspan.protos.text.chat import RENDER_S, TemplateTooSlow
 from allspan.protos.text.stream import PLAIN_TEXT, TextOptions, TextStream
 
-# Shorter texts are tokenised on the event loop: a thread's hand-over costs more than they do.
-INLINE_CHARS = 8192
-INLINE_S = 0.02
-"""A template that takes longer goes on in a thread."""
 RETRY_AFTER_S = 1
 """What a caller is told when there is no room."""
 MAX_PROMPT_LOGPROBS = 1 << 17
@@ -44,8 +40,6 @@ MAX_PROMPT_LOGPROBS = 1 << 17
 DRAIN_LOG_S = 5.0
 
 logger = logging.getLogger("allspan.gateway")
-
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -152,7 +146,7 @@ class Submitter:
             if not prompt and not options.only_counted:
                 raise InvalidRequest(f"{field} is empty, must hold at least one token", field)
             special = options.add_special_tokens is not False
-            ids: Sequence[int] = await _off_loop(len(prompt), self.tokenizer.encode, prompt, special)
+            ids: Sequence[int] = await off_loop(len(prompt), self.tokenizer.encode, prompt, special)
         else:
             if len(prompt) > self.max_chars:
                 raise InvalidRequest(f"{field} has {len(prompt)} entries, at most {self.max_chars}", field)
@@ -180,16 +174,7 @@ class Submitter:
         chars = characters(messages) + how.characters
         self._check_chars(chars, "messages")
         special = bool(options.add_special_tokens)
-
-        def encoded(within_s: float) -> list[int]:
-            return self.tokenizer.encode(self.chat.render(messages, how, within_s), special)
-
-        try:
-            ids: Sequence[int] = await _off_loop(chars, encoded, INLINE_S if chars <= INLINE_CHARS else RENDER_S)
-        except TemplateTooSlow:
-            if chars > INLINE_CHARS:
-                raise
-            ids = await asyncio.to_thread(encoded, RENDER_S)
+        ids: Sequence[int] = await self.chat.encode(messages, how, chars, special)
         ids = options.truncated(ids, self.model.max_model_len)
         if not options.only_counted:
             self._check_length(ids, "messages")
@@ -398,9 +383,3 @@ def caller_error(error: Exception, what: str) -> AllspanError:
     name = f"incident-{uuid.uuid4().hex[:12]}"
     logger.error("%s: %s", name, what, exc_info=error)
     return InternalError(f"internal error; the server's log says more under {name}")
-
-
-async def _off_loop(chars: int, function: Callable[P, list[int]], *args: P.args, **kwargs: P.kwargs) -> list[int]:
-    if chars <= INLINE_CHARS:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)

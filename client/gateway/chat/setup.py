@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +13,13 @@ from allspan.client.gateway.chat.reader import Reading
 from allspan.client.gateway.chat.template import RESERVED, Conversations, Rendering, traits_of
 from allspan.client.gateway.chat.thinking import TAGS, Tags, tags_of_template
 from allspan.client.gateway.config import ChatConfig
+from allspan.client.gateway.off_loop import INLINE_CHARS
 from allspan.protos.errors import ConfigError, InvalidRequest
 from allspan.protos.text import Tokenizer
+from allspan.protos.text.chat import RENDER_S, TemplateTooSlow
 
+INLINE_S = 0.02
+"""A template that takes longer goes on in a thread."""
 MAX_VARIABLE_CHARS = 256
 _TAIL_TOKENS = 8
 """So many of a prompt's last tokens have room for a tag that opens the thinking."""
@@ -56,6 +62,19 @@ class ChatSetup:
         if not how.think and (opened := self._opened(text)):
             text = f"{text.rstrip()}\n\n{dict(self.tags.pairs)[opened] if self.tags else ''}\n\n"
         return text
+
+    async def encode(
+        self, messages: Sequence[Mapping[str, Any]], how: Rendering, chars: int, add_special_tokens: bool
+    ) -> Sequence[int]:
+        """The prompt's token ids. `chars`: about how long it is."""
+
+        def encoded(within_s: float) -> Sequence[int]:
+            return self.tokenizer.encode(self.render(messages, how, within_s), add_special_tokens)
+
+        if chars <= INLINE_CHARS:
+            with contextlib.suppress(TemplateTooSlow):
+                return encoded(INLINE_S)
+        return await asyncio.to_thread(encoded, RENDER_S)
 
     def opened(self, token_ids: Sequence[int]) -> str:
         """The tag with which a prompt ends that has the model think already; "" where it does not."""

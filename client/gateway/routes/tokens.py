@@ -14,11 +14,12 @@ from allspan.client.gateway.body import read_json_body
 from allspan.client.gateway.chat.messages import read_messages
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.front import Front
+from allspan.client.gateway.off_loop import INLINE_CHARS
 from allspan.client.gateway.openai_shapes import TokenTexts
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.prompt import PromptOptions
 from allspan.client.gateway.schemas import RequestBody, parse
-from allspan.client.gateway.submit import INLINE_CHARS, caller_error
+from allspan.client.gateway.submit import caller_error
 from allspan.protos.errors import InvalidRequest
 
 T = TypeVar("T")
