@@ -5,7 +5,7 @@ from __future__ import annotations
 from allspan.protos.text import Tokenizer
 from allspan.protos.text.chat import ChatTemplate
 
-SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|python_tag|>")
+SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 EOS = 257
 VOCAB_SIZE = 256 + len(SPECIALS)
 TURN = "<|{{ m.role }}|>{{ m.content }}"
@@ -13,30 +13,33 @@ TEMPLATE = f"{{% for m in messages %}}{TURN}{{% endfor %}}{{% if add_generation_
 
 
 class ChatCodec:
-    """UTF-8 bytes, with `SPECIALS` from 256 on."""
+    """UTF-8 bytes, with special tokens from 256 on."""
 
-    vocab_size = VOCAB_SIZE
+    def __init__(self, specials: tuple[str, ...] = SPECIALS) -> None:
+        self._specials = specials
+        self.vocab_size = 256 + len(specials)
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         ids: list[int] = []
         at = 0
         while at < len(text):
-            special = next((s for s in SPECIALS if parse_special and text.startswith(s, at)), None)
-            ids += [256 + SPECIALS.index(special)] if special else list(text[at].encode())
+            special = next((s for s in self._specials if parse_special and text.startswith(s, at)), None)
+            ids += [256 + self._specials.index(special)] if special else list(text[at].encode())
             at += len(special) if special else 1
         return ids
 
     def piece(self, token_id: int) -> bytes:
-        if token_id >= VOCAB_SIZE:
+        if token_id >= self.vocab_size:
             return b""
-        return bytes([token_id]) if token_id < 256 else SPECIALS[token_id - 256].encode()
+        return bytes([token_id]) if token_id < 256 else self._specials[token_id - 256].encode()
 
 
-def chat_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+def chat_tokenizer(template: str | None = TEMPLATE, *more_specials: str) -> Tokenizer:
+    codec = ChatCodec((*SPECIALS, *more_specials))
     return Tokenizer(
-        codec=ChatCodec(),
+        codec=codec,
         name="bytes",
-        special_ids=frozenset(range(256, VOCAB_SIZE)),
+        special_ids=frozenset(range(256, codec.vocab_size)),
         bos_token_id=256,
         eos_token_ids=(EOS,),
         chat_template=ChatTemplate(template) if template else None,

@@ -155,8 +155,8 @@ async def test_fingerprint_is_the_same_for_the_same_server() -> None:
 
 async def test_control_token_that_marks_a_call_is_seen() -> None:
     text = '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}'
-    tokenizer = chat_tokenizer()
-    engine = fake_engine(tokens=tuple(tokenizer.encode(text)), max_model_len=4096)
+    tokenizer = chat_tokenizer(TEMPLATE, "<|python_tag|>")
+    engine = fake_engine(tokens=tuple(tokenizer.encode(text)), max_model_len=4096, vocab_size=tokenizer.vocab_size)
     async with gateway(engine, tokenizer, tool_call_parser="llama3_json") as server:
         message = (await server.post(CHAT, messages=HI, tools=TOOLS)).json()["choices"][0]["message"]
         assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}

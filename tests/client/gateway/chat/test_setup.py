@@ -156,7 +156,8 @@ def test_prompt_that_ends_in_thinking_is_known_by_its_tokens() -> None:
 
 
 def test_marks_that_are_control_tokens_are_seen_by_who_looks_for_them() -> None:
-    made = setup(PLAIN, tool_call_parser="llama3_json")
+    tokenizer = chat_tokenizer(PLAIN, "<|python_tag|>")
+    made = ChatSetup.of(tokenizer, ChatConfig(tool_call_parser="llama3_json"))
     (region,) = [region for region in made.form.regions if region.open]
     assert region.open == "<|python_tag|>"
     plain = made.tokenizer_for(Reading())
