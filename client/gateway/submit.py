@@ -102,6 +102,7 @@ class Submitter:
         self._admitted = 0
         self._running: set[Generation] = set()
         self._starting: set[Origin] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -235,9 +236,17 @@ class Submitter:
         return [result for result in results if isinstance(result, Generation)]
 
     async def end(self, generations: Sequence[Generation]) -> None:
-        """Stops what still runs, releases all. Idempotent."""
+        """Stops what still runs, releases all, also for a caller that is cancelled meanwhile. Idempotent."""
         ending = [generation for generation in generations if generation in self._running]
+        if not ending:
+            return
         self._running.difference_update(ending)
+        work = asyncio.create_task(self._close(ending))
+        self._closing.add(work)
+        work.add_done_callback(self._closing.discard)
+        await asyncio.shield(work)
+
+    async def _close(self, ending: Sequence[Generation]) -> None:
         try:
             await asyncio.gather(*(generation.close() for generation in ending))
         finally:

@@ -41,6 +41,8 @@ class FakeEngine:
     vocab_size: int
     max_model_len: int = 256
     step_s: float = 0.0
+    stop_s: float = 0.0
+    """Until it hears that a request is to stop."""
     fail_after: int | None = None
     """Steps after which a request fails with `failure`."""
     failure: AllspanError = field(default_factory=lambda: Unavailable("rank 1 (pid 7 on here) died: signal 9"))
@@ -100,6 +102,8 @@ class FakeEngine:
         return RequestHandle(request_id, "tiny"), asked.queue
 
     async def astop_request(self, handle: RequestHandle) -> None:
+        if self.stop_s:
+            await asyncio.sleep(self.stop_s)
         asked = self.asked[handle.request_id]
         if not asked.stopped:
             asked.stopped, asked.steps_when_stopped = True, asked.steps

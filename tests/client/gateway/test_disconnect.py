@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import httpx
@@ -83,3 +85,21 @@ async def test_a_reader_that_is_slow_gets_everything_in_fewer_chunks() -> None:
         text = "".join([part async for part in response.aiter_text()])
     payloads = [json.loads(line[6:]) for line in text.split("\n\n") if line and not line.endswith("[DONE]")]
     assert "".join(payload["choices"][0]["text"] for payload in payloads) == "y" * 200
+
+
+async def test_a_caller_that_is_cancelled_while_its_request_is_being_stopped() -> None:
+    """A stop string has ended the text; the engine, which goes on until it hears so, must hear it in any case."""
+    engine = fake_engine(endless=True, step_s=STEP_S, stop_s=0.2)
+    async with gateway(engine) as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
+        request = pb.GenerateRequest(text="x", sampling=pb.SamplingOptions(stop=["quick"]))
+        call = stub(channel).Generate(request, timeout=10)
+        assert [response.finish_reason async for response in _until_end(call)][-1] == "stop"
+        call.cancel()
+        await assert_all_stopped(server, 1)
+
+
+async def _until_end(call: grpc.aio.UnaryStreamCall[Any, Any]) -> AsyncIterator[pb.GenerateResponse]:
+    async for response in call:
+        yield response
+        if response.finish_reason:
+            return
