@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.http_errors import HttpError, response_of
 from allspan.client.gateway.origin import origin_of
-from allspan.client.gateway.sockets import is_loopback
+from allspan.protos.tls import is_loopback
 
 EXPOSED = ("Retry-After", "X-Request-Id")
 METHODS = ("GET", "POST", "DELETE")
