@@ -56,6 +56,7 @@ ANSWERS: dict[tuple[str, str], Json] = {
     ("get", "/v1/responses/{response_id}/input_items"): _object(
         object={"const": "list"}, data=_list(_object(id=_TEXT))
     ),
+    ("get", "/tokenizer_info"): _object(vocab_size=_COUNT, bos_token=_OR_NULL, eos_token=_OR_NULL),
     ("post", "/tokenize"): _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
     ("post", "/detokenize"): _object(prompt=_TEXT),
 }

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: what a prompt's tokens are, and how many."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes: what a prompt's tokens are, how many."""
 
 from __future__ import annotations
 
@@ -84,6 +84,25 @@ def routes(front: Front) -> APIRouter:
             ids = await submitter.encode(asked.tokens, "tokens", PromptOptions(only_counted=True))
             decode, skip = submitter.tokenizer.decode, bool(asked.skip_special_tokens)
             return JSONResponse({"prompt": await _off_loop(len(ids), lambda: decode(ids, skip))})
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What a client that renders and counts by itself has to know; evaluation harnesses ask for it."""
+        tokenizer = submitter.tokenizer
+
+        def text(token_id: int | None) -> str | None:
+            return None if token_id is None else tokenizer.codec.piece(token_id).decode("utf-8", "replace")
+
+        return JSONResponse(
+            {
+                "tokenizer_class": type(tokenizer.codec).__name__,
+                "vocab_size": tokenizer.vocab_size,
+                "bos_token": text(tokenizer.bos_token_id),
+                "eos_token": text(tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None),
+                "add_bos_token": bool(tokenizer.prefix),
+                "chat_template": tokenizer.chat_template.source if tokenizer.chat_template else None,
+            }
+        )
 
     return router
 

@@ -67,3 +67,11 @@ async def test_another_model_is_not_known() -> None:
     async with gateway() as server:
         assert (await server.post("/tokenize", prompt="x", model="other")).status_code == 404
         assert (await server.post("/detokenize", tokens=[1], model="other")).status_code == 404
+
+
+async def test_a_client_that_counts_by_itself_learns_what_it_must_know() -> None:
+    async with gateway() as server:
+        info = (await server.http.get("/tokenizer_info")).json()
+    assert (info["bos_token"], info["eos_token"], info["add_bos_token"]) == ("<s>", "</s>", False)
+    assert info["vocab_size"] == 261
+    assert "<|assistant|>" in info["chat_template"]
