@@ -223,7 +223,7 @@ class Batch:
         if self._shared is not None:
             self._shared.forget()
         self._prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
-        self._sampler.add(row, request.params, prompt_len, self._tokens[row])
+        self._sampler.add(row, request.params, prompt_len, self._tokens[row], request.grammar)
 
     def _go_on(self, plan: StepPlan) -> StepInputs | None:
         """Every row of the last step sampled a token and now runs it: most steps are so, and little changes in them.

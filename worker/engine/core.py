@@ -25,7 +25,9 @@ from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.patience import Patience
+from allspan.worker.sampling.compiling import Grammars
 from allspan.worker.sampling.device import DeviceSampling
+from allspan.worker.sampling.grammar import MaskMaker
 from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.codec import decode, encode
@@ -95,7 +97,9 @@ class EngineCore:
             self.limits.max_logits_rows,
         )
         patience = Patience(config.service.watchdog_timeout)
-        sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience)
+        masks = MaskMaker(config.parallel.cpus)
+        self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
+        sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience, masks)
         self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device, patience), tiers)
         self._runner = Runner(model, sampler, self._batch, most.async_scheduling and is_on_gpu(model))
         self._changed = threading.Condition()
@@ -106,9 +110,7 @@ class EngineCore:
         self._failure: BaseException | None = None
         self._operation_error: AllspanError | None = None
         self._is_executing = False
-        self._refused = 0
-        self._step = 0
-        self._checked_step = 0
+        self._refused = self._step = self._checked_step = 0
         self._host_s = 0.0
         self._progressed_at = time.monotonic()
 
@@ -117,11 +119,13 @@ class EngineCore:
         capture_steps(self._batch.buffers, self._model, self.limits.max_num_batched_tokens, self.beat)
 
     def submit(self, request: Request) -> None:
-        """Leader: queues a request. Follower: keeps its payload until a plan joins it. Raises InvalidRequest,
+        """Leader: queues a request. Follower: keeps its payload until a plan joins it. One that has a grammar is
+        compiled first, unless it comes with it: whatever waits here, no step does. Raises InvalidRequest,
         QueueFull, AlreadyExists, or Unavailable when the model is stopped or the loop has ended."""
         if self._channel is not None and not self.is_leader:
             self._channel.expect()
         request.digest()  # here, and not in the step that it joins
+        self.grammars.supply(request)
         with self._changed:
             if cause := self.refusal:
                 raise Unavailable(cause)

@@ -88,6 +88,7 @@ class Engine:
         self._kernels = str(getattr(ops, "name", kernels))
         self._inspection = Inspection(config.model, self._loaded.model, self._kernels)
         self._core = self._loaded.core
+        self._core.grammars.load_tokenizer = functools.partial(load_tokenizer, self._tokenizer_path)
         self._open = OpenRequests(self._core.cancel)
         self._core.on_outputs = self._open.deliver
         thread = threading.Thread(target=_run, args=(self._core,), name="allspan-engine", daemon=True)

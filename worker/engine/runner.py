@@ -66,6 +66,7 @@ class Runner:
         if flight is None:
             if inputs is None:
                 raise InternalError(f"step {plan.step} runs rows without inputs")
+            self._sampler.prepare(wanted.rows, wanted.positions, wanted.targets)
             logits = self._forward(inputs)
             launches = plan.ahead or (self._runs_ahead and wanted.targets is None and self._sampler.can_launch)
             if len(wanted.rows) and not launches:

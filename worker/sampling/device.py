@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,12 @@ class _Changed:
         """Its row of counts."""
         return int(self.entry["words"][0])
 
+    def mask(self, position: int) -> NDArray[np.int32]:
+        """With a grammar: what may be sampled there."""
+        assert self.asked.grammar is not None
+        words, allowed = self.asked.grammar.mask(position), self.asked.params.allowed_token_ids
+        return words & bits_of(allowed, len(words)) if allowed else words
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
@@ -92,8 +99,8 @@ class DeviceStep:
     arrived: torch.cuda.Event | None
     patience: Patience
     counts: Rows
-    changed: frozenset[int]
-    """Rows of logits whose request changed them."""
+    changed: dict[int, int]
+    """Rows of logits whose request changed them, and what they get when that has left no token."""
     vocab_size: int
 
     def result(self) -> NDArray[np.int32]:
@@ -104,8 +111,7 @@ class DeviceStep:
         m, flat = len(self.tokens), self.host.numpy()
         tokens: NDArray[np.int32] = flat[:m]
         for i in np.flatnonzero(tokens == ALL_MASKED).tolist():
-            if i not in self.changed:  # it came so from the model
-                tokens[i] = NOT_FINITE
+            tokens[i] = self.changed.get(i, NOT_FINITE)  # or it came so from the model
         if len(flat) == m:
             return tokens[:, None]
         return self._log_softmax(tokens, flat[m:].reshape(m, -1))
@@ -128,6 +134,13 @@ class DeviceStep:
             result[i, 2 + int(counts[i]) : 2 + places] = 0
             result[i, 2 + places + int(counts[i]) :] = 0
         return result
+
+
+def bits_of(ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
+    """A mask of `num_words` words with these bits."""
+    bits = np.zeros(32 * num_words, dtype=np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def device_sampling(
@@ -190,7 +203,7 @@ class DeviceSampling:
         counts = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         entry["words"] = self._counts.take() if counts else -1
         entry["bias"] = self._take_bias(params.biases)
-        entry["mask"] = self._take_mask(params.allowed_token_ids)
+        entry["mask"] = self._take_mask(params.allowed_token_ids, asked.grammar is not None)
         bans = bans_of(asked)
         if bans or max(int(entry[name][0]) for name in ("words", "bias", "mask")) >= 0:
             self._changed[row] = _Changed(asked, entry, bans)
@@ -204,7 +217,7 @@ class DeviceSampling:
     def launch_best(self, logits: Tensor) -> DeviceStep:
         """The most likely token of each row of `logits` float32 [m, vocabulary]."""
         out = self._best(logits)
-        return self._step(out, len(out), np.full(len(out), -1), frozenset())
+        return self._step(out, len(out), np.full(len(out), -1), {})
 
     def best_pairs(self, logits: Tensor) -> NDArray[np.int32]:
         """int32 [m, 2] on the host: the most likely token of each row, or what there is instead, and its logit's
@@ -254,9 +267,9 @@ class DeviceSampling:
                     logits[begin + i] = row
                 likely_tokens(logits[part], tokens[part], ints[3, part], found[part], w)
         self._launches, self._last = self._launches + 1, tokens
-        return self._step(room, m, counts, frozenset(i for i, _ in changing))
+        return self._step(room, m, counts, self._verdicts(changing))
 
-    def _step(self, room: Tensor, m: int, counts: Rows, changed: frozenset[int]) -> DeviceStep:
+    def _step(self, room: Tensor, m: int, counts: Rows, changed: dict[int, int]) -> DeviceStep:
         is_gpu = self._device.type == "cuda"
         host = torch.empty(len(room), dtype=torch.int32, pin_memory=is_gpu)
         host.copy_(room, non_blocking=True)
@@ -298,6 +311,9 @@ class DeviceSampling:
                 ids = ban.ids(int(positions[i]))
                 banned.append(np.stack((np.full(len(ids), i), ids), axis=1).astype(np.int32))
         table = self._upload(np.concatenate(changes).view(np.uint8).reshape(len(changes), -1))
+        if masked := [(each, int(positions[i])) for i, each in changing if each.asked.grammar is not None]:
+            at = self._upload(np.array([int(each.entry["mask"][0]) for each, _ in masked]))
+            self._masks.rows[at] = self._upload(np.stack([each.mask(position) for each, position in masked]))
         flags = self._workspace.flags
         change_rows(logits, table, self._counts.rows, self._biases.rows, self._masks.rows, flags)
         if banned:
@@ -314,20 +330,24 @@ class DeviceSampling:
         )
         return row
 
-    def _take_mask(self, allowed: tuple[int, ...]) -> int:
-        if not allowed:
+    def _take_mask(self, allowed: tuple[int, ...], changes: bool) -> int:
+        """`changes`: its bits are written before each token."""
+        if not allowed and not changes:
             return -1
         row = self._masks.take()
-        bits = np.zeros(32 * self._masks.rows.shape[1], dtype=np.uint8)
-        bits[list(allowed)] = 1
-        words = np.packbits(bits, bitorder="little").view(np.int32)
-        self._masks.rows[row] = torch.from_numpy(words).to(self._device)
+        if not changes:
+            words = bits_of(allowed, self._masks.rows.shape[1])
+            self._masks.rows[row] = torch.from_numpy(words).to(self._device)
         return row
 
     def _room(self, count: int) -> Tensor:
         if len(self._tokens) < count:
             self._tokens = torch.zeros(count, dtype=torch.int32, device=self._device)
         return self._tokens[:count]
+
+    def _verdicts(self, changing: list[tuple[int, _Changed]]) -> dict[int, int]:
+        """What it says of rows of logits when no token is left."""
+        return {i: each.asked.grammar.verdict if each.asked.grammar else ALL_MASKED for i, each in changing}
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         """Through pinned memory, which torch keeps until the copy is done."""

@@ -6,13 +6,24 @@ from allspan.protos.errors import AllspanError, InternalError, InvalidRequest
 
 NOT_FINITE = -1
 ALL_MASKED = -2
+GRAMMAR_ENDED = -3
+"""No failure: the text is whole, nothing may follow, and no id may be sampled that ends it."""
+GRAMMAR_FAILED = -4
 
 
-def failure(token: int, position: int) -> AllspanError:
-    """The error for `token`, one of the above, in the place of the request's token `position`."""
+def failure(token: int, position: int) -> AllspanError | None:
+    """The error for `token`, one of the above, in the place of the request's token `position`; None: it is none."""
+    if token == GRAMMAR_ENDED:
+        return None
     if token == ALL_MASKED:
         return InvalidRequest(
-            f"no token is left for position {position}: allowed_token_ids, bad_words_ids, no_repeat_ngram_size and "
-            "min_tokens together mask every one; relax one of them"
+            f"no token is left for position {position}: allowed_token_ids, bad_words_ids, no_repeat_ngram_size, "
+            "min_tokens and grammar together mask every one; relax one of them"
+        )
+    if token == GRAMMAR_FAILED:
+        return InvalidRequest(
+            f"grammar cannot go on at position {position}: it has grown beyond its limits, or takes too long; make it "
+            "simpler (fewer alternatives for one text, shorter repetitions)",
+            "grammar",
         )
     return InternalError(f"the model's logits for token {position} of the request are not finite numbers")

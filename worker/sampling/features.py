@@ -1,7 +1,7 @@
 """What a request may ask of its logits before a token is drawn from them: one entry of CHANGES each, in this order:
 
     repetition penalty → presence and frequency penalties → logit_bias → no_repeat_ngram_size → bad_words_ids →
-    allowed_token_ids → min_tokens
+    allowed_token_ids → min_tokens → grammar
 
 Then the kernel draws: temperature → top-k → top-p → min-p → typical-p → the token. Each filter sees what the one before
 it has left. Greedy rows take the largest logit that the changes have left. Log-probabilities are those of the model's
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.sampling import SamplingParams
+from allspan.worker.sampling.grammar import GrammarRow, ends_of
 from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.masks import AllowedTokens, MaskedSequences, MinTokens, NoRepeatNgram
 from allspan.worker.sampling.penalties import PresenceAndFrequency, RepetitionPenalty, TokenCounts
@@ -44,6 +45,7 @@ class Row:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     kernel: SamplingKernel
+    grammar: GrammarRow | None = None
 
     def counts(self, start: int) -> TokenCounts:
         return TokenCounts(self.tokens, start, self.vocab_size)
@@ -94,9 +96,7 @@ def _allowed_tokens(row: Row) -> Change | None:
 
 def _min_tokens(row: Row) -> Ban | None:
     params = row.params
-    ends = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        ends.update(token_id for token_id in row.eos_token_ids if token_id < row.vocab_size)
+    ends = ends_of(params, row.eos_token_ids, row.vocab_size)
     sequences = (*((end,) for end in sorted(ends)), *params.stop_words_ids)
     if not params.min_tokens or not sequences:
         return None
@@ -112,6 +112,7 @@ CHANGES: tuple[Callable[[Row], Change | None], ...] = (
     _bad_words,
     _allowed_tokens,
     _min_tokens,
+    lambda row: row.grammar,
 )
 
 
@@ -128,4 +129,4 @@ def bans_of(row: Row) -> tuple[Ban, ...]:
 def needs_tokens(params: SamplingParams) -> bool:
     """Whether a mask depends on which tokens stand before the position, so that these must be known to make it."""
     sequences = (*params.bad_words_ids, *(params.stop_words_ids if params.min_tokens else ()))
-    return params.no_repeat_ngram_size > 0 or any(len(ids) > 1 for ids in sequences)
+    return params.grammar is not None or params.no_repeat_ngram_size > 0 or any(len(ids) > 1 for ids in sequences)

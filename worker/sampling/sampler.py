@@ -8,7 +8,7 @@ number of ranks, or on whether it was preempted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from allspan.worker.patience import PATIENCE, Patience
 from allspan.worker.sampling.device import DeviceSampling, DeviceStep
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.features import Change, Logits, Row, changes_of, needs_tokens
+from allspan.worker.sampling.grammar import CompiledGrammar, GrammarRow, MaskMaker, ends_of
 from allspan.worker.sampling.kernel import SamplingKernel, sampling_kernel
 from allspan.worker.sampling.settings import SETTINGS, settings_of
 
@@ -101,10 +102,12 @@ class Sampler:
         eos_token_ids: tuple[int, ...] = (),
         kernel: SamplingKernel | DeviceSampling | None = None,
         patience: Patience = PATIENCE,
+        masks: MaskMaker | None = None,
     ) -> None:
         """`widths`: columns of each rank's logits; together the vocabulary. A single one: each rank has whole rows, and
         samples all of them, as the others do. `kernel` None: the fastest there is on the host. One for a device, where
-        logits then are, has the width of this rank's. `patience`: with the GPU that logits come from."""
+        logits then are, has the width of this rank's. `patience`: with the GPU that logits come from. `masks` makes
+        those of grammars ahead."""
         self._patience = patience
         self._widths = widths
         self._vocab_size = sum(widths)
@@ -125,6 +128,9 @@ class Sampler:
         self._waiting: set[int] = set()
         """Rows that want to know their last token on the host, or that of a prompt, before the next one is sampled; and
         where the host samples, all who want more than the most likely one."""
+        self._grammars: dict[int, GrammarRow] = {}
+        """Of those rows that have one."""
+        self._masks = masks or MaskMaker()
         self._seen: Tensor | None = None
         self._seen_as: Logits = np.zeros((0, 0), dtype=np.float32)
         """`_seen` for numpy: a model gives out the same tensor at every step of as many rows."""
@@ -134,11 +140,22 @@ class Sampler:
         self._best = torch.empty((1, 2), dtype=torch.int32)
         self._bests = torch.empty((self._collectives.size, 2), dtype=torch.int32)
 
-    def add(self, row: int, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> None:
+    def add(
+        self,
+        row: int,
+        params: SamplingParams,
+        prompt_len: int,
+        tokens: NDArray[np.int32],
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         """`tokens` [max_model_len] is the row's, prompt and output, kept up to date by its owner: when the token at
-        `position` is to be sampled, the ones before it are there."""
+        `position` is to be sampled, the ones before it are there. `grammar`: that of `params`."""
         self._settings[row] = settings_of(params)
         asked = self._asked(params, prompt_len, tokens)
+        if grammar is not None:
+            ends, first_end = ends_of(params, self._eos, self._vocab_size), prompt_len + params.min_tokens
+            self._grammars[row] = GrammarRow(grammar, tokens, prompt_len, ends, self._vocab_size, first_end)
+            asked = replace(asked, grammar=self._grammars[row])
         if changes := changes_of(asked):
             self._changes[row] = changes
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
@@ -152,6 +169,7 @@ class Sampler:
 
     def remove(self, row: int) -> None:
         self._changes.pop(row, None)
+        self._grammars.pop(row, None)
         self._demanding.discard(row)
         self._waiting.discard(row)
         if self._device:
@@ -159,6 +177,20 @@ class Sampler:
 
     def _asked(self, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> Row:
         return Row(params, prompt_len, tokens, self._vocab_size, self._eos, self._kernel)
+
+    def prepare(self, rows: Rows, positions: Rows, targets: Rows | None) -> None:
+        """Begins what `sample` will need of these, before their logits are there: returns at once."""
+        if not self._grammars:
+            return
+        size = 1 if self._device else self._collectives.size
+        first = 0 if self._device else self._collectives.rank
+        mine = [
+            (grammar, int(positions[i]))
+            for i in range(first, len(rows), size)
+            if (grammar := self._grammars.get(int(rows[i]))) and (targets is None or targets[i] < 0)
+        ]
+        if mine:
+            self._masks.begin(mine)
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """A token, or its log-probabilities, for each row of logits.
@@ -217,6 +249,7 @@ class Sampler:
     def _launch_on(self, device: DeviceSampling, logits: Tensor, wanted: _Wanted) -> _OnDevice:
         if not self._demanding and wanted.counts.max(initial=-1) < 0 and wanted.targets.max(initial=-1) < 0:
             return _OnDevice(device.launch_best(logits), wanted)
+        self._masks.wait()
         step = device.launch(logits, wanted.rows, wanted.positions, wanted.targets, self._settings, wanted.counts)
         return _OnDevice(step, wanted)
 
@@ -276,8 +309,11 @@ class Sampler:
         raw = self._change(logits, wanted) if self._changes else {}
         self._kernel.sample_rows(logits, wanted.rows, wanted.positions, wanted.targets, self._settings, result)
         for i in np.flatnonzero(result[:, 0] == ALL_MASKED).tolist():
+            grammar = self._grammars.get(int(wanted.rows[i]))
             if i not in raw:  # it came so from the model
                 result[i, 0] = NOT_FINITE
+            elif grammar:
+                result[i, 0] = grammar.verdict
         if columns > 1:
             for i, row in raw.items():
                 if row is not None:
@@ -288,6 +324,7 @@ class Sampler:
     def _change(self, logits: Logits, wanted: _Wanted) -> dict[int, Logits | None]:
         """Applies the rows' changes. Which have been changed, with their raw logits if these are needed later."""
         raw: dict[int, Logits | None] = {}
+        self._masks.wait()
         for i, row in enumerate(wanted.rows.tolist()):
             changes = self._changes.get(row)
             if changes is None or wanted.targets[i] >= 0 or not math.isfinite(logits[i].max()):

@@ -53,8 +53,6 @@ class Limits:
         ids = request.prompt_token_ids
         self._check_prompt(ids)
         request.params.check_vocabulary(self.vocab_size)
-        if request.params.grammar is not None:
-            raise InvalidRequest("grammar is given, the engine does not apply one yet", "grammar")
         request.max_tokens = min(request.params.max_tokens, self.max_model_len - len(ids))
         self._check_resumed(request)
         # The last token is sampled, never computed: it takes no place in the cache.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from allspan.protos.errors import InternalError
 from allspan.protos.options import RequestOptions
 from allspan.protos.sampling import SamplingParams
+from allspan.worker.sampling.grammar import CompiledGrammar
 
 
 class RequestStatus(enum.Enum):
@@ -35,7 +36,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. What stands before `status` is the payload, equal on every rank; the rest is the leader's record.
+    """One request. What stands before `grammar` is the payload, equal on every rank; the rest is the leader's record.
 
     `request_id` is 16 bytes; `params.seed` is set by whoever accepted the request, so that all ranks draw alike.
     """
@@ -47,6 +48,8 @@ class Request:
     options: RequestOptions = field(default_factory=RequestOptions)
     num_resumed: int = 0
     """The first so many of `output_token_ids` came with the payload: another world made them."""
+    grammar: CompiledGrammar | None = None
+    """That of `params`: each rank compiles its own, before it takes the request in."""
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     row: int = -1

@@ -56,9 +56,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._epoch = epoch
         self._clock = clock
-        self._step = 0
-        self._tokens_hash = 0
-        self._arrivals = 0
+        self._step = self._tokens_hash = self._arrivals = 0
         self._requests: dict[bytes, Request] = {}
         self._waiting = WaitingQueue()
         self._deadlines = Deadlines()
@@ -371,8 +369,9 @@ class Scheduler:
         self, request: Request, run: Run, tokens: tuple[int, ...], result: StepResult, now: float
     ) -> Output | AllspanError | None:
         if tokens and tokens[-1] < 0:
-            self._end(request, RequestStatus.FAILED)
-            return failure(tokens[-1], request.num_tokens)
+            failed = failure(tokens[-1], request.num_tokens)
+            self._end(request, RequestStatus.FAILED if failed else RequestStatus.FINISHED)
+            return failed or Output(finish_reason="stop", timings=timings(request, now))
         # A request that was put out in the midst of its prompt goes through the beginning again: it is told once.
         before = request.num_computed - run.num_tokens
         prompt_logprobs = result.prompt_logprobs.get(run.row, ())[max(0, request.num_prompt_logprobs - before) :]

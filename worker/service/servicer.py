@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import json
 import logging
@@ -20,6 +21,8 @@ from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRe
 from allspan.protos.worker_pb2_grpc import WorkerServicer
 from allspan.worker.engine.statistics import CoreStatistics
 from allspan.worker.host import peak_rss_bytes, rss_bytes
+from allspan.worker.sampling.compiling import COMPILE_S, Grammars, took_too_long
+from allspan.worker.sampling.grammar import CompiledGrammar
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.leases import Lease, Leases
@@ -45,6 +48,7 @@ class Core(Protocol):
 
     is_leader: bool
     progress: int
+    grammars: Grammars
 
     @property
     def state(self) -> str: ...
@@ -118,6 +122,16 @@ async def refuse(context: grpc.aio.ServicerContext, error: AllspanError) -> None
     await context.abort(grpc.StatusCode[ERRORS[error.code].grpc], error.message, tuple(trailing))
 
 
+async def compiled(compiling: concurrent.futures.Future[CompiledGrammar]) -> CompiledGrammar:
+    """Waits for it. It goes on when this is cancelled: others may wait for it, too. Raises InvalidRequest."""
+    waiting = asyncio.wrap_future(compiling)
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.wait((waiting,), timeout=COMPILE_S)
+    if not waiting.done():
+        raise took_too_long()
+    return waiting.result()
+
+
 class RankServicer(WorkerServicer):
     """One rank's answers. `leases` is shared with the server, which delivers outputs to it."""
 
@@ -142,6 +156,9 @@ class RankServicer(WorkerServicer):
     @translated
     async def StartRequest(self, message: pb.StartRequestMessage, context: grpc.aio.ServicerContext) -> pb.Ack:
         request = request_from_wire(message, self._model.name, self._epoch)
+        if request.params.grammar is not None:
+            self._leases.find(request.client_id)
+            request.grammar = await compiled(self._core.grammars.begin(request.params.grammar))
         lease = self._leases.find(request.client_id)
         self._core.submit(request)
         lease.add(request.request_id)

@@ -1,0 +1,215 @@
+"""A row whose output must stay in a grammar: before each draw, a mask of the tokens that may come next.
+
+The library that knows grammars stands behind `CompiledGrammar` and `Matcher`. A matcher reads the row's tokens up to
+the position that is sampled, however many those are, so a rank that samples its share of the steps only, a request that
+was preempted and one that another world began all come out alike. Ends are ours: where the text is whole, and only
+there, the model's end-of-sequence ids and the request's own stop ids may be sampled. Where nothing but the end may
+come, and no id may be sampled that tells it (`ignore_eos`, or a model without one), the row gets GRAMMAR_ENDED.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allspan.protos.sampling import SamplingParams
+from allspan.worker.host import run_on
+from allspan.worker.sampling.failure import ALL_MASKED, GRAMMAR_ENDED, GRAMMAR_FAILED
+
+Logits = NDArray[np.float32]
+Words = NDArray[np.int32]
+
+WAIT_S = 2.0
+"""For the masks of a step once its logits are there. A row whose mask is not made by then fails."""
+FIRST_ALLOWANCE_S, TOKEN_ALLOWANCE_S = 1.0, 0.005
+"""Of a processor, for a row's masks: in all so much, and so much for each of its tokens. It is a hundred times what
+common grammars take; one that needs more would hold up everybody's steps, and fails."""
+
+logger = logging.getLogger(__name__)
+
+
+class MatcherFailed(Exception):
+    """A matcher cannot go on: its grammar exceeds a limit, or a token was not of its language."""
+
+
+class Matcher(Protocol):
+    """How far one output has come in its grammar. Used by one thread at a time."""
+
+    def consume(self, token_ids: list[int]) -> None:
+        """The output's next tokens. Raises MatcherFailed."""
+
+    def fill(self, mask: Words) -> bool:
+        """Writes which tokens may come next: token i is bit i % 32 of mask[i // 32]. Ends and ids without a text are
+        not among them. Returns whether the text is whole. Raises MatcherFailed."""
+
+
+class CompiledGrammar(Protocol):
+    """Shared by all requests of this grammar; safe from any thread."""
+
+    def matcher(self) -> Matcher:
+        """A new one, at the beginning of an output."""
+
+
+class GrammarRow:
+    """A change (see `allspan.worker.sampling.features`). `begin` may make its mask ahead, on another thread."""
+
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        tokens: Words,
+        prompt_len: int,
+        ends: Iterable[int],
+        vocab_size: int,
+        first_end: int = 0,
+    ) -> None:
+        """`tokens`: the row's, prompt and output, kept up to date by its owner. `ends`: what may be sampled where the
+        text is whole. `first_end`: the first position where the request may end."""
+        self._matcher = grammar.matcher()
+        self._tokens = tokens
+        self._prompt_len = prompt_len
+        self._consumed = prompt_len
+        self._ends = np.array(sorted(ends), dtype=np.int64)
+        self._vocab_size = vocab_size
+        self._first_end = first_end
+        self._mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+        self._ids: NDArray[np.int64] = self._ends
+        self._are_allowed = True
+        """`_ids` are what may be sampled, not what may not: whichever is less."""
+        self._position = -1
+        """The mask's."""
+        self._is_whole = False
+        self._failure = ""
+        self._spent_s = 0.0
+
+    def make(self, position: int) -> None:
+        """The mask for `position`. Idempotent."""
+        if self._failure or self._position == position:
+            return
+        started = time.thread_time()
+        try:
+            self._matcher.consume(self._tokens[self._consumed : position].tolist())
+            self._consumed = position
+            self._is_whole = self._matcher.fill(self._mask)
+        except MatcherFailed as error:
+            self.fail(position, str(error))
+            return
+        if self._failure:  # it came too late
+            return
+        self._prepare()
+        self._position = position
+        self._spent_s += time.thread_time() - started
+        allowed_s = FIRST_ALLOWANCE_S + TOKEN_ALLOWANCE_S * (position - self._prompt_len)
+        if self._spent_s > allowed_s:
+            self.fail(position, f"its masks took {self._spent_s:.2f} s of a processor, {allowed_s:.2f} s are allowed")
+
+    def _prepare(self) -> None:
+        if self._is_whole and len(self._ends):
+            words = self._mask.view(np.uint32)
+            np.bitwise_or.at(words, self._ends // 32, np.uint32(1) << (self._ends % 32).astype(np.uint32))
+        bits = np.unpackbits(self._mask.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
+        self._are_allowed = bool(np.count_nonzero(bits) * 2 < self._vocab_size)
+        self._ids = np.flatnonzero(bits if self._are_allowed else ~bits)
+
+    def fail(self, position: int, why: str) -> None:
+        """Nothing may be sampled any more."""
+        self._failure = why
+        logger.warning("a request's grammar failed at position %d: %s", position, why)
+
+    def mask(self, position: int) -> Words:
+        """[⌈vocabulary / 32⌉]: what may be sampled there; valid until the next one is made."""
+        self.make(position)
+        return np.zeros_like(self._mask) if self._failure else self._mask
+
+    def __call__(self, position: int, logits: Logits) -> None:
+        self.make(position)
+        if self._failure:
+            logits.fill(-math.inf)
+            return
+        if not self._are_allowed:
+            logits[self._ids] = -math.inf
+            return
+        kept = logits[self._ids]
+        logits.fill(-math.inf)
+        logits[self._ids] = kept
+
+    @property
+    def verdict(self) -> int:
+        """Why no token is left at the mask's position, if that is the grammar's doing."""
+        if self._failure:
+            return GRAMMAR_FAILED
+        can_end = self._is_whole and self._position >= self._first_end
+        return GRAMMAR_ENDED if can_end and self._are_allowed and not len(self._ids) else ALL_MASKED
+
+
+class MaskMaker:
+    """Makes the masks of a step's rows while its forward pass runs: one thread, begun when first needed."""
+
+    def __init__(self, cpus: Sequence[int] = ()) -> None:
+        """`cpus`: where the thread may run; a thread begins where the one that starts it is pinned."""
+        self._cpus = tuple(cpus)
+        self._executor: ThreadPoolExecutor | None = None
+        self._job: _Job | None = None
+
+    def begin(self, rows: list[tuple[GrammarRow, int]]) -> None:
+        """Rows, and the positions of their masks."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "masks", run_on, (self._cpus,))
+        self._job = _Job(rows)
+        self._executor.submit(self._job.run)
+
+    def wait(self) -> None:
+        """Until those that were begun are made. The row that keeps the others waiting for too long fails; what is
+        behind it is made by whoever asks."""
+        job, self._job = self._job, None
+        if job is None or job.is_done.wait(WAIT_S):
+            return
+        late = job.abandon()
+        if late is not None:
+            late[0].fail(late[1], f"its mask was not made within {WAIT_S:g} s")
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+        self._executor = None
+
+
+class _Job:
+    def __init__(self, rows: list[tuple[GrammarRow, int]]) -> None:
+        self.is_done = threading.Event()
+        self._rows = rows
+        self._lock = threading.Lock()
+        self._current: tuple[GrammarRow, int] | None = None
+        self._is_abandoned = False
+
+    def run(self) -> None:
+        try:
+            for row, position in self._rows:
+                with self._lock:
+                    if self._is_abandoned:
+                        return
+                    self._current = row, position
+                row.make(position)
+        except Exception:
+            logger.exception("the masks of a step were not made")  # whoever asks for them meets it again
+        finally:
+            self.is_done.set()
+
+    def abandon(self) -> tuple[GrammarRow, int] | None:
+        """No further row is begun; the one that is being made."""
+        with self._lock:
+            self._is_abandoned = True
+            return self._current
+
+
+def ends_of(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> set[int]:
+    """The ids that end an output when they are sampled."""
+    ends = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        ends.update(token_id for token_id in eos_token_ids if token_id < vocab_size)
+    return ends
