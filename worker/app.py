@@ -99,7 +99,7 @@ def serve(config: WorkerConfig, world: World, stop: Stop, heart: Heart) -> None:
             config, ops, world.groups["tp"], world.channel, _ranks_on_node(config, world), progress, world.barrier
         )
     facts = _facts(config, world, loaded, kernels)
-    inspection = Inspection(config.model, loaded.model, kernels)
+    inspection = Inspection(config.model, loaded.model, kernels, loaded.core.masks.summary)
     server = RankServer(loaded.core, facts, config, stop.fail, inspection.answer, cpus)
     loaded.core.on_outputs = server.deliver
     address = server.start()

@@ -10,6 +10,7 @@ from typing import Any
 
 from allspan.client.bench.benchmark import Benchmark
 from allspan.client.bench.compare import COMPARE
+from allspan.client.bench.grammar import GRAMMAR
 from allspan.client.bench.latency import LATENCY
 from allspan.client.bench.ops import OPS
 from allspan.client.bench.overload import OVERLOAD
@@ -24,7 +25,7 @@ from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.flags import Parser, add_options, build, fail, nearest
 
 BENCHMARKS: dict[str, Benchmark] = {
-    row.name: row for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, OVERLOAD, SOAK)
+    row.name: row for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, OVERLOAD, SOAK, GRAMMAR)
 }
 
 KERNELS = "kernels"

@@ -12,6 +12,7 @@ import torch
 
 from allspan import ClientEngine
 from allspan.client.bench.benchmark import Benchmark
+from allspan.client.bench.grammar import GRAMMAR, GrammarConfig
 from allspan.client.bench.ops import OPS, OpsConfig
 from allspan.client.bench.overload import OVERLOAD, OverloadConfig
 from allspan.client.bench.perplexity import PERPLEXITY, PerplexityConfig
@@ -103,6 +104,15 @@ def test_step_counts_decode_steps_only(engine: ClientEngine) -> None:
         assert 0 < batch["steps"] <= 2 * 200
         assert 0 < batch["host_s"]["min"] <= batch["host_s"]["median"]
         assert batch["model_s"]["min"] > 0
+
+
+def test_grammar_counts_its_masks_and_compares_like_with_like(engine: ClientEngine) -> None:
+    report = measured(GRAMMAR, engine, GrammarConfig(batch_size=3, output_len=12, repeats=2))
+    assert report["masks"]["masks"] == 3 * 12 * 3  # with the run that warms up
+    assert 0 < report["masks"]["median_s"] <= report["masks"]["p99_s"] <= report["masks"]["most_s"]
+    assert report["ratio"]["min"] > 0
+    with pytest.raises(ConfigError, match="--kind is 'xml'"):
+        GrammarConfig(kind="xml")
 
 
 def test_overload_refuses_the_rest_and_comes_back_to_where_it_was(engine: ClientEngine) -> None:

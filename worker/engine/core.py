@@ -97,7 +97,7 @@ class EngineCore:
             self.limits.max_logits_rows,
         )
         patience = Patience(config.service.watchdog_timeout)
-        masks = MaskMaker(config.parallel.cpus)
+        self.masks = masks = MaskMaker(config.parallel.cpus)
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
         sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience, masks)
         self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device, patience), tiers)

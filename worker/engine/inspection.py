@@ -25,7 +25,10 @@ _WEIGHT_FORMATS = {".safetensors": "safetensors", ".gguf": "gguf"}
 class Inspection:
     """Answers for one rank; every answer is a JSON object, and may be asked for from any thread."""
 
-    def __init__(self, config: ModelConfig, model: Model, kernels: str) -> None:
+    def __init__(
+        self, config: ModelConfig, model: Model, kernels: str, masks: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        """`masks`: what there is to say about the masks of grammars; the one thing here that changes all the time."""
         self._config = config
         self._model = model
         self._kernels = kernels
@@ -33,6 +36,7 @@ class Inspection:
             "model": self.model,
             "files": self.files,
             "profile": self.profile,
+            "masks": masks,
             "version": self.version,
         }
 

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -32,6 +33,8 @@ WAIT_S = 2.0
 FIRST_ALLOWANCE_S, TOKEN_ALLOWANCE_S = 1.0, 0.005
 """Of a processor, for a row's masks: in all so much, and so much for each of its tokens. It is a hundred times what
 common grammars take; one that needs more would hold up everybody's steps, and fails."""
+_REMEMBERED = 4096
+"""Times of masks."""
 
 logger = logging.getLogger(__name__)
 
@@ -157,19 +160,28 @@ class MaskMaker:
         self._cpus = tuple(cpus)
         self._executor: ThreadPoolExecutor | None = None
         self._job: _Job | None = None
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._count = 0
+        self._waited_s = 0.0
 
     def begin(self, rows: list[tuple[GrammarRow, int]]) -> None:
         """Rows, and the positions of their masks."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "masks", run_on, (self._cpus,))
-        self._job = _Job(rows)
+        self._job = _Job(rows, self._seconds)
+        self._count += len(rows)
         self._executor.submit(self._job.run)
 
     def wait(self) -> None:
         """Until those that were begun are made. The row that keeps the others waiting for too long fails; what is
         behind it is made by whoever asks."""
         job, self._job = self._job, None
-        if job is None or job.is_done.wait(WAIT_S):
+        if job is None:
+            return
+        started = time.perf_counter()
+        in_time = job.is_done.wait(WAIT_S)
+        self._waited_s += time.perf_counter() - started
+        if in_time:
             return
         late = job.abandon()
         if late is not None:
@@ -178,11 +190,22 @@ class MaskMaker:
             self._executor.shutdown(wait=False)
         self._executor = None
 
+    def summary(self) -> dict[str, float]:
+        """Masks made here, the seconds that the sampler waited for them, and how long the last of them took each."""
+        seconds = sorted(self._seconds.copy())
+        found = {"masks": float(self._count), "waited_s": self._waited_s}
+        if seconds:
+            for name, share in (("median_s", 0.5), ("p90_s", 0.9), ("p99_s", 0.99), ("most_s", 1.0)):
+                found[name] = seconds[min(int(share * len(seconds)), len(seconds) - 1)]
+        return found
+
 
 class _Job:
-    def __init__(self, rows: list[tuple[GrammarRow, int]]) -> None:
+    def __init__(self, rows: list[tuple[GrammarRow, int]], seconds: deque[float]) -> None:
+        """`seconds`: where it is told how long each mask took."""
         self.is_done = threading.Event()
         self._rows = rows
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._current: tuple[GrammarRow, int] | None = None
         self._is_abandoned = False
@@ -194,7 +217,9 @@ class _Job:
                     if self._is_abandoned:
                         return
                     self._current = row, position
+                started = time.perf_counter()
                 row.make(position)
+                self._seconds.append(time.perf_counter() - started)
         except Exception:
             logger.exception("the masks of a step were not made")  # whoever asks for them meets it again
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from allspan.worker.engine.core import EngineCore
 from allspan.worker.scheduler.request import Request
 from support.byte_tokenizer import byte_tokenizer
 from support.cores import Collected, fake_core, request, step_until_idle
+from support.threads import ThreadWorld
 
 EOS = 256
 VOCAB = 260
@@ -249,3 +251,43 @@ def test_masks_are_exact() -> None:
     assert allowed() == (b"bc", False)
     matcher.consume(list(b"bcb"))
     assert allowed() == (b"bc", True)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks_gives_the_tokens_of_one(size: int) -> None:
+    """Rows move from rank to rank as others come and go, so that a matcher has to catch up."""
+
+    def requests() -> list[Request]:
+        grammars = (LONG, SCHEMA, Grammar("choice", '["hello", "help"]'), WORD, None, LONG)
+        return [
+            request(n, b"abcd" * n, max_tokens=20, temperature=1.0, logprobs=n, grammar=grammar)
+            for n, grammar in enumerate(grammars, start=1)
+        ]
+
+    whole = requests()
+    collected = run(*whole, max_num_seqs=6)
+    world, together = ThreadWorld(size), Collected()
+    widths = {2: (140, 120), 3: (100, 100, 60)}[size]
+    cores = []
+    for rank in range(size):
+        world_of = {"collectives": world.collectives[rank], "channel": world.channels[rank], "widths": widths}
+        core, _ = fake_core(18, together, eos=(EOS,), **world_of)
+        core.grammars.load_tokenizer = byte_tokenizer
+        cores.append(core)
+    theirs = requests()
+    for core in reversed(cores):
+        for each in requests() if not core.is_leader else theirs:
+            core.submit(each)
+    done = threading.Thread(target=stop_when_idle, args=(cores[0],), daemon=True)
+    done.start()
+    world.run(lambda rank: cores[rank].run())
+    assert not together.errors
+    assert cores[0].statistics().preemptions
+    for ours, other in zip(whole, theirs, strict=True):
+        assert together.outputs[other.request_id].token_ids == collected.outputs[ours.request_id].token_ids
+        assert together.outputs[other.request_id].logprobs == collected.outputs[ours.request_id].logprobs
+
+
+def stop_when_idle(core: EngineCore) -> None:
+    core.stop_model(60.0)
+    core.shutdown()
