@@ -129,7 +129,7 @@ def _lark(grammar: Grammar) -> str:
     elif kind == "json_schema":
         body = f"start: %json {json.dumps(json.loads(text))}"
     elif kind == "regex":
-        body = json.loads(llguidance.LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+        body = f"start: /{llguidance.regex_to_lark(text, use_ascii='d')}/"
     elif kind == "choice":
         body = "start: " + " | ".join(map(json.dumps, grammar.choices))
     elif is_lark_syntax(text):
