@@ -78,6 +78,7 @@ async def serve_gateway(
                 for task in following:
                     task.cancel()
                 await submitter.drain(0.0)
+                await submitter.grammars.close()
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

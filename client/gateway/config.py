@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from allspan.protos.errors import ConfigError
+from allspan.protos.grammar import MAX_GRAMMAR_CHARS
 from allspan.protos.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
@@ -83,8 +84,18 @@ class LimitsConfig:
     max_logprobs: int = MAX_LOGPROBS
     """Most likeliest tokens told at each place (logprobs, top_logprobs, prompt_logprobs); at most 20."""
 
+    max_grammar_bytes: int = 65536
+    """Largest schema, regex, list of choices or grammar of a structured output; at most 262144."""
+    grammar_timeout: float = 5.0
+    """Seconds within which a grammar must be compiled."""
+    grammar_memory_bytes: int = 2**29
+    """Memory that compiling a grammar may take."""
+
     def __post_init__(self) -> None:
         ranges = {
+            "max_grammar_bytes": (1, MAX_GRAMMAR_CHARS),
+            "grammar_timeout": (0.01, 600),
+            "grammar_memory_bytes": (2**24, 2**36),
             "max_prompts": (1, 65536),
             "max_n": (1, 65536),
             "max_best_of": (1, 65536),

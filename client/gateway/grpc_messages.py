@@ -7,6 +7,7 @@ from typing import Any
 
 from allspan.client.gateway.generation import Generation, PromptLogprob
 from allspan.client.gateway.prompt import PromptOptions
+from allspan.client.gateway.structured import from_message
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.errors import DeadlineExceeded, InvalidRequest
 from allspan.protos.options import MAX_TIMEOUT_S, RequestOptions
@@ -68,6 +69,8 @@ def sampling_of(options: pb.SamplingOptions) -> dict[str, Any]:
             fields[name] = tuple(tuple(sequence.ids) for sequence in sequences)
     if options.logit_bias:
         fields["logit_bias"] = dict(options.logit_bias)
+    if (grammar := from_message(options)) is not None:
+        fields["grammar"] = grammar
     return fields
 
 

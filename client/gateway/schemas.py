@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -12,7 +13,9 @@ from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.http_errors import HttpError
 from allspan.client.gateway.json_body import check_json, check_size
 from allspan.client.gateway.prompt import PromptOptions
+from allspan.client.gateway.structured import FIELDS, grammar_of
 from allspan.protos.errors import InvalidRequest
+from allspan.protos.grammar import Grammar
 from allspan.protos.options import RequestOptions
 from allspan.protos.text.stream import TextOptions
 
@@ -63,14 +66,8 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "verbosity": ("medium",),
     "audio": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "modalities": (["text"],),
     "prediction": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "web_search_options": (),
 }
 # Fields that this server does not do: why, and what does instead.
@@ -154,6 +151,18 @@ class SamplingFields(RequestBody):
     detokenize: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    # what the output must be: OpenAI's, and vLLM's newer and older names
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    @cached_property
+    def grammar(self) -> tuple[Grammar, str] | None:
+        """And the field that asks for it. InvalidRequest names what does not fit."""
+        return grammar_of({name: getattr(self, name) for name in FIELDS})
 
     @property
     def choices(self) -> int:
@@ -177,6 +186,8 @@ class SamplingFields(RequestBody):
             fields["seed"] = self.seed + 2**64  # OpenAI's seeds are signed
         if self.logit_bias is not None:
             fields["logit_bias"] = {_bias_id(key): bias for key, bias in self.logit_bias.items()}
+        if self.grammar is not None:
+            fields["grammar"], _ = self.grammar
         return fields
 
     def options(self) -> RequestOptions:

@@ -20,6 +20,7 @@ from allspan.client.gateway.chat.setup import ChatSetup
 from allspan.client.gateway.chat.template import Rendering
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.generation import Generation
+from allspan.client.gateway.grammar_check import GrammarCheck
 from allspan.client.gateway.off_loop import off_loop
 from allspan.client.gateway.origin import Origin
 from allspan.client.gateway.prompt import AS_USUAL, PromptOptions
@@ -85,6 +86,8 @@ class Job:
     text: TextOptions = PLAIN_TEXT
     tokenizer: Tokenizer | None = None
     """Of the output's text; None: the gateway's."""
+    grammar_field: str = "grammar"
+    """What the caller calls `params.grammar`."""
 
 
 class Submitter:
@@ -97,6 +100,7 @@ class Submitter:
         self.model = model
         self.limits = config.limits
         self.telemetry = Telemetry(model.name)
+        self.grammars = GrammarCheck(tokenizer, model.vocab_size, config.limits)
         self._max_requests = config.limits.max_concurrent_requests
         self.max_chars = config.limits.max_prompt_chars or max(65536, 64 * model.max_model_len)
         self._admitted = 0
@@ -223,6 +227,9 @@ class Submitter:
         self._starting.add(origin)
         started: list[Generation] = []
         try:
+            for job in jobs:
+                if job.params.grammar is not None:
+                    await self.grammars.check(job.params.grammar, job.grammar_field)
             results = await asyncio.gather(*(self._start(job, origin, started) for job in jobs), return_exceptions=True)
             if failures := [result for result in results if isinstance(result, BaseException)]:
                 raise failures[0]

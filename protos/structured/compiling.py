@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from allspan.protos.errors import InvalidRequest
 from allspan.protos.grammar import Grammar
@@ -21,7 +21,7 @@ STACK_BYTES = 2**29
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between JSON's signs: without an end to white space a model may write nothing else for ever."""
 
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
     "max_lexer_states": 50_000,
@@ -69,8 +69,8 @@ def refusal(grammar: Grammar, problem: str) -> InvalidRequest:
     return InvalidRequest(f"grammar is no {grammar.kind} that can be followed: {line}", "grammar")
 
 
-def on_deep_stack(function: Callable[[], T]) -> T:
-    """Runs it in a thread with STACK_BYTES of stack, and waits."""
+def on_deep_stack(function: Callable[[], T], stack_bytes: int = STACK_BYTES) -> T:
+    """Runs it in a thread with so much stack, and waits."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -81,7 +81,7 @@ def on_deep_stack(function: Callable[[], T]) -> T:
             failed.append(error)
 
     with _starting:
-        before = threading.stack_size(STACK_BYTES)
+        before = threading.stack_size(stack_bytes)
         try:
             thread = threading.Thread(target=run, name="grammar", daemon=True)
             thread.start()
