@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -103,3 +104,83 @@ async def _until_end(call: grpc.aio.UnaryStreamCall[Any, Any]) -> AsyncIterator[
         yield response
         if response.finish_reason:
             return
+
+
+def posted(**fields: object) -> bytes:
+    """A request for a completion as it is sent."""
+    body = json.dumps({"prompt": "x"} | fields).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_later_request_of_a_kept_connection_stops_when_its_client_hangs_up(stream: bool) -> None:
+    engine = fake_engine(endless=True, step_s=STEP_S)
+    async with gateway(engine) as server:
+        host, port = server.http_address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for max_tokens in (2, 200):
+            writer.write(posted(max_tokens=max_tokens, stream=stream and max_tokens > 2))
+            if max_tokens == 2:
+                length = int((await reader.readuntil(b"\r\n\r\n")).split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+        await eventually(lambda: len(engine.asked) == 2 and engine.last.steps)
+        steps = engine.last.steps
+        writer.close()
+        await eventually(lambda: engine.last.released)
+        assert engine.last.stopped
+        assert engine.last.steps_when_stopped - steps <= 2
+        assert engine.last.steps - engine.last.steps_when_stopped <= 2
+
+
+@pytest.mark.parametrize("how", ["http", "grpc", "deadline"])
+async def test_a_request_that_still_waits_for_its_first_token_is_stopped_as_well(how: str) -> None:
+    engine = fake_engine(endless=True, step_s=0.4)
+    async with gateway(engine) as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
+        if how == "http":
+            asking = asyncio.create_task(server.post("/v1/completions", prompt="x", n=3))
+        else:
+            timeout = 0.1 if how == "deadline" else 30
+            call = stub(channel).Generate(pb.GenerateRequest(text="x", n=3), timeout=timeout)
+        await eventually(lambda: len(engine.asked) == 3)
+        if how == "http":
+            asking.cancel()
+        elif how == "grpc":
+            call.cancel()
+        await eventually(lambda: all(asked.stopped for asked in engine.asked.values()), 0.35)
+        assert all(asked.steps == 0 for asked in engine.asked.values())
+        await assert_all_stopped(server, 3)
+
+
+async def test_five_hundred_random_cancels_leave_nothing_running() -> None:
+    """Streaming or not, one choice or more, over HTTP and gRPC, at any moment: also before the engine has said yes."""
+    engine = fake_engine(endless=True, step_s=0.002)
+    chosen = random.Random(7)
+    async with gateway(engine) as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
+        host, port = server.http_address.removeprefix("http://").split(":")
+
+        async def over_http(stream: bool, n: int, after_s: float) -> None:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(posted(n=n, stream=stream, max_tokens=200))
+            await asyncio.sleep(after_s)
+            writer.close()
+
+        async def over_grpc(n: int, after_s: float) -> None:
+            call = stub(channel).Generate(pb.GenerateRequest(text="x", n=n))
+            await asyncio.sleep(after_s)
+            call.cancel()
+
+        for _ in range(20):
+            callers = []
+            for _ in range(25):
+                n, after_s = chosen.randint(1, 3), chosen.choice((0.0, chosen.random() * 0.03))
+                stream = chosen.random() < 0.5
+                callers.append(over_grpc(n, after_s) if chosen.random() < 0.3 else over_http(stream, n, after_s))
+            await asyncio.gather(*callers)
+        await eventually(lambda: all(asked.released for asked in engine.asked.values()), 10)
+        assert len(engine.asked) > 300
+        for asked in engine.asked.values():
+            assert asked.stopped
+            assert asked.steps - asked.steps_when_stopped <= 2
+        await eventually(lambda: not engine.running)
+        assert (await server.post("/v1/completions", prompt="x", max_tokens=1)).status_code == 200
