@@ -10,11 +10,16 @@ from allspan.protos.errors import InvalidRequest
 from allspan.protos.grammar import Grammar
 
 
-def calls_grammar(form: CallFormat, use: ToolUse) -> Grammar | None:
-    """Calls and nothing else when they are required; text and well-formed calls when one of the functions is strict;
-    None where the model is free. InvalidRequest when the schemas are too large."""
+def calls_grammar(form: CallFormat, use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
+    """What an output must be that may call tools: calls and nothing else when they are required; else calls or the
+    `answer`, where that has a form; text and well-formed calls, when one of the functions is strict. None where the
+    model is free. InvalidRequest when the schemas are too large, or the answer's form cannot be told from calls."""
     if use.required:
         start = "start: calls\n"
+    elif answer is not None and use.functions:
+        start = f"start: calls | answer\nanswer: %json {_schema_of(answer)}\n"
+    elif answer is not None:
+        return answer
     elif any(function.strict for function in use.functions):
         start = _text_or_calls(form)
     else:
@@ -23,6 +28,18 @@ def calls_grammar(form: CallFormat, use: ToolUse) -> Grammar | None:
         return Grammar("grammar", start + _calls(form, use))
     except InvalidRequest as error:
         raise InvalidRequest(f"tools make a {error.message}", "tools") from error
+
+
+def _schema_of(answer: Grammar) -> str:
+    if answer.kind == "json_object":
+        return '{"type": "object"}'
+    if answer.kind == "json_schema":
+        return answer.text
+    raise InvalidRequest(
+        f"tools are given with a {answer.kind} that the answer must follow: only JSON can be told from calls; "
+        'use tool_choice "none"',
+        "tools",
+    )
 
 
 def _text_or_calls(form: CallFormat) -> str:

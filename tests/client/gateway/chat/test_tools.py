@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import llguidance
@@ -11,6 +12,7 @@ from allspan.client.gateway.chat.enforce import calls_grammar
 from allspan.client.gateway.chat.formats import FORMATS
 from allspan.client.gateway.chat.tools import NO_TOOLS, read_tools
 from allspan.protos.errors import InvalidRequest
+from allspan.protos.grammar import Grammar
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -124,6 +126,21 @@ def test_strict_functions_are_held_to_their_schemas_when_the_model_chooses(name:
     if form.regions[0].open:
         assert ends(grammar, f"Let me see.\n{good}\n{good} Done.") is True
         assert ends(grammar, f"Let me see.\n{bad}") is None
+
+
+def test_answers_in_a_form_stand_beside_calls() -> None:
+    form = FORMATS["hermes"]
+    use = read_tools([tool()], "auto", None)
+    answer = Grammar("json_schema", json.dumps(CITY))
+    grammar = calls_grammar(form, use, answer)
+    assert ends(grammar, form.written("f", {"city": "Paris"})) is True
+    assert ends(grammar, '{"city": "Paris"}') is True
+    assert ends(grammar, "Paris") is None
+    assert ends(calls_grammar(form, use, Grammar("json_object")), '{"x": 1}') is True
+    assert calls_grammar(form, NO_TOOLS, answer) is answer
+    assert ends(calls_grammar(form, read_tools([tool()], "required", None), answer), '{"city": "Paris"}') is None
+    with pytest.raises(InvalidRequest, match='only JSON can be told from calls; use tool_choice "none"'):
+        calls_grammar(form, use, Grammar("regex", "[a-z]+"))
 
 
 def test_schemas_too_large_for_a_grammar_are_refused() -> None:
