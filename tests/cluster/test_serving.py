@@ -84,6 +84,41 @@ def test_grpc_streams_the_same_text(served: Served, expected: dict[str, Any]) ->
     assert replies[-1].usage.completion_tokens == 24
 
 
+def test_a_required_call_has_arguments_that_follow_their_schema(served: Served) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "days": {"type": "integer", "minimum": 1, "maximum": 7},
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["city", "days", "unit"],
+        "additionalProperties": False,
+    }
+    function = {"name": "get_weather", "description": "Forecast for a city", "parameters": parameters}
+    request: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "How is the weather in Paris tomorrow?"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+    }
+    with sdk(served) as client:
+        (choice,) = client.chat.completions.create(**request).choices
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**request, stream=True)]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, choice.finish_reason, choice.message.content) == ("get_weather", "tool_calls", None)
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"city", "days", "unit"}
+    assert isinstance(arguments["city"], str)
+    assert 1 <= arguments["days"] <= 7
+    assert arguments["unit"] in ("celsius", "fahrenheit")
+    parts = [part for chunk in chunks for part in chunk.delta.tool_calls or ()]
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments
+    assert len(parts) > 3
+
+
 def test_node_streams_the_same_text(served: Served, expected: dict[str, Any], node_folder: Path) -> None:
     command = [*node_client(node_folder), served.grpc, STORY, "24"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
