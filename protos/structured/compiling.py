@@ -62,11 +62,15 @@ def lark_of(grammar: Grammar) -> str:
 
 
 def refusal(grammar: Grammar, problem: str) -> InvalidRequest:
-    """With what the library says, on one line and short: it quotes what it was given."""
+    """With what the library says."""
+    return InvalidRequest(f"grammar is no {grammar.kind} that can be followed: {one_line(problem)}", "grammar")
+
+
+def one_line(problem: str) -> str:
+    """What the library says, short: it quotes what it was given."""
     kept = itertools.takewhile(lambda line: not re.match(r"\s*\d+ \|", line), problem.split("\n"))
     line = " ".join(" ".join(kept).replace("<non-verbose/>", "").split())
-    line = line if len(line) <= _MOST_ERROR_CHARS else line[:_MOST_ERROR_CHARS] + " …"
-    return InvalidRequest(f"grammar is no {grammar.kind} that can be followed: {line}", "grammar")
+    return line if len(line) <= _MOST_ERROR_CHARS else line[:_MOST_ERROR_CHARS] + " …"
 
 
 def on_deep_stack(function: Callable[[], T], stack_bytes: int = STACK_BYTES) -> T:
