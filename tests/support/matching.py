@@ -12,6 +12,21 @@ from allspan.protos.grammar import Grammar
 from allspan.protos.structured.compiling import LIMITS, lark_of
 
 END = 256
+REFUSED_CASES = {
+    "unique items": "$.uniqueItems",
+    "contains": "$.contains",
+    "property names": "$.propertyNames",
+    "if, then, else": "$.if",
+    "not": "$.not",
+    "unevaluated properties": "$.unevaluatedProperties",
+}
+"""Schemas of the corpus with a keyword that is not enforced, and where."""
+OVERLAPPING = "oneOf whose arms overlap"
+"""The one that the library refuses."""
+
+
+def refused_names() -> set[str]:
+    return {*REFUSED_CASES, OVERLAPPING}
 
 
 class Bytes:

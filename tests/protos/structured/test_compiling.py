@@ -13,22 +13,11 @@ from allspan.protos.grammar import Grammar
 from allspan.protos.structured.compiling import STACK_BYTES, deepest, lark_of, on_deep_stack
 from allspan.protos.structured.keywords import ENFORCED, FORMATS, REFUSED, REFUSED_FORMATS
 from support.json_schemas import Case, cases
-from support.matching import admits, matcher, schema
-
-REFUSED_CASES = {
-    "unique items": "$.uniqueItems",
-    "contains": "$.contains",
-    "property names": "$.propertyNames",
-    "if, then, else": "$.if",
-    "not": "$.not",
-    "unevaluated properties": "$.unevaluatedProperties",
-}
-OVERLAPPING = "oneOf whose arms overlap"
+from support.matching import OVERLAPPING, REFUSED_CASES, admits, matcher, refused_names, schema
 
 
 def named(*, refused: bool) -> list[Any]:
-    other = {*REFUSED_CASES, OVERLAPPING}
-    return [pytest.param(case, id=case.name) for case in cases() if (case.name in other) is refused]
+    return [pytest.param(case, id=case.name) for case in cases() if (case.name in refused_names()) is refused]
 
 
 @pytest.mark.parametrize("case", named(refused=False))
