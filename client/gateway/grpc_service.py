@@ -147,7 +147,9 @@ class InferenceService:
         params = submitter.params(fields, len(token_ids), default_max_tokens=None)
         options = options_of(request, context.time_remaining())
         is_chat = request.WhichOneof("prompt") == "chat"
-        job = Job(token_ids, params, not is_chat, options, text_options_of(request.sampling), "sampling.structured")
+        job = Job(
+            token_ids, params, not is_chat, options, text_options_of(request.sampling), None, "sampling.structured"
+        )
         return spread(job, max(request.n, 1))
 
     async def _run(

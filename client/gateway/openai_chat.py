@@ -54,5 +54,6 @@ async def chat_job(submitter: Submitter, request: ChatRequest) -> tuple[Job, Rea
         options=options,
         text=request.text_options(),
         tokenizer=setup.tokenizer_for(reading),
+        grammar_field="tools" if chat.grammar is not None else request.grammar_field,
     )
     return job, reading

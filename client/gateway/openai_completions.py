@@ -27,8 +27,7 @@ async def plan_completion(submitter: Submitter, body: bytes) -> Plan:
     for i, prompt in enumerate(prompts):
         token_ids = await submitter.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", reading)
         params = submitter.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
-        field = "grammar" if request.grammar is None else request.grammar[1]
-        job = Job(token_ids, params, options=options, text=text, grammar_field=field)
+        job = Job(token_ids, params, options=options, text=text, grammar_field=request.grammar_field)
         jobs += spread(job, request.candidates)
         if request.echo:
             echoes.append(_echo(submitter, request, prompt, token_ids))

@@ -160,9 +160,13 @@ class SamplingFields(RequestBody):
     guided_grammar: Any = None
 
     @cached_property
-    def grammar(self) -> tuple[Grammar, str] | None:
-        """And the field that asks for it. InvalidRequest names what does not fit."""
+    def _grammar(self) -> tuple[Grammar, str] | None:
         return grammar_of({name: getattr(self, name) for name in FIELDS})
+
+    @property
+    def grammar_field(self) -> str:
+        """What asks for a structured output, if anything does."""
+        return "grammar" if self._grammar is None else self._grammar[1]
 
     @property
     def choices(self) -> int:
@@ -186,8 +190,8 @@ class SamplingFields(RequestBody):
             fields["seed"] = self.seed + 2**64  # OpenAI's seeds are signed
         if self.logit_bias is not None:
             fields["logit_bias"] = {_bias_id(key): bias for key, bias in self.logit_bias.items()}
-        if self.grammar is not None:
-            fields["grammar"], _ = self.grammar
+        if self._grammar is not None:
+            fields["grammar"], _ = self._grammar
         return fields
 
     def options(self) -> RequestOptions:

@@ -135,10 +135,9 @@ _SIGNS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]')
 
 
 def _of_regex(text: str) -> str:
-    from llguidance import LLMatcher
+    from llguidance import regex_to_lark
 
-    lark: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
-    return lark
+    return f"start: /{regex_to_lark(text, use_ascii='d')}/"
 
 
 def _of_rules(grammar: Grammar) -> str:
