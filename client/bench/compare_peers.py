@@ -28,9 +28,11 @@ Message = dict[str, Any]
 class Peer:
     """One process. Between two requests it is stopped (SIGSTOP), so that its threads take nothing from the others."""
 
-    def __init__(self, python: str, script: Path = SCRIPT) -> None:
-        """Raises ConfigError for an interpreter that cannot be run."""
+    def __init__(self, python: str, script: Path = SCRIPT, pauses: bool = True) -> None:
+        """`pauses`: False for one that must go on answering others. Raises ConfigError for an interpreter that cannot
+        be run."""
         self._python = python
+        self._pauses = pauses
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
         try:
             self._process = subprocess.Popen(
@@ -54,7 +56,8 @@ class Peer:
             self._send(json.dumps(request).encode() + b"\n", deadline, late)
             answer: Message = json.loads(self._line(deadline, late))
         finally:
-            self._signal(signal.SIGSTOP)
+            if self._pauses:
+                self._signal(signal.SIGSTOP)
         if "error" in answer:
             raise InternalError(answer["error"])
         return answer

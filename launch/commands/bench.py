@@ -18,6 +18,7 @@ from allspan.client.bench.perplexity import PERPLEXITY
 from allspan.client.bench.prefix import PREFIX
 from allspan.client.bench.soak import SOAK
 from allspan.client.bench.step import STEP
+from allspan.client.bench.streaming import STREAMING
 from allspan.launch import kernel_bench
 from allspan.launch.models import resolve_model
 from allspan.launch.session import serve_options
@@ -25,7 +26,7 @@ from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.flags import Parser, add_options, build, fail, nearest
 
 BENCHMARKS: dict[str, Benchmark] = {
-    row.name: row for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, OVERLOAD, SOAK, GRAMMAR)
+    row.name: row for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, STREAMING, OVERLOAD, SOAK, GRAMMAR)
 }
 
 KERNELS = "kernels"
