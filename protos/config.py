@@ -82,7 +82,7 @@ class SchedulerConfig:
     """On a GPU, send the next step off before this one's tokens are known on the host."""
     stream_interval: int = 0
     """A request's tokens are streamed so many at a time, its first and its last at once; 1: each as it comes; 0: those
-    of 30 to 100 ms together, the longer the more requests run."""
+    of 30 to 125 ms together, the longer the more requests run."""
 
 
 STEP_SIZES = {"cpu": (64, 512), "cuda": (256, 8192)}

@@ -176,6 +176,7 @@ class InferenceService:
     async def _write(self, context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
         """Waits while the client does not read and gRPC's window is full; what comes meanwhile is merged behind it."""
         limit = self._front.config.grpc.grpc_stream_timeout
+        await asyncio.sleep(0)  # after all that a step brought is ready: what is sent at one go wakes readers less
         try:
             async with asyncio.timeout(limit):
                 await context.write(response)

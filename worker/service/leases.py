@@ -17,8 +17,8 @@ MAX_BATCH_BYTES = 4 * 2**20
 """A message is closed once it is this long; the rest goes into the next one."""
 
 LEAST_PAUSE_S = 0.03
-PAUSE_PER_REQUEST_S = 0.003
-MOST_PAUSE_S = 0.1
+PAUSE_PER_REQUEST_S = 0.004
+MOST_PAUSE_S = 0.125
 """Tokens that come faster than this go out together, but for a request's first and last: the more requests, the longer
 each message takes from the step for everyone on its way to its reader, and the rarer it is."""
 
