@@ -32,17 +32,24 @@ def read_items(value: Any) -> list[Json]:
 
 
 def to_messages(items: Sequence[Json], instructions: str | None) -> list[Json]:
-    """Calls that follow each other, and the text before them, are one message of the assistant. What the model thought
-    earlier is not shown to it again."""
+    """Calls that follow each other, the text before them and what was thought before that are one message of the
+    assistant."""
     messages: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    thought: Json = {}
     for item in items:
         kind = item["type"]
-        if kind == "message":
-            messages.append({"role": item["role"], "content": _joined(item["content"])})
+        if kind == "reasoning":
+            text = _joined(item.get("content") or ())
+            thought = {"reasoning_content": text} if text else {}
+        elif kind == "message":
+            shown = thought if item["role"] == "assistant" else {}
+            messages.append({"role": item["role"], "content": _joined(item["content"]), **shown})
+            thought = {}
         elif kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
+            if not messages or messages[-1]["role"] != "assistant" or thought:
+                messages.append({"role": "assistant", "content": None, **thought})
+                thought = {}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
@@ -73,7 +80,8 @@ def _item(place: str, item: Any) -> Json:
         output = output if isinstance(output, str) else _content(f"{place}.output", output, False)
         return {"type": kind, "id": _id(item, "fco"), "call_id": call_id, "output": output, "status": "completed"}
     if kind == "reasoning":
-        return {"type": kind, "id": _id(item, "rs"), "summary": [], "status": "completed"}
+        thought = _content(f"{place}.content", item["content"], False) if item.get("content") else []
+        return {"type": kind, "id": _id(item, "rs"), "summary": [], "content": thought, "status": "completed"}
     ways = {"item_reference": "give the item itself, or previous_response_id"}
     way = ways.get(kind if isinstance(kind, str) else "", "messages and calls of functions are")
     raise InvalidRequest(f"{place} is of type {_short(kind)}, which is not supported; {way}", "input")

@@ -19,11 +19,6 @@ class OutputItems:
         self._texts: list[str] = []
         self._logprobs: list[Json] = []
 
-    @property
-    def is_reasoning(self) -> bool:
-        """What comes is thinking, until it is seen to be something else."""
-        return self._item is not None and self._item["type"] == "reasoning"
-
     def push(self, pieces: Sequence[Piece], logprobs: Sequence[Json] = ()) -> Iterator[Json]:
         """`logprobs`: of the tokens behind the text among these pieces."""
         for piece in pieces:

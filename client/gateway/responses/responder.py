@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.access import current_caller
 from allspan.client.gateway.body import read_json_body
-from allspan.client.gateway.chat.reader import MessageReader
 from allspan.client.gateway.chat.request import ChatRequest
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.generation import Generation
@@ -24,7 +23,7 @@ from allspan.client.gateway.responses.store import ResponseStore, Stored
 from allspan.client.gateway.responses.turn import Turn
 from allspan.client.gateway.schemas import parse, parse_value
 from allspan.client.gateway.sse import EventStream, event, while_connected
-from allspan.client.gateway.submit import Job, caller_error
+from allspan.client.gateway.submit import caller_error
 from allspan.protos.errors import InvalidRequest
 
 logger = logging.getLogger("allspan.gateway")
@@ -81,15 +80,11 @@ class Responder:
         chat_body = request.conversation(to_messages([*before, *items], request.instructions))
         try:
             chat = parse_value(ChatRequest, chat_body, self._limits)
-            job, reader = await self._conversation(chat)
+            job, reading = await chat_job(self._submitter, chat)
         except InvalidRequest as error:
             raise _renamed(error) from error
         texts = TokenTexts(self._submitter.tokenizer, bool(chat.return_tokens_as_token_ids))
-        return Turn(request, job, reader, texts, self._submitter.model.name, items, before)
-
-    async def _conversation(self, chat: ChatRequest) -> tuple[Job, MessageReader]:
-        job, reading = await chat_job(self._submitter, chat)
-        return job, MessageReader(reading)
+        return Turn(request, job, reading, texts, self._submitter.model.name, items, before)
 
     async def _whole(self, turn: Turn, origin: Origin) -> Json:
         async with self._submitter.running([turn.job], origin) as (generation,):
@@ -127,4 +122,5 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
     """With the names that this endpoint has for the fields of a conversation."""
     field = error.field or ""
     name = _NAMES.get(field, field)
-    return InvalidRequest(error.message.replace(field, name) if field in _NAMES else error.message, name)
+    message = error.message.replace(field, name) if field in _NAMES else error.message
+    return InvalidRequest(message.replace(".function.", "."), name)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from allspan.client.gateway.chat.reader import MessageReader
+from allspan.client.gateway.chat.reader import MessageReader, Reading
+from allspan.client.gateway.chat.thinking import ThoughtCounter
 from allspan.client.gateway.generation import Generation
 from allspan.client.gateway.openai_shapes import Json, TokenTexts
 from allspan.client.gateway.responses.output import OutputItems
@@ -26,7 +27,7 @@ class Turn:
 
     request: ResponsesRequest
     job: Job
-    reader: MessageReader
+    reading: Reading
     texts: TokenTexts
     model: str
     input: list[Json]
@@ -36,8 +37,11 @@ class Turn:
     _output: OutputItems = field(default_factory=OutputItems)
     _pending: list[Json] = field(default_factory=list)
     """Log-probabilities of tokens whose text is still to come."""
-    _reasoning_tokens: int = 0
     _sequence: int = 0
+
+    def __post_init__(self) -> None:
+        self._reader = MessageReader(self.reading)
+        self._thoughts = ThoughtCounter(self.reading.tags, self.reading.opened, self.texts.piece)
 
     @property
     def is_kept(self) -> bool:
@@ -53,9 +57,10 @@ class Turn:
         return [self._told("response.created"), self._told("response.in_progress")]
 
     def push(self, delta: TextDelta, generation: Generation) -> Iterator[Json]:
-        pieces = self.reader.push(delta.text)
+        self._thoughts.push(delta.token_ids)
+        pieces = self._reader.push(delta.text)
         if delta.finished:
-            pieces += self.reader.finish()
+            pieces += self._reader.finish()
         if self.request.wants_logprobs:
             shown = len(delta.token_ids) - isinstance(delta.stop, int)  # less the token that ended it
             self._pending += self._logprobs(delta.token_ids[:shown], delta.logprobs[:shown])
@@ -63,8 +68,6 @@ class Turn:
             yield self._numbered(event)
         if pieces:
             self._pending.clear()
-        if self._output.is_reasoning:
-            self._reasoning_tokens += len(delta.token_ids)
         if delta.finished:
             yield from self._finish(delta.finish_reason, generation)
 
@@ -118,7 +121,7 @@ class Turn:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._thoughts.count},
             "total_tokens": prompt + output,
         }
 

@@ -11,28 +11,42 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.body import read_json_body
-from allspan.client.gateway.chat.messages import read_messages
+from allspan.client.gateway.chat.request import ChatRequest, read_chat
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.front import Front
 from allspan.client.gateway.off_loop import INLINE_CHARS
 from allspan.client.gateway.openai_shapes import TokenTexts
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.prompt import PromptOptions
-from allspan.client.gateway.schemas import RequestBody, parse
+from allspan.client.gateway.schemas import RequestBody, parse, parse_value
 from allspan.client.gateway.submit import caller_error
 from allspan.protos.errors import InvalidRequest
 
 T = TypeVar("T")
+
+_OF_CHAT = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
 
 
 class TokenizeRequest(RequestBody):
     """A text, or a conversation for the chat template."""
 
     prompt: str | None = None
-    messages: Any = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    # as chat has them
+    messages: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self, limits: LimitsConfig) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -56,15 +70,13 @@ def routes(front: Front) -> APIRouter:
         with _answered(request):
             asked = parse(TokenizeRequest, await read_json_body(request, limits), limits)
             submitter.check_model(asked.model)
-            options = PromptOptions(
-                add_special_tokens=asked.add_special_tokens,
-                add_generation_prompt=asked.add_generation_prompt is not False,
-                only_counted=True,
-            )
+            options = PromptOptions(asked.add_special_tokens, only_counted=True)
             if asked.prompt is not None:
                 ids = await submitter.encode(asked.prompt, "prompt", options)
             else:
-                ids = await submitter.encode_chat(read_messages(asked.messages), options)
+                given = {name: getattr(asked, name) for name in _OF_CHAT}
+                chat = read_chat(parse_value(ChatRequest, given, limits), submitter.chat)
+                ids = await submitter.encode_chat(chat.messages, options, chat.rendering)
             text = TokenTexts(submitter.tokenizer).text
             strings = await _off_loop(len(ids), lambda: list(map(text, ids))) if asked.return_token_strs else None
             return JSONResponse(

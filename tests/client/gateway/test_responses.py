@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -154,6 +155,73 @@ def test_what_is_kept_is_bounded_in_number_time_and_size(monkeypatch: pytest.Mon
     store.put("me", stored("f", "x" * 300))
     assert store.get("me", "f")
     assert len(store) == 1
+
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather now",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": False,
+}
+CALLS = """<think>Two cities.</think>I look.
+<tool_call>
+{"name": "weather", "arguments": {"city": "Paris"}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {"city": "Rome"}}
+</tool_call>"""
+
+
+async def test_thinking_text_and_calls_are_items_of_their_own() -> None:
+    engine = fake_engine(tokens=tuple(CALLS.encode()), max_model_len=4096)
+    async with served(engine, reasoning_parser="qwen3") as (server, client):
+        whole = await client.responses.create(model="tiny", input="Weather?", tools=[WEATHER], store=False)
+        stream = await client.responses.create(model="tiny", input="Weather?", tools=[WEATHER], stream=True)
+        events = [event async for event in stream]
+        async with client.responses.stream(model="tiny", input="Weather?", tools=[WEATHER]) as helper:
+            final = await helper.get_final_response()
+        outputs: Any = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": f"{18 + place} degrees"}
+            for place, item in enumerate(final.output[2:])
+            if item.type == "function_call"
+        ]
+        engine.tokens = tuple(b"Fine.")
+        await client.responses.create(model="tiny", input=outputs, previous_response_id=final.id, tools=[WEATHER])
+        prompt = seen(server)
+    for response in (whole, events[-1].response, final):  # type: ignore[union-attr]
+        kinds = [item.type for item in response.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        thought, message, first, second = response.output
+        assert thought.content[0].text == "Two cities."  # type: ignore[union-attr, index]
+        assert (message.content[0].text, response.output_text) == ("I look.", "I look.")  # type: ignore[union-attr]
+        assert [json.loads(call.arguments) for call in (first, second)] == [{"city": "Paris"}, {"city": "Rome"}]  # type: ignore[union-attr]
+        assert {call.name for call in (first, second)} == {"weather"}  # type: ignore[union-attr]
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == len("<think>Two cities.</think>")
+    told = [event.type for event in events]
+    assert told.count("response.output_item.added") == told.count("response.output_item.done") == 4
+    assert told.count("response.function_call_arguments.done") == 2
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(event.delta for event in deltas if event.output_index == 2) == '{"city": "Paris"}'
+    assert "response.reasoning_text.delta" in told
+    assert '{"name": "weather", "arguments": {"city": "Paris"}}' in prompt
+    assert prompt.index("Rome") < prompt.index("18 degrees") < prompt.index("19 degrees")
+
+
+async def test_a_tool_may_be_demanded() -> None:
+    async with served() as (server, client):
+        await client.responses.create(
+            model="tiny", input="x", tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}
+        )
+        grammar = server.engine.last.params.grammar
+        refused = await server.post(
+            "/v1/responses", input="x", tools=[WEATHER], tool_choice={"type": "function", "name": "other"}
+        )
+        nameless = await server.post("/v1/responses", input="x", tools=[{"type": "function", "name": "a b"}])
+    assert grammar is not None
+    assert (refused.status_code, "not among tools" in refused.text) == (400, True)
+    assert "tools[0].name is 'a b'" in nameless.text
 
 
 async def test_log_probabilities_come_when_they_are_included() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.gateway import gateway
+from support.gateway import fake_engine, gateway
 
 
 async def test_texts_become_tokens_and_tokens_texts() -> None:
@@ -38,6 +38,16 @@ async def test_conversations_are_counted_through_the_template() -> None:
         asked = list(server.engine.last.prompt)
     assert whole["tokens"] == asked == [258, 120, 259]
     assert open_ended["tokens"] == [258, 120]
+
+
+async def test_a_conversation_with_tools_is_counted_as_it_would_run() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    async with gateway(fake_engine(max_model_len=4096)) as server:
+        counted = (await server.post("/tokenize", **body)).json()
+        assert (await server.post("/v1/chat/completions", max_tokens=1, **body)).status_code == 200
+        assert counted["tokens"] == list(server.engine.last.prompt)
+        assert counted["count"] > 100
 
 
 @pytest.mark.parametrize(
