@@ -11,7 +11,7 @@ from allspan.protos.errors import AllspanError
 from allspan.protos.options import RequestOptions
 from allspan.protos.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.sampling import SamplingParams
-from support.fake_engine import Asked, FakeEngine
+from support.fake_engine import Asked, FakeEngine, prompt_logprob
 
 Script = Sequence[str | AllspanError] | AllspanError
 """Texts, one a step; an error in their place ends the request, one instead of them refuses it."""
@@ -46,17 +46,24 @@ class ScriptedEngine(FakeEngine):
     async def _run(self, asked: Asked) -> None:
         script = self._script(asked.prompt)
         assert not isinstance(script, AllspanError)
+        if (count := asked.params.prompt_logprobs) is not None:
+            entries = tuple(prompt_logprob(token, count) for token in asked.prompt[1:])
+            asked.queue.put(Output(prompt_logprobs=entries))
+            await self._read(asked)
         for step in script:
             if isinstance(step, AllspanError):
                 asked.queue.fail(step)
                 return
             self._put(asked, tuple(step.encode()), "")
-            while asked.queue._pending is not None and not asked.stopped:
-                await asyncio.sleep(0)
+            await self._read(asked)
             if asked.stopped or asked.queue.state.is_final:
                 break
         if not asked.queue.state.is_final:
             self._put(asked, (self.eos,), "cancelled" if asked.stopped else "stop")
+
+    async def _read(self, asked: Asked) -> None:
+        while asked.queue._pending is not None and not asked.stopped:
+            await asyncio.sleep(0)
 
     def _put(self, asked: Asked, tokens: tuple[int, ...], reason: str) -> None:
         room = asked.params.max_tokens - asked.steps

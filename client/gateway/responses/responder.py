@@ -75,8 +75,7 @@ class Responder:
         items = read_items(request.input)
         before: list[Json] = []
         if request.previous_response_id is not None:
-            owner = current_caller().owner
-            before = self.store.get(owner, request.previous_response_id, "previous_response_id").history
+            before = self.store.history(current_caller().owner, request.previous_response_id)
         chat_body = request.conversation(to_messages([*before, *items], request.instructions))
         try:
             chat = parse_value(ChatRequest, chat_body, self._limits)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from allspan.client.gateway.http_errors import HttpError
 from allspan.client.gateway.openai_shapes import Json
+from allspan.protos.errors import InvalidRequest
 
 MAX_BYTES = 64 * 2**20
 """Of all that is kept, as JSON: a bound on memory, whatever the number of entries."""
@@ -59,18 +60,30 @@ class ResponseStore:
                 return
             self._drop(oldest)
 
-    def get(self, owner: str, response_id: str, field: str = "response_id") -> Stored:
+    def get(self, owner: str, response_id: str) -> Stored:
         """HttpError 404 for one that is not there (any more) or is somebody else's."""
-        found = self._entries.get((owner, response_id))
-        if found is None or found[2] <= self._clock():
-            self._drop((owner, response_id))
-            raise HttpError(404, f"{field} {response_id[:128]!r} is not kept here: {self._why()}")
-        return found[0]
+        if (found := self._find(owner, response_id)) is None:
+            raise HttpError(404, f"response {response_id[:128]!r} is not kept here: {self._why()}")
+        return found
+
+    def history(self, owner: str, response_id: str) -> list[Json]:
+        """Of the conversation to go on from; InvalidRequest in place of the 404."""
+        if (found := self._find(owner, response_id)) is None:
+            field = "previous_response_id"
+            raise InvalidRequest(f"{field} is {response_id[:128]!r}, which is not kept here: {self._why()}", field)
+        return found.history
 
     def delete(self, owner: str, response_id: str) -> None:
         """HttpError 404."""
         self.get(owner, response_id)
         self._drop((owner, response_id))
+
+    def _find(self, owner: str, response_id: str) -> Stored | None:
+        found = self._entries.get((owner, response_id))
+        if found is not None and found[2] > self._clock():
+            return found[0]
+        self._drop((owner, response_id))
+        return None
 
     def _why(self) -> str:
         if not self.is_on:

@@ -119,14 +119,14 @@ async def test_a_conversation_goes_on_from_a_response_that_is_kept() -> None:
         for gone in (second.id, third.id):
             with pytest.raises(openai.NotFoundError, match="give all items in input"):
                 await client.responses.retrieve(gone)
-        with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await client.responses.create(model="tiny", input="x", previous_response_id=second.id)
 
 
 async def test_a_server_that_keeps_nothing_says_so() -> None:
     async with served(max_stored_responses=0) as (_, client):
         first = await client.responses.create(model="tiny", input="One")
-        with pytest.raises(openai.NotFoundError, match="keeps none"):
+        with pytest.raises(openai.BadRequestError, match="keeps none"):
             await client.responses.create(model="tiny", input="Two", previous_response_id=first.id)
 
 
