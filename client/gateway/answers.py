@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from fastapi import Request
@@ -18,6 +19,9 @@ from allspan.client.gateway.openai_shapes import Endpoint, Gathered, Json, Plan,
 from allspan.client.gateway.origin import Origin, origin_of
 from allspan.client.gateway.sse import DONE, EventStream, event, while_connected
 from allspan.client.gateway.submit import caller_error
+
+INLINE_LOGPROBS = 2048
+"""More of them than these are written as JSON on a thread: other streams go on meanwhile."""
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -35,13 +39,13 @@ class Answers:
         try:
             plan = await endpoint(self._submitter, await read_json_body(request, self._limits))
             if not plan.stream:
-                return JSONResponse(await while_connected(request.receive, self._whole(plan, origin)))
+                return await while_connected(request.receive, self._whole(plan, origin))
             generations = await while_connected(request.receive, self._submitter.start(plan.jobs, origin))
         except Exception as error:
             raise caller_error(error, origin.label) from error
         return EventStream(self._events(plan, generations), lambda: self._submitter.end(generations))
 
-    async def _whole(self, plan: Plan, origin: Origin) -> Json:
+    async def _whole(self, plan: Plan, origin: Origin) -> Response:
         async with self._submitter.running(plan.jobs, origin) as generations:
             gathered = [Gathered() for _ in generations]
             async with aclosing(interleave(generations)) as deltas:
@@ -49,19 +53,26 @@ class Answers:
                     gathered[place].add(delta)
             for choice, generation in zip(gathered, generations, strict=True):
                 choice.prompt_logprobs = generation.prompt_logprobs
-            chosen = [gathered[place] for place in plan.chosen(gathered)]
-            choices = [plan.shape.choice(index, choice) for index, choice in enumerate(chosen)]
-            return {
+            count = sum(len(choice.logprobs) + len(choice.prompt_logprobs) for choice in gathered)
+            if count <= INLINE_LOGPROBS:
+                return self._written(plan, generations, gathered)
+            return await asyncio.to_thread(self._written, plan, generations, gathered)
+
+    def _written(self, plan: Plan, generations: Sequence[Generation], gathered: Sequence[Gathered]) -> Response:
+        chosen = [gathered[place] for place in plan.chosen(gathered)]
+        return JSONResponse(
+            {
                 "id": plan.shape.id_prefix + generations[0].handle.request_id,
                 "object": plan.shape.object,
                 "created": int(time.time()),
                 "model": self._submitter.model.name,
-                "choices": choices,
+                "choices": [plan.shape.choice(index, choice) for index, choice in enumerate(chosen)],
                 "usage": usage(generations, plan.jobs_per_prompt) | plan.shape.usage_details(),
                 "system_fingerprint": self._submitter.model.fingerprint,
                 **plan.shape.envelope,
                 **plan.shape.extras(gathered),
             }
+        )
 
     async def _events(self, plan: Plan, generations: list[Generation]) -> AsyncGenerator[bytes, None]:
         envelope = {

@@ -61,22 +61,19 @@ HARMLESS = frozenset(
         "user",
     )
 )
-# Fields that would change the output but are not there yet → the values with which they change nothing.
-NOT_YET: Mapping[str, tuple[Any, ...]] = {
-    "thinking_token_budget": (),
-    "verbosity": ("medium",),
-    "audio": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "web_search_options": (),
-}
-# Fields that this server does not do: why, and what does instead.
+# Fields that this server does not do → the values with which they change nothing; why, and what does instead.
 NEVER: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "only text is spoken here"),
     "function_call": (("none",), "it is obsolete: use tool_choice"),
     "functions": (([],), "it is obsolete: use tools"),
     "length_penalty": ((1,), "there is no beam search; best_of takes the likeliest of several outputs"),
+    "modalities": ((["text"],), "only text is spoken here"),
+    "prediction": ((), "leave it out: the output is the same"),
     "suffix": (("",), "write the prompt with the model's own fill-in-the-middle tokens instead"),
+    "thinking_token_budget": ((), "bound thinking and answer together with max_tokens"),
     "use_beam_search": ((False,), "there is no beam search; best_of takes the likeliest of several outputs"),
+    "verbosity": (("medium",), "ask for it in a message"),
+    "web_search_options": ((), "nothing is fetched; offer a tool that searches"),
 }
 REFUSED = {
     "chat_template": "a template comes with the model or from the server's --chat-template, never from a request",
@@ -312,9 +309,9 @@ def _check_extra(name: str, value: Any) -> None:
         return
     if name in REFUSED:
         raise InvalidRequest(f"{name} is not accepted: {REFUSED[name]}", name)
-    if name not in NOT_YET and name not in NEVER:
+    if name not in NEVER:
         raise InvalidRequest(f"{_short(name)} is not a field that this endpoint knows", name[:64])
-    accepted, why = NEVER.get(name) or (NOT_YET[name], "not supported yet")
+    accepted, why = NEVER[name]
     neutral = [item for item in accepted if item == value and isinstance(item, bool) == isinstance(value, bool)]
     if value is not None and not neutral:
         raise InvalidRequest(f"{name} is {_short(value)}: {why}", name)

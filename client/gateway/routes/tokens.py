@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -14,15 +13,13 @@ from allspan.client.gateway.body import read_json_body
 from allspan.client.gateway.chat.request import ChatRequest, read_chat
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.front import Front
-from allspan.client.gateway.off_loop import INLINE_CHARS
+from allspan.client.gateway.off_loop import off_loop
 from allspan.client.gateway.openai_shapes import TokenTexts
 from allspan.client.gateway.origin import origin_of
 from allspan.client.gateway.prompt import PromptOptions
 from allspan.client.gateway.schemas import RequestBody, parse, parse_value
 from allspan.client.gateway.submit import caller_error
 from allspan.protos.errors import InvalidRequest
-
-T = TypeVar("T")
 
 _OF_CHAT = (
     "messages",
@@ -78,7 +75,7 @@ def routes(front: Front) -> APIRouter:
                 chat = read_chat(parse_value(ChatRequest, given, limits), submitter.chat)
                 ids = await submitter.encode_chat(chat.messages, options, chat.rendering)
             text = TokenTexts(submitter.tokenizer).text
-            strings = await _off_loop(len(ids), lambda: list(map(text, ids))) if asked.return_token_strs else None
+            strings = await off_loop(len(ids), lambda: list(map(text, ids))) if asked.return_token_strs else None
             return JSONResponse(
                 {
                     "count": len(ids),
@@ -95,7 +92,7 @@ def routes(front: Front) -> APIRouter:
             submitter.check_model(asked.model)
             ids = await submitter.encode(asked.tokens, "tokens", PromptOptions(only_counted=True))
             decode, skip = submitter.tokenizer.decode, bool(asked.skip_special_tokens)
-            return JSONResponse({"prompt": await _off_loop(len(ids), lambda: decode(ids, skip))})
+            return JSONResponse({"prompt": await off_loop(len(ids), lambda: decode(ids, skip))})
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -117,10 +114,6 @@ def routes(front: Front) -> APIRouter:
         )
 
     return router
-
-
-async def _off_loop(count: int, work: Callable[[], T]) -> T:
-    return work() if count <= INLINE_CHARS else await asyncio.to_thread(work)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from support.gateway import fake_engine, gateway
 
 
@@ -50,27 +48,27 @@ async def test_a_conversation_with_tools_is_counted_as_it_would_run() -> None:
         assert counted["count"] > 100
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        ("/tokenize", {}, "neither is given"),
-        ("/tokenize", {"prompt": "x", "messages": []}, "both are given"),
-        ("/tokenize", {"prompt": 7}, "prompt is 7"),
-        ("/tokenize", {"prompt": "x" * 70_000}, "70000 characters, at most 65536"),
-        ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
-        ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content is None"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [1, 261]}, "tokens[1] is token id 261, must be from 0 to 260"),
-        ("/detokenize", {"tokens": [1, -1]}, "tokens[1] is token id -1"),
-        ("/detokenize", {"tokens": [True]}, "tokens[0] is True"),
-        ("/detokenize", {"tokens": [1] * 70_000}, "70000 entries, at most 65536"),
-    ],
-)
-async def test_what_does_not_fit_is_refused_by_name(path: str, body: dict[str, Any], words: str) -> None:
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "neither is given"),
+    ("/tokenize", {"prompt": "x", "messages": []}, "both are given"),
+    ("/tokenize", {"prompt": 7}, "prompt is 7"),
+    ("/tokenize", {"prompt": "x" * 70_000}, "70000 characters, at most 65536"),
+    ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
+    ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content is None"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": [1, 261]}, "tokens[1] is token id 261, must be from 0 to 260"),
+    ("/detokenize", {"tokens": [1, -1]}, "tokens[1] is token id -1"),
+    ("/detokenize", {"tokens": [True]}, "tokens[0] is True"),
+    ("/detokenize", {"tokens": [1] * 70_000}, "70000 entries, at most 65536"),
+]
+
+
+async def test_what_does_not_fit_is_refused_by_name() -> None:
     async with gateway() as server:
-        response = await server.post(path, **body)
-    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert words in response.json()["error"]["message"]
+        for path, body, words in REFUSED:
+            response = await server.post(path, **body)
+            assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error"), body
+            assert words in response.json()["error"]["message"]
 
 
 async def test_another_model_is_not_known() -> None:
