@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -18,10 +19,23 @@ ADDRESS = "http://127.0.0.1:8000"
 
 
 def curl_lines(text: str) -> list[str]:
-    """Commands of the page's ```sh blocks that call this server, each with its continued lines."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.S | re.M)
-    commands = [line for block in blocks for line in block.replace("\\\n", " ").split("\n")]
-    return [line for line in commands if line.startswith("curl ") and ADDRESS in line]
+    """Commands of the page's ```sh blocks that call this server, each with its continued and its quoted lines."""
+    commands: list[str] = []
+    for block in re.findall(r"^```sh\n(.*?)^```", text, flags=re.S | re.M):
+        open_line = ""
+        for line in block.replace("\\\n", " ").split("\n"):
+            open_line = f"{open_line}\n{line}" if open_line else line
+            if not open_line.startswith("curl ") or is_whole(open_line):
+                commands.append(open_line)
+                open_line = ""
+    return [command for command in commands if command.startswith("curl ") and ADDRESS in command]
+
+
+def is_whole(command: str) -> bool:
+    try:
+        return bool(shlex.split(command))
+    except ValueError:  # a quotation that goes on
+        return False
 
 
 CALLS = [(page.name, line) for page in PAGES for line in curl_lines(page.read_text())]
