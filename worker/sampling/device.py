@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from allspan.kernels.errors import BackendUnavailable
 from allspan.worker.patience import PATIENCE, Patience
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.features import Ban, Row, bans_of
+from allspan.worker.sampling.grammar import mask_of
 from allspan.worker.sampling.settings import SETTINGS, Settings
 
 Rows = NDArray[np.int64]
@@ -84,7 +84,7 @@ class _Changed:
         """With a grammar: what may be sampled there."""
         assert self.asked.grammar is not None
         words, allowed = self.asked.grammar.mask(position), self.asked.params.allowed_token_ids
-        return words & bits_of(allowed, len(words)) if allowed else words
+        return words & mask_of(allowed, 32 * len(words)) if allowed else words
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +134,6 @@ class DeviceStep:
             result[i, 2 + int(counts[i]) : 2 + places] = 0
             result[i, 2 + places + int(counts[i]) :] = 0
         return result
-
-
-def bits_of(ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
-    """A mask of `num_words` words with these bits."""
-    bits = np.zeros(32 * num_words, dtype=np.uint8)
-    bits[list(ids)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def device_sampling(
@@ -336,7 +329,7 @@ class DeviceSampling:
             return -1
         row = self._masks.take()
         if not changes:
-            words = bits_of(allowed, self._masks.rows.shape[1])
+            words = mask_of(allowed, self._vocab)
             self._masks.rows[row] = torch.from_numpy(words).to(self._device)
         return row
 

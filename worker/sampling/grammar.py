@@ -33,6 +33,9 @@ WAIT_S = 2.0
 FIRST_ALLOWANCE_S, TOKEN_ALLOWANCE_S = 1.0, 0.005
 """Of a processor, for a row's masks: in all so much, and so much for each of its tokens. It is a hundred times what
 common grammars take; one that needs more would hold up everybody's steps, and fails."""
+_BITS = np.arange(32)
+_MOST_MASKS, _MOST_IDS = 256, 16_384
+"""Kept, of so many ids at most."""
 _REMEMBERED = 4096
 """Times of masks."""
 
@@ -61,6 +64,41 @@ class CompiledGrammar(Protocol):
         """A new one, at the beginning of an output."""
 
 
+def mask_of(ids: Iterable[int], vocab_size: int) -> Words:
+    """[⌈vocab_size / 32⌉]: with these bits."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class SeenMasks:
+    """The ids of masks. Most come again and again (within a string, before a key), in every row of a grammar."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._kept: dict[bytes, tuple[NDArray[np.int64], bool]] = {}
+
+    def ids_of(self, mask: Words) -> tuple[NDArray[np.int64], bool]:
+        """Which ids are in it, and True; or where these are many, those that are not, and False."""
+        key = mask.tobytes()
+        found = self._kept.get(key)
+        if found is None:
+            found = self._find(mask)
+            if len(self._kept) >= _MOST_MASKS:
+                self._kept.clear()
+            if len(found[0]) <= _MOST_IDS:
+                self._kept[key] = found
+        return found
+
+    def _find(self, mask: Words) -> tuple[NDArray[np.int64], bool]:
+        mixed = np.flatnonzero(mask)
+        if 4 * len(mixed) <= len(mask):  # most words are 0, and need no look
+            few = np.unpackbits(mask[mixed].view(np.uint8), bitorder="little").view(np.bool_).reshape(-1, 32)
+            return (32 * mixed[:, None] + _BITS)[few], True
+        banned = np.unpackbits((~mask).view(np.uint8), count=self.vocab_size, bitorder="little")
+        return np.flatnonzero(banned), False
+
+
 class GrammarRow:
     """A change (see `allspan.worker.sampling.features`). `begin` may make its mask ahead, on another thread."""
 
@@ -70,22 +108,23 @@ class GrammarRow:
         tokens: Words,
         prompt_len: int,
         ends: Iterable[int],
-        vocab_size: int,
+        seen: SeenMasks,
         first_end: int = 0,
     ) -> None:
         """`tokens`: the row's, prompt and output, kept up to date by its owner. `ends`: what may be sampled where the
-        text is whole. `first_end`: the first position where the request may end."""
+        text is whole. `seen`: of this vocabulary, shared by the rows. `first_end`: the first position where the request
+        may end."""
         self._matcher = grammar.matcher()
         self._tokens = tokens
         self._prompt_len = prompt_len
         self._consumed = prompt_len
-        self._ends = np.array(sorted(ends), dtype=np.int64)
-        self._vocab_size = vocab_size
+        self._ends = mask_of(ends, seen.vocab_size)
+        self._seen = seen
         self._first_end = first_end
-        self._mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-        self._ids: NDArray[np.int64] = self._ends
+        self._mask = np.zeros_like(self._ends)
+        self._ids: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._are_allowed = True
-        """`_ids` are what may be sampled, not what may not: whichever is less."""
+        """`_ids` are what may be sampled, not what may not."""
         self._position = -1
         """The mask's."""
         self._is_whole = False
@@ -114,12 +153,9 @@ class GrammarRow:
             self.fail(position, f"its masks took {self._spent_s:.2f} s of a processor, {allowed_s:.2f} s are allowed")
 
     def _prepare(self) -> None:
-        if self._is_whole and len(self._ends):
-            words = self._mask.view(np.uint32)
-            np.bitwise_or.at(words, self._ends // 32, np.uint32(1) << (self._ends % 32).astype(np.uint32))
-        bits = np.unpackbits(self._mask.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
-        self._are_allowed = bool(np.count_nonzero(bits) * 2 < self._vocab_size)
-        self._ids = np.flatnonzero(bits if self._are_allowed else ~bits)
+        if self._is_whole:
+            self._mask |= self._ends
+        self._ids, self._are_allowed = self._seen.ids_of(self._mask)
 
     def fail(self, position: int, why: str) -> None:
         """Nothing may be sampled any more."""

@@ -24,7 +24,7 @@ from allspan.worker.patience import PATIENCE, Patience
 from allspan.worker.sampling.device import DeviceSampling, DeviceStep
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.features import Change, Logits, Row, changes_of, needs_tokens
-from allspan.worker.sampling.grammar import CompiledGrammar, GrammarRow, MaskMaker, ends_of
+from allspan.worker.sampling.grammar import CompiledGrammar, GrammarRow, MaskMaker, SeenMasks, ends_of
 from allspan.worker.sampling.kernel import SamplingKernel, sampling_kernel
 from allspan.worker.sampling.settings import SETTINGS, settings_of
 
@@ -131,6 +131,7 @@ class Sampler:
         self._grammars: dict[int, GrammarRow] = {}
         """Of those rows that have one."""
         self._masks = masks or MaskMaker()
+        self._seen_masks = SeenMasks(self._vocab_size)
         self._seen: Tensor | None = None
         self._seen_as: Logits = np.zeros((0, 0), dtype=np.float32)
         """`_seen` for numpy: a model gives out the same tensor at every step of as many rows."""
@@ -154,7 +155,7 @@ class Sampler:
         asked = self._asked(params, prompt_len, tokens)
         if grammar is not None:
             ends, first_end = ends_of(params, self._eos, self._vocab_size), prompt_len + params.min_tokens
-            self._grammars[row] = GrammarRow(grammar, tokens, prompt_len, ends, self._vocab_size, first_end)
+            self._grammars[row] = GrammarRow(grammar, tokens, prompt_len, ends, self._seen_masks, first_end)
             asked = replace(asked, grammar=self._grammars[row])
         if changes := changes_of(asked):
             self._changes[row] = changes
