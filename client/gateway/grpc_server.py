@@ -55,7 +55,7 @@ def _options(config: GrpcConfig) -> list[tuple[str, Any]]:
         "grpc.so_reuseport": 1,
         "grpc.max_receive_message_length": config.grpc_max_message_bytes,
         # A stream can be silent for long (a queue, a long prompt), so clients may ask whether it still lives.
-        "grpc.http2.min_recv_ping_interval_without_data_ms": int(1000 * config.grpc_min_ping_interval),
+        "grpc.http2.min_ping_interval_without_data_ms": int(1000 * config.grpc_min_ping_interval),
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.keepalive_time_ms": int(1000 * config.grpc_keepalive_time),
         "grpc.keepalive_timeout_ms": 1000 * KEEPALIVE_TIMEOUT_S,

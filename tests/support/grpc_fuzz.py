@@ -179,10 +179,12 @@ _PROMPTS = {field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name
 class Run:
     """Calls a server and keeps what it answered; AssertionError for what it must never answer."""
 
-    def __init__(self, address: str, seed: int) -> None:
+    def __init__(self, address: str, seed: int, call_s: float = CALL_S) -> None:
+        """`call_s`: what a call may take."""
         self.statuses: Counter[str] = Counter()
         self.slowest_s = 0.0
         self._address = address
+        self._call_s = call_s
         self._fuzz = Fuzz(seed)
 
     async def calls(self, count: int, seconds: float = float("inf")) -> None:
@@ -202,13 +204,13 @@ class Run:
     async def canary(self, channel: grpc.aio.Channel) -> None:
         """A good request goes through."""
         request = pb.GenerateRequest(text="Hello", sampling=pb.SamplingOptions(max_tokens=2, ignore_eos=True))
-        call = _method(channel, "Generate")(request.SerializeToString(), timeout=CALL_S)
+        call = _method(channel, "Generate")(request.SerializeToString(), timeout=self._call_s)
         messages = [pb.GenerateResponse.FromString(data) async for data in call]
         assert messages[-1].finish_reason, "a plain request did not end"
 
     async def _one(self, channel: grpc.aio.Channel, method: str, data: bytes) -> None:
         started = time.monotonic()
-        call = _method(channel, method)(data, timeout=CALL_S)
+        call = _method(channel, method)(data, timeout=self._call_s)
         try:
             if method == "Generate":
                 read = 0
@@ -227,7 +229,7 @@ class Run:
         took = time.monotonic() - started
         self.statuses[f"{method} {status}"] += 1
         self.slowest_s = max(self.slowest_s, took)
-        late_by_wish = status == "DEADLINE_EXCEEDED" and took < CALL_S and _asks_for_time(method, data)
+        late_by_wish = status == "DEADLINE_EXCEEDED" and took < self._call_s and _asks_for_time(method, data)
         assert status in BLAMELESS or late_by_wish, f"{method} {status} {await call.details()!r}: {data[:500].hex()}"
 
 
@@ -247,8 +249,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--pid", type=int, default=0, help="of the server, whose memory and descriptors are told")
+    parser.add_argument(
+        "--call-seconds", type=float, default=CALL_S, help="what a call may take, on a busy machine more"
+    )
     given = parser.parse_args(argv)
-    run, server = Run(given.address, given.seed), psutil.Process(given.pid) if given.pid else None
+    run, server = Run(given.address, given.seed, given.call_seconds), psutil.Process(given.pid) if given.pid else None
 
     def held() -> str:
         if server is None:
