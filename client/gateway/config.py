@@ -87,7 +87,7 @@ class LimitsConfig:
     max_grammar_bytes: int = 65536
     """Largest schema, regex, list of choices or grammar of a structured output; at most 262144."""
     grammar_timeout: float = 5.0
-    """Seconds within which a grammar must be compiled."""
+    """Seconds of a processor that compiling a grammar may take."""
     grammar_memory_bytes: int = 2**29
     """Memory that compiling a grammar may take."""
 

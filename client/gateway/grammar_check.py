@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import signal
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from typing import TypeVar
 
 from allspan.client.gateway.config import LimitsConfig
@@ -24,6 +25,9 @@ MOST_KEPT = 4096
 """Answers kept, by digest: some 1 kB each at most."""
 START_S = 30.0
 """Within which a child must be up."""
+PATIENCE = 4
+"""The limit of time is of a processor; a child that gets less than a quarter of one fails all the same."""
+_WAY_OUT = "make it simpler"
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -76,38 +80,31 @@ class GrammarCheck:
 
     async def _problem(self, key: bytes, grammar: Grammar) -> str:
         async with self._turns:
+            child = self._idle.pop() if self._idle else await self._start()
             try:
-                async with self._child() as child:
-                    problem = await _within(self._limits.grammar_timeout, child.ask(grammar))
-            except TimeoutError:
-                logger.info("a %s of %d characters was not compiled in time", grammar.kind, len(grammar.text))
+                problem = await _within(PATIENCE * self._limits.grammar_timeout, child.ask(grammar))
+                self._idle.append(child)
+            except (TimeoutError, EOFError) as error:
+                took_long = isinstance(error, TimeoutError) or await child.end() == -signal.SIGPROF
+                logger.info("a %s of %d characters was too much: %r", grammar.kind, len(grammar.text), error)
                 limit = self._limits.grammar_timeout
-                return f"the {grammar.kind} was not compiled within {limit:g} s (--grammar-timeout); make it simpler"
-            except EOFError:
-                logger.info("a %s of %d characters killed its compiler", grammar.kind, len(grammar.text))
+                if took_long:
+                    return f"the {grammar.kind} was not compiled within {limit:g} s (--grammar-timeout); {_WAY_OUT}"
                 problem = (
                     f"the {grammar.kind} takes more than {self._limits.grammar_memory_bytes} bytes "
-                    "(--grammar-memory-bytes) or nests too deeply; make it simpler"
+                    f"(--grammar-memory-bytes) or nests too deeply; {_WAY_OUT}"
                 )
+            finally:
+                if child not in self._idle:
+                    await child.end()
         self._kept[key] = problem
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         return problem
 
-    @contextlib.asynccontextmanager
-    async def _child(self) -> AsyncIterator[_Child]:
-        """For one grammar; back among the idle ones only if it answered."""
-        child = self._idle.pop() if self._idle else await self._start()
-        try:
-            yield child
-        except BaseException:
-            await child.end()
-            raise
-        self._idle.append(child)
-
     async def _start(self) -> _Child:
         special = {i: piece.decode("utf-8", "replace") for i, piece in self._special()}
-        child = await _Child.start(self._limits.grammar_memory_bytes)
+        child = await _Child.start(self._limits)
         try:
             await _within(START_S, child.greet(self._vocab_size, special))
         except (TimeoutError, EOFError) as error:
@@ -129,10 +126,12 @@ class _Child:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._is_dead = False
 
     @classmethod
-    async def start(cls, memory_bytes: int) -> _Child:
-        words = (sys.executable, "-m", "allspan.client.gateway.grammar_child", str(memory_bytes))
+    async def start(cls, limits: LimitsConfig) -> _Child:
+        each = (str(limits.grammar_timeout), str(limits.grammar_memory_bytes))
+        words = (sys.executable, "-m", "allspan.client.gateway.grammar_child", *each)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *words, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -146,11 +145,14 @@ class _Child:
         answer = await self._ask({"kind": grammar.kind, "text": grammar.text})
         return str(answer["problem"])
 
-    async def end(self) -> None:
-        """At once."""
+    async def end(self) -> int:
+        """At once, if it has not ended by itself; its exit code."""
+        if self._is_dead and self._process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                await _within(1.0, self._process.wait())
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await self._process.wait()
+        return await self._process.wait()
 
     async def _ask(self, message: object) -> dict[str, object]:
         to, back = self._process.stdin, self._process.stdout
@@ -160,9 +162,11 @@ class _Child:
             to.write(json.dumps(message).encode() + b"\n")
             await to.drain()
         except (BrokenPipeError, ConnectionResetError):
+            self._is_dead = True
             raise EOFError("the process ended") from None
         line = await back.readline()
         if not line.endswith(b"\n"):
+            self._is_dead = True
             raise EOFError("the process ended")
         answer: dict[str, object] = json.loads(line)
         return answer

@@ -2,7 +2,8 @@
 
 It reads requests on its standard input, one JSON object a line ({"kind", "text"}), and answers each with a line:
 {"problem": ""} when the grammar compiles and can begin an output, else what is wrong. Started by `grammar_check`, with
-the limit of its memory in bytes; the first line is about the model: {"vocab_size", "special": {token id: text}}.
+its limits: seconds of a processor for each, and bytes of memory. The first line is about the model: {"vocab_size",
+"special": {token id: text}}.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ STACK_BYTES = 2**28
 """Half of what the ranks compile on: what passes here passes there."""
 ARENA_BYTES = 2**26
 """What the C library maps for a thread's small allocations."""
-ALARM_S = 600
 
 
 class StandIn:
@@ -51,19 +51,20 @@ class StandIn:
 
 def main() -> None:
     """Until standard input ends."""
-    os.nice(10)
+    os.nice(5)  # beside a rank on every processor it must still get on
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     model = json.loads(sys.stdin.readline())
     special = {int(token_id): text for token_id, text in model["special"].items()}
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(StandIn(model["vocab_size"], special)))
-    limit = _mapped_bytes() + STACK_BYTES + ARENA_BYTES + int(sys.argv[1])
+    seconds, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+    limit = _mapped_bytes() + STACK_BYTES + ARENA_BYTES + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     print("{}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        signal.alarm(ALARM_S)  # in case nobody is there any more to end what takes long
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of a processor; then the process is killed
         problem = _problem(vocabulary, request["kind"], request["text"])
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(json.dumps({"problem": problem}), flush=True)
 
 

@@ -163,7 +163,7 @@ EXPLOSIVE: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"enum": [f"v{i}" for i in range(10**6)]}}, "the body has 1000004 strings"),
     ({"guided_json": {"enum": [f"value {i}" for i in range(30_000)]}}, "more than 262144 characters"),
     ({"guided_regex": "|".join(f"w{i}" for i in range(100_000))}, "at most 262144"),
-    ({"guided_regex": "a?" * 120_000}, "was not compiled within 3 s (--grammar-timeout)"),
+    ({"guided_regex": "a?" * 120_000}, "was not compiled within 1.5 s (--grammar-timeout)"),
     ({"guided_json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "guided_json"),
     ({"guided_json": chain(4500)}, "json_schema"),
     ({"guided_grammar": DOUBLING.text}, ""),
@@ -180,7 +180,7 @@ HARMLESS: list[dict[str, Any]] = [
 
 
 async def test_explosive_grammars_fail_alone_while_others_stream_on() -> None:
-    limits = {"max_grammar_bytes": 262144, "grammar_timeout": 3.0}
+    limits = {"max_grammar_bytes": 262144, "grammar_timeout": 1.5}
     bodies = [json.dumps({"prompt": "x", **fields}) for fields, _ in EXPLOSIVE]
     engine = fake_engine(endless=True, step_s=0.005, max_model_len=100_000)
     async with gateway(engine, **limits) as server:
@@ -196,22 +196,16 @@ async def test_explosive_grammars_fail_alone_while_others_stream_on() -> None:
 
         watching = asyncio.create_task(watch())
         await eventually(lambda: len(gaps) > 20)
-        before = max(gaps)
-        gaps.clear()
-        try:
-            for (fields, says), body in zip(EXPLOSIVE, bodies, strict=True):
-                head = {"Content-Type": "application/json"}
-                answer = await server.http.post("/v1/completions", content=body, headers=head)
-                error = answer.json()["error"]
-                assert (answer.status_code, error["param"]) in ((400, next(iter(fields))), (400, None)), answer.text[
-                    :300
-                ]
-                assert says in error["message"], error["message"]
-        finally:
-            worst = max(gaps)
-            watching.cancel()
-        # Reading and refusing a body of 11 MB takes the loop some 0.2 s; a compile of three seconds takes it nothing.
-        assert worst < 2.0 + before, f"nothing was streamed for {worst:.2f} s"
+        head = {"Content-Type": "application/json"}
+        for (fields, says), body in zip(EXPLOSIVE, bodies, strict=True):
+            gaps.clear()
+            answer = await server.http.post("/v1/completions", content=body, headers=head, timeout=60)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) in ((400, next(iter(fields))), (400, None)), answer.text[:300]
+            assert says in error["message"], error["message"]
+            # Refusing a body of 11 MB takes the loop some 0.2 s; compiling for 1.5 s takes it nothing.
+            assert max(gaps, default=0) < 1.2, f"nothing was streamed for {max(gaps):.2f} s"
+        watching.cancel()
         for fields in HARMLESS:
             answer = await server.post("/v1/completions", prompt="x", max_tokens=1, **fields)
             assert answer.status_code == 200, answer.text
