@@ -6,6 +6,7 @@ from allspan import __version__
 from allspan.client.gateway.front import Front
 from allspan.client.view import ClusterView, RankView
 from allspan.protos import inference_pb2 as pb
+from allspan.protos.grammar import KINDS
 from allspan.protos.options import MAX_TIMEOUT_S
 
 
@@ -32,7 +33,10 @@ async def server_info(front: Front) -> pb.ServerInfoResponse:
             max_logprobs=limits.max_logprobs,
             max_timeout_s=MAX_TIMEOUT_S,
         ),
-        features=["chat"] if submitter.tokenizer.has_chat_template else [],
+        features=[
+            *(["chat"] if submitter.tokenizer.has_chat_template else []),
+            *(f"structured.{kind}" for kind in KINDS),
+        ],
     )
 
 

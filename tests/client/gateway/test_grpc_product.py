@@ -84,7 +84,7 @@ async def test_server_info_says_what_runs_and_what_may_be_asked() -> None:
         assert (info.version, info.model.id, info.model.max_model_len) == (allspan.__version__, "tiny", 256)
         assert (info.vocab_size, list(info.eos_token_ids), info.ready) == (VOCAB_SIZE, [EOS], True)
         assert [(rank.rank, rank.kernels) for rank in info.ranks] == [(0, "fake")]
-        assert (info.replicas, info.replicas_ready, "chat" in info.features) == (1, 1, True)
+        assert (info.replicas, info.replicas_ready, {"chat", "structured.regex"} <= {*info.features}) == (1, 1, True)
         assert (info.limits.max_choices, info.limits.max_message_bytes) == (3, 4096)
         await asyncio.sleep(FRESH_S)
         server.engine.down_cause = "rank 1 died: signal 9"
@@ -108,6 +108,14 @@ async def test_choices_that_do_not_stream_come_whole() -> None:
 async def test_every_sampling_field_of_http_is_a_field_here() -> None:
     """But for those whose meaning is in a shape of HTTP's own."""
     shapes = {"stream_options", "max_completion_tokens", "echo", "best_of", "prompt"}
+    shapes |= {
+        "response_format",
+        "structured_outputs",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+    }
     shapes |= {"return_token_ids", "return_tokens_as_token_ids", "spaces_between_special_tokens"}
     fields = set(pb.SamplingOptions.DESCRIPTOR.fields_by_name) | set(pb.GenerateRequest.DESCRIPTOR.fields_by_name)
     assert set(CompletionRequest.model_fields) - shapes - fields == set()
