@@ -38,15 +38,15 @@ async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
 async def chat_job(submitter: Submitter, request: ChatRequest) -> tuple[Job, Reading]:
     """What a conversation has the engine do, and how its output is read. InvalidRequest names what does not fit."""
     setup = submitter.chat
-    chat = read_chat(request, setup)
     fields = submitter.sampling(request.sampling())
+    chat = read_chat(request, setup, fields.get("grammar"))
     if chat.grammar is not None:
         fields["grammar"] = chat.grammar
-    how = replace(chat.rendering, think="grammar" not in fields)
+    how = replace(chat.rendering, think=chat.grammar is None)
     options = request.options()
     token_ids = await submitter.encode_chat(chat.messages, request.prompt_options(), how)
     params = submitter.params(fields, len(token_ids), default_max_tokens=None)
-    reading = chat.reading(setup, token_ids, params.grammar is not None)
+    reading = chat.reading(setup, token_ids)
     job = Job(
         token_ids,
         params,
@@ -54,6 +54,6 @@ async def chat_job(submitter: Submitter, request: ChatRequest) -> tuple[Job, Rea
         options=options,
         text=request.text_options(),
         tokenizer=setup.tokenizer_for(reading),
-        grammar_field="tools" if chat.grammar is not None else request.grammar_field,
+        grammar_field=chat.grammar_field,
     )
     return job, reading

@@ -8,6 +8,7 @@ from allspan.client.gateway.chat.formats import CallFormat
 from allspan.client.gateway.chat.tools import ToolUse
 from allspan.protos.errors import InvalidRequest
 from allspan.protos.grammar import Grammar
+from allspan.protos.structured.keywords import check_keywords, simplified
 
 
 def calls_grammar(form: CallFormat, use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
@@ -34,7 +35,9 @@ def _schema_of(answer: Grammar) -> str:
     if answer.kind == "json_object":
         return '{"type": "object"}'
     if answer.kind == "json_schema":
-        return answer.text
+        schema = json.loads(answer.text)
+        check_keywords(schema)
+        return json.dumps(simplified(schema))
     raise InvalidRequest(
         f"tools are given with a {answer.kind} that the answer must follow: only JSON can be told from calls; "
         'use tool_choice "none"',

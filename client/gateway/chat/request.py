@@ -77,13 +77,15 @@ class Chat:
     use: ToolUse
     rendering: Rendering
     grammar: Grammar | None
-    """That its tools make the output follow."""
+    """That the output follows, for its tools or as the request says."""
+    grammar_field: str
+    """Of the request, that asks for it."""
     separate_reasoning: bool
     tell_reasoning: bool
 
-    def reading(self, setup: ChatSetup, prompt: Sequence[int], has_grammar: bool) -> Reading:
+    def reading(self, setup: ChatSetup, prompt: Sequence[int]) -> Reading:
         """`prompt`: its token ids. Under a grammar nothing is thought: it holds from the first token on."""
-        tags = setup.tags if self.separate_reasoning and not has_grammar else None
+        tags = setup.tags if self.separate_reasoning and self.grammar is None else None
         return Reading(
             tags=tags,
             opened=setup.opened(prompt) if tags and not self.rendering.continues else "",
@@ -94,8 +96,8 @@ class Chat:
         )
 
 
-def read_chat(request: ChatRequest, setup: ChatSetup) -> Chat:
-    """InvalidRequest names the field and the place of what does not fit."""
+def read_chat(request: ChatRequest, setup: ChatSetup, answer: Grammar | None = None) -> Chat:
+    """`answer`: its form, where there is one. InvalidRequest names the field and the place of what does not fit."""
     messages = read_messages(request.messages)
     use = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     if use.functions and not use.required and not setup.auto_tool_choice:
@@ -110,7 +112,12 @@ def read_chat(request: ChatRequest, setup: ChatSetup) -> Chat:
             "continue_final_message is true, which needs the last message to be the assistant's, without tool_calls",
             "continue_final_message",
         )
-    grammar = calls_grammar(setup.form, use)
+    try:
+        grammar = calls_grammar(setup.form, use, answer)
+    except InvalidRequest as error:
+        if error.field != "grammar":
+            raise
+        raise InvalidRequest(f"{request.grammar_field}: {error.message}", request.grammar_field) from error
     return Chat(
         messages=messages,
         use=use if use.functions else NO_TOOLS,
@@ -121,6 +128,7 @@ def read_chat(request: ChatRequest, setup: ChatSetup) -> Chat:
             variables=_variables(request, setup),
         ),
         grammar=grammar,
+        grammar_field=request.grammar_field if grammar is answer else "tools",
         separate_reasoning=request.separate_reasoning is not False,
         tell_reasoning=request.include_reasoning is not False,
     )

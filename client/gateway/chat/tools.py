@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from allspan.protos.errors import InvalidRequest
+from allspan.protos.structured.keywords import check_keywords, simplified
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_CHARS = 65536
@@ -29,10 +30,19 @@ class Function:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of its arguments, for a grammar. Without parameters there are none."""
+        """Of its arguments, for a grammar. Without parameters there are none. Of a strict function every keyword holds
+        (InvalidRequest names one that cannot), of others what can."""
         schema = self.tool["function"].get("parameters")
         if schema is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
+        try:
+            if self.strict:
+                check_keywords(schema)
+            schema = simplified(schema)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"the parameters of tool {self.name!r}: {error.message}", "tools") from error
+        except RecursionError:
+            raise InvalidRequest(f"the parameters of tool {self.name!r} are nested too deeply", "tools") from None
         return {
             **schema,
             "type": schema.get("type", "object"),

@@ -39,6 +39,8 @@ async def test_grammar_holds_where_a_call_is_required_or_strict() -> None:
             "named": {"tools": TOOLS, "tool_choice": NAMED},
             "strict": {"tools": STRICT_TOOLS},
             "none": {"tools": STRICT_TOOLS, "tool_choice": "none"},
+            "answer": {"tools": TOOLS, "response_format": {"type": "json_object"}},
+            "no answer": {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
         }.items():
             text = await prompt(server, **body)
             assert ("get_weather" in text) is (name != "none")
@@ -50,6 +52,8 @@ async def test_grammar_holds_where_a_call_is_required_or_strict() -> None:
         "named": "start: calls",
         "strict": "start: marked* ANSWER",
         "none": None,
+        "answer": "start: calls | answer",
+        "no answer": "start: calls",
     }
 
 

@@ -143,6 +143,15 @@ def test_answers_in_a_form_stand_beside_calls() -> None:
         calls_grammar(form, use, Grammar("regex", "[a-z]+"))
 
 
+def test_schemas_of_strict_functions_are_followed_to_the_letter_or_refused() -> None:
+    form, odd = FORMATS["hermes"], CITY | {"not": {"required": ["x"]}}
+    grammar = calls_grammar(form, read_tools([tool(parameters=odd)], "required", None))
+    assert ends(grammar, form.written("f", {"city": "Paris"})) is True
+    with pytest.raises(InvalidRequest, match=r"the parameters of tool 'f': .*not") as caught:
+        calls_grammar(form, read_tools([tool(parameters=odd, strict=True)], "auto", None))
+    assert caught.value.field == "tools"
+
+
 def test_schemas_too_large_for_a_grammar_are_refused() -> None:
     big = {"type": "object", "description": "x" * 2**18}
     with pytest.raises(InvalidRequest, match="at most 262144") as caught:
