@@ -8,7 +8,8 @@ from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.glance import Glance
 from allspan.client.gateway.keys import Keys, load_keys
 from allspan.client.gateway.readiness import GatewayEngine
-from allspan.client.gateway.submit import ServedModel, Submitter
+from allspan.client.gateway.served_model import ServedModel
+from allspan.client.gateway.submit import Submitter
 from allspan.protos.text import Tokenizer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from allspan.client.gateway.config import LimitsConfig
-from allspan.client.gateway.submit import ServedModel
+from allspan.client.gateway.served_model import ServedModel
 from allspan.protos.options import MAX_CACHE_SALT_CHARS, MAX_TIMEOUT_S
 from allspan.protos.sampling import (
     INTEGER_RANGES,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 import uuid
@@ -12,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allspan import __version__
 from allspan.client.gateway.access import Caller
 from allspan.client.gateway.bad_words import bad_words_ids
 from allspan.client.gateway.chat.messages import characters
@@ -25,13 +23,13 @@ from allspan.client.gateway.off_loop import off_loop
 from allspan.client.gateway.origin import Origin
 from allspan.client.gateway.prompt import AS_USUAL, PromptOptions
 from allspan.client.gateway.readiness import GatewayEngine
+from allspan.client.gateway.served_model import ServedModel
 from allspan.client.gateway.telemetry import Telemetry
-from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
 from allspan.protos.options import RequestOptions
 from allspan.protos.results import RequestHandle
 from allspan.protos.sampling import SamplingParams
-from allspan.protos.text import GenerationDefaults, Tokenizer, generation_defaults
+from allspan.protos.text import Tokenizer
 from allspan.protos.text.stream import PLAIN_TEXT, TextOptions, TextStream
 
 RETRY_AFTER_S = 1
@@ -41,37 +39,6 @@ MAX_PROMPT_LOGPROBS = 1 << 17
 DRAIN_LOG_S = 5.0
 
 logger = logging.getLogger("allspan.gateway")
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """The one model behind the gateway."""
-
-    name: str
-    """That requests use."""
-    root: str
-    """Its own."""
-    max_model_len: int
-    vocab_size: int
-    defaults: GenerationDefaults
-    created: int
-    """Seconds since 1970."""
-    fingerprint: str = ""
-    """Another model, version or length has another."""
-
-    @classmethod
-    def of(cls, info: ClusterInfo, config: GatewayConfig) -> ServedModel:
-        """From what a ready cluster says of itself and what its model's files recommend. CheckpointError."""
-        known = (__version__, info.model, info.model_path, info.max_model_len, info.vocab_size)
-        return cls(
-            name=config.served_model_name or info.model,
-            root=info.model,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            defaults=generation_defaults(info.model_path),
-            created=int(time.time()),
-            fingerprint=f"fp_{hashlib.sha256(repr(known).encode()).hexdigest()[:10]}",
-        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import asyncio
 from allspan.client.gateway.access import ANYONE, Caller
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.origin import Origin
-from allspan.client.gateway.submit import Job, ServedModel, Submitter
+from allspan.client.gateway.served_model import ServedModel
+from allspan.client.gateway.submit import Job, Submitter
 from allspan.protos.sampling import SamplingParams
 from support.chat_tokenizer import chat_tokenizer
 from support.fake_engine import FakeEngine
