@@ -24,7 +24,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }

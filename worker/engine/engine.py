@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
@@ -217,6 +218,8 @@ class Engine:
         options: RequestOptions | None = None,
     ) -> list[Completion]:
         generation, ids, params = self._generation(prompts, sampling_params, options)
+        for grammar in {each.grammar for each in params if each.grammar is not None}:
+            await asyncio.to_thread(self._core.grammars.compiled, grammar)
         return await generation.arun(ids, params)
 
     def __enter__(self) -> Engine:

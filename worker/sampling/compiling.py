@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMPILE_S = 15.0
 """To wait for a grammar."""
-MOST_KEPT = 128
+MOST_KEPT = 64
 MOST_PENDING = 256
 THREADS = 4
 _NICENESS = 15

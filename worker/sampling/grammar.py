@@ -28,7 +28,7 @@ from allspan.worker.sampling.failure import ALL_MASKED, GRAMMAR_ENDED, GRAMMAR_F
 Logits = NDArray[np.float32]
 Words = NDArray[np.int32]
 
-WAIT_S = 2.0
+WAIT_S = 5.0
 """For the masks of a step once its logits are there. A row whose mask is not made by then fails."""
 FIRST_ALLOWANCE_S, TOKEN_ALLOWANCE_S = 1.0, 0.005
 """Of a processor, for a row's masks: in all so much, and so much for each of its tokens. It is a hundred times what
@@ -61,7 +61,11 @@ class CompiledGrammar(Protocol):
     """Shared by all requests of this grammar; safe from any thread."""
 
     def matcher(self) -> Matcher:
-        """A new one, at the beginning of an output."""
+        """A new one, at the beginning of an output. Those of a grammar share what they have learnt of it; so what one
+        needs may fail for all that others have needed."""
+
+    def own_matcher(self) -> Matcher:
+        """A new one that shares nothing with those before; nor do those after. Raises MatcherFailed."""
 
 
 def mask_of(ids: Iterable[int], vocab_size: int) -> Words:
@@ -114,7 +118,10 @@ class GrammarRow:
         """`tokens`: the row's, prompt and output, kept up to date by its owner. `ends`: what may be sampled where the
         text is whole. `seen`: of this vocabulary, shared by the rows. `first_end`: the first position where the request
         may end."""
+        self._grammar = grammar
         self._matcher = grammar.matcher()
+        self._is_own = False
+        """Whether the matcher shares nothing."""
         self._tokens = tokens
         self._prompt_len = prompt_len
         self._consumed = prompt_len
@@ -137,9 +144,14 @@ class GrammarRow:
             return
         started = time.thread_time()
         try:
-            self._matcher.consume(self._tokens[self._consumed : position].tolist())
-            self._consumed = position
-            self._is_whole = self._matcher.fill(self._mask)
+            try:
+                self._advance(position)
+            except MatcherFailed:
+                if self._is_own:
+                    raise
+                self._matcher, self._is_own = self._grammar.own_matcher(), True
+                self._consumed = self._prompt_len
+                self._advance(position)
         except MatcherFailed as error:
             self.fail(position, str(error))
             return
@@ -151,6 +163,11 @@ class GrammarRow:
         allowed_s = FIRST_ALLOWANCE_S + TOKEN_ALLOWANCE_S * (position - self._prompt_len)
         if self._spent_s > allowed_s:
             self.fail(position, f"its masks took {self._spent_s:.2f} s of a processor, {allowed_s:.2f} s are allowed")
+
+    def _advance(self, position: int) -> None:
+        self._matcher.consume(self._tokens[self._consumed : position].tolist())
+        self._consumed = position
+        self._is_whole = self._matcher.fill(self._mask)
 
     def _prepare(self) -> None:
         if self._is_whole:

@@ -3,6 +3,8 @@ regular expressions. Nothing else names it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,8 @@ from allspan.protos.structured.compiling import LIMITS, lark_of, on_deep_stack, 
 from allspan.protos.text.tokenizer import Tokenizer
 from allspan.worker.sampling.grammar import MatcherFailed, Words
 
+MAX_AGAIN_S = 0.2
+"""A grammar that was compiled in less may be compiled again within a step."""
 _LIMITS = llguidance.LLParserLimits(**LIMITS)
 
 
@@ -34,16 +38,21 @@ class GuidanceCompiler:
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
         """Raises InvalidRequest, saying what is wrong with it. Holds no lock of Python's meanwhile."""
         text = lark_of(grammar)
-        first = on_deep_stack(lambda: llguidance.LLMatcher(self._table, text, log_level=0, limits=_LIMITS))
-        if first.is_error():
-            raise refusal(grammar, first.get_error())
-        # Grammars without any text at all are found out by their first mask.
-        compiled = GuidanceGrammar(first, self._vocab_size)
         try:
+            compiled = GuidanceGrammar(partial(self._start, text), self._vocab_size)
+        except MatcherFailed as error:
+            raise refusal(grammar, str(error)) from None
+        try:  # grammars without any text at all are found out by their first mask
             compiled.matcher().fill(np.zeros(-(-self._vocab_size // 32), dtype=np.int32))
         except MatcherFailed as error:
             raise refusal(grammar, f"nothing can be said in it, or it is too large: {error}") from None
         return compiled
+
+    def _start(self, text: str) -> Any:
+        started = on_deep_stack(lambda: llguidance.LLMatcher(self._table, text, log_level=0, limits=_LIMITS))
+        if started.is_error():
+            raise MatcherFailed(one_line(started.get_error()))
+        return started
 
 
 class _Vocabulary:
@@ -66,12 +75,23 @@ class _Vocabulary:
 class GuidanceGrammar:
     """See `grammar.CompiledGrammar`."""
 
-    def __init__(self, first: Any, vocab_size: int) -> None:
-        self._first = first
+    def __init__(self, start: Callable[[], Any], vocab_size: int) -> None:
+        """`start` compiles it. Raises MatcherFailed."""
+        self._start = start
         self._vocab_size = vocab_size
+        began = time.perf_counter()
+        self._first = start()
+        self._compile_s = time.perf_counter() - began
 
     def matcher(self) -> GuidanceMatcher:
         return GuidanceMatcher(self._first.deep_copy(), self._vocab_size)
+
+    def own_matcher(self) -> GuidanceMatcher:
+        """Copies share their lexer, whose states are counted for all of them together."""
+        if self._compile_s > MAX_AGAIN_S:
+            raise MatcherFailed("its tables are full, and take too long to be made again")
+        self._first = self._start()
+        return GuidanceMatcher(self._start(), self._vocab_size)
 
 
 class GuidanceMatcher:

@@ -6,12 +6,14 @@ import json
 import re
 import threading
 
+import llguidance
 import numpy as np
 import pytest
 
 from allspan.protos.errors import AllspanError, InvalidRequest
 from allspan.protos.grammar import Grammar
 from allspan.worker.engine.core import EngineCore
+from allspan.worker.sampling import guidance
 from allspan.worker.scheduler.request import Request
 from support.byte_tokenizer import byte_tokenizer
 from support.cores import Collected, fake_core, request, step_until_idle
@@ -228,6 +230,25 @@ def test_a_grammar_that_explodes_fails_its_request_alone(caplog: pytest.LogCaptu
     if bomb.request_id in collected.errors:
         assert "limits" in error(collected, bomb).message
         assert "a request's grammar failed at position" in caplog.text
+
+
+def test_what_one_request_needs_of_a_grammar_is_not_taken_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers of a grammar share tables of a bounded size: who finds them full begins with tables of its own."""
+    limits = llguidance.LLParserLimits(max_lexer_states=600, verbose_errors=False)
+    monkeypatch.setattr(guidance, "_LIMITS", limits)
+    core, collected = core_with(num_pages=200, max_model_len=128)
+    greedy = Grammar("regex", "(.*a.{12})+")  # another state for each of 2 ** 12 pasts
+    requests = [asked(n, greedy, max_tokens=90, logit_bias={97: 4.0}) for n in range(1, 9)]
+    begun_anew: list[object] = []
+    own = guidance.GuidanceGrammar.own_matcher
+    monkeypatch.setattr(guidance.GuidanceGrammar, "own_matcher", lambda self: begun_anew.append(self) or own(self))
+    for one in requests:
+        core.submit(one)
+    step_until_idle(core)
+    assert begun_anew, "the limit was never met: the test shows nothing"
+    assert not collected.errors
+    for one in requests:
+        assert len(collected.tokens(one)) == 90 or collected.reason(one) == "stop"
 
 
 def test_an_engine_without_a_tokenizer_says_so() -> None:
