@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 END_MARGIN_S = 4.0
 """What an orderly end may take beyond the time that it gives to open requests or to the ranks."""
+OPEN_FILES = 65536
 ATTACH_TIMEOUT_S = 5.0
 ATTACH_PAUSE_S = 0.5
 
@@ -260,6 +262,7 @@ async def _gateway(
 
     assert settings.gateway is not None
 
+    _allow_many_connections()
     _log_requests()
     stop = asyncio.Event()
     interrupt.watch_gateway(stop)
@@ -310,6 +313,14 @@ def _log_requests() -> None:
         format="%(asctime)s %(levelname)s [gateway] %(message)s",
         stream=sys.stderr,
     )
+
+
+def _allow_many_connections() -> None:
+    """Each is an open file, and many systems allow 1,024 unless a program asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _announce(model: str, http: str, grpc: str, run_dir: Path) -> None:
