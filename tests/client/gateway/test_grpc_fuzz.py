@@ -20,7 +20,6 @@ async def test_any_message_is_answered_or_refused_and_leaves_nothing() -> None:
         await eventually(lambda: all(asked.released for asked in server.engine.asked.values()))
     answered = {status for status in run.statuses if run.statuses[status]}
     assert {"Generate OK", "Generate INVALID_ARGUMENT", "Tokenize OK", "Detokenize INVALID_ARGUMENT"} <= answered
-    assert run.slowest_s < 10
 
 
 def test_every_method_and_field_is_fuzzed() -> None:

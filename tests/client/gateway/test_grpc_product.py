@@ -230,7 +230,9 @@ async def test_an_abort_reaches_a_request_that_is_only_being_admitted() -> None:
         assert await call.code() is CODE.CANCELLED
 
 
-@pytest.mark.parametrize(("deadline", "timeout_s", "counts"), [(60.0, 0.0, 60.0), (60.0, 2.0, 2.0), (2.0, 60.0, 2.0)])
+@pytest.mark.parametrize(
+    ("deadline", "timeout_s", "counts"), [(60.0, 0.0, 60.0), (60.0, 30.0, 30.0), (30.0, 60.0, 30.0)]
+)
 async def test_the_shorter_of_deadline_and_timeout_is_the_requests_time(
     deadline: float, timeout_s: float, counts: float
 ) -> None:
@@ -239,7 +241,7 @@ async def test_the_shorter_of_deadline_and_timeout_is_the_requests_time(
         assert [response async for response in stub(channel).Generate(request, timeout=deadline)]
         given = server.engine.last.options.timeout_s
         assert given is not None
-        assert counts - 1.5 < given <= counts
+        assert counts - 20 < given <= counts + 1  # gRPC rounds deadlines up
         assert [response async for response in stub(channel).Generate(pb.GenerateRequest(text="x"))]
         assert server.engine.last.options.timeout_s is None
 
@@ -252,16 +254,16 @@ def small_window(server: Gateway) -> grpc.aio.Channel:
 
 async def test_a_stream_that_is_not_read_is_ended_and_says_so_to_who_reads_on() -> None:
     engine = fake_engine(endless=True, max_model_len=100_000)
-    async with gateway(engine, grpc_stream_timeout=0.3) as server, small_window(server) as channel:
+    async with gateway(engine, grpc_stream_timeout=1.0) as server, small_window(server) as channel:
         request = pb.GenerateRequest(text="x", sampling=pb.SamplingOptions(logprobs=20))
         call = stub(channel).Generate(request, timeout=60)
-        await eventually(lambda: engine.asked and engine.last.released, 10)
+        await eventually(lambda: engine.asked and engine.last.released, 30)
         assert engine.last.steps < 99_000
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
         assert caught.value.code() is CODE.RESOURCE_EXHAUSTED
-        assert "was not read for 0.3 s" in (caught.value.details() or "")
+        assert "was not read for 1 s" in (caught.value.details() or "")
         assert await generate(server, text="x", sampling=pb.SamplingOptions(max_tokens=2))
 
 
@@ -271,7 +273,7 @@ async def test_a_reader_that_was_slow_gets_all_of_it_in_messages_that_fit() -> N
     async with gateway(engine) as server, small_window(server) as channel:
         request = pb.GenerateRequest(text="x", sampling=pb.SamplingOptions(logprobs=20, max_tokens=30_000))
         call = stub(channel).Generate(request, timeout=60)
-        await eventually(lambda: engine.asked and engine.last.steps == 30_000, 20)
+        await eventually(lambda: engine.asked and engine.last.steps == 30_000, 60)
         responses = [response async for response in call]
     assert max(response.ByteSize() for response in responses) < 4 << 20
     assert len(responses) < 10_000
@@ -370,7 +372,7 @@ async def test_refusals_carry_the_details_of_google_rpc() -> None:
 
 async def test_health_says_not_serving_before_requests_are_cut_off() -> None:
     async with (
-        gateway(fake_engine(endless=True, step_s=0.01), shutdown_timeout=1.0) as server,
+        gateway(fake_engine(endless=True, step_s=0.01), shutdown_timeout=8.0) as server,
         grpc.aio.insecure_channel(server.grpc_address) as channel,
     ):
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=10)
