@@ -16,6 +16,7 @@ from allspan.client.bench.ops import OPS
 from allspan.client.bench.overload import OVERLOAD
 from allspan.client.bench.perplexity import PERPLEXITY
 from allspan.client.bench.prefix import PREFIX
+from allspan.client.bench.serve import SERVE
 from allspan.client.bench.soak import SOAK
 from allspan.client.bench.step import STEP
 from allspan.client.bench.streaming import STREAMING
@@ -26,7 +27,8 @@ from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.flags import Parser, add_options, build, fail, nearest
 
 BENCHMARKS: dict[str, Benchmark] = {
-    row.name: row for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, STREAMING, OVERLOAD, SOAK, GRAMMAR)
+    row.name: row
+    for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, SERVE, STREAMING, OVERLOAD, SOAK, GRAMMAR)
 }
 
 KERNELS = "kernels"
@@ -65,9 +67,12 @@ def make_parser(benchmark: Benchmark) -> Parser:
 def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     namespace = make_parser(benchmark).parse(argv)
     config: Any = build(benchmark.config, namespace)
-    model = resolve_model(namespace.model)
-    options = serve_options(namespace) | {"served_model_name": model.name, "no_restart": True}
-    report = benchmark.run(str(model.path), config, quiet=namespace.quiet, **options)
+    if getattr(config, "base_url", ""):  # a server that runs
+        report = benchmark.run("", config, quiet=namespace.quiet)
+    else:
+        model = resolve_model(namespace.model)
+        options = serve_options(namespace) | {"served_model_name": model.name, "no_restart": True}
+        report = benchmark.run(str(model.path), config, quiet=namespace.quiet, **options)
     print(json.dumps(report) if namespace.json else benchmark.table(report), flush=True)
     return 0
 
