@@ -10,6 +10,17 @@ from support.chat_scenarios import CALL, FUNCTION, THINKING
 from support.scripted_engine import Script
 
 TOOL: dict[str, Any] = {"type": "function", **FUNCTION, "strict": False}
+CITY: dict[str, Any] = {
+    "type": "json_schema",
+    "name": "place",
+    "strict": True,
+    "schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
 SCRIPTS: dict[str, Script] = {
     "[plain]": ("Hello", " wörld", ", bye."),
     "[other]": ("Good", "bye"),
@@ -39,10 +50,10 @@ def _completion(name: str, prompt: Any = "[plain]", extra: dict[str, Any] | None
 
 
 def _response(
-    name: str, text: Any = "[plain]", call: str = "create", settings: str = "plain", **fields: Any
+    name: str, input_: Any = "[plain]", call: str = "create", settings: str = "plain", **fields: Any
 ) -> Scenario:
     return Scenario(
-        f"response-{name}", f"responses.{call}", {"model": "tiny", "input": text, **fields}, settings=settings
+        f"response-{name}", f"responses.{call}", {"model": "tiny", "input": input_, **fields}, settings=settings
     )
 
 
@@ -65,6 +76,7 @@ _BOTH = (
     _response("incomplete", max_output_tokens=3),
     _response("items", [{"role": "user", "content": [{"type": "input_text", "text": "[plain]"}]}]),
     _response("tools", "[tools]", tools=[TOOL]),
+    _response("json", "[json]", text={"format": CITY}),
     _response("thinking", "[thinking]", settings="thinking"),
     _response("logprobs", include=["message.output_text.logprobs"], top_logprobs=1, max_output_tokens=3),
     _response("breaks-off", "[breaks off]"),
@@ -84,6 +96,7 @@ SCENARIOS = (
     _response("bad-field", max_output_tokens=0),
     _response("not-kept", previous_response_id="resp_0"),
     _response("background", background=True),
+    _response("bad-schema", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "thing"}}}),
     Scenario("response-retrieve-unknown", "responses.retrieve", {"response_id": "resp_0"}),
     Scenario("response-count", "responses.input_tokens.count", {"model": "tiny", "input": "[plain]"}),
     Scenario("tokenize", "POST /tokenize", {"model": "tiny", "prompt": "Hé", "return_token_strs": True}),

@@ -53,11 +53,17 @@ class Responder:
         origin = origin_of(request)
         try:
             turn = await self._plan(await read_json_body(request, self._limits))
+            return await self._run(request, turn, origin)
+        except Exception as error:
+            raise caller_error(error, origin.label) from error
+
+    async def _run(self, request: Request, turn: Turn, origin: Origin) -> Response:
+        try:
             if not turn.request.stream:
                 return JSONResponse(await while_connected(request.receive, self._whole(turn, origin)))
             generations = await while_connected(request.receive, self._submitter.start([turn.job], origin))
-        except Exception as error:
-            raise caller_error(error, origin.label) from error
+        except InvalidRequest as error:
+            raise _renamed(error) from error
         return EventStream(self._events(turn, generations[0], origin.owner), lambda: self._submitter.end(generations))
 
     async def count(self, request: Request) -> int:
@@ -122,4 +128,6 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
     field = error.field or ""
     name = _NAMES.get(field, field)
     message = error.message.replace(field, name) if field in _NAMES else error.message
-    return InvalidRequest(message.replace(".function.", "."), name)
+    for theirs, ours in ((".function.", "."), ("text.format.json_schema", "text.format")):
+        message = message.replace(theirs, ours)
+    return InvalidRequest(message, name)

@@ -78,7 +78,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0, must be -1 (as many as fit) or from 1 to 255"),
     ({"truncate_prompt_tokens": 256}, "truncate_prompt_tokens", "from 1 to 255"),
     ({"skip_special_tokens": 1}, "skip_special_tokens", "boolean"),
-    ({"guided_regex": "(a+)+$"}, "guided_regex", "not supported yet"),
+    ({"guided_regex": ""}, "guided_regex", "not empty"),
     ({"chat_template": "{{ ''.__class__ }}"}, "chat_template", "--chat-template"),
     ({"colour": "red"}, "colour", "not a field"),
     ({"stream": "yes"}, "stream", "boolean"),
@@ -155,7 +155,7 @@ async def test_chat_fields_that_do_not_fit_are_refused_by_name() -> None:
     messages = [{"role": "user", "content": "x"}]
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"tools": [{"type": "function"}]}, "tools", "tools[0] is {'type': 'function'}, must be"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "must be one of text, json_object"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21, must be from 0 to 20"),
         ({"logprobs": 3}, "logprobs", "boolean"),

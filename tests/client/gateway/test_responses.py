@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 from allspan.client.gateway.http_errors import HttpError
 from allspan.client.gateway.responses.store import ResponseStore, Stored
@@ -207,6 +208,19 @@ async def test_thinking_text_and_calls_are_items_of_their_own() -> None:
     assert "response.reasoning_text.delta" in told
     assert '{"name": "weather", "arguments": {"city": "Paris"}}' in prompt
     assert prompt.index("Rome") < prompt.index("18 degrees") < prompt.index("19 degrees")
+
+
+class Place(BaseModel):
+    city: str
+
+
+async def test_an_answer_in_a_form_is_parsed() -> None:
+    async with served(fake_engine(tokens=tuple(b'{"city": "Paris"}'), max_model_len=1024)) as (server, client):
+        response = await client.responses.parse(model="tiny", input="Where?", text_format=Place)
+        grammar = server.engine.last.params.grammar
+    assert response.output_parsed == Place(city="Paris")
+    assert grammar is not None
+    assert (grammar.kind, json.loads(grammar.text)["required"]) == ("json_schema", ["city"])
 
 
 async def test_a_tool_may_be_demanded() -> None:
