@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +164,11 @@ def test_a_deep_stack_hands_results_and_errors_back_and_leaves_other_threads_the
     with pytest.raises(ValueError, match="here"):
         on_deep_stack(fail)
     assert threading.stack_size() == before != STACK_BYTES
+
+
+def test_the_tables_of_the_docs_are_those_of_the_code() -> None:
+    text = (Path(__file__).parents[3] / "docs/structured-output.md").read_text()
+    section = text.split("## JSON Schema\n")[1].split("\n## ")[0]
+    rows = [re.findall(r"`([^`\"]+)`", line.split("|")[2]) for line in section.splitlines() if line.startswith("| ")]
+    tables = [row for row in rows if row]
+    assert tables == [list(ENFORCED), list(FORMATS), list(REFUSED), list(REFUSED_FORMATS)]
