@@ -48,9 +48,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
             async for data in events:
-                await asyncio.sleep(
-                    0
-                )  # after all that a step brought is ready: what is sent at one go wakes readers less
+                await asyncio.sleep(0)  # once all that a step brought is ready: sent at one go it wakes readers less
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
