@@ -6,13 +6,15 @@ import os
 import sys
 from contextlib import suppress
 
+from allspan.protos import logs
+
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def say(text: str) -> None:
     """One line on standard error; one that cannot be written (full disk, closed pipe) does not end a cluster."""
     with suppress(OSError):
-        print(f"allspan: {text}", file=sys.stderr, flush=True)
+        print(logs.json_line("launcher", text) if logs.is_json() else f"allspan: {text}", file=sys.stderr, flush=True)
 
 
 def size(num_bytes: float) -> str:

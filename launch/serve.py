@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind
 from allspan.launch import mpi
@@ -201,6 +202,7 @@ def _start(
         scheduler=settings.scheduler,
         parallel=parallel_config(settings, placement),
     )
+    say(f"allspan {__version__}, {settings.given}")
     say(f"serving {name} from {model.path}: {placement.describe()}, memory {bound.memory}; {mpirun}")
     try:
         config = replace(config, service=replace(config.service, tls=settings.wire.prepare(run.path)))
@@ -263,7 +265,6 @@ async def _gateway(
     assert settings.gateway is not None
 
     _allow_many_connections()
-    _log_requests()
     stop = asyncio.Event()
     interrupt.watch_gateway(stop)
     cluster.on_end(interrupt.end_gateway)
@@ -304,15 +305,6 @@ async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> C
             async with asyncio.timeout(ATTACH_PAUSE_S):
                 await stop.wait()
     return None
-
-
-def _log_requests() -> None:
-    """One line a request that ended or was refused, as the ranks write theirs."""
-    logging.basicConfig(
-        level=os.environ.get("ALLSPAN_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s [gateway] %(message)s",
-        stream=sys.stderr,
-    )
 
 
 def _allow_many_connections() -> None:

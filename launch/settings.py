@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, field, fields
 
 from allspan.client.gateway.config import GROUPS, GatewayConfig
+from allspan.launch.logs import LogConfig
 from allspan.launch.models import DEFAULT_MODEL
 from allspan.launch.placement import PlacementConfig
 from allspan.launch.supervisor import SupervisorConfig
@@ -88,6 +89,9 @@ class ServeSettings:
     """Seconds that running requests get to finish, with a gateway or without."""
     resume: ResumeConfig = ResumeConfig()
     wire: WireConfig = field(default_factory=WireConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    given: str = ""
+    """What of all this differs from the defaults, for the log."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +143,7 @@ def serve_parser() -> Parser:
         help="Listen for HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
     )
     _add(parser.group("wire", "how clients reach the ranks"), WireConfig)
+    _add(parser.group("logging", "lines on standard error"), LogConfig)
     failures = parser.group("failures", "when ranks die or do not answer")
     _add(failures, ResumeConfig)
     _add(failures, SupervisorConfig)
@@ -161,6 +166,7 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         shutdown_timeout=namespace.shutdown_timeout,
         resume=build(ResumeConfig, namespace),
         wire=build(WireConfig, namespace),
+        log=build(LogConfig, namespace),
     )
 
 

@@ -19,12 +19,13 @@ from pathlib import Path
 
 from allspan.launch import mpi, mpi_notices, reaper, stacks, tether
 from allspan.launch.console import size
+from allspan.launch.logs import ForeignLines
 from allspan.launch.mpi_notices import NoticeFilter
 from allspan.launch.oom import OomWatch
 from allspan.launch.placement import Placement
 from allspan.launch.run_dir import RunDir
 from allspan.launch.watchdog import LOOK_S, Lost, Watchdog
-from allspan.protos import cluster, errors
+from allspan.protos import cluster, errors, logs
 from allspan.protos.config import WorkerConfig
 from allspan.protos.errors import AllspanError, ConfigError, InternalError
 
@@ -219,7 +220,7 @@ class World:
 
     def _forward_output(self) -> None:
         assert self._process.stdout is not None
-        notices = NoticeFilter()
+        notices, foreign = NoticeFilter(), ForeignLines("ranks") if logs.is_json() else None
         with self._process.stdout as pipe:
             while data := os.read(pipe.fileno(), 65536):
                 self._tail += data
@@ -227,7 +228,8 @@ class World:
                 del self._tail[:-TAIL_BYTES]
                 # A log that cannot be written (full disk, closed pipe) is no reason for the ranks to stop.
                 with suppress(OSError):
-                    sys.stderr.buffer.write(notices.pass_on(data))
+                    shown = notices.pass_on(data)
+                    sys.stderr.buffer.write(foreign.pass_on(shown) if foreign else shown)
                     sys.stderr.flush()
 
     def _output(self) -> str:

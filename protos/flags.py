@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from allspan.protos import logs
+
 T = TypeVar("T")
 Convert = Callable[[str], Any]
 
@@ -277,5 +279,6 @@ def _converter(kind: Any, allowed: Sequence[Any] | None, limits: tuple[float, fl
 
 def fail(prog: str, message: str, code: int = 1) -> NoReturn:
     """Ends the program with one line on standard error."""
-    print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
+    text = f"{prog}: {' '.join(message.split())}"
+    print(logs.json_line("launcher", text, "error") if logs.is_json() else text, file=sys.stderr)
     raise SystemExit(code)

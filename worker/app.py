@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 
 import allspan
+from allspan.protos import logs
 from allspan.protos.cluster import (
     ClusterInfo,
     RankInfo,
@@ -192,11 +193,7 @@ class Stop:
 def _prepare_process(config: WorkerConfig, rank: int) -> None:
     replica = config.service.replica
     who = f"rank {rank}" if replica < 0 else f"replica {replica}, rank {rank}"
-    logging.basicConfig(
-        level=os.environ.get("ALLSPAN_LOG_LEVEL", "INFO").upper(),
-        format=f"%(asctime)s %(levelname)s [{who}] %(message)s",
-        stream=sys.stderr,
-    )
+    logs.configure(who)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     host.run_on(config.parallel.cpus)
@@ -311,7 +308,7 @@ def _log_ready(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels
     tokens = limits.num_pages * limits.page_size
     logger.info(
         "allspan %s, rank %d of %d on %s: kernels %s, threads %d, collectives %s, weights %.1f MiB in %.1f s; "
-        "KV cache: %d tokens, maximum concurrency for %d tokens per request: %.2fx",
+        "KV cache size: %s tokens, maximum concurrency for %s tokens per request: %.2fx",
         allspan.__version__,
         world.rank,
         world.size,
@@ -321,7 +318,7 @@ def _log_ready(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels
         world.kind,
         loaded.model.weight_bytes / 2**20,
         loaded.load_s,
-        tokens,
-        limits.max_model_len,
+        f"{tokens:,}",
+        f"{limits.max_model_len:,}",
         tokens / limits.max_model_len,
     )

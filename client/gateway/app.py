@@ -29,6 +29,7 @@ from allspan.client.gateway.health import EngineHealth
 from allspan.client.gateway.http import make_app
 from allspan.client.gateway.readiness import GatewayEngine
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
+from allspan.client.gateway.status_line import StatusLine
 from allspan.client.gateway.tls import Tls
 from allspan.protos.errors import ConfigError, InternalError
 from allspan.protos.text import Tokenizer
@@ -63,7 +64,7 @@ async def serve_gateway(
         hand_over(sockets)
         tls = Tls.of(config.security)
         async with grpc_server(front, health, sockets, tls), _http_server(front, sockets.http, tls) as http:
-            following = [asyncio.create_task(health.follow())]
+            following = [asyncio.create_task(health.follow()), asyncio.create_task(StatusLine(front.glance).follow())]
             if tls is not None:
                 following.append(asyncio.create_task(tls.follow()))
             try:

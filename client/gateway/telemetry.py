@@ -13,10 +13,13 @@ from time import monotonic
 from allspan.client.gateway.histogram import Histogram
 from allspan.client.gateway.origin import Origin
 from allspan.protos.errors import ERRORS, AllspanError, RequestCancelled
+from allspan.protos.logs import REQUESTS
 from allspan.protos.results import RequestTimings
 
 FINISHED = ("stop", "length")
 """Reasons of requests that had what they asked for."""
+MILD = ("cancelled", "deadline_exceeded")
+"""Ends that are the caller's doing."""
 KEPT_GAPS = 4096
 """Of so many of a request's last gaps between tokens its log line has the median."""
 
@@ -36,7 +39,7 @@ _REQUEST_S = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 # fmt: on
 
-logger = logging.getLogger("allspan.gateway")
+logger = logging.getLogger(REQUESTS)
 
 
 class Telemetry:
@@ -77,7 +80,8 @@ class Telemetry:
         self.failed[error.code] += 1
         if isinstance(error, RequestCancelled):
             return  # before it was anything
-        logger.info(
+        logger.log(
+            logging.INFO if ERRORS[error.code].http < 500 else logging.WARNING,
             "refused %s with %s: %s%s",
             origin.label,
             status,
@@ -143,7 +147,8 @@ class RequestRecord:
         median = gaps[len(gaps) // 2] if gaps else None
         queue_s = timings.queue_s if timings is not None else None
         cached = timings.cached_tokens if timings is not None else 0
-        logger.info(
+        logger.log(
+            logging.WARNING if error and reason not in MILD else logging.INFO,
             "%s %s %s: prompt %d tokens (%d cached), output %d, queue %s, ttft %s, itl p50 %s, total %.3f s, "
             "model %s%s, reason %s%s",
             "failed" if error else "finished",

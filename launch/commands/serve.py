@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 
+from allspan.client.gateway.config import GROUPS
 from allspan.launch.exit_codes import exit_code
+from allspan.launch.logs import begin_log
 from allspan.launch.serve import failed_line, serve
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.errors import AllspanError
@@ -13,7 +17,11 @@ make_parser = serve_parser
 
 
 def run(argv: Sequence[str]) -> int:
-    settings = serve_settings(make_parser().parse(argv))
+    parser = make_parser()
+    defaults = {action.dest: action.default for action in reversed(parser._actions)}  # before a file changes them
+    namespace = parser.parse(argv)
+    settings = replace(serve_settings(namespace), given=given(namespace, defaults))
+    begin_log(settings.log)
     try:
         return serve(settings)
     except AllspanError as error:
@@ -22,3 +30,13 @@ def run(argv: Sequence[str]) -> int:
             print(failed_line(error.code, error.message), flush=True)
             return exit_code(error)
         raise
+
+
+def given(namespace: argparse.Namespace, defaults: Mapping[str, object]) -> str:
+    """What differs from the defaults, however it was told (flag, file, variable); keys are not shown."""
+    secret = {field.name for _, group in GROUPS.values() for field in fields(group) if not field.repr}
+    told = []
+    for name, value in sorted(vars(namespace).items()):
+        if name not in ("model", "config") and value != defaults.get(name):
+            told.append(f"{name}={'***' if name in secret else repr(value)}")
+    return ", ".join(told) or "all flags at their defaults"

@@ -148,7 +148,7 @@ def test_ranks_started_by_hand_serve_and_stop_in_order(start: Start) -> None:
     assert [rank.rank for rank in info.ranks] == [0, 1]
     assert (info.vocab_size, info.max_model_len, info.eos_token_ids) == (300, 4096, (1,))
     assert len(generate(info, 12)) == 12
-    assert "KV cache: " in world.said
+    assert "KV cache size: " in world.said
     assert "rank 1 of 2" in world.said
     for rank in info.ranks:
         os.kill(rank.pid, signal.SIGTERM)

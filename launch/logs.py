@@ -1,0 +1,52 @@
+"""What `allspan serve` writes about itself, and in which form."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+from allspan.protos import logs
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Lines on standard error."""
+
+    log_level: Literal["", "debug", "info", "warning", "error"] = ""
+    """The least level that is written; empty: that of the variable ALLSPAN_LOG_LEVEL, else info."""
+    log_format: Literal["", "text", "json"] = ""
+    """Lines of text, or one JSON object a line; empty: what the variable ALLSPAN_LOG_FORMAT says, else text."""
+    log_requests: bool = True
+    """A line for each request that ends or is refused, never with its text; those that fail are told in any case."""
+
+
+def begin_log(config: LogConfig, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets this process's log up, and that of all that it starts."""
+    if config.log_level:
+        environment[logs.LEVEL] = config.log_level
+    if config.log_format:
+        environment[logs.FORMAT] = config.log_format
+    logs.configure("gateway", environment)
+    logging.getLogger(logs.REQUESTS).setLevel(logging.NOTSET if config.log_requests else logging.WARNING)
+
+
+class ForeignLines:
+    """What other programs write among the JSON lines (mpirun, a traceback at a rank's death), each line in an object of
+    its own."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._rest = b""
+
+    def pass_on(self, data: bytes) -> bytes:
+        """Whole lines of `data` and of what was held back."""
+        *lines, self._rest = (self._rest + data.replace(b"\r", b"\n")).split(b"\n")
+        return b"".join(self._wrapped(line) for line in lines if line.strip())
+
+    def _wrapped(self, line: bytes) -> bytes:
+        if line.startswith(b'{"time": '):
+            return line + b"\n"
+        return logs.json_line(self._source, line.decode(errors="replace").strip()).encode() + b"\n"
