@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_config(self) -> None:
         """Adds `--config FILE`, a TOML or JSON table of the other flags' names."""
-        help_text = "A TOML or JSON table of these flags' names; flags win over it."
+        help_text = "A TOML, YAML or JSON table of these flags' names; flags win over it."
         self.add_argument("--config", metavar="FILE", help=help_text)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -149,20 +149,24 @@ class Parser(argparse.ArgumentParser):
 
     def _load_table(self, path: Path) -> dict[str, Any]:
         try:
-            text = path.read_text(encoding="utf-8")
-            table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+            read: Callable[[str], Any] = _READERS.get(path.suffix) or tomllib.loads
+            table = read(path.read_text(encoding="utf-8"))
+        except ModuleNotFoundError as error:
+            self.error(
+                f"--config {path}: the Python package {error.name!r} is missing; use TOML or JSON, or install it"
+            )
         except (OSError, ValueError) as error:
-            self.error(f"--config {path}: {error}")
+            self.error(f"--config {path}: {' '.join(str(error).split())}")
         if not isinstance(table, dict):
             self.error(f"--config {path}: must hold a table of flag names, is a {type(table).__name__}")
-        return table
+        return {str(key): value for key, value in table.items()}
 
     def _config_value(self, path: Path, key: str, value: Any, action: argparse.Action) -> Any:
         if isinstance(action, argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 self.error(f"{path}: {key} is {value!r}, must be true or false")
             return value
-        if isinstance(value, (bool, dict)):
+        if value is None or isinstance(value, (bool, dict)):
             self.error(f"{path}: {key} is {json.dumps(value)}, must be a plain value")
         text = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
         try:
@@ -186,6 +190,19 @@ class _Repeated(argparse.Action):
     ) -> None:
         before = getattr(namespace, self.dest, self.default)
         setattr(namespace, self.dest, values if before is self.default else (*before, *values))
+
+
+def _from_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+_READERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": _from_yaml, ".yml": _from_yaml}
+"""By the end of a file's name; any other is TOML."""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -91,10 +91,12 @@ def test_a_wrong_flag_is_one_line_that_names_it(
     assert all(word in line for word in ["allspan cook: ", *words]), line
 
 
-@pytest.mark.parametrize("name", ["c.toml", "c.json"])
+@pytest.mark.parametrize("name", ["c.toml", "c.json", "c.yaml", "c.yml"])
 def test_a_config_file_sets_values_that_flags_override(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     texts = {"c.toml": 'max-model-len = 9\ncpus = [1, 2]\nrestart = false\ndtype = "float32"\n'}
+    texts["c.yaml"] = "# a comment\nmax-model-len: 9\ncpus:\n  - 1\n  - 2\nrestart: no\ndtype: float32\n"
+    texts["c.yml"] = texts["c.yaml"].replace("-len", "_len")
     file.write_text(texts.get(name, '{"max_model_len": 9, "cpus": [1, 2], "restart": false, "dtype": "float32"}'))
     assert cook("--config", str(file)) == Kitchen(9, "float32", False, (1, 2))
     assert cook("--config", str(file), "--max-model-len", "3", "--restart") == Kitchen(3, "float32", True, (1, 2))
@@ -117,6 +119,27 @@ def test_a_wrong_config_file_is_one_line_that_names_the_key(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]
 ) -> None:
     file = tmp_path / "c.toml"
+    file.write_text(text)
+    line = refusal(capsys, "--config", str(file))
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-modle-len: 9", ["unknown key 'max-modle-len'", "did you mean max-model-len"]),
+        ("max-model-len:", ["max-model-len is null", "must be a plain value"]),
+        ("on: 1", ["unknown key 'True'"]),
+        ("- 1", ["must hold a table", "is a list"]),
+        ("", ["must hold a table"]),
+        ("a: [1", ["--config"]),
+        ("a: !!python/object/apply:os.system [true]", ["--config", "could not determine a constructor"]),
+    ],
+)
+def test_a_wrong_yaml_file_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]
+) -> None:
+    file = tmp_path / "c.yaml"
     file.write_text(text)
     line = refusal(capsys, "--config", str(file))
     assert all(word in line for word in words), line
