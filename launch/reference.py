@@ -15,7 +15,7 @@ INTRODUCTION = """# Command line
 `python -m allspan.launch.reference > docs/cli.md` makes this page from the code; a test compares the two.
 
 `allspan COMMAND --help` lists a command's flags, `--help GROUP` explains a group, `--help FLAG` one, `--help all`
-everything. `--config FILE` reads a TOML or JSON table of the same names, with hyphens or underscores; flags win.
+everything. `--config FILE` reads a TOML, YAML or JSON table of the same names, with hyphens or underscores; flags win.
 Where a flag switches something on, the same name after `no-` switches it off. Exit codes: 1 something failed; 2 a flag,
 config key or field is refused; 3 a model cannot be found or read; 130 Ctrl-C.
 """
