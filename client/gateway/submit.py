@@ -92,7 +92,6 @@ class Submitter:
 
     @property
     def most_open(self) -> int:
-        """Its limit."""
         return self._max_requests
 
     @property

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
+from allspan.client.gateway.glance import FRESH_S
 from support.gateway import eventually, fake_engine, gateway
 
 
 async def test_the_live_cluster_is_one_object() -> None:
     async with gateway(fake_engine(step_s=0.001)) as server:
         await server.post("/v1/completions", prompt="abc", max_tokens=5)
+        await asyncio.sleep(FRESH_S)
         told = (await server.http.get("/cluster")).json()
     assert (told["model"], told["max_model_len"], told["ready"], told["cause"]) == ("tiny", 256, True, "")
     assert told["uptime_s"] > 0
@@ -53,6 +55,6 @@ async def test_many_who_look_at_once_ask_the_ranks_once_and_a_slow_answer_is_not
         assert {answer.status_code for answer in answers} == {200}
         assert server.engine.looks == 1
         server.engine.view_s = 0.0
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(FRESH_S)
         assert (await server.http.get("/cluster")).json()["running"] == 0
         await eventually(lambda: server.engine.looks == 2)
