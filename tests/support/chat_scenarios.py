@@ -103,6 +103,7 @@ def _made() -> list[Scenario]:
         ],
     )
     add("bad-tool-choice", "[plain]", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}})
+    add("no-key", "[plain]", settings="keyed")
     add("unknown-model", "[plain]", model="gpt-9")
     add("full", "[full]", n=4)
     both("down", "[down]")
@@ -126,5 +127,6 @@ SCENARIOS = _made()
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"max_concurrent_requests": 3},
     "thinking": {"reasoning_parser": "qwen3"},
+    "keyed": {"api_key": ("a-key-that-nobody-here-has-0123456789",)},
 }
 """Of the gateway, by the name that a scenario has for them."""

@@ -38,12 +38,15 @@ class ChatShape:
         self._with_prompt_logprobs = with_prompt_logprobs
         self._with_token_ids = with_token_ids
         self._choices: dict[int, _Choice] = {}
+        self._is_plain = not (reading.tags or reading.form or with_logprobs or with_token_ids)
 
     def opening(self, index: int, generation: Generation) -> list[Json]:
         content = None if self._reading.tags or self._reading.form else ""
         return [self._piece(index, {"role": "assistant", "content": content, "refusal": None})]
 
     def pieces(self, index: int, delta: TextDelta) -> list[Json]:
+        if self._is_plain and delta.text and not delta.finished:  # nearly all of them
+            return [self._piece(index, {"content": delta.text})]
         choice = self._choice(index)
         choice.thoughts.push(delta.token_ids)
         found = choice.reader.push(delta.text)
