@@ -194,6 +194,7 @@ def _start(
         service=ServiceConfig(
             run_dir=str(run.path),
             host=settings.wire.rank_host,
+            port=settings.wire.rank_port,
             supervisor_pid=os.getpid(),
             watchdog_timeout=settings.supervisor.watchdog_timeout,
             shutdown_timeout=settings.shutdown_timeout,
@@ -234,6 +235,8 @@ def _plans(plan: WorldPlan) -> list[WorldPlan]:
     plans = []
     for index, world in enumerate(worlds):
         service = replace(plan.config.service, replica=index)
+        if service.port:
+            service = replace(service, port=service.port + index * len(world.ranks))
         plans.append(replace(plan, config=replace(plan.config, service=service), placement=world, replica=index))
     return plans
 

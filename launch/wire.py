@@ -20,6 +20,8 @@ class WireConfig:
     rank_host: str = ""
     """Address on which ranks listen over TCP, only for clients with a certificate (0.0.0.0: all addresses, known by the
     host's name); empty: unix sockets of this host."""
+    rank_port: int = 0
+    """Port of rank 0; the others follow, replica after replica. 0: any free ones, published in cluster.json."""
     rank_ssl_certfile: str = ""
     """The certificate that ranks and clients show each other, in PEM form; empty: made at the start, with its key and
     authority, in the folder wire/ of the run directory."""
@@ -34,8 +36,8 @@ class WireConfig:
 
     def check(self) -> None:
         """Before anything is started. ConfigError names the flag."""
-        if self.given.is_given and not self.rank_host:
-            raise ConfigError("--rank-ssl-… is given without --rank-host: unix sockets need no certificates")
+        if (self.given.is_given or self.rank_port) and not self.rank_host:
+            raise ConfigError("--rank-port or --rank-ssl-… is given without --rank-host: ranks are on unix sockets")
         if self.given.is_given:
             self.given.read()
 

@@ -129,6 +129,8 @@ class ServiceConfig:
     """Index of this rank's world among the cluster's replicas; -1: the only one."""
     tls: TlsFiles = NO_TLS
     """For TCP: the certificate to show, and the authority of those to ask for; an open address needs it."""
+    port: int = 0
+    """For TCP: rank 0's port, the others' follow; 0: any free ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "watchdog_timeout": (1, 86400),
     "shutdown_timeout": (0, 3600),
     "replica": (-1, 1023),
+    "port": (0, 65535),
     "memory_node": (-1, 1023),
     "ranks_on_node": (0, 1 << 20),
     "epoch": (0, 2**32 - 1),

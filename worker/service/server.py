@@ -162,7 +162,8 @@ def listen_target(config: WorkerConfig, rank: int) -> str:
                 f"service.host is {service.host!r}, must be a loopback address: without certificates (service.tls) the "
                 "ranks' wire is not encrypted, and anybody may use it"
             )
-        return f"[{service.host}]:0" if ":" in service.host else f"{service.host}:0"
+        port = service.port + rank if service.port else 0
+        return f"[{service.host}]:{port}" if ":" in service.host else f"{service.host}:{port}"
     path = socket_path(Path(service.run_dir).resolve(), rank, service.epoch)
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ConfigError(

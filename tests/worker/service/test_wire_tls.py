@@ -96,6 +96,12 @@ def test_of_an_open_address_the_hosts_name_is_published(certificates: Certificat
             assert engine.is_ready
 
 
+def test_each_rank_has_the_next_port(tmp_path: Path) -> None:
+    config = worker_config(tmp_path, "127.0.0.1")
+    config = replace(config, service=replace(config.service, port=7000))
+    assert [listen_target(config, rank) for rank in range(3)] == [f"127.0.0.1:{7000 + rank}" for rank in range(3)]
+
+
 def test_without_certificates_neither_end_talks_to_another_host(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without certificates"):
         listen_target(worker_config(tmp_path, "0.0.0.0"), 0)
