@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from allspan.protos.text.tokenizer import Tokenizer
     from allspan.worker.sampling.guidance import GuidanceCompiler
 
-COMPILE_S = 15.0
+COMPILE_S = 30.0
 """To wait for a grammar."""
 MOST_KEPT = 64
 MOST_PENDING = 256
 THREADS = 4
-_NICENESS = 15
+_NICENESS = 10
 """A grammar that takes long takes its time from nobody's steps."""
 
 
@@ -83,7 +83,7 @@ class Grammars:
             return self._open().compile(grammar)
         except AllspanError:
             raise
-        except Exception as error:
+        except BaseException as error:  # also what a library's panic is raised as
             raise InternalError(f"the grammar was not compiled: {type(error).__name__}: {error}") from error
         finally:
             with self._lock:

@@ -155,6 +155,11 @@ class GrammarRow:
         except MatcherFailed as error:
             self.fail(position, str(error))
             return
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also what a library's panic is raised as: it is this row's trouble alone
+            self.fail(position, f"{type(error).__name__}: {error}")
+            return
         if self._failure:  # it came too late
             return
         self._prepare()

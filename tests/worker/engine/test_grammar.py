@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
+from collections.abc import Callable
 
 import llguidance
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from allspan.protos.errors import AllspanError, InvalidRequest
 from allspan.protos.grammar import Grammar
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.sampling import guidance
+from allspan.worker.sampling import grammar, guidance
 from allspan.worker.scheduler.request import Request
 from support.byte_tokenizer import byte_tokenizer
 from support.cores import Collected, fake_core, request, step_until_idle
@@ -249,6 +251,63 @@ def test_what_one_request_needs_of_a_grammar_is_not_taken_from_another(monkeypat
     assert not collected.errors
     for one in requests:
         assert len(collected.tokens(one)) == 90 or collected.reason(one) == "stop"
+
+
+class Stubborn:
+    """A matcher that allows the letter a, until it has had three."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._seen = 0
+
+    def matcher(self) -> Stubborn:
+        return self
+
+    own_matcher = matcher
+
+    def consume(self, token_ids: list[int]) -> None:
+        self._seen += len(token_ids)
+
+    def fill(self, mask: np.ndarray) -> bool:
+        if self._seen == 3:
+            self._then()
+        mask[:] = 0
+        mask[ord("a") // 32] = 1 << ord("a") % 32
+        return False
+
+
+def burn() -> None:
+    began = time.thread_time()
+    while time.thread_time() - began < 0.06:
+        pass
+
+
+@pytest.mark.parametrize("trouble", ["breaks", "hangs", "is dear"])
+def test_a_matcher_in_trouble_takes_its_own_request_with_it_and_no_other(
+    trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over = threading.Event()
+
+    def breaks() -> None:
+        raise RuntimeError("a bug")
+
+    then = {"breaks": breaks, "hangs": lambda: over.wait(20.0) and None, "is dear": burn}[trouble]
+    if trouble == "hangs":
+        monkeypatch.setattr(grammar, "WAIT_S", 0.3)
+    if trouble == "is dear":
+        monkeypatch.setattr(grammar, "FIRST_ALLOWANCE_S", 0.03)
+    core, collected = core_with()
+    others = [asked(n, WORD) for n in (1, 3)]
+    odd = asked(2, WORD)
+    odd.grammar = Stubborn(then)
+    for one in (others[0], odd, others[1]):
+        core.submit(one)
+    step_until_idle(core)
+    over.set()
+    assert "grammar cannot go on" in error(collected, odd).message
+    assert collected.tokens(odd) == [ord("a")] * 3
+    assert [collected.reason(one) for one in others] == ["stop", "stop"]
+    assert "a request's grammar failed at position" in caplog.text
 
 
 def test_an_engine_without_a_tokenizer_says_so() -> None:
