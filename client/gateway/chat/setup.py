@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,8 @@ from allspan.client.gateway.off_loop import INLINE_CHARS
 from allspan.protos.errors import ConfigError, InvalidRequest
 from allspan.protos.text import Tokenizer
 from allspan.protos.text.chat import RENDER_S, TemplateTooSlow
+
+logger = logging.getLogger("allspan.gateway")
 
 INLINE_S = 0.02
 """A template that takes longer goes on in a thread."""
@@ -50,7 +53,12 @@ class ChatSetup:
         source = template.source if template is not None else ""
         form = FORMATS.get(config.tool_call_parser) or format_of_template(source, traits is not None and traits.tools)
         tags = tags_of_template(source) if config.reasoning_parser == "auto" else TAGS.get(config.reasoning_parser)
-        conversations = Conversations(template, traits, form) if template is not None and traits is not None else None
+        conversations = None
+        if template is not None and traits is not None:
+            conversations = Conversations(template, traits, form)
+            marks = " or ".join(opening for opening, _ in tags.pairs) if tags else "none"
+            known = "in the chat template" if traits.tools else "taught by a system message"
+            logger.info("conversations: tools %s, calls read as %s, thinking marked by %s", known, form.name, marks)
         variables = frozenset(config.allow_chat_template_kwargs)
         return cls(tokenizer, conversations, form, tags, config.enable_auto_tool_choice, variables)
 

@@ -28,6 +28,7 @@ RESERVED = frozenset(
 )
 """What no request can set as a variable of the template."""
 
+PROBE_S = 1.0
 _END = "\ue000the end\ue001"
 """Stands at the end of a message that goes on; no conversation has it."""
 _NAME, _VALUE, _RESULT, _SYSTEM = "probe_function", "probe value", "probe result", "probe system"
@@ -76,7 +77,7 @@ def traits_of(template: ChatTemplate) -> Traits:
 
     def shows(*needed: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> bool:
         try:
-            text = template.render(messages, True, **variables)
+            text = template.render(messages, True, within_s=PROBE_S, **variables)
         except InvalidRequest:
             return False
         return all(part in text for part in needed)
