@@ -17,6 +17,7 @@ from allspan.client.bench.ops import OPS, OpsConfig
 from allspan.client.bench.overload import OVERLOAD, OverloadConfig
 from allspan.client.bench.perplexity import PERPLEXITY, PerplexityConfig
 from allspan.client.bench.prefix import PREFIX, PrefixConfig
+from allspan.client.bench.serve import SERVE, ServeBenchConfig
 from allspan.client.bench.soak import SOAK, SoakConfig
 from allspan.client.bench.step import STEP, StepConfig
 from allspan.protos.errors import ConfigError
@@ -140,3 +141,12 @@ def test_soak_counts_what_went_well_and_what_went_wrong(engine: ClientEngine) ->
     assert report["left"] == {"running": 0, "waiting": 0, "pages_used": 0}
     assert report["memory"]["most_bytes"] > 1 << 20
     assert report["last_minute"]["requests"] > 0
+
+
+def test_serve_starts_a_server_and_counts_what_it_answers(reference: Any, folder: Path) -> None:
+    config = ServeBenchConfig(num_prompts=4, random_input_len=8, random_output_len=5, backend="openai")
+    options = {"ranks": 1, "threads": 1, "max_num_seqs": 4, "max_model_len": 128, "no_restart": True}
+    report = SERVE.run(str(folder), config, quiet=True, **options)
+    assert (report["completed"], report["errors"]) == (4, {})
+    assert (report["total_input_tokens"], report["total_output_tokens"]) == (32, 20)
+    assert SERVE.table(report)
