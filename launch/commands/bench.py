@@ -16,7 +16,7 @@ from allspan.client.bench.ops import OPS
 from allspan.client.bench.overload import OVERLOAD
 from allspan.client.bench.perplexity import PERPLEXITY
 from allspan.client.bench.prefix import PREFIX
-from allspan.client.bench.serve import SERVE
+from allspan.client.bench.serve import METRICS, SERVE
 from allspan.client.bench.soak import SOAK
 from allspan.client.bench.step import STEP
 from allspan.client.bench.streaming import STREAMING
@@ -65,7 +65,7 @@ def make_parser(benchmark: Benchmark) -> Parser:
 
 
 def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
-    namespace = make_parser(benchmark).parse(argv)
+    namespace = make_parser(benchmark).parse(_with_one_goodput(argv))
     config: Any = build(benchmark.config, namespace)
     if getattr(config, "base_url", ""):  # a server that runs
         report = benchmark.run("", config, quiet=namespace.quiet)
@@ -75,6 +75,17 @@ def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
         report = benchmark.run(str(model.path), config, quiet=namespace.quiet, **options)
     print(json.dumps(report) if namespace.json else benchmark.table(report), flush=True)
     return 0
+
+
+def _with_one_goodput(argv: Sequence[str]) -> list[str]:
+    """`--goodput ttft:200 tpot:50`, as vLLM's users write it, as one word with a comma."""
+    words: list[str] = []
+    for word in argv:
+        if ":" in word and len(words) > 1 and words[-2] == "--goodput" and word.split(":")[0] in METRICS:
+            words[-1] += f",{word}"
+        else:
+            words.append(word)
+    return words
 
 
 def _run_kernels(argv: Sequence[str]) -> int:
