@@ -63,16 +63,21 @@ class OfGrpc:
         self._pb = inference_pb2
         self._loop = _new_loop()
 
-        async def stub() -> Any:
-            return inference_pb2_grpc.InferenceStub(grpc_aio.insecure_channel(request["address"]))  # type: ignore[no-untyped-call]
+        async def connect() -> Any:
+            return grpc_aio.insecure_channel(request["address"])
 
-        self._stub = self._loop.run_until_complete(stub())
+        self._channel = self._loop.run_until_complete(connect())
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def round(self, request: Message) -> Counts:
         async def all_of() -> list[Counts]:
             return await asyncio.gather(*(self._one(ids, request["output_len"]) for ids in request["prompts"]))
 
         return _sum(self._loop.run_until_complete(all_of()))
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._channel.close())
+        self._loop.close()
 
     async def _one(self, ids: list[int], output_len: int) -> Counts:
         message = self._pb.GenerateRequest(token_ids=self._pb.TokenIds(ids=ids))
@@ -104,6 +109,12 @@ class OfHttp:
             return await asyncio.gather(*(self._one(*pair, request["output_len"]) for pair in pairs))
 
         return _sum(self._loop.run_until_complete(all_of()))
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
 
     async def _one(self, connection: SseConnection, prompt: Any, output_len: int) -> Counts:
         messages, last = 0, b""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from allspan.client.bench.streaming import StreamingConfig, Turn, prepare, summary, table
+from allspan.client.bench.streaming_script import SIDES
 from allspan.protos.errors import ConfigError
+from support.gateway import fake_engine, gateway
 
 
 def test_ratios_are_medians_over_the_engines_and_their_spread_is_that_of_the_rounds() -> None:
@@ -32,3 +36,21 @@ def test_both_engines_get_the_same_threads_and_a_context_that_fits() -> None:
         prepare(StreamingConfig(), {"ranks": 2})
     with pytest.raises(ConfigError, match="--sides has 'web', known are engine, facade, grpc"):
         StreamingConfig(sides=("grpc", "web"))
+
+
+@pytest.mark.parametrize("side", ["grpc", "completions", "chat"])
+async def test_each_side_counts_every_token_that_a_gateway_streams(side: str) -> None:
+    async with gateway(fake_engine(endless=True, step_s=0.002)) as running:
+        address = running.grpc_address if side == "grpc" else running.http_address
+        asked = {"prompts": [[65, 66], [67, 68]], "texts": ["one", "two"], "output_len": 9}
+
+        def play() -> tuple[int, int]:
+            asker = SIDES[side]({"side": side, "address": address, "model": "tiny"})
+            tokens, messages = asker.round(asked)
+            assert asker.round(asked)[0] == tokens, "connections are used again"
+            asker.close()
+            return tokens, messages
+
+        tokens, messages = await asyncio.to_thread(play)
+    assert tokens == 18
+    assert messages >= 2
