@@ -120,6 +120,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._wait_for_reader(False)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """To WebSocket or HTTP/2, which the client may do without: it is answered as if it had not asked."""
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(HttpError(400, "this is no valid HTTP/1.1 request"))
 

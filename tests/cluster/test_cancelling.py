@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from allspan import ClientEngine
@@ -23,12 +24,13 @@ from support.serving import Served, runtime_folder
 CANCELS = int(os.environ.get("ALLSPAN_CANCELS", "1000"))
 """More by hand: ALLSPAN_CANCELS=100000 pytest tests/cluster/test_cancelling.py --timeout 7200"""
 AT_ONCE = 25
+KEY = {"ALLSPAN_ADMIN_API_KEY": "sk-admin-0123456789"}
 
 
 @pytest.fixture(scope="module")
 def served(tiny: Path) -> Iterator[Served]:
     with runtime_folder() as runtime:
-        server = Served(tiny, "--ranks=1", "--threads=1", "--max-num-seqs=16", runtime=runtime)
+        server = Served(tiny, "--ranks=1", "--threads=1", "--max-num-seqs=16", runtime=runtime, env=KEY)
         try:
             yield server.wait_ready()
         finally:
@@ -112,3 +114,39 @@ def test_the_work_of_one_that_left_stops_within_two_steps(served: Served, engine
     steps = settled(engine, 5.0).steps
     time.sleep(0.3)
     assert engine.statistics().steps - steps <= 2
+
+
+def test_the_admin_puts_it_to_sleep_wakes_it_and_looks_at_its_work(served: Served, engine: ClientEngine) -> None:
+    settled(engine)
+    headers = {"Authorization": f"Bearer {KEY['ALLSPAN_ADMIN_API_KEY']}"}
+    environment = Path(f"/proc/{served.process.pid}/environ").read_bytes()
+    environment += Path(f"/proc/{served.rank_pid(0)}/environ").read_bytes()
+    assert b"sk-admin" not in environment
+    with httpx.Client(base_url=served.http, headers=headers, timeout=60, trust_env=False) as http:
+
+        def operate(path: str) -> dict[str, str]:
+            answer = http.post(path)
+            assert answer.status_code == 200, answer.text
+            told: dict[str, str] = answer.json()
+            return told
+
+        def ask() -> int:
+            return http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3}).status_code
+
+        operate("/start_profile")
+        assert ask() == 200
+        assert http.get("/profile").json()["ops"]
+        operate("/stop_profile")
+        operate("/reset_prefix_cache")
+        assert engine.statistics().pages_cached == 0
+        assert operate("/pause") == {"status": "paused"}
+        assert (http.get("/ready").status_code, ask()) == (503, 503)
+        assert operate("/resume") == {"status": "running"}
+        assert ask() == 200
+        assert operate("/sleep") == {"status": "sleeping"}
+        assert not engine.statistics().weights_loaded
+        assert (http.get("/health").status_code, http.get("/ready").status_code, ask()) == (200, 503, 503)
+        assert http.post("/resume").status_code == 503  # the weights are not there
+        assert operate("/wake_up") == {"status": "running"}
+        assert engine.statistics().weights_loaded
+        assert (http.get("/ready").status_code, ask()) == (200, 200)

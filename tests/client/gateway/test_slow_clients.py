@@ -115,6 +115,16 @@ async def test_what_is_no_http_gets_openais_body_and_one_line(noise: bytes, capl
         ]
 
 
+async def test_an_upgrade_that_is_asked_for_is_passed_over_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for kind in (b"websocket", b"h2c"):
+        asked = GET.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: " + kind + b"\r\n\r\n")
+        async with gateway() as server, connected(server, asked) as client:
+            caplog.clear()
+            assert b" 200 " in await client.answer()
+            assert caplog.records == []
+
+
 async def test_a_refused_body_that_never_comes_does_not_hold_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allspan.client.gateway.connections.BODY_MARGIN_S", 0.1)
     async with gateway(api_key=("k",), body_timeout=0.1) as server:
