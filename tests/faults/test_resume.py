@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan import ClientEngine, SamplingParams
+from allspan import ClientEngine, Grammar, SamplingParams
 from allspan.protos.results import ResultQueue
 from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served
@@ -34,7 +34,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def mixed(num_greedy: int, num_sampled: int) -> list[SamplingParams]:
-    """Greedy ones, and seeded ones whose penalties look back over all that was generated."""
+    """Greedy ones, and seeded ones whose penalties look back over all that was generated; one of each in a grammar."""
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     sampled = SamplingParams(
         max_tokens=TOKENS,
@@ -46,7 +46,9 @@ def mixed(num_greedy: int, num_sampled: int) -> list[SamplingParams]:
         no_repeat_ngram_size=4,
         ignore_eos=True,
     )
-    return [greedy] * num_greedy + [sampled.with_(seed=seed) for seed in range(num_sampled)]
+    words = Grammar("regex", "[a-z ]{300}")
+    listed = [greedy] * num_greedy + [sampled.with_(seed=seed) for seed in range(num_sampled)]
+    return [listed[0].with_(grammar=words), *listed[1:-1], listed[-1].with_(grammar=words)]
 
 
 class Streams:

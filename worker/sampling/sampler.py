@@ -233,7 +233,7 @@ class Sampler:
 
     def may_launch(self, params: SamplingParams) -> bool:
         """Whether it could if somebody joined who asks for this."""
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None or params.grammar is not None:
             return False
         if self._device:
             return not needs_tokens(params)

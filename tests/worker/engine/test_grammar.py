@@ -18,7 +18,7 @@ from allspan.worker.engine.core import EngineCore
 from allspan.worker.sampling import grammar, guidance
 from allspan.worker.scheduler.request import Request
 from support.byte_tokenizer import byte_tokenizer
-from support.cores import Collected, fake_core, request, step_until_idle
+from support.cores import Collected, fake_core, fake_gpu_core, request, step_until_idle
 from support.threads import ThreadWorld
 
 EOS = 256
@@ -371,3 +371,27 @@ def test_any_number_of_ranks_gives_the_tokens_of_one(size: int) -> None:
 def stop_when_idle(core: EngineCore) -> None:
     core.stop_model(60.0)
     core.shutdown()
+
+
+def test_on_a_gpu_rows_with_a_grammar_never_go_ahead_of_their_tokens() -> None:
+    """Greedy, and the host samples: others do go ahead, and whoever joins them with a grammar puts an end to that."""
+
+    def played(make: Callable[..., tuple[EngineCore, object]], **settings: object) -> list[list[int]]:
+        collected = Collected()
+        core, _ = make(collected=collected, eos=(96,), max_num_seqs=3, **settings)
+        core.grammars.load_tokenizer = byte_tokenizer
+        code = Grammar("regex", "[A-F0-9]{3,8}Z")
+        made = [request(n, b"A" * n, max_tokens=8 + n, grammar=None if n % 2 else code) for n in range(1, 7)]
+        for each in made[:2]:
+            core.submit(each)
+        for _ in range(3):
+            core.step()
+        for each in made[2:]:
+            core.submit(each)
+        step_until_idle(core)
+        assert not collected.errors
+        for each in made[1::2]:
+            assert re.fullmatch("[A-F0-9]{3,8}Z`", bytes(collected.tokens(each)).decode())
+        return [collected.tokens(each) for each in made]
+
+    assert played(fake_gpu_core) == played(fake_core, widths=(97,))
