@@ -206,9 +206,9 @@ def test_an_operation_in_between_runs_the_step_again() -> None:
 
 
 def _pending(operation: Operation) -> object:
-    from allspan.worker.engine.core import _Pending
+    from allspan.worker.engine.pending import Pending
 
-    return _Pending(operation)
+    return Pending(operation)
 
 
 def test_nobody_goes_ahead_where_pages_are_short_and_nobody_is_put_out_for_it() -> None:
