@@ -114,6 +114,8 @@ class Submitter:
         """Token ids of a prompt, checked; InvalidRequest names what does not fit."""
         if isinstance(prompt, str):
             self._check_chars(len(prompt), field)
+            if "\0" in prompt:
+                raise InvalidRequest(f"{field} has a NUL character at {prompt.index(chr(0))}", field)
             if not prompt and not options.only_counted:
                 raise InvalidRequest(f"{field} is empty, must hold at least one token", field)
             special = options.add_special_tokens is not False

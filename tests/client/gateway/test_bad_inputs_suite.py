@@ -16,10 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
-from support.gateway import Gateway, eventually, fake_engine, gateway
+from allspan.protos import inference_pb2 as pb
+from support.gateway import Gateway, eventually, fake_engine, gateway, stub
 
 TESTS = Path(__file__).resolve().parents[2]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -301,6 +303,13 @@ async def test_log_probabilities_of_a_long_prompt_are_bounded_as_a_whole() -> No
         assert (long.status_code, long.json()["error"]["param"]) == (400, "prompt_logprobs")
         assert "2100000 log-probabilities, at most 131072" in long.json()["error"]["message"]
         assert (await server.post(COMPLETIONS, prompt=[97] * 500, prompt_logprobs=20, max_tokens=1)).status_code == 200
+
+
+async def test_text_with_nul_is_refused_over_grpc_as_well() -> None:
+    async with gateway() as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
+        call = stub(channel).Generate(pb.GenerateRequest(text="a\0b"), timeout=10)
+        assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "text has a NUL character at 1" in await call.details()
 
 
 async def test_requests_of_one_name_run_side_by_side() -> None:
