@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.served_model import ServedModel
+from allspan.protos.grammar import MAX_CHOICES
 from allspan.protos.options import MAX_CACHE_SALT_CHARS, MAX_TIMEOUT_S
 from allspan.protos.sampling import (
     INTEGER_RANGES,
@@ -75,7 +76,60 @@ def described_fields(model: type[BaseModel], served: ServedModel, limits: Limits
         fields["prompt"] = {"anyOf": [text, many | {"items": text}, ids, many | {"items": ids}]}
     fields["messages"] = {"type": "array", "minItems": 1, "items": _MESSAGE}
     fields["input"] = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _ITEM}]}
+    fields |= _structured(limits)
     return {name: described for name, described in fields.items() if name in model.model_fields}
+
+
+def _structured(limits: LimitsConfig) -> dict[str, Json]:
+    """What asks for a structured output; whether a schema or an expression can be followed is known once it is
+    compiled."""
+    text: Json = {"type": "string", "minLength": 1, "maxLength": limits.max_grammar_bytes}
+    schema: Json = {"anyOf": [{"type": "object"}, {"type": "boolean"}, text]}
+    choice: Json = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": MAX_CHOICES,
+        "items": {"type": "string", "minLength": 1},
+    }
+    kinds: Json = {"json": schema, "json_object": {"const": True}, "regex": text, "choice": choice, "grammar": text}
+    named: Json = {
+        "type": "object",
+        "properties": {
+            "name": {"type": ["string", "null"]},
+            "description": {"type": ["string", "null"]},
+            "schema": schema,
+            "strict": {"type": ["boolean", "null"]},
+        },
+        "required": ["schema"],
+    }
+    forms: list[Json] = [
+        {"type": "object", "properties": {"type": {"const": kind}}, "required": ["type"]}
+        for kind in ("text", "json_object")
+    ]
+    forms.append(
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_schema"}, "json_schema": named},
+            "required": ["type", "json_schema"],
+        }
+    )
+    return {
+        "response_format": {"anyOf": [*forms, {"type": "null"}]},
+        "structured_outputs": {
+            "anyOf": [
+                *(_only(name, kind) for name, kind in kinds.items()),
+                {"type": "null"},
+            ]
+        },
+        **{
+            f"guided_{name}": {"anyOf": [kinds[name], {"type": "null"}]}
+            for name in ("json", "regex", "choice", "grammar")
+        },
+    }
+
+
+def _only(name: str, kind: Json) -> Json:
+    return {"type": "object", "properties": {name: kind}, "required": [name]}
 
 
 _PART: Json = {
