@@ -75,7 +75,7 @@ def model_of(client: openai.OpenAI) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_is_of_the_schema(client: openai.OpenAI, stream: bool) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
-    answers = client.chat.completions.create(
+    answers: Any = client.chat.completions.create(
         model=model_of(client),
         messages=ask("Describe the city of Paris as JSON."),
         response_format=form,

@@ -36,8 +36,8 @@ def trained(texts: Path, vocab_size: int, folder: Path) -> None:
     """Writes a byte-level BPE tokenizer of texts as a model folder."""
     backend = Backend(models.BPE())
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<end>"], initial_alphabet=alphabet)
     backend.train_from_iterator(some_of(texts), trainer)

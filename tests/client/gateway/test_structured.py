@@ -153,11 +153,6 @@ async def test_grpc_asks_for_the_same() -> None:
         assert len(server.engine.asked) == count
 
 
-def chain(links: int) -> str:
-    parts = {str(i): {"properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(links)}
-    return json.dumps({"$defs": parts | {str(links): {}}, "$ref": "#/$defs/0"}, separators=(",", ":"))
-
-
 DOUBLING = Grammar("grammar", "start: R0\n" + "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(60)) + 'R60: "a"')
 EXPLOSIVE: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"enum": [f"v{i}" for i in range(10**6)]}}, "the body has 1000004 strings"),
@@ -165,7 +160,6 @@ EXPLOSIVE: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "|".join(f"w{i}" for i in range(100_000))}, "at most 262144"),
     ({"guided_regex": "a?" * 120_000}, "was not compiled within 1.5 s (--grammar-timeout)"),
     ({"guided_json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "guided_json"),
-    ({"guided_json": chain(4500)}, "json_schema"),
     ({"guided_grammar": DOUBLING.text}, ""),
     ({"guided_grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "too deeply nested"),
     ({"guided_regex": "(" * 50_000 + "a" + ")" * 50_000}, "guided_regex"),
@@ -180,7 +174,7 @@ HARMLESS: list[dict[str, Any]] = [
 
 
 async def test_explosive_grammars_fail_alone_while_others_stream_on() -> None:
-    limits = {"max_grammar_bytes": 262144, "grammar_timeout": 1.5}
+    limits: dict[str, Any] = {"max_grammar_bytes": 262144, "grammar_timeout": 1.5}
     bodies = [json.dumps({"prompt": "x", **fields}) for fields, _ in EXPLOSIVE]
     engine = fake_engine(endless=True, step_s=0.005, max_model_len=100_000)
     async with gateway(engine, **limits) as server:

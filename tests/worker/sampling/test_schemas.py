@@ -18,7 +18,7 @@ from support.json_schemas import Case, cases, is_valid
 from support.matching import refused_names, schema
 
 TOKENS = 100
-WALKS = 3
+WALKS = 2
 
 Ids = NDArray[np.int64]
 
