@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from allspan import ClientEngine, SamplingParams
+from allspan.client.gateway.glance import FRESH_S
 from support.serving import Served, runtime_folder
 from support.waiting import wait_until
 
@@ -64,6 +65,7 @@ def test_ranks_and_steps_are_seen_as_they_are(served: Served, http: httpx.Client
     body = {"prompt": "abc", "max_tokens": 8, "ignore_eos": True}
     headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
     assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    time.sleep(2 * FRESH_S)
     told = http.get("/cluster").json()
     assert (told["ready"], told["replicas"], told["running"]) == (True, {"total": 1, "ready": 1}, 0)
     assert [rank["pid"] for rank in told["ranks"]] == [served.rank_pid(0), served.rank_pid(1)]
