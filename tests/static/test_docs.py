@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan.launch.reference import parsers
+from allspan.launch.reference import parsers, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -28,3 +28,7 @@ def test_links_and_paths_lead_somewhere(doc: Path) -> None:
     missing = [link for link in links if not (doc.parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
+
+
+def test_page_of_flags_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "cli.md").read_text() == reference(), "python -m allspan.launch.reference > docs/cli.md"
