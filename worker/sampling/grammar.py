@@ -114,10 +114,11 @@ class GrammarRow:
         ends: Iterable[int],
         seen: SeenMasks,
         first_end: int = 0,
+        on_host: bool = True,
     ) -> None:
         """`tokens`: the row's, prompt and output, kept up to date by its owner. `ends`: what may be sampled where the
         text is whole. `seen`: of this vocabulary, shared by the rows. `first_end`: the first position where the request
-        may end."""
+        may end. `on_host`: logits are changed here, by ids that are found with the mask; a device takes its bits."""
         self._grammar = grammar
         self._matcher = grammar.matcher()
         self._is_own = False
@@ -132,6 +133,9 @@ class GrammarRow:
         self._ids: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._are_allowed = True
         """`_ids` are what may be sampled, not what may not."""
+        self._on_host = on_host
+        self._has_ids = False
+        """`_ids` are those of the mask."""
         self._position = -1
         """The mask's."""
         self._is_whole = False
@@ -177,7 +181,14 @@ class GrammarRow:
     def _prepare(self) -> None:
         if self._is_whole:
             self._mask |= self._ends
-        self._ids, self._are_allowed = self._seen.ids_of(self._mask)
+        self._has_ids = False
+        if self._on_host:
+            self._find_ids()
+
+    def _find_ids(self) -> None:
+        if not self._has_ids:
+            self._ids, self._are_allowed = self._seen.ids_of(self._mask)
+            self._has_ids = True
 
     def fail(self, position: int, why: str) -> None:
         """Nothing may be sampled any more."""
@@ -194,6 +205,7 @@ class GrammarRow:
         if self._failure:
             logits.fill(-math.inf)
             return
+        self._find_ids()
         if not self._are_allowed:
             logits[self._ids] = -math.inf
             return
@@ -207,7 +219,7 @@ class GrammarRow:
         if self._failure:
             return GRAMMAR_FAILED
         can_end = self._is_whole and self._position >= self._first_end
-        return GRAMMAR_ENDED if can_end and self._are_allowed and not len(self._ids) else ALL_MASKED
+        return GRAMMAR_ENDED if can_end and not self._mask.any() else ALL_MASKED
 
 
 class MaskMaker:

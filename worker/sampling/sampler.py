@@ -155,7 +155,8 @@ class Sampler:
         asked = self._asked(params, prompt_len, tokens)
         if grammar is not None:
             ends, first_end = ends_of(params, self._eos, self._vocab_size), prompt_len + params.min_tokens
-            self._grammars[row] = GrammarRow(grammar, tokens, prompt_len, ends, self._seen_masks, first_end)
+            on_host = self._device is None
+            self._grammars[row] = GrammarRow(grammar, tokens, prompt_len, ends, self._seen_masks, first_end, on_host)
             asked = replace(asked, grammar=self._grammars[row])
         if changes := changes_of(asked):
             self._changes[row] = changes
