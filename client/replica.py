@@ -17,7 +17,7 @@ from allspan.protos.cluster import ClusterInfo
 from allspan.protos.errors import AllspanError, DeadlineExceeded, Unavailable
 
 OPEN_TIMEOUT_S = 10.0
-CAUSE_TIMEOUT_S = 2.7
+CAUSE_TIMEOUT_S = 2.2
 CAUSE_POLL_S = 0.02
 REVIVE_POLL_S = 0.25
 GLANCE_S = 1.0

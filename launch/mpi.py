@@ -124,7 +124,13 @@ def environment(
             "PMIX_MCA_ptl_base_session_tmpdir": folder,
         }
     else:
-        env |= {"OMPI_MCA_btl_vader_backing_directory": folder, "OMPI_MCA_orte_tmpdir_base": folder}
+        env |= {
+            "OMPI_MCA_btl_vader_backing_directory": folder,
+            "OMPI_MCA_orte_tmpdir_base": folder,
+            # When a rank dies the others are killed at once (who may end in order is asked by us): else it takes two
+            # seconds until mpirun says which rank it was, and of what it died.
+            "OMPI_MCA_odls_base_sigkill_timeout": "0",
+        }
     if placement.oversubscribed:
         env["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if os.geteuid() == 0:

@@ -32,8 +32,8 @@ from allspan.protos.errors import AllspanError, ConfigError, InternalError
 TAIL_BYTES = 16384
 END_GRACE_S = 3.0
 """For a rank's orderly end, once nothing runs on it."""
-CAUSE_WAIT_S = 2.5
-"""How long mpirun and the ranks get to say why a rank died: Open MPI 4 takes two seconds, 5 a tenth of one."""
+CAUSE_WAIT_S = 1.5
+"""How long mpirun and the ranks get to say why a rank died, which a busy machine makes slow."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class World:
             self._oom.note(info.pid)
 
     def death(self) -> Death:
-        """Why the world died: from mpirun's message, the rank's last words and who ended first. Takes up to 2.5 s; of a
+        """Why the world died: from mpirun's message, the rank's last words and who ended first. Takes up to 1.5 s; of a
         world that hangs, all stacks are in the log first, which takes up to 4 s."""
         if self._lost is not None:
             stacks.dump([self._ranks[rank] for rank in sorted(self._ranks)], lambda: self._received, self._plan.name)
