@@ -26,7 +26,7 @@ if [ "$#" -gt 0 ]; then
 fi
 # What only computes, or waits for scripted engines, shares the processors out, the longest folders first; clusters, which
 # keep to deadlines, come after it, undisturbed.
-computing=(tests/kernels tests/gpu tests/client tests/static tests/protos tests/worker/{cache,models,quant,sampling,scheduler,weights})
+computing=(tests/kernels tests/gpu tests/client tests/static tests/worker/{cache,models,quant,sampling,scheduler,weights})
 python -m pytest --durations 15 -n logical --dist loadfile --no-loadscope-reorder "${computing[@]}"
 python -m pytest --durations 15 "${computing[@]/#/--ignore=}"
 "$root/tests/other_pythons.sh"
