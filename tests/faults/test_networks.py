@@ -16,7 +16,7 @@ from allspan import ClientEngine, SamplingParams
 from allspan.protos.cluster import ClusterInfo, read_cluster, write_cluster
 from allspan.protos.errors import ConfigError
 from support.fault_facade import Facade
-from support.fault_hosts import network
+from support.fault_hosts import Network, network
 from support.fault_relay import Relay
 from support.waiting import wait_until
 
@@ -96,9 +96,7 @@ def test_a_partition_is_waited_for_within_the_budget_and_beyond_it_no_epochs_mix
     """Facade and rank on hosts of their own. The budget is the watchdog's time (1 s) and five seconds more."""
     with network() as net, ExitStack() as stack:
         old = rank_on(1, net.on(1))
-        relay = Relay(port(old), net.addresses[1], net.on(1))
-        stack.callback(relay.close)
-        seen = tell(runtime / "seen", old, relay.address)
+        seen = tell(runtime / "seen", old, _from_here_to_there(stack, net, port(old)))
         facade = Facade(seen, net.on(0))
         stack.callback(facade.close)
 
@@ -124,9 +122,7 @@ def test_a_partition_is_waited_for_within_the_budget_and_beyond_it_no_epochs_mix
 
         # The old world lives on behind the partition, and a new one is announced: only that one may be heard.
         new = rank_on(2, net.on(1))
-        second = Relay(port(new), net.addresses[1], net.on(1))
-        stack.callback(second.close)
-        tell(seen, new, second.address)
+        tell(seen, new, _from_here_to_there(stack, net, port(new)))
         count = len(facade.tokens)
         net.plug()
         _start_until_it_answers(facade)
@@ -134,6 +130,17 @@ def test_a_partition_is_waited_for_within_the_budget_and_beyond_it_no_epochs_mix
         assert len(facade.tokens) == count + 500
         assert facade.events[-1] == {"end": "finished"}
         assert [event["epoch"] for event in facade.events if "epoch" in event][-1] == 2
+
+
+def _from_here_to_there(stack: ExitStack, net: Network, rank_port: int) -> str:
+    """An address on the facade's host, whose other end is a rank on the other one: without certificates neither facade
+    nor rank leaves its own."""
+    there = Relay(rank_port, net.addresses[1], net.on(1))
+    stack.callback(there.close)
+    far_port = int(there.address.rpartition(":")[2])
+    here = Relay(far_port, "127.0.0.1", net.on(0), net.addresses[1])
+    stack.callback(here.close)
+    return here.address
 
 
 def _count_of_a_quiet_line(facade: Facade) -> int:

@@ -1,7 +1,7 @@
 """A TCP relay that makes a bad network, for hosts whose kernel cannot: late bytes, segments sent again, resets.
 
-`python fault_relay.py LISTEN_HOST TARGET_PORT` relays to 127.0.0.1:TARGET_PORT, prints its own port, and obeys lines on
-its standard input: "delay SECONDS LOSS", "reset". A lost segment is what TCP makes of it: everything after it waits for
+`python fault_relay.py LISTEN_HOST TARGET_PORT TARGET_HOST` relays there, prints its own port, and obeys lines on its
+standard input: "delay SECONDS LOSS", "reset". A lost segment is what TCP makes of it: everything after it waits for
 its timeout of 200 ms and another trip.
 """
 
@@ -23,8 +23,10 @@ _RESET = struct.pack("ii", 1, 0)
 class Relay:
     """The test's end: the relay as a process."""
 
-    def __init__(self, target_port: int, listen: str = "127.0.0.1", wrap: Sequence[str] = ()) -> None:
-        words = [*wrap, sys.executable, "-S", "-E", __file__, listen, str(target_port)]
+    def __init__(
+        self, target_port: int, listen: str = "127.0.0.1", wrap: Sequence[str] = (), target: str = "127.0.0.1"
+    ) -> None:
+        words = [*wrap, sys.executable, "-S", "-E", __file__, listen, str(target_port), target]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.address = f"{listen}:{int(self._process.stdout.readline())}"
@@ -48,8 +50,8 @@ class Relay:
 
 
 class _Network:
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+    def __init__(self, target: str, target_port: int) -> None:
+        self._target, self._target_port = target, target_port
         self._delay, self._loss = 0.0, 0.0
         self._random = random.Random(5)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -64,7 +66,7 @@ class _Network:
             writer.transport.abort()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        far_reader, far_writer = await asyncio.open_connection(self._target, self._target_port)
         pair = {writer, far_writer}
         self._writers |= pair
         try:
@@ -105,8 +107,8 @@ class _Network:
             await writer.drain()
 
 
-async def main(listen: str, target_port: int) -> None:
-    network = _Network(target_port)
+async def main(listen: str, target_port: int, target: str) -> None:
+    network = _Network(target, target_port)
     server = await asyncio.start_server(network.serve, listen, 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     loop = asyncio.get_running_loop()
@@ -115,4 +117,4 @@ async def main(listen: str, target_port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
