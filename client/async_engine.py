@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from allspan.client.engine import ClientEngine
-from allspan.client.loop import HomeLoop
+from allspan.client.event_loop import HomeLoop
 
 
 class AsyncClientEngine(ClientEngine):

@@ -13,16 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from allspan.client.generation import Generation
-from allspan.client.loop import HomeLoop, LoopThread
+from allspan.client.cluster.discovery import Attach, sources_of
+from allspan.client.cluster.requests import ResumePolicy, Session
+from allspan.client.cluster.snapshot import ClusterView
+from allspan.client.event_loop import HomeLoop, LoopThread
+from allspan.client.generate import Generation
 from allspan.client.process import ClusterProcess
-from allspan.client.session import ResumePolicy, Session
-from allspan.client.source import Attach, sources_of
 from allspan.client.transport.base import Connect
-from allspan.client.view import ClusterView
-from allspan.protos.cluster import ClusterInfo
-from allspan.protos.engine import Completion, EngineStatistics, OpProfile, Prompt
-from allspan.protos.errors import (
+from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt
+from allspan.protos.api.errors import (
     AllspanError,
     CheckpointError,
     ConfigError,
@@ -30,8 +29,8 @@ from allspan.protos.errors import (
     ModelNotFound,
     Unavailable,
 )
-from allspan.protos.options import RequestOptions
-from allspan.protos.prompts import (
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.prompts import (
     Params,
     checked_ids,
     checked_options,
@@ -40,10 +39,11 @@ from allspan.protos.prompts import (
     prompt_list,
     with_seed,
 )
-from allspan.protos.results import RequestHandle, ResultQueue
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.results import RequestHandle, ResultQueue
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.cluster.cluster_file import ClusterInfo
+from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 from allspan.protos.text import Tokenizer, load_tokenizer
-from allspan.protos.tls import NO_TLS, TlsFiles
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -83,7 +83,7 @@ class ServeOptions(TypedDict, total=False):
 
 
 class ClientEngine:
-    """Every method of `allspan.protos.engine.EngineProtocol`, on a cluster; safe from any thread.
+    """Every method of `allspan.protos.api.engine.EngineProtocol`, on a cluster; safe from any thread.
 
         with ClientEngine("smollm2-135m-instruct", ranks=2) as engine:
             print(engine.generate("The sky is")[0].text)

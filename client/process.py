@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from allspan.protos.errors import (
+from allspan.protos.api.errors import (
     AllspanError,
     CheckpointError,
     ConfigError,

@@ -65,31 +65,31 @@ REFERENCE = {
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in REFERENCE} | {"gather_columns": REFERENCE["gather_columns"]}
 
 CUDA = {
-    "embedding": "allspan.kernels.cuda.elementwise:embedding",
-    "head_norm": "allspan.kernels.cuda.rotary_append:head_norm",
-    "rotary": "allspan.kernels.cuda.rotary_append:rotary",
-    "hadamard": "allspan.kernels.cuda.rotary_append:hadamard",
-    "append_kv": "allspan.kernels.cuda.rotary_append:append_kv",
+    "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
+    "head_norm": "allspan.kernels.cuda.rows.rotary_append:head_norm",
+    "rotary": "allspan.kernels.cuda.rows.rotary_append:rotary",
+    "hadamard": "allspan.kernels.cuda.rows.rotary_append:hadamard",
+    "append_kv": "allspan.kernels.cuda.rows.rotary_append:append_kv",
     "linear": REFERENCE["linear"],  # torch's own is cuBLAS there
-    "add": "allspan.kernels.cuda.elementwise:add",
-    "rms_norm": "allspan.kernels.cuda.elementwise:rms_norm",
-    "add_rms_norm": "allspan.kernels.cuda.elementwise:add_rms_norm",
-    "silu_mul": "allspan.kernels.cuda.elementwise:silu_mul",
-    "gather_rows": "allspan.kernels.cuda.elementwise:gather_rows",
-    "gather_columns": "allspan.kernels.cuda.columns:gather_columns",
-    "rotary_append": "allspan.kernels.cuda.rotary_append:rotary_append",
-    "attention": "allspan.kernels.cuda.attention:attention",
-    "packed_linear": "allspan.kernels.cuda.linear:packed_linear",
-    "packed_linear_add": "allspan.kernels.cuda.linear:packed_linear_add",
-    "packed_gated_linear": "allspan.kernels.cuda.linear:packed_gated_linear",
-    "packed_embedding": "allspan.kernels.cuda.linear:packed_embedding",
+    "add": "allspan.kernels.cuda.rows.elementwise:add",
+    "rms_norm": "allspan.kernels.cuda.rows.elementwise:rms_norm",
+    "add_rms_norm": "allspan.kernels.cuda.rows.elementwise:add_rms_norm",
+    "silu_mul": "allspan.kernels.cuda.rows.elementwise:silu_mul",
+    "gather_rows": "allspan.kernels.cuda.rows.elementwise:gather_rows",
+    "gather_columns": "allspan.kernels.cuda.comm.columns:gather_columns",
+    "rotary_append": "allspan.kernels.cuda.rows.rotary_append:rotary_append",
+    "attention": "allspan.kernels.cuda.attention.attention:attention",
+    "packed_linear": "allspan.kernels.cuda.linear.linear:packed_linear",
+    "packed_linear_add": "allspan.kernels.cuda.linear.linear:packed_linear_add",
+    "packed_gated_linear": "allspan.kernels.cuda.linear.linear:packed_gated_linear",
+    "packed_embedding": "allspan.kernels.cuda.linear.linear:packed_embedding",
 }
 
 BACKENDS: Mapping[str, Backend] = {
     "cpu": Backend(CPU, module="allspan.kernels.cpu.runtime", program="allspan.kernels.cpu._native:Program"),
     "reference": Backend(REFERENCE),
     "cuda": Backend(
-        CUDA, module="allspan.kernels.cuda.runtime", activations=(torch.bfloat16, torch.float16), device="cuda"
+        CUDA, module="allspan.kernels.cuda.jit.runtime", activations=(torch.bfloat16, torch.float16), device="cuda"
     ),
 }
 """In order of preference."""

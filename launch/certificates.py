@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 
 AUTHORITY_DAYS = 3650
 ISSUED_DAYS = 825

@@ -16,8 +16,8 @@ from types import FrameType
 
 from allspan import __version__
 from allspan.launch.exit_codes import exit_code
-from allspan.protos.errors import AllspanError
-from allspan.protos.flags import fail, nearest
+from allspan.protos.api.errors import AllspanError
+from allspan.protos.config.flags import fail, nearest
 
 COMMANDS = {
     "serve": "serve a model over HTTP (OpenAI's API) and gRPC",

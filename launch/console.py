@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import suppress
 
-from allspan.protos import logs
+from allspan.protos.cluster import logs
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 

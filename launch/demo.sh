@@ -7,8 +7,8 @@
 #   ALLSPAN_VENV=PATH                 uses that environment instead of .venv
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source=launch/environment.sh
-. "$root/launch/environment.sh"
+# shellcheck source=launch/install/environment.sh
+. "$root/launch/install/environment.sh"
 
 prompt="What is the capital of France?"
 serve=""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, InvalidRequest, ModelNotFound
+from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, InvalidRequest, ModelNotFound
 
 
 def exit_code(error: AllspanError) -> int:

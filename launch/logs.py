@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
-from allspan.protos import logs
+from allspan.protos.cluster import logs
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
+from allspan.client.gateway.auth.keys import load_keys
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.keys import load_keys
 from allspan.launch.console import say
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 
 API_KEYS = ("ALLSPAN_API_KEY", "ALLSPAN_API_KEYS")
 ADMIN_KEY = "ALLSPAN_ADMIN_API_KEY"

@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, NoReturn
 from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind
-from allspan.launch import mpi
-from allspan.launch.binding import Bound, lay_out
-from allspan.launch.checkpoint_files import check_files
-from allspan.launch.cluster import Cluster
 from allspan.launch.console import say
-from allspan.launch.convert import with_its_ranks
-from allspan.launch.models import FoundModel, resolve_model
-from allspan.launch.placement import Placement
-from allspan.launch.run_dir import make_run_dir
+from allspan.launch.models.checkpoint_files import check_files
+from allspan.launch.models.conversion import with_its_ranks
+from allspan.launch.models.find_model import FoundModel, resolve_model
+from allspan.launch.placement.binding import Bound, lay_out
+from allspan.launch.placement.placement import Placement
 from allspan.launch.secrets import take_secrets
 from allspan.launch.settings import ResumeConfig, ServeSettings
-from allspan.launch.world import WorldPlan
-from allspan.protos.config import ParallelConfig, ServiceConfig, WorkerConfig
-from allspan.protos.errors import ConfigError, DeadlineExceeded, Unavailable
+from allspan.launch.supervision import mpi
+from allspan.launch.supervision.cluster import Cluster
+from allspan.launch.supervision.run_dir import make_run_dir
+from allspan.launch.supervision.world import WorldPlan
+from allspan.protos.api.errors import ConfigError, DeadlineExceeded, Unavailable
+from allspan.protos.config.settings import ParallelConfig, ServiceConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from allspan.client.engine import ClientEngine

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, fields
 
 from allspan.client.gateway.config import GROUPS, GatewayConfig
 from allspan.launch.logs import LogConfig
-from allspan.launch.models import DEFAULT_MODEL
-from allspan.launch.placement import PlacementConfig
-from allspan.launch.supervisor import SupervisorConfig
-from allspan.launch.wire import WireConfig
-from allspan.protos.config import (
+from allspan.launch.models.find_model import DEFAULT_MODEL
+from allspan.launch.placement.placement import PlacementConfig
+from allspan.launch.supervision.rank_endpoints import WireConfig
+from allspan.launch.supervision.supervisor import SupervisorConfig
+from allspan.protos.config.flags import Parser, add_options, build
+from allspan.protos.config.settings import (
     CHOICES,
     HELD_FIELDS,
     LIMITS,
@@ -20,7 +21,6 @@ from allspan.protos.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from allspan.protos.flags import Parser, add_options, build
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "ranks": ("-tp", "--tensor-parallel-size"),

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from allspan.client.engine import ClientEngine
-    from allspan.protos.engine import EngineProtocol
-    from allspan.protos.grammar import Grammar
-    from allspan.protos.options import RequestOptions
-    from allspan.protos.sampling import SamplingParams
-    from allspan.protos.tls import TlsFiles
+    from allspan.protos.api.engine import EngineProtocol
+    from allspan.protos.api.grammar import Grammar
+    from allspan.protos.api.options import RequestOptions
+    from allspan.protos.api.sampling import SamplingParams
+    from allspan.protos.cluster.tls import TlsFiles
     from allspan.worker.engine.engine import Engine
 
     _ENGINES: tuple[type[EngineProtocol], ...] = (ClientEngine, Engine)
@@ -26,10 +26,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "ClientEngine": "allspan.client.engine",
     "Engine": "allspan.worker.engine.engine",
-    "Grammar": "allspan.protos.grammar",
-    "RequestOptions": "allspan.protos.options",
-    "SamplingParams": "allspan.protos.sampling",
-    "TlsFiles": "allspan.protos.tls",
+    "Grammar": "allspan.protos.api.grammar",
+    "RequestOptions": "allspan.protos.api.options",
+    "SamplingParams": "allspan.protos.api.sampling",
+    "TlsFiles": "allspan.protos.cluster.tls",
 }
 
 

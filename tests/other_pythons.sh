@@ -25,8 +25,8 @@ run_on() {
         pytest pytest-timeout pytest-asyncio hypothesis gguf
     # What is skipped for want of the engine's packages is tested in the first environment.
     (cd "$root" && ALLSPAN_REQUIRE_TOOLS="" "$folder/$1/bin/python" -m pytest -q -p no:cacheprovider tests/client tests/protos \
-        --ignore tests/client/gateway --ignore tests/client/test_readiness.py --ignore tests/client/bench/test_serve.py \
-        --ignore tests/client/bench/test_streaming.py --ignore tests/protos/test_generated.py --ignore tests/protos/structured)
+        --ignore tests/client/gateway --ignore tests/client/cluster/test_readiness.py --ignore tests/client/bench/serving/test_serve.py \
+        --ignore tests/client/bench/serving/test_streaming.py --ignore tests/protos/test_generated.py --ignore tests/protos/text/test_grammar_compiler.py)
 }
 
 declare -A runs

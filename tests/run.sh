@@ -3,8 +3,8 @@
 # Words given are passed on to pytest: ./tests/run.sh tests/worker -k sampler
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source=launch/environment.sh
-. "$root/launch/environment.sh"
+# shellcheck source=launch/install/environment.sh
+. "$root/launch/install/environment.sh"
 cd "$root"
 
 refuse_other_systems
@@ -17,7 +17,7 @@ ruff check .
 ruff format --check .
 mypy -p allspan
 PYTHONPATH=.typing lint-imports
-clang-format --dry-run --Werror {kernels/cpu,tests/kernels/native}/*.{cpp,h} kernels/cpu/*.inc kernels/cuda/*.cu* tests/support/emulator/*.h
+clang-format --dry-run --Werror $(git ls-files "*.cpp" "*.h" "*.inc" "*.cu" "*.cuh" ":!examples")
 
 say "tests"
 if [ "$#" -gt 0 ]; then
@@ -26,7 +26,7 @@ if [ "$#" -gt 0 ]; then
 fi
 # What only computes, or waits for scripted engines, shares the processors out, the longest folders first; clusters, which
 # keep to deadlines, come after it, undisturbed.
-computing=(tests/kernels tests/gpu tests/client tests/static tests/worker/{cache,models,quant,sampling,scheduler,weights})
+computing=(tests/kernels tests/client tests/static tests/worker/{backend,cache,load,models,quant,sampling,scheduler,weights})
 python -m pytest --durations 15 -n logical --dist loadfile --no-loadscope-reorder "${computing[@]}"
 python -m pytest --durations 15 "${computing[@]/#/--ignore=}"
 "$root/tests/other_pythons.sh"

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from allspan.protos.config import (
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.config_json import RANK_LIMITS, check, from_json
+from allspan.protos.config.flags import Parser, add_options, build, fail
+from allspan.protos.config.settings import (
     CHOICES,
     CacheConfig,
     ModelConfig,
@@ -20,10 +23,7 @@ from allspan.protos.config import (
     ServiceConfig,
     WorkerConfig,
 )
-from allspan.protos.config_json import RANK_LIMITS, check, from_json
-from allspan.protos.errors import ConfigError
-from allspan.protos.flags import Parser, add_options, build, fail
-from allspan.worker.host import place
+from allspan.worker.process.host import place
 
 PROG = "allspan.worker"
 _GROUPS = {

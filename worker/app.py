@@ -21,8 +21,9 @@ from typing import NoReturn
 import torch
 
 import allspan
-from allspan.protos import logs
-from allspan.protos.cluster import (
+from allspan.protos.api.errors import ConfigError, DeadlineExceeded, Unavailable
+from allspan.protos.cluster import logs
+from allspan.protos.cluster.cluster_file import (
     ClusterInfo,
     RankInfo,
     error_file,
@@ -31,18 +32,17 @@ from allspan.protos.cluster import (
     write_cluster,
     write_rank,
 )
-from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import ConfigError, DeadlineExceeded, Unavailable
-from allspan.worker import host
+from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.engine.inspection import Inspection
 from allspan.worker.engine.setup import LoadedEngine, load_engine
-from allspan.worker.heart import Heart
-from allspan.worker.load_progress import LoadProgress
-from allspan.worker.memory import num_memory_nodes
-from allspan.worker.models.loader import open_ops
+from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.world import World, join_world
+from allspan.worker.process import host
+from allspan.worker.process.heartbeat_writer import Heart
+from allspan.worker.process.load_progress import LoadProgress
+from allspan.worker.process.release_memory import num_memory_nodes
 from allspan.worker.scheduler.plan import Operation
+from allspan.worker.service.introspection import Inspection
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
 

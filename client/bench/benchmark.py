@@ -8,7 +8,7 @@ from typing import Any
 
 from allspan.client.bench.machine import machine, versions
 from allspan.client.engine import ClientEngine
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 
 Options = dict[str, Any]
 """Flags of `allspan serve`, by their names with underscores."""

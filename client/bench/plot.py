@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 
 
 def check_plot(path: str) -> None:

@@ -20,20 +20,20 @@ from pathlib import Path
 
 import uvicorn
 
+from allspan.client.gateway.auth.tls import Tls
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.connections import Connections, GuardedProtocol, keep_alive_options
-from allspan.client.gateway.front import Front
-from allspan.client.gateway.grpc_server import grpc_server
-from allspan.client.gateway.grpc_service import SERVICE
-from allspan.client.gateway.health import EngineHealth
-from allspan.client.gateway.http import make_app
-from allspan.client.gateway.readiness import GatewayEngine
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.engine_protocol import GatewayEngine
+from allspan.client.gateway.grpc.health import EngineHealth
+from allspan.client.gateway.grpc.server import grpc_server
+from allspan.client.gateway.grpc.service import SERVICE
+from allspan.client.gateway.http.application import make_app
+from allspan.client.gateway.http.connections import Connections, GuardedProtocol, keep_alive_options
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
-from allspan.client.gateway.status_line import StatusLine
-from allspan.client.gateway.tls import Tls
-from allspan.protos.errors import ConfigError, InternalError
+from allspan.client.gateway.telemetry.status_line import StatusLine
+from allspan.protos.api.errors import ConfigError, InternalError
+from allspan.protos.cluster.tls import is_loopback
 from allspan.protos.text import Tokenizer
-from allspan.protos.tls import is_loopback
 
 __all__ = ["GatewayConfig", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
 

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from allspan.protos.errors import ConfigError
-from allspan.protos.grammar import MAX_GRAMMAR_CHARS
-from allspan.protos.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.grammar import MAX_GRAMMAR_CHARS
+from allspan.protos.api.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
-from allspan.protos.cluster import ClusterInfo
+from allspan.protos.cluster.cluster_file import ClusterInfo
 from allspan.protos.text import GenerationDefaults, generation_defaults
 
 

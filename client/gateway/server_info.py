@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from allspan import __version__
-from allspan.client.gateway.front import Front
-from allspan.client.view import ClusterView, RankView
+from allspan.client.cluster.snapshot import ClusterView, RankView
+from allspan.client.gateway.context import Front
 from allspan.protos import inference_pb2 as pb
-from allspan.protos.grammar import KINDS
-from allspan.protos.options import MAX_TIMEOUT_S
+from allspan.protos.api.grammar import KINDS
+from allspan.protos.api.options import MAX_TIMEOUT_S
 
 
 async def server_info(front: Front) -> pb.ServerInfoResponse:

@@ -8,10 +8,10 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from allspan.client.gateway.auth.tls import Tls
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.tls import Tls
-from allspan.protos.errors import ConfigError
-from allspan.protos.tls import is_loopback
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.cluster.tls import is_loopback
 
 _LISTEN = "0A"  # state column of /proc/net/tcp
 

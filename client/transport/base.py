@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.tls import NO_TLS, TlsFiles
+from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")

@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 
 from allspan.client.transport.base import Method, Reply, Request
-from allspan.protos.errors import AllspanError, ConfigError, InvalidRequest, Unavailable, from_code, from_grpc
-from allspan.protos.tls import NO_TLS, TlsFiles, is_loopback
-from allspan.protos.wire import CHANNEL_OPTIONS
+from allspan.protos.api.errors import AllspanError, ConfigError, InvalidRequest, Unavailable, from_code, from_grpc
+from allspan.protos.cluster.tls import NO_TLS, TlsFiles, is_loopback
+from allspan.protos.convert import CHANNEL_OPTIONS
 
 SERVICE = "allspan.worker.v1.Worker"
 CLOSED = "the connection is closed"

@@ -19,7 +19,7 @@ import torch
 
 from allspan.kernels.bench.case import Case
 from allspan.kernels.bench.measure import GraphClock, Result, measure, roofs
-from allspan.kernels.cuda.check import check
+from allspan.kernels.cuda.jit.check import check
 from allspan.kernels.errors import BackendUnavailable
 
 GROUPS = {

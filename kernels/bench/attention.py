@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
-from allspan.kernels.cuda.decode import decode_workspace, paged_decode
-from allspan.kernels.cuda.modules import gpu
-from allspan.kernels.cuda.pages import PageTable
-from allspan.kernels.cuda.prefill import paged_prefill, plan_prefill
-from allspan.kernels.cuda.prefill_sm90 import CAPABILITY, paged_prefill_sm90
+from allspan.kernels.cuda.attention.decode import decode_workspace, paged_decode
+from allspan.kernels.cuda.attention.prefill import paged_prefill, plan_prefill
+from allspan.kernels.cuda.attention.prefill_sm90 import CAPABILITY, paged_prefill_sm90
+from allspan.kernels.cuda.cache.pages import PageTable
+from allspan.kernels.cuda.jit.modules import gpu
 from allspan.kernels.reference.attention import QUANTISED
 
 BF16, INT8, UINT4 = torch.bfloat16, torch.int8, torch.uint8

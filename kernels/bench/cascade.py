@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch
-from allspan.kernels.cuda.cascade import CascadeLevel, cascade_workspace, paged_cascade, plan_level
-from allspan.kernels.cuda.decode import decode_workspace, paged_decode
-from allspan.kernels.cuda.pages import PageTable
+from allspan.kernels.cuda.attention.cascade import CascadeLevel, cascade_workspace, paged_cascade, plan_level
+from allspan.kernels.cuda.attention.decode import decode_workspace, paged_decode
+from allspan.kernels.cuda.cache.pages import PageTable
 
 BF16 = torch.bfloat16
 PAGE, WORKSPACE_BYTES = 16, 128 << 20

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
-from allspan.kernels.cuda.sampling import SETTINGS_BYTES, Wanted, best_tokens, sample_rows, sampling_workspace
+from allspan.kernels.cuda.sampling.sampling import SETTINGS_BYTES, Wanted, best_tokens, sample_rows, sampling_workspace
 
 MOST_SETS = 8
 CHECKED_ROWS = 64

@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from allspan.client.bench.benchmark import Benchmark
-from allspan.client.bench.compare import COMPARE
-from allspan.client.bench.grammar import GRAMMAR
-from allspan.client.bench.latency import LATENCY
-from allspan.client.bench.ops import OPS
-from allspan.client.bench.overload import OVERLOAD
-from allspan.client.bench.perplexity import PERPLEXITY
-from allspan.client.bench.prefix import PREFIX
-from allspan.client.bench.serve import METRICS, SERVE
-from allspan.client.bench.soak import SOAK
-from allspan.client.bench.step import STEP
-from allspan.client.bench.streaming import STREAMING
-from allspan.launch import kernel_bench
-from allspan.launch.models import resolve_model
-from allspan.launch.session import serve_options
+from allspan.client.bench.engine import kernels as kernel_bench
+from allspan.client.bench.engine.compare import COMPARE
+from allspan.client.bench.engine.grammar import GRAMMAR
+from allspan.client.bench.engine.latency import LATENCY
+from allspan.client.bench.engine.ops import OPS
+from allspan.client.bench.engine.perplexity import PERPLEXITY
+from allspan.client.bench.engine.prefix import PREFIX
+from allspan.client.bench.engine.step import STEP
+from allspan.client.bench.serving.overload import OVERLOAD
+from allspan.client.bench.serving.serve import METRICS, SERVE
+from allspan.client.bench.serving.soak import SOAK
+from allspan.client.bench.serving.streaming import STREAMING
+from allspan.launch.engine_flags import serve_options
+from allspan.launch.models.find_model import resolve_model
 from allspan.launch.settings import add_cluster_options, add_model
-from allspan.protos.flags import Parser, add_options, build, fail, nearest
+from allspan.protos.config.flags import Parser, add_options, build, fail, nearest
 
 BENCHMARKS: dict[str, Benchmark] = {
     row.name: row

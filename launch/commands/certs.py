@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from allspan.launch.console import say
-from allspan.protos.flags import Parser
+from allspan.protos.config.flags import Parser
 
 
 def make_parser() -> Parser:

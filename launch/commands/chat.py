@@ -8,9 +8,15 @@ from collections.abc import Sequence
 
 from allspan.client.engine import ClientEngine
 from allspan.launch.commands.generate import stream
-from allspan.launch.session import add_engine_options, add_sampling_options, local_model, open_engine, sampling_params
-from allspan.protos.errors import InvalidRequest, Unavailable
-from allspan.protos.flags import Parser
+from allspan.launch.engine_flags import (
+    add_engine_options,
+    add_sampling_options,
+    local_model,
+    open_engine,
+    sampling_params,
+)
+from allspan.protos.api.errors import InvalidRequest, Unavailable
+from allspan.protos.config.flags import Parser
 from allspan.protos.text import Tokenizer, load_tokenizer
 
 MAX_TOKENS = 1024

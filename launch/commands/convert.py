@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from allspan.launch.console import say, size
-from allspan.launch.convert import ConvertSettings, convert
-from allspan.launch.models import resolve_model
+from allspan.launch.models.conversion import ConvertSettings, convert
+from allspan.launch.models.find_model import resolve_model
 from allspan.launch.settings import add_weights
-from allspan.protos.config import ModelConfig
-from allspan.protos.flags import Parser, add_options, build
+from allspan.protos.config.flags import Parser, add_options, build
+from allspan.protos.config.settings import ModelConfig
 
 
 def make_parser() -> Parser:

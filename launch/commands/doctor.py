@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from allspan.launch.doctor import check_all
-from allspan.protos.flags import Parser
+from allspan.launch.install.doctor import check_all
+from allspan.protos.config.flags import Parser
 
 
 def make_parser() -> Parser:

@@ -10,13 +10,19 @@ from dataclasses import asdict
 from typing import Any
 
 from allspan.client.engine import ClientEngine
-from allspan.launch.session import add_engine_options, add_sampling_options, local_model, open_engine, sampling_params
-from allspan.protos.errors import ConfigError
-from allspan.protos.flags import Parser
-from allspan.protos.results import RequestTimings
-from allspan.protos.sampling import SamplingParams
+from allspan.launch.engine_flags import (
+    add_engine_options,
+    add_sampling_options,
+    local_model,
+    open_engine,
+    sampling_params,
+)
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.results import RequestTimings
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.config.flags import Parser
 from allspan.protos.text import Tokenizer, load_tokenizer
-from allspan.protos.text.stream import TextStream
+from allspan.protos.text.stream.text_stream import TextStream
 
 MAX_TOKENS = 128
 

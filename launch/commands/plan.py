@@ -13,17 +13,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from allspan.launch.binding import lay_out
 from allspan.launch.console import size
-from allspan.launch.convert import with_its_ranks
-from allspan.launch.estimate import DecodeStep, advice, decode_step, formula
-from allspan.launch.gpus import VISIBLE
-from allspan.launch.models import FoundModel, resolve_model
-from allspan.launch.placement import Placement
+from allspan.launch.models.conversion import with_its_ranks
+from allspan.launch.models.find_model import FoundModel, resolve_model
+from allspan.launch.placement.binding import lay_out
+from allspan.launch.placement.estimate import DecodeStep, advice, decode_step, formula
+from allspan.launch.placement.gpus import VISIBLE
+from allspan.launch.placement.placement import Placement
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
-from allspan.protos.config import ServiceConfig, WorkerConfig
-from allspan.protos.errors import DeadlineExceeded, InternalError, from_code
-from allspan.protos.flags import Parser
+from allspan.protos.api.errors import DeadlineExceeded, InternalError, from_code
+from allspan.protos.config.flags import Parser
+from allspan.protos.config.settings import ServiceConfig, WorkerConfig
 
 TIMEOUT_S = 120
 
@@ -70,7 +70,7 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(asdict(config)), encoding="utf-8")
         ranks = len(placement.ranks) // placement.replicas
-        words = [sys.executable, "-m", "allspan.worker.plan_memory", str(path), "--ranks", str(ranks)]
+        words = [sys.executable, "-m", "allspan.worker.tools.memory_plan", str(path), "--ranks", str(ranks)]
         words += ["--ranks-on-node", str(on_node)]
         try:
             seen = {VISIBLE: first.gpu.visible} if first.gpu else {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from allspan.launch.console import say
-from allspan.launch.models import resolve_model
+from allspan.launch.models.find_model import resolve_model
 from allspan.launch.settings import add_model
-from allspan.protos.flags import Parser
+from allspan.protos.config.flags import Parser
 
 
 def make_parser() -> Parser:

@@ -11,7 +11,7 @@ from allspan.launch.exit_codes import exit_code
 from allspan.launch.logs import begin_log
 from allspan.launch.serve import failed_line, serve
 from allspan.launch.settings import serve_parser, serve_settings
-from allspan.protos.errors import AllspanError
+from allspan.protos.api.errors import AllspanError
 
 make_parser = serve_parser
 

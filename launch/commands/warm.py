@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from allspan.launch.console import say, size
-from allspan.launch.warm import warm
-from allspan.protos.flags import Parser
+from allspan.launch.install.compile_kernels import warm
+from allspan.protos.config.flags import Parser
 
 
 def make_parser() -> Parser:

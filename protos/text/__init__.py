@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from allspan.protos.text.detokenizer import Detokenizer
-    from allspan.protos.text.generation import GenerationDefaults, generation_defaults
-    from allspan.protos.text.loading import load_tokenizer
-    from allspan.protos.text.stop import StopStrings
-    from allspan.protos.text.tokenizer import Tokenizer
+    from allspan.protos.text.model_defaults import GenerationDefaults, generation_defaults
+    from allspan.protos.text.stream.detokenizer import Detokenizer
+    from allspan.protos.text.stream.stop import StopStrings
+    from allspan.protos.text.tokenizers.loading import load_tokenizer
+    from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 
 __all__ = [
     "Detokenizer",
@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Detokenizer": "detokenizer",
-    "GenerationDefaults": "generation",
-    "StopStrings": "stop",
-    "Tokenizer": "tokenizer",
-    "generation_defaults": "generation",
-    "load_tokenizer": "loading",
+    "Detokenizer": "stream.detokenizer",
+    "GenerationDefaults": "model_defaults",
+    "StopStrings": "stream.stop",
+    "Tokenizer": "tokenizers.tokenizer",
+    "generation_defaults": "model_defaults",
+    "load_tokenizer": "tokenizers.loading",
 }
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from allspan.client.async_engine import AsyncClientEngine
-from allspan.protos.errors import Unavailable
-from allspan.protos.results import RequestState
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.errors import Unavailable
+from allspan.protos.api.results import RequestState
+from allspan.protos.api.sampling import SamplingParams
 from support.fake_worker import FakeCluster
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.protos.errors import (
+from allspan.protos.api.errors import (
     AllspanError,
     AlreadyExists,
     CheckpointError,
@@ -20,7 +20,7 @@ from allspan.protos.errors import (
     QueueFull,
     Unavailable,
 )
-from allspan.protos.results import RequestState
+from allspan.protos.api.results import RequestState
 from support.fake_worker import FakeCluster
 from support.waiting import wait_until
 
@@ -102,7 +102,7 @@ def test_a_full_queue_is_waited_for_by_generate_but_not_by_start_request(
 def test_generate_gives_up_when_the_queue_stays_full(
     cluster: FakeCluster, engine: ClientEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allspan.client.generation.QUEUE_WAIT_S", 0.1)
+    monkeypatch.setattr("allspan.client.generate.QUEUE_WAIT_S", 0.1)
     cluster.ranks[1].refusal = QueueFull("full")
     with pytest.raises(QueueFull, match="full"):
         engine.generate([[1], [2]])

@@ -14,7 +14,7 @@ import pytest
 from allspan.client.transport.base import STATUS
 from allspan.client.transport.grpc_transport import SERVICE, GrpcTransport
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import Unavailable
+from allspan.protos.api.errors import Unavailable
 
 
 @pytest.fixture

@@ -13,7 +13,14 @@ import pytest
 
 from allspan import ClientEngine, SamplingParams
 from allspan.client.process import ClusterProcess, flags
-from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, DeadlineExceeded, QueueFull, Unavailable
+from allspan.protos.api.errors import (
+    AllspanError,
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    QueueFull,
+    Unavailable,
+)
 from support.fake_worker import FakeCluster
 from support.waiting import wait_until
 

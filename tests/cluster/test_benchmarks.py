@@ -12,15 +12,15 @@ import torch
 
 from allspan import ClientEngine
 from allspan.client.bench.benchmark import Benchmark
-from allspan.client.bench.grammar import GRAMMAR, GrammarConfig
-from allspan.client.bench.ops import OPS, OpsConfig
-from allspan.client.bench.overload import OVERLOAD, OverloadConfig
-from allspan.client.bench.perplexity import PERPLEXITY, PerplexityConfig
-from allspan.client.bench.prefix import PREFIX, PrefixConfig
-from allspan.client.bench.serve import SERVE, ServeBenchConfig
-from allspan.client.bench.soak import SOAK, SoakConfig
-from allspan.client.bench.step import STEP, StepConfig
-from allspan.protos.errors import ConfigError
+from allspan.client.bench.engine.grammar import GRAMMAR, GrammarConfig
+from allspan.client.bench.engine.ops import OPS, OpsConfig
+from allspan.client.bench.engine.perplexity import PERPLEXITY, PerplexityConfig
+from allspan.client.bench.engine.prefix import PREFIX, PrefixConfig
+from allspan.client.bench.engine.step import STEP, StepConfig
+from allspan.client.bench.serving.overload import OVERLOAD, OverloadConfig
+from allspan.client.bench.serving.serve import SERVE, ServeBenchConfig
+from allspan.client.bench.serving.soak import SOAK, SoakConfig
+from allspan.protos.api.errors import ConfigError
 from support.byte_tokenizer import write_byte_tokenizer
 from support.tiny_models import reference_logits, save_tiny
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.protos.options import RequestOptions
+from allspan.protos.api.options import RequestOptions
 
 pytestmark = pytest.mark.timeout(180)
 

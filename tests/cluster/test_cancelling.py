@@ -18,7 +18,7 @@ import pytest
 from allspan import ClientEngine
 from allspan.protos import inference_pb2 as pb
 from allspan.protos import inference_pb2_grpc
-from allspan.protos.engine import EngineStatistics
+from allspan.protos.api.engine import EngineStatistics
 from support.serving import Served, runtime_folder
 
 CANCELS = int(os.environ.get("ALLSPAN_CANCELS", "1000"))

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from allspan import ClientEngine, Engine, RequestOptions, SamplingParams
-from allspan.protos.engine import EngineProtocol, EngineStatistics
-from allspan.protos.errors import (
+from allspan.protos.api.engine import EngineProtocol, EngineStatistics
+from allspan.protos.api.errors import (
     AllspanError,
     AlreadyExists,
     CheckpointError,
@@ -22,8 +22,8 @@ from allspan.protos.errors import (
     InvalidRequest,
     Unavailable,
 )
-from allspan.protos.results import RequestState
-from allspan.worker.memory import resident_bytes
+from allspan.protos.api.results import RequestState
+from allspan.worker.process.release_memory import resident_bytes
 from support.byte_tokenizer import write_byte_tokenizer
 from support.tiny_models import save_tiny
 from support.waiting import wait_until

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.protos.errors import AllspanError, Unavailable
+from allspan.protos.api.errors import AllspanError, Unavailable
 from support.serving import Served, runtime_folder
 from support.waiting import wait_until
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.launch.gpus import find_gpus, visible_gpus
+from allspan.launch.placement.gpus import find_gpus, visible_gpus
 from support.default_model import chat_prompts, reference_logits
 from support.equality import assert_nearly_greedy
 from support.waiting import wait_until

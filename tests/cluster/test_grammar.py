@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from allspan import ClientEngine, Grammar, SamplingParams
-from allspan.protos.engine import Completion
-from allspan.protos.errors import InvalidRequest
+from allspan.protos.api.engine import Completion
+from allspan.protos.api.errors import InvalidRequest
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.protos.engine import Completion
+from allspan.protos.api.engine import Completion
 from support.byte_model import page_bytes
 
 pytestmark = pytest.mark.timeout(180)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.protos.errors import DeadlineExceeded
-from allspan.protos.options import RequestOptions
+from allspan.protos.api.errors import DeadlineExceeded
+from allspan.protos.api.options import RequestOptions
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)

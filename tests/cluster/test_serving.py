@@ -16,7 +16,7 @@ import pytest
 
 from allspan import ClientEngine, SamplingParams
 from allspan.protos import inference_pb2, inference_pb2_grpc
-from allspan.protos.errors import InvalidRequest
+from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text import load_tokenizer
 from support.node_client import node_client
 from support.serving import Served, run_allspan, runtime_folder

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine, SamplingParams, TlsFiles
-from allspan.protos.errors import Unavailable
+from allspan.protos.api.errors import Unavailable
 from support.certificates import Certificates
 from support.serving import Served, runtime_folder
 from support.waiting import wait_until

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from allspan.kernels.packing import Packer
 from allspan.kernels.table import BACKENDS, Backend
+from allspan.worker.load.foreign import ForeignConfig
+from allspan.worker.load.registry import FAMILIES
 from allspan.worker.models.families.common import Family, Features, dense_spec
-from allspan.worker.models.foreign import ForeignConfig
-from allspan.worker.models.program import ProgramBuilder, Slot
-from allspan.worker.models.registry import FAMILIES
 from allspan.worker.models.spec import ModelSpec
+from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, HeldTensor, LinearShape, Source
 from allspan.worker.quant.table import METHODS
 from support import toy_kernels

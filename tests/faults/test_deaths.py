@@ -19,7 +19,7 @@ import pytest
 
 from allspan import ClientEngine, SamplingParams
 from allspan.protos import inference_pb2, inference_pb2_grpc
-from allspan.protos.errors import Unavailable
+from allspan.protos.api.errors import Unavailable
 from support.fault_facade import Facade
 from support.serving import Served, Traces, is_alive, memory_folders
 from support.waiting import wait_until

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.protos.errors import Unavailable
+from allspan.protos.api.errors import Unavailable
 from support.faults import make_fault
 from support.serving import Served
 from support.waiting import wait_until

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.protos.errors import Unavailable
+from allspan.protos.api.errors import Unavailable
 from support.fault_hosts import memory_group
 from support.faults import make_fault
 from support.serving import Served, Traces

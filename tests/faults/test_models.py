@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from allspan.launch.models import DEFAULT_MODEL, KNOWN
+from allspan.launch.models.find_model import DEFAULT_MODEL, KNOWN
 from support.serving import Traces, memory_folders, run_allspan
 
 pytestmark = pytest.mark.timeout(120)

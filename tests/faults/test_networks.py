@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine, SamplingParams
-from allspan.protos.cluster import ClusterInfo, read_cluster, write_cluster
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.cluster.cluster_file import ClusterInfo, read_cluster, write_cluster
 from support.fault_facade import Facade
 from support.fault_hosts import Network, network
 from support.fault_relay import Relay

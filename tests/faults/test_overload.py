@@ -14,8 +14,8 @@ import pytest
 
 from allspan import ClientEngine, SamplingParams
 from allspan.protos import inference_pb2, inference_pb2_grpc
-from allspan.protos.errors import QueueFull
-from allspan.protos.results import RequestHandle
+from allspan.protos.api.errors import QueueFull
+from allspan.protos.api.results import RequestHandle
 from support.serving import Served
 from support.waiting import wait_until
 

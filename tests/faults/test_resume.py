@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine, Grammar, SamplingParams
-from allspan.protos.results import ResultQueue
+from allspan.protos.api.results import ResultQueue
 from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served
 from support.waiting import wait_until

@@ -18,7 +18,7 @@ import pytest
 
 from allspan import ClientEngine, SamplingParams
 from allspan.protos import inference_pb2, inference_pb2_grpc
-from allspan.protos.errors import AllspanError, Unavailable
+from allspan.protos.api.errors import AllspanError, Unavailable
 from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served
 from support.waiting import wait_until

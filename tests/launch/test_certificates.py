@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
+from allspan.client.gateway.auth.tls import Tls
 from allspan.client.gateway.config import SecurityConfig
-from allspan.client.gateway.tls import Tls
 from allspan.launch.certificates import make_certificates
 from allspan.launch.cli import main
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 
 
 def shake_hands(folder: Path, host: str) -> None:

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from allspan.launch.cli import COMMANDS, usage
-from allspan.launch.models import DEFAULT_MODEL
-from allspan.launch.placement import Placement
+from allspan.launch.engine_flags import serve_options
+from allspan.launch.models.find_model import DEFAULT_MODEL
+from allspan.launch.placement.placement import Placement
 from allspan.launch.serve import parallel_config
-from allspan.launch.session import serve_options
 from allspan.launch.settings import serve_parser, serve_settings
-from allspan.protos.errors import ConfigError
-from allspan.protos.home import home
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.home import home
 
 
 def allspan(*argv: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:

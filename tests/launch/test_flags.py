@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan.protos.flags import Parser, add_options, build, field_docs
+from allspan.protos.config.flags import Parser, add_options, build, field_docs
 
 
 @dataclass(frozen=True)

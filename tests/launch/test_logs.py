@@ -12,7 +12,7 @@ from allspan.launch.commands.serve import given
 from allspan.launch.console import say
 from allspan.launch.logs import ForeignLines, LogConfig, begin_log
 from allspan.launch.settings import serve_parser
-from allspan.protos.logs import FORMAT, LEVEL, REQUESTS
+from allspan.protos.cluster.logs import FORMAT, LEVEL, REQUESTS
 from support.serving import run_allspan
 
 

@@ -10,7 +10,7 @@ import pytest
 from allspan.client.gateway.config import GatewayConfig, SecurityConfig
 from allspan.launch.secrets import secret_spans, take_secrets
 from allspan.launch.settings import serve_parser, serve_settings
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 
 PROGRAM = """
 import os

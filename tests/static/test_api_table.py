@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from allspan import ClientEngine, Engine, RequestOptions, SamplingParams
-from allspan.protos import errors
-from allspan.protos.engine import EngineProtocol, EngineStatistics
-from allspan.protos.results import Output, RequestState, RequestTimings, ResultQueue
+from allspan.protos.api import errors
+from allspan.protos.api.engine import EngineProtocol, EngineStatistics
+from allspan.protos.api.results import Output, RequestState, RequestTimings, ResultQueue
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
 HOLDERS: dict[str, Any] = {

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from allspan.client.gateway.metrics import METRICS, MODEL, PREFIX
+from allspan.client.gateway.metrics.table import METRICS, MODEL, PREFIX
 from allspan.launch.exit_codes import exit_code
 from allspan.launch.settings import serve_parser, serve_settings
-from allspan.protos.errors import CheckpointError, ConfigError
+from allspan.protos.api.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

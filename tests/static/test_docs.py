@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan.launch.reference import parsers, reference
+from allspan.launch.cli_reference import parsers, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -31,4 +31,4 @@ def test_links_and_paths_lead_somewhere(doc: Path) -> None:
 
 
 def test_page_of_flags_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "cli.md").read_text() == reference(), "python -m allspan.launch.reference > docs/cli.md"
+    assert (ROOT / "docs" / "cli.md").read_text() == reference(), "python -m allspan.launch.cli_reference > docs/cli.md"

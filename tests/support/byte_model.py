@@ -20,8 +20,8 @@ def save_byte_model(folder: Path, name: str = "llama", **overrides: Any) -> Path
 
 def page_bytes(folder: Path, ranks: int, page_size: int, dtype: str) -> int:
     """Of the rank that holds most KV heads."""
-    from allspan.protos.config import CacheConfig, ModelConfig
-    from allspan.worker.models.loader import prepare
+    from allspan.protos.config.settings import CacheConfig, ModelConfig
+    from allspan.worker.load.loader import prepare
 
     cache = CacheConfig(page_size=page_size, kv_cache_dtype=dtype)
     model = ModelConfig(path=str(folder), name="tiny")

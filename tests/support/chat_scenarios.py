@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from allspan.protos.errors import Unavailable
+from allspan.protos.api.errors import Unavailable
 from support.scripted_engine import Script
 
 FUNCTION: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from allspan.protos.text import Tokenizer
-from allspan.protos.text.chat import ChatTemplate
+from allspan.protos.text.chat_template import ChatTemplate
 
 SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 EOS = 257

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from allspan.kernels.cuda.sharing import CascadeRule
-from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from allspan.protos.errors import AllspanError
-from allspan.protos.results import Output
-from allspan.protos.sampling import SamplingParams
+from allspan.kernels.cuda.attention.cascade_rule import CascadeRule
+from allspan.protos.api.errors import AllspanError
+from allspan.protos.api.results import Output
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.pages import Cache, PageTable, Scores
-from allspan.kernels.cuda.prefill import plan_prefill
+from allspan.kernels.cuda.attention.prefill import plan_prefill
+from allspan.kernels.cuda.cache.pages import Cache, PageTable, Scores
 from allspan.kernels.reference.attention import QUANTISED, append_kv
 
 Pages = tuple[Tensor, Tensor, PageTable]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from allspan.protos.errors import AllspanError
+from allspan.protos.api.errors import AllspanError
 from allspan.worker.engine.statistics import CoreStatistics
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from allspan.client.view import ClusterView, RankView, ReplicaView
-from allspan.protos.cluster import ClusterInfo
-from allspan.protos.engine import STEP_TOKENS_BOUNDS, EngineStatistics, Prompt, RankStatistics
-from allspan.protos.errors import AllspanError, Unavailable
-from allspan.protos.options import RequestOptions
-from allspan.protos.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
-from allspan.protos.sampling import SamplingParams
+from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
+from allspan.protos.api.engine import STEP_TOKENS_BOUNDS, EngineStatistics, Prompt, RankStatistics
+from allspan.protos.api.errors import AllspanError, Unavailable
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.cluster.cluster_file import ClusterInfo
 
 ANSWER = "The quick brown fox jumps over the lazy dog. Ünïcödé 🦊!"
 

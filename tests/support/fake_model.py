@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.sharing import CascadeRule
-from allspan.worker.models.inputs import SharedInputs, StepInputs
+from allspan.kernels.cuda.attention.cascade_rule import CascadeRule
 from allspan.worker.scheduler.plan import Copy
+from allspan.worker.step.inputs import SharedInputs, StepInputs
 
 
 class FakeModel:
-    """Meets `allspan.worker.engine.model.StepModel`. Its "KV" of a token is the token and its position."""
+    """Meets `allspan.worker.step.model.StepModel`. Its "KV" of a token is the token and its position."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class FakeGpuModel(FakeModel):
 
 
 class FakeTiers:
-    """Meets `allspan.worker.engine.model.PageTiers` for a FakeModel's pages."""
+    """Meets `allspan.worker.step.model.PageTiers` for a FakeModel's pages."""
 
     def __init__(self, model: FakeModel, num_host_pages: int) -> None:
         self.num_host_pages = num_host_pages

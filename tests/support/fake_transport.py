@@ -18,11 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.cluster import ClusterInfo, RankInfo
-from allspan.protos.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable
-from allspan.protos.results import Output, RequestTimings
-from allspan.protos.tls import NO_TLS, TlsFiles
-from allspan.protos.wire import output_to_wire
+from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable
+from allspan.protos.api.results import Output, RequestTimings
+from allspan.protos.cluster.cluster_file import ClusterInfo, RankInfo
+from allspan.protos.cluster.tls import NO_TLS, TlsFiles
+from allspan.protos.convert import output_to_wire
 
 Reply = AllspanError | float | Callable[[Any], Awaitable[None]]
 

@@ -20,10 +20,10 @@ import grpc.aio
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos import worker_pb2_grpc
-from allspan.protos.cluster import ClusterInfo, RankInfo, socket_path, write_cluster
-from allspan.protos.errors import ERRORS, AllspanError, InvalidRequest
-from allspan.protos.results import Output, RequestTimings, TokenLogprob
-from allspan.protos.wire import CHANNEL_OPTIONS, output_to_wire
+from allspan.protos.api.errors import ERRORS, AllspanError, InvalidRequest
+from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
+from allspan.protos.cluster.cluster_file import ClusterInfo, RankInfo, socket_path, write_cluster
+from allspan.protos.convert import CHANNEL_OPTIONS, output_to_wire
 
 VOCAB_SIZE = 1000
 HOST = "testhost"

@@ -61,7 +61,7 @@ class Facade:
 
 def main(run_dir: str) -> None:
     from allspan import ClientEngine, SamplingParams
-    from allspan.protos.errors import AllspanError
+    from allspan.protos.api.errors import AllspanError
 
     def tell(**event: Any) -> None:
         print(json.dumps(event), flush=True)

@@ -14,7 +14,7 @@ import httpx
 
 from allspan.client.gateway.app import bind, serve_gateway
 from allspan.client.gateway.config import GROUPS, GatewayConfig
-from allspan.client.gateway.front import Front
+from allspan.client.gateway.context import Front
 from allspan.protos import inference_pb2_grpc
 from allspan.protos.text import Tokenizer
 from support.chat_tokenizer import EOS, VOCAB_SIZE, chat_tokenizer

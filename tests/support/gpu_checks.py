@@ -16,9 +16,9 @@ set_visible_gpu()  # before torch looks
 
 import torch  # noqa: E402
 
-from allspan.protos.config import ParallelConfig  # noqa: E402
-from allspan.protos.errors import DeadlineExceeded  # noqa: E402
-from allspan.worker.parallel.gpu import GpuCollectives  # noqa: E402
+from allspan.protos.api.errors import DeadlineExceeded  # noqa: E402
+from allspan.protos.config.settings import ParallelConfig  # noqa: E402
+from allspan.worker.backend.cuda.collectives import GpuCollectives  # noqa: E402
 from allspan.worker.parallel.world import World, join_world  # noqa: E402
 
 SIZES = (1, 8, 576, 4096, 100_003, 1 << 20, (4 << 20) + 3, 9_000_000)

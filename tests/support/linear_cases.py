@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.cuda import linear, skinny, skinny_sm90
-from allspan.kernels.cuda.modules import gpu
+from allspan.kernels.cuda.jit.modules import gpu
+from allspan.kernels.cuda.linear import linear, skinny, skinny_sm90
 from allspan.kernels.packed import ROW_FORMATS, PackedSpec
 from allspan.kernels.reference.packed import unpack
 from support.packed_cases import random_weight

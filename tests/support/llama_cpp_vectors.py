@@ -17,7 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
-from allspan.protos.home import home
+from allspan.protos.config.home import home
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"

@@ -21,7 +21,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from allspan.protos.text import load_tokenizer
-from allspan.protos.text.tokenizer import Tokenizer
+from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.worker.sampling.guidance import GuidanceCompiler
 from support.json_schemas import Case, cases
 from support.matching import refused_names, schema

@@ -8,8 +8,8 @@ from typing import Any
 
 import llguidance
 
-from allspan.protos.grammar import Grammar
-from allspan.protos.structured.compiling import LIMITS, lark_of
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.text.grammar_compiler import LIMITS, lark_of
 
 END = 256
 REFUSED_CASES = {

@@ -6,11 +6,11 @@ import asyncio
 import uuid
 from collections.abc import Callable
 
-from allspan.client.session import ResumePolicy, Session
+from allspan.client.cluster.requests import ResumePolicy, Session
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.options import RequestOptions
-from allspan.protos.results import ResultQueue
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import ResultQueue
+from allspan.protos.api.sampling import SamplingParams
 from support.fake_transport import FakeRanks, FakeSource
 
 KILLED = "rank 1 (pid 101 on testhost) was killed by SIGKILL"

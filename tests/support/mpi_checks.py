@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from allspan.protos.config import ParallelConfig
-from allspan.protos.errors import DeadlineExceeded
+from allspan.protos.api.errors import DeadlineExceeded
+from allspan.protos.config.settings import ParallelConfig
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.parallel.world import World, join_world
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from allspan.protos.errors import Unavailable
+from allspan.protos.api.errors import Unavailable
 from support.chat_scenarios import CALL, FUNCTION, THINKING
 from support.scripted_engine import Script
 

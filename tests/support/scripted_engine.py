@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from allspan.protos.engine import Prompt
-from allspan.protos.errors import AllspanError
-from allspan.protos.options import RequestOptions
-from allspan.protos.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.engine import Prompt
+from allspan.protos.api.errors import AllspanError
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
+from allspan.protos.api.sampling import SamplingParams
 from support.fake_engine import Asked, FakeEngine, prompt_logprob
 
 Script = Sequence[str | AllspanError] | AllspanError

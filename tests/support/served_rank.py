@@ -12,10 +12,10 @@ import grpc.aio
 import pytest
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.config import ModelConfig, ServiceConfig, WorkerConfig
-from allspan.protos.errors import InvalidRequest
-from allspan.protos.sampling import SamplingParams
-from allspan.protos.wire import CHANNEL_OPTIONS, sampling_to_wire
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.config.settings import ModelConfig, ServiceConfig, WorkerConfig
+from allspan.protos.convert import CHANNEL_OPTIONS, sampling_to_wire
 from allspan.protos.worker_pb2_grpc import WorkerStub
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.server import RankServer

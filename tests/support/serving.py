@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allspan.launch import reaper
+from allspan.launch.supervision import reaper
 from support.waiting import wait_until
 
 READY_S = 90.0

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from allspan.protos.errors import AllspanError
-from allspan.protos.options import RequestOptions
-from allspan.protos.results import Output, TokenLogprob
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.errors import AllspanError
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import Output, TokenLogprob
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.scheduler.limits import Limits
-from allspan.worker.scheduler.memory import PrefixSettings
+from allspan.worker.scheduler.page_manager import PrefixSettings
 from allspan.worker.scheduler.plan import Join, Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler

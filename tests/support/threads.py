@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allspan.protos.errors import DeadlineExceeded, InternalError
+from allspan.protos.api.errors import DeadlineExceeded, InternalError
 
 
 class ThreadWorld:
@@ -100,7 +100,7 @@ class ThreadCollectives:
 
 
 class FusingCollectives(ThreadCollectives):
-    """With what ranks on GPUs have besides; see `allspan.worker.parallel.gpu.GpuCollectives`."""
+    """With what ranks on GPUs have besides; see `allspan.worker.backend.cuda.collectives.GpuCollectives`."""
 
     gathers_columns = True
     norms = (torch.float32,)

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from allspan.kernels.table import op_set
-from allspan.protos.config import CacheConfig, ModelConfig
+from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.models.inputs import StepInputs
-from allspan.worker.models.loader import load_model
+from allspan.worker.load.loader import load_model
 from allspan.worker.models.model import Model
+from allspan.worker.step.inputs import StepInputs
 from support.threads import ThreadWorld
 
 LLAMA3_SCALING = {

@@ -16,10 +16,10 @@ import grpc
 import pytest
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.cluster import ClusterInfo, error_file, read_cluster, read_rank
-from allspan.protos.errors import ConfigError
-from allspan.protos.sampling import SamplingParams
-from allspan.protos.wire import sampling_to_wire
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.cluster.cluster_file import ClusterInfo, error_file, read_cluster, read_rank
+from allspan.protos.convert import sampling_to_wire
 from allspan.protos.worker_pb2_grpc import WorkerStub
 from support.mpirun import find_mpirun, mpi_environment
 from support.waiting import wait_until

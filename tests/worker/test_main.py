@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from allspan.protos.config import ModelConfig, ParallelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from allspan.protos.config_json import to_json
+from allspan.protos.config.config_json import to_json
+from allspan.protos.config.settings import ModelConfig, ParallelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.worker.__main__ import main, read_config
 
 

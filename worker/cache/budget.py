@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from allspan.protos.config import CacheConfig
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.settings import CacheConfig
 
 DEFAULT_SHARE = 0.25
 """Of the node's available memory, for the KV of all ranks on it."""

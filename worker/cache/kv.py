@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from allspan.protos.errors import ConfigError, InternalError
+from allspan.protos.api.errors import ConfigError, InternalError
 from allspan.worker.cache.spec import SCALE_BYTES, CacheSpec
-from allspan.worker.memory import anonymous
+from allspan.worker.process.release_memory import anonymous
 from allspan.worker.scheduler.plan import Copy
 
 _ELEMENTS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
 
 
 class PagePool:

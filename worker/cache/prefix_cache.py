@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.scheduler.plan import Copy
 

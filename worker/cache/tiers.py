@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from allspan.worker.cache.host_pages import HostPages
+from allspan.worker.backend.cuda.host_pages import HostPages
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.scheduler.plan import Copy
 

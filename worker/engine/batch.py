@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
+from allspan.worker.backend.cpu.step_inputs import BatchSizes, InputBuffers
 from allspan.worker.cache.budget import pages_of
-from allspan.worker.engine.buffers import BatchSizes, InputBuffers
 from allspan.worker.engine.inbox import Inbox
-from allspan.worker.engine.model import PageTiers
-from allspan.worker.engine.sharing import SharedPages
-from allspan.worker.models.inputs import StepInputs
 from allspan.worker.sampling.sampler import Sampled, Sampler
 from allspan.worker.scheduler.plan import Join, Run, StepPlan, StepResult
+from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.model import PageTiers
+from allspan.worker.step.shared_prefix import SharedPages
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

@@ -12,33 +12,39 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import AllspanError, DeadlineExceeded, InternalError, InvalidRequest, QueueFull, Unavailable
+from allspan.protos.api.errors import (
+    AllspanError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    QueueFull,
+    Unavailable,
+)
+from allspan.protos.config.settings import WorkerConfig
+from allspan.worker.backend.cpu.step_inputs import BatchSizes
+from allspan.worker.backend.cuda.capture import capture_steps
+from allspan.worker.backend.cuda.event_wait import Patience
+from allspan.worker.backend.cuda.sampling import DeviceSampling
+from allspan.worker.backend.cuda.step_inputs import buffers_for, is_on_gpu
 from allspan.worker.engine.batch import Batch
-from allspan.worker.engine.buffers import BatchSizes
-from allspan.worker.engine.capture import capture_steps
-from allspan.worker.engine.device_buffers import buffers_for, is_on_gpu
 from allspan.worker.engine.inbox import Inbox
-from allspan.worker.engine.model import PageTiers, StepModel
 from allspan.worker.engine.pending import Pending
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
 from allspan.worker.parallel.base import Collectives, PlanChannel
-from allspan.worker.patience import Patience
-from allspan.worker.sampling.compiling import Grammars
-from allspan.worker.sampling.device import DeviceSampling
 from allspan.worker.sampling.grammar import MaskMaker
+from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.codec import decode, encode
 from allspan.worker.scheduler.limits import limits_of
-from allspan.worker.scheduler.memory import PrefixSettings
+from allspan.worker.scheduler.page_manager import PrefixSettings
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
+from allspan.worker.step.model import PageTiers, StepModel
 
-IDLE_SECONDS = 0.5
-"""An idle loop wakes so often to count progress."""
+IDLE_SECONDS = 0.5  # an idle loop wakes so often to count progress
 
 OnOutputs = Callable[[list[Outcome]], None]
 OnOperation = Callable[[Operation], None]
@@ -89,13 +95,8 @@ class EngineCore:
         self._scheduler = Scheduler(self.limits, eos_token_ids, self._epoch, prefix)
         # The leader's queue is the limit that callers meet; the inbox also holds what runs and what was just withdrawn.
         self._inbox = Inbox(2 * (most.max_queued_requests + most.max_num_seqs))
-        sizes = BatchSizes(
-            most.max_num_seqs,
-            most.max_num_batched_tokens,
-            self.limits.max_model_len,
-            page_size,
-            self.limits.max_logits_rows,
-        )
+        rows, length = self.limits.max_logits_rows, self.limits.max_model_len
+        sizes = BatchSizes(most.max_num_seqs, most.max_num_batched_tokens, length, page_size, rows)
         patience = Patience(config.service.watchdog_timeout)
         self.masks = masks = MaskMaker(config.parallel.cpus)
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
@@ -105,11 +106,9 @@ class EngineCore:
         self._changed = threading.Condition()
         self._outbox: list[Outcome] = []
         self._accepts, self._stopped_because = True, ""
-        self._stopping = False
-        self._is_over = False
+        self._stopping = self._is_over = self._is_executing = False
         self._failure: BaseException | None = None
         self._operation_error: AllspanError | None = None
-        self._is_executing = False
         self._refused = self._step = self._checked_step = 0
         self._host_s = 0.0
         self._progressed_at = time.monotonic()

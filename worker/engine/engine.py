@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from allspan.kernels.table import op_set
-from allspan.protos.engine import Completion, EngineStatistics, OpProfile, Prompt, RankStatistics
-from allspan.protos.errors import AllspanError, CheckpointError, ConfigError, DeadlineExceeded, ModelNotFound
-from allspan.protos.options import RequestOptions
-from allspan.protos.prompts import (
+from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt, RankStatistics
+from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, DeadlineExceeded, ModelNotFound
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.prompts import (
     Params,
     checked_ids,
     checked_options,
@@ -28,22 +28,22 @@ from allspan.protos.prompts import (
     prompt_list,
     with_seed,
 )
-from allspan.protos.results import Output, RequestHandle, ResultQueue
-from allspan.protos.sampling import SamplingParams
-from allspan.protos.text.loading import load_tokenizer
-from allspan.protos.text.tokenizer import Tokenizer
+from allspan.protos.api.results import Output, RequestHandle, ResultQueue
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.text.tokenizers.loading import load_tokenizer
+from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.generation import Generation
-from allspan.worker.engine.inspection import Inspection
 from allspan.worker.engine.requests import OpenRequests
 from allspan.worker.engine.settings import EngineSettings, worker_config
 from allspan.worker.engine.setup import load_engine
 from allspan.worker.engine.weights import Weights
-from allspan.worker.host import host_name, peak_rss_bytes
-from allspan.worker.models.loader import open_ops
+from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.process.host import host_name, peak_rss_bytes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
+from allspan.worker.service.introspection import Inspection
 
 CLOSE_TIMEOUT_S = 60.0
 """A step in flight is waited for."""
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Every method of `allspan.protos.engine.EngineProtocol`, in this process; safe from any thread.
+    """Every method of `allspan.protos.api.engine.EngineProtocol`, in this process; safe from any thread.
 
         with Engine("SmolLM2-135M-Instruct") as engine:
             print(engine.generate("The sky is")[0].text)
@@ -62,7 +62,7 @@ class Engine:
     `model`: a Hugging Face folder, a GGUF file, or the name of a model that `allspan pull` has fetched.
     `tokenizer`: a folder or GGUF file, when it does not lie beside the weights.
     `kernels`: "auto" (the best for `device`), or a backend of `allspan.kernels.table` ("cpu", "reference", "cuda").
-    Further settings are the fields of `allspan.protos.config` (`threads`, `dtype`, `max_model_len`, `max_num_seqs` …).
+    Further settings are the fields of `allspan.protos.config.settings` (`threads`, `dtype`, `max_model_len` …).
     Raises ModelNotFound, CheckpointError or ConfigError.
     """
 

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from allspan.protos.engine import Completion
-from allspan.protos.errors import QueueFull
-from allspan.protos.results import Output, RequestHandle, ResultQueue
-from allspan.protos.sampling import SamplingParams
-from allspan.protos.text.completion import CompletionBuilder
-from allspan.protos.text.tokenizer import Tokenizer
+from allspan.protos.api.engine import Completion
+from allspan.protos.api.errors import QueueFull
+from allspan.protos.api.results import Output, RequestHandle, ResultQueue
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.text.stream.completion import CompletionBuilder
+from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 
 QUEUE_WAIT_S = 60.0
 FIRST_PAUSE_S = 0.005

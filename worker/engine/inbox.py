@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from allspan.protos.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull
+from allspan.protos.api.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull
 from allspan.worker.scheduler.request import Request
 
 WITHDRAWN_SECONDS = 60.0

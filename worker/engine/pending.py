@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from allspan.protos.errors import AllspanError
+from allspan.protos.api.errors import AllspanError
 from allspan.worker.scheduler.plan import Operation
 
 

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from allspan.protos.errors import AllspanError, AlreadyExists
-from allspan.protos.results import Output, ResultQueue
-from allspan.protos.sampling import SamplingParams
-from allspan.protos.text.stream import TextStream
-from allspan.protos.text.tokenizer import Tokenizer
+from allspan.protos.api.errors import AllspanError, AlreadyExists
+from allspan.protos.api.results import Output, ResultQueue
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.text.stream.text_stream import TextStream
+from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.worker.scheduler.scheduler import Outcome
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
+from allspan.worker.backend.cuda.step_inputs import take_ids
 from allspan.worker.engine.batch import Batch, LogitsRows, Longs
-from allspan.worker.engine.device_buffers import take_ids
 from allspan.worker.engine.inbox import Inbox
-from allspan.worker.engine.model import StepModel
-from allspan.worker.models.inputs import StepInputs
 from allspan.worker.sampling.sampler import Launched, Sampled, Sampler
-from allspan.worker.scheduler.ahead import MayLaunch
+from allspan.worker.scheduler.lookahead import MayLaunch
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
+from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.model import StepModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict
 
-from allspan.protos.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from allspan.protos.config_json import from_json
-from allspan.protos.errors import ConfigError, ModelNotFound
-from allspan.protos.home import models_dir
+from allspan.protos.api.errors import ConfigError, ModelNotFound
+from allspan.protos.config.config_json import from_json
+from allspan.protos.config.home import models_dir
+from allspan.protos.config.settings import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 
 
 class EngineSettings(TypedDict, total=False):
-    """Fields of `allspan.protos.config` by their own names; any other field of these classes is taken as well."""
+    """Fields of `allspan.protos.config.settings` by name; any other field of these classes is taken as well."""
 
     dtype: str
     max_model_len: int

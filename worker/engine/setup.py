@@ -10,28 +10,28 @@ from functools import partial
 
 import torch
 
-from allspan.kernels.cuda import modules
-from allspan.kernels.cuda.variants import variants_of
+from allspan.kernels.cuda.jit import modules
+from allspan.kernels.cuda.jit.variants import variants_of
 from allspan.kernels.ops import OpSet
-from allspan.protos.config import ModelConfig, WorkerConfig
-from allspan.protos.config_json import check, settled
-from allspan.protos.errors import ConfigError
-from allspan.protos.text.generation import generation_defaults
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.config_json import check, settled
+from allspan.protos.config.settings import ModelConfig, WorkerConfig
+from allspan.protos.text.model_defaults import generation_defaults
+from allspan.worker.backend.cuda.event_wait import Patience
+from allspan.worker.backend.cuda.host_pages import HostPages
+from allspan.worker.backend.cuda.sampling import device_sampling
+from allspan.worker.backend.cuda.streams import cuda_lanes
+from allspan.worker.backend.cuda.warmup import rehearse
+from allspan.worker.cache.available_memory import available_bytes, room
 from allspan.worker.cache.budget import CacheDemand, check_weights_fit, num_kv_pages
-from allspan.worker.cache.host_pages import HostPages
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.cache.lanes import cuda_lanes
-from allspan.worker.cache.memory import available_bytes, room
 from allspan.worker.cache.tiers import Tiers
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.engine.rehearsal import rehearse
 from allspan.worker.engine.weights import Weights
-from allspan.worker.models.loader import load_model
+from allspan.worker.load.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel
-from allspan.worker.patience import Patience
-from allspan.worker.sampling.device import device_sampling
 from allspan.worker.sampling.kernel import sampling_kernel
 from allspan.worker.scheduler.limits import most_logits_rows
 from allspan.worker.scheduler.plan import Operation
@@ -111,7 +111,7 @@ def load_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """See `allspan.worker.engine.capture.GpuSteps`."""
+    """See `allspan.worker.backend.cuda.capture.GpuSteps`."""
 
     core: EngineCore
     patience: Patience

@@ -9,14 +9,14 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from allspan.protos.config import CacheConfig, ModelConfig
-from allspan.protos.errors import AllspanError, CheckpointError, Unavailable
-from allspan.worker.engine.capture import GpuSteps
-from allspan.worker.memory import can_give_back, give_back, take_again
-from allspan.worker.models import loader
+from allspan.protos.api.errors import AllspanError, CheckpointError, Unavailable
+from allspan.protos.config.settings import CacheConfig, ModelConfig
+from allspan.worker.backend.cuda.capture import GpuSteps
+from allspan.worker.load import loader
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
+from allspan.worker.process.release_memory import can_give_back, give_back, take_again
 
 logger = logging.getLogger(__name__)
 

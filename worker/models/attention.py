@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.attention import StepAttention
-from allspan.kernels.cuda.cascade import CascadeLevel, CascadeWorkspace, cascade_workspace
-from allspan.kernels.cuda.decode import decode_workspace
-from allspan.kernels.cuda.pages import PageTable
-from allspan.kernels.cuda.prefill import PrefillPlan, Tiling
-from allspan.kernels.cuda.sharing import CascadeRule, tile_token
+from allspan.kernels.cuda.attention.attention import StepAttention
+from allspan.kernels.cuda.attention.cascade import CascadeLevel, CascadeWorkspace, cascade_workspace
+from allspan.kernels.cuda.attention.cascade_rule import CascadeRule, tile_token
+from allspan.kernels.cuda.attention.decode import decode_workspace
+from allspan.kernels.cuda.attention.prefill import PrefillPlan, Tiling
+from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.ops import OpSet
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.models.inputs import PlanTiles, StepInputs
-from allspan.worker.models.limits import ModelLimits
 from allspan.worker.models.shard import Shard
+from allspan.worker.step.buffer_sizes import ModelLimits
+from allspan.worker.step.inputs import PlanTiles, StepInputs
 
 
 class StepMeta(Protocol):

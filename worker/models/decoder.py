@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from allspan.worker.models.layout import EMBEDDING, HEAD, Holding, Linear, layer_pieces
-from allspan.worker.models.program import Program, ProgramBuilder, Rows, Slot
 from allspan.worker.models.spec import ModelSpec
+from allspan.worker.program.program import Program, ProgramBuilder, Rows, Slot
 from allspan.worker.quant.base import Epilogue
 
 

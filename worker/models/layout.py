@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.packing import Packer
-from allspan.protos.errors import InternalError
-from allspan.worker.memory import anonymous
-from allspan.worker.models.program import ProgramBuilder, Slot
+from allspan.protos.api.errors import InternalError
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.spec import ModelSpec
+from allspan.worker.process.release_memory import anonymous
+from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, HeldTensor, LinearMethod, LinearShape
 from allspan.worker.weights.checkpoint import BlockCheckpoint, Checkpoint, QuantisedCheckpoint
 from allspan.worker.weights.weight_map import Dim, WeightMap

@@ -7,25 +7,25 @@ from typing import Any
 
 from torch import Tensor
 
-from allspan.kernels.cuda.sharing import CascadeRule
+from allspan.kernels.cuda.attention.cascade_rule import CascadeRule
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import activations_of
-from allspan.protos.engine import OpProfile
-from allspan.protos.errors import InternalError
+from allspan.protos.api.engine import OpProfile
+from allspan.protos.api.errors import InternalError
+from allspan.worker.backend.cuda.graphs import Graph
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.models.attention import attention_of
 from allspan.worker.models.decoder import build_decoder, has_centers
-from allspan.worker.models.graph import Graph
-from allspan.worker.models.inputs import PlanTiles, StepInputs
 from allspan.worker.models.layout import Holding, qkv_linear
-from allspan.worker.models.limits import ModelLimits
-from allspan.worker.models.native_program import NativeProgram
-from allspan.worker.models.program import Interpreter, Rows, with_fused_sums, with_whole_logits
 from allspan.worker.models.rope import cos_sin_table, mean_rotated
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
+from allspan.worker.program.native_program import NativeProgram
+from allspan.worker.program.program import Interpreter, Rows, with_fused_sums, with_whole_logits
+from allspan.worker.step.buffer_sizes import ModelLimits
+from allspan.worker.step.inputs import PlanTiles, StepInputs
 
 
 class Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.weight_map import Dim
 

@@ -53,6 +53,6 @@ class ModelSpec:
     """Of the checkpoint: "float32", "bfloat16" or "float16"."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """Of config.json or the GGUF header; generation_config.json may add some (`allspan.protos.text.generation`)."""
+    """Of config.json or the GGUF header; generation_config.json may add some (`protos/text/model_defaults.py`)."""
     notes: tuple[str, ...] = ()
     """What the user should hear about this reading of the model, such as a context cut to the sliding window."""

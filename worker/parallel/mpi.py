@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from allspan.protos.errors import DeadlineExceeded, InternalError
+from allspan.protos.api.errors import DeadlineExceeded, InternalError
 
 _TYPES = {torch.float32: MPI.FLOAT, torch.int32: MPI.INT32_T}
 _SPINS = 200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.patience import PATIENCE, Patience
 
 
 class StagedCollectives:

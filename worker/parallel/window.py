@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allspan.protos.errors import DeadlineExceeded, InternalError
+from allspan.protos.api.errors import DeadlineExceeded, InternalError
 
 MOST_WINDOW_BYTES = 16 << 20
 SLOT_BYTES = (256 << 10, 16 << 10)

@@ -12,9 +12,8 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from allspan.protos.config import ParallelConfig
-from allspan.protos.errors import ConfigError
-from allspan.worker.host import place
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.settings import ParallelConfig
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.parallel.window import (
@@ -26,6 +25,7 @@ from allspan.worker.parallel.window import (
     bytes_needed,
     load_native,
 )
+from allspan.worker.process.host import place
 
 _GATHER_BYTES = 1024
 _ABORT_TIMEOUT_S = 3.0
@@ -178,7 +178,7 @@ class MpiWorld:
         )
 
     def _on_gpus(self, host: Collectives) -> Collectives:
-        from allspan.worker.parallel.gpu import join_gpus  # its kernels are of no use elsewhere
+        from allspan.worker.backend.cuda.collectives import join_gpus  # its kernels are of no use elsewhere
 
         several = "the ranks are on several hosts" if self._on_several_hosts() else ""
         collectives, self.kind, why_not = join_gpus(host, self._share, self._config.timeout_s, several)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.packing import Packer
-from allspan.worker.models.program import ProgramBuilder, Slot
+from allspan.worker.program.program import ProgramBuilder, Slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.packing import Packer
-from allspan.worker.models.program import ProgramBuilder, Slot
+from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, HeldTensor, LinearMethod, LinearShape, Source
 from allspan.worker.quant.instant import SCHEMES, InstantQuant
 from allspan.worker.quant.packed import PackedMethod

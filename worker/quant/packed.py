@@ -12,7 +12,7 @@ from torch import Tensor
 
 from allspan.kernels.packed import FEATURES, PackedSpec
 from allspan.kernels.packing import Packer, Target
-from allspan.worker.models.program import ProgramBuilder, Slot
+from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, HeldTensor, LinearShape, Source
 
 _CHUNK = 1 << 20

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 from allspan.worker.quant.fp8 import GROUPS, Fp8
 from allspan.worker.quant.gguf import Gguf
 from allspan.worker.quant.instant import SCHEMES, InstantQuant

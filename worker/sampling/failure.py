@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allspan.protos.errors import AllspanError, InternalError, InvalidRequest
+from allspan.protos.api.errors import AllspanError, InternalError, InvalidRequest
 
 NOT_FINITE = -1
 ALL_MASKED = -2

@@ -21,8 +21,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.protos.sampling import SamplingParams
-from allspan.worker.host import run_on
+from allspan.protos.api.sampling import SamplingParams
+from allspan.worker.process.host import run_on
 from allspan.worker.sampling.failure import ALL_MASKED, GRAMMAR_ENDED, GRAMMAR_FAILED
 
 Logits = NDArray[np.float32]
@@ -104,7 +104,7 @@ class SeenMasks:
 
 
 class GrammarRow:
-    """A change (see `allspan.worker.sampling.features`). `begin` may make its mask ahead, on another thread."""
+    """A logits processor (see `logits_processors.py`). `begin` may make its mask ahead, on another thread."""
 
     def __init__(
         self,

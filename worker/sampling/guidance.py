@@ -11,9 +11,9 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from allspan.protos.grammar import Grammar
-from allspan.protos.structured.compiling import LIMITS, lark_of, on_deep_stack, one_line, refusal
-from allspan.protos.text.tokenizer import Tokenizer
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.text.grammar_compiler import LIMITS, lark_of, on_deep_stack, one_line, refusal
+from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.worker.sampling.grammar import MatcherFailed, Words
 
 MAX_AGAIN_S = 0.2

@@ -16,16 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allspan.protos.results import TokenLogprob
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.results import TokenLogprob
+from allspan.protos.api.sampling import SamplingParams
+from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
+from allspan.worker.backend.cuda.sampling import DeviceSampling, DeviceStep
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.patience import PATIENCE, Patience
-from allspan.worker.sampling.device import DeviceSampling, DeviceStep
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
-from allspan.worker.sampling.features import Change, Logits, Row, changes_of, needs_tokens
 from allspan.worker.sampling.grammar import CompiledGrammar, GrammarRow, MaskMaker, SeenMasks, ends_of
 from allspan.worker.sampling.kernel import SamplingKernel, sampling_kernel
+from allspan.worker.sampling.logits_processors import Change, Logits, Row, changes_of, needs_tokens
 from allspan.worker.sampling.settings import SETTINGS, settings_of
 
 Rows = NDArray[np.int64]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.sampling import SamplingParams
 
 SETTINGS = np.dtype(
     [

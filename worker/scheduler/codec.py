@@ -17,7 +17,7 @@ import itertools
 import struct
 from collections.abc import Iterator
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
 from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
 
 _MAGIC = b"ASP4"

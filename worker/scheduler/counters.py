@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from allspan.protos.engine import STEP_TOKENS_BOUNDS
+from allspan.protos.api.engine import STEP_TOKENS_BOUNDS
 from allspan.worker.scheduler.plan import Run
 
 WINDOW_S = 10.0

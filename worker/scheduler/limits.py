@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import ConfigError, InvalidRequest
+from allspan.protos.api.errors import ConfigError, InvalidRequest
+from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.scheduler.request import Request
 

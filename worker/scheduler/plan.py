@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from allspan.protos.results import TokenLogprob
+from allspan.protos.api.results import TokenLogprob
 
 
 class Operation(enum.IntEnum):

@@ -7,9 +7,9 @@ import hashlib
 import struct
 from dataclasses import dataclass, field
 
-from allspan.protos.errors import InternalError
-from allspan.protos.options import RequestOptions
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.errors import InternalError
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.sampling.grammar import CompiledGrammar
 
 

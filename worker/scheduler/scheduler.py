@@ -17,20 +17,20 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
-from allspan.protos.errors import AllspanError, AlreadyExists, DeadlineExceeded, InternalError, QueueFull
-from allspan.protos.results import Output
+from allspan.protos.api.errors import AllspanError, AlreadyExists, DeadlineExceeded, InternalError, QueueFull
+from allspan.protos.api.results import Output
 from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.cache.prefix_cache import Match
 from allspan.worker.sampling.failure import failure
-from allspan.worker.scheduler.ahead import AheadDraft, MayLaunch, may_follow
-from allspan.worker.scheduler.books import Books, check_books
 from allspan.worker.scheduler.counters import Rate, SchedulerCounters
-from allspan.worker.scheduler.draft import Draft
-from allspan.worker.scheduler.endings import finish, timings
+from allspan.worker.scheduler.finish import finish, timings
+from allspan.worker.scheduler.invariants import Books, check_books
 from allspan.worker.scheduler.limits import Limits
-from allspan.worker.scheduler.memory import Memory, PrefixSettings
+from allspan.worker.scheduler.lookahead import AheadDraft, MayLaunch, may_follow
+from allspan.worker.scheduler.page_manager import Memory, PrefixSettings
 from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
+from allspan.worker.scheduler.step_builder import Draft
 from allspan.worker.scheduler.waiting import Deadlines, WaitingQueue
 
 Outcome = tuple[Request, Output | AllspanError]

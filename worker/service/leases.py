@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import AllspanError, AlreadyExists, InvalidRequest, QueueFull
-from allspan.protos.results import Output
-from allspan.protos.wire import output_to_wire
+from allspan.protos.api.errors import AllspanError, AlreadyExists, InvalidRequest, QueueFull
+from allspan.protos.api.results import Output
+from allspan.protos.convert import output_to_wire
 from allspan.worker.scheduler.request import Request
 
 MAX_CLIENTS = 256

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import InvalidRequest, ModelNotFound, Unavailable
-from allspan.protos.wire import options_from_wire, sampling_from_wire
+from allspan.protos.api.errors import InvalidRequest, ModelNotFound, Unavailable
+from allspan.protos.convert import options_from_wire, sampling_from_wire
 from allspan.worker.scheduler.request import Request
 
 MAX_REQUEST_IDS = 65536

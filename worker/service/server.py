@@ -13,11 +13,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from allspan.protos.cluster import socket_path
-from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import ConfigError, InternalError
-from allspan.protos.tls import TlsFiles, is_loopback
-from allspan.protos.wire import SERVER_OPTIONS
+from allspan.protos.api.errors import ConfigError, InternalError
+from allspan.protos.cluster.cluster_file import socket_path
+from allspan.protos.cluster.tls import TlsFiles, is_loopback
+from allspan.protos.config.settings import WorkerConfig
+from allspan.protos.convert import SERVER_OPTIONS
 from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
 from allspan.worker.service.leases import Leases, Outcome, is_urgent
 from allspan.worker.service.mailbox import Mailbox

@@ -16,13 +16,13 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.config import WorkerConfig
-from allspan.protos.errors import ERRORS, AllspanError, InternalError, InvalidRequest
+from allspan.protos.api.errors import ERRORS, AllspanError, InternalError, InvalidRequest
+from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.worker_pb2_grpc import WorkerServicer
 from allspan.worker.engine.statistics import CoreStatistics
-from allspan.worker.host import peak_rss_bytes, rss_bytes
-from allspan.worker.sampling.compiling import COMPILE_S, Grammars, took_too_long
+from allspan.worker.process.host import peak_rss_bytes, rss_bytes
 from allspan.worker.sampling.grammar import CompiledGrammar
+from allspan.worker.sampling.grammar_cache import COMPILE_S, Grammars, took_too_long
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.leases import Lease, Leases
@@ -36,7 +36,7 @@ PROFILE_TIMEOUT_S = 20.0
 _COUNTERS = tuple(field.name for field in fields(CoreStatistics))
 
 Inspect = Callable[[str], dict[str, Any]]
-"""The answer to an InspectRequest; see `allspan.worker.engine.inspection`."""
+"""The answer to an InspectRequest; see `allspan.worker.service.introspection`."""
 
 logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")

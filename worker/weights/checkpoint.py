@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from allspan.protos.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError
 
 
 class Checkpoint(Protocol):

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from allspan.protos.errors import CheckpointError
-from allspan.protos.text.gguf_metadata import GgufTensor, read_header
+from allspan.protos.api.errors import CheckpointError
+from allspan.protos.text.tokenizers.gguf_metadata import GgufTensor, read_header
 from allspan.worker.weights.mapped_file import MappedFile
 
 _PLAIN = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from allspan.protos.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError
 
 
 class MappedFile:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allspan.protos.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError
 from allspan.worker.weights.quantised_forms import MARKS, SUFFIXES, quantised_matrix
 from allspan.worker.weights.quantised_matrix import QuantisedMatrix
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder

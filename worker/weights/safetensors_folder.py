@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allspan.protos.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError
 from allspan.worker.weights.mapped_file import MappedFile
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}

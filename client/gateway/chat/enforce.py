@@ -6,9 +6,9 @@ import json
 
 from allspan.client.gateway.chat.formats import CallFormat
 from allspan.client.gateway.chat.tools import ToolUse
-from allspan.protos.errors import InvalidRequest
-from allspan.protos.grammar import Grammar
-from allspan.protos.structured.keywords import check_keywords, simplified
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.text.schema_keywords import check_keywords, simplified
 
 
 def calls_grammar(form: CallFormat, use: ToolUse, answer: Grammar | None = None) -> Grammar | None:

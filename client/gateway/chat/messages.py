@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from allspan.protos.errors import InvalidRequest
+from allspan.protos.api.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from allspan.client.gateway.admission.prompt import PromptOptions
 from allspan.client.gateway.chat.enforce import calls_grammar
 from allspan.client.gateway.chat.messages import Message, read_messages
 from allspan.client.gateway.chat.reader import Reading
@@ -13,11 +14,10 @@ from allspan.client.gateway.chat.setup import ChatSetup
 from allspan.client.gateway.chat.template import Rendering
 from allspan.client.gateway.chat.tools import NO_TOOLS, ToolUse, read_tools
 from allspan.client.gateway.config import LimitsConfig
-from allspan.client.gateway.prompt import PromptOptions
-from allspan.client.gateway.schemas import SamplingFields
-from allspan.protos.errors import InvalidRequest
-from allspan.protos.grammar import Grammar
-from allspan.protos.sampling import MAX_LOGPROBS
+from allspan.client.gateway.openai.schemas import SamplingFields
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.api.sampling import MAX_LOGPROBS
 
 
 class ChatRequest(SamplingFields):

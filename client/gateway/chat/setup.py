@@ -14,10 +14,10 @@ from allspan.client.gateway.chat.reader import Reading
 from allspan.client.gateway.chat.template import RESERVED, Conversations, Rendering, traits_of
 from allspan.client.gateway.chat.thinking import TAGS, Tags, tags_of_template
 from allspan.client.gateway.config import ChatConfig
-from allspan.client.gateway.off_loop import INLINE_CHARS
-from allspan.protos.errors import ConfigError, InvalidRequest
+from allspan.client.gateway.offload import INLINE_CHARS
+from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.text import Tokenizer
-from allspan.protos.text.chat import RENDER_S, TemplateTooSlow
+from allspan.protos.text.chat_template import RENDER_S, TemplateTooSlow
 
 logger = logging.getLogger("allspan.gateway")
 

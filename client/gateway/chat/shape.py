@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from allspan.client.gateway.admission.active_request import Generation
 from allspan.client.gateway.chat.pieces import CallArguments, CallStart, Content, Message, Piece, Reasoning
 from allspan.client.gateway.chat.reader import MessageReader, Reading
 from allspan.client.gateway.chat.thinking import ThoughtCounter
-from allspan.client.gateway.generation import Generation
-from allspan.client.gateway.openai_shapes import Gathered, Json, TokenTexts
-from allspan.protos.results import TokenLogprob
-from allspan.protos.text.stream import TextDelta
+from allspan.client.gateway.openai.shapes import Gathered, Json, TokenTexts
+from allspan.protos.api.results import TokenLogprob
+from allspan.protos.text.stream.text_stream import TextDelta
 
 
 class ChatShape:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allspan.client.gateway.chat.formats import CallFormat
-from allspan.protos.errors import InvalidRequest
-from allspan.protos.text.chat import ChatTemplate
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.text.chat_template import ChatTemplate
 
 RESERVED = frozenset(
     (

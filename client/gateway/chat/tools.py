@@ -7,8 +7,8 @@ import reprlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allspan.protos.errors import InvalidRequest
-from allspan.protos.structured.keywords import check_keywords, simplified
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.text.schema_keywords import check_keywords, simplified
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_CHARS = 65536

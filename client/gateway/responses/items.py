@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from allspan.client.gateway.chat.messages import MAX_MESSAGES
-from allspan.protos.errors import InvalidRequest
+from allspan.protos.api.errors import InvalidRequest
 
 Json = dict[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from allspan.client.gateway.chat.pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from allspan.client.gateway.openai_shapes import Json
+from allspan.client.gateway.openai.shapes import Json
 from allspan.client.gateway.responses.items import new_id
 
 

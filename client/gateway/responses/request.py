@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from allspan.client.gateway.config import LimitsConfig
-from allspan.client.gateway.schemas import RequestBody
-from allspan.protos.errors import InvalidRequest
+from allspan.client.gateway.openai.schemas import RequestBody
+from allspan.protos.api.errors import InvalidRequest
 
 Json = dict[str, Any]
 

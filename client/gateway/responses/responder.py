@@ -9,22 +9,22 @@ from contextlib import aclosing
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from allspan.client.gateway.access import current_caller
-from allspan.client.gateway.body import read_json_body
+from allspan.client.gateway.admission.active_request import Generation
+from allspan.client.gateway.admission.admission import caller_error
+from allspan.client.gateway.auth.caller import current_caller
 from allspan.client.gateway.chat.request import ChatRequest
-from allspan.client.gateway.front import Front
-from allspan.client.gateway.generation import Generation
-from allspan.client.gateway.openai_chat import chat_job
-from allspan.client.gateway.openai_shapes import Json, TokenTexts
-from allspan.client.gateway.origin import Origin, origin_of
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.http.body import read_json_body
+from allspan.client.gateway.http.sse import EventStream, event, while_connected
+from allspan.client.gateway.openai.chat import chat_job
+from allspan.client.gateway.openai.schemas import parse, parse_value
+from allspan.client.gateway.openai.shapes import Json, TokenTexts
 from allspan.client.gateway.responses.items import read_items, to_messages
 from allspan.client.gateway.responses.request import ResponsesRequest
 from allspan.client.gateway.responses.store import ResponseStore, Stored
 from allspan.client.gateway.responses.turn import Turn
-from allspan.client.gateway.schemas import parse, parse_value
-from allspan.client.gateway.sse import EventStream, event, while_connected
-from allspan.client.gateway.submit import caller_error
-from allspan.protos.errors import InvalidRequest
+from allspan.client.gateway.telemetry.request_context import Origin, origin_of
+from allspan.protos.api.errors import InvalidRequest
 
 logger = logging.getLogger("allspan.gateway")
 

@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from allspan.client.gateway.http_errors import HttpError
-from allspan.client.gateway.openai_shapes import Json
-from allspan.protos.errors import InvalidRequest
+from allspan.client.gateway.http.errors import HttpError
+from allspan.client.gateway.openai.shapes import Json
+from allspan.protos.api.errors import InvalidRequest
 
 MAX_BYTES = 64 * 2**20
 """Of all that is kept, as JSON: a bound on memory, whatever the number of entries."""

@@ -6,16 +6,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from allspan.client.gateway.admission.active_request import Generation
+from allspan.client.gateway.admission.admission import Job
 from allspan.client.gateway.chat.reader import MessageReader, Reading
 from allspan.client.gateway.chat.thinking import ThoughtCounter
-from allspan.client.gateway.generation import Generation
-from allspan.client.gateway.openai_shapes import Json, TokenTexts
+from allspan.client.gateway.openai.shapes import Json, TokenTexts
 from allspan.client.gateway.responses.output import OutputItems
 from allspan.client.gateway.responses.request import ResponsesRequest
-from allspan.client.gateway.submit import Job
-from allspan.protos.errors import AllspanError, RequestCancelled
-from allspan.protos.results import TokenLogprob
-from allspan.protos.text.stream import TextDelta
+from allspan.protos.api.errors import AllspanError, RequestCancelled
+from allspan.protos.api.results import TokenLogprob
+from allspan.protos.text.stream.text_stream import TextDelta
 
 
 @dataclass

@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from allspan.client.gateway.access import current_caller
-from allspan.client.gateway.body import read_json_body
-from allspan.client.gateway.front import Front
-from allspan.client.gateway.http_access import require_admin
-from allspan.client.gateway.submit import Submitter
-from allspan.protos.errors import AllspanError, InvalidRequest
+from allspan.client.gateway.admission.admission import Submitter
+from allspan.client.gateway.auth.caller import current_caller
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.http.access import require_admin
+from allspan.client.gateway.http.body import read_json_body
+from allspan.protos.api.errors import AllspanError, InvalidRequest
 
 DRAIN_S, WEIGHTS_S, MOST_S = 60.0, 600.0, 3600.0
 PAUSED = "the server is paused by its operator; POST /resume lets requests in again"

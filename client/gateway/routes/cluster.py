@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from allspan import __version__
-from allspan.client.gateway.front import Front
-from allspan.client.view import ClusterView, RankView, ReplicaView
-from allspan.protos.engine import EngineStatistics
+from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
+from allspan.client.gateway.context import Front
+from allspan.protos.api.engine import EngineStatistics
 
 _TOTALS = (
     "prompt_tokens",

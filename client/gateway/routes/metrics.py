@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from allspan.client.gateway.exposition import Exposition
-from allspan.client.gateway.front import Front
-from allspan.client.gateway.readers import Scene
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.metrics.collect import Scene
+from allspan.client.gateway.metrics.exposition import Exposition
 
 
 def routes(front: Front) -> APIRouter:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from allspan.client.gateway.answers import Answers
-from allspan.client.gateway.front import Front
-from allspan.client.gateway.openai_chat import plan_chat
-from allspan.client.gateway.openai_completions import plan_completion
-from allspan.client.gateway.openai_shapes import Json
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.openai.answers import Answers
+from allspan.client.gateway.openai.chat import plan_chat
+from allspan.client.gateway.openai.completions import plan_completion
+from allspan.client.gateway.openai.shapes import Json
 
 
 def routes(front: Front) -> APIRouter:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from allspan.client.gateway.access import current_caller
-from allspan.client.gateway.front import Front
-from allspan.client.gateway.http_errors import HttpError
+from allspan.client.gateway.auth.caller import current_caller
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.http.errors import HttpError
 from allspan.client.gateway.responses.responder import Responder
 
 

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from allspan import __version__
-from allspan.client.gateway.access import current_caller
-from allspan.client.gateway.front import Front
-from allspan.client.gateway.http_errors import response_of
-from allspan.protos.errors import Unavailable
+from allspan.client.gateway.auth.caller import current_caller
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.http.errors import response_of
+from allspan.protos.api.errors import Unavailable
 
 
 def routes(front: Front) -> APIRouter:

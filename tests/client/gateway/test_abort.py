@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from allspan.client.gateway.access import ANYONE, Caller
+from allspan.client.gateway.admission.admission import Job, Submitter
+from allspan.client.gateway.auth.caller import ANYONE, Caller
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.origin import Origin
 from allspan.client.gateway.served_model import ServedModel
-from allspan.client.gateway.submit import Job, Submitter
-from allspan.protos.sampling import SamplingParams
+from allspan.client.gateway.telemetry.request_context import Origin
+from allspan.protos.api.sampling import SamplingParams
 from support.chat_tokenizer import chat_tokenizer
 from support.fake_engine import FakeEngine
 from support.gateway import eventually, fake_engine

@@ -12,7 +12,7 @@ import pytest
 
 from allspan.client.gateway.routes import admin
 from allspan.protos import inference_pb2 as pb
-from allspan.protos.errors import DeadlineExceeded, Unavailable
+from allspan.protos.api.errors import DeadlineExceeded, Unavailable
 from support.gateway import Gateway, eventually, fake_engine, front, gateway, stub
 
 KEY, ADMIN_KEY = "sk-user-0123456789abcdef", "sk-admin-0123456789abcdef"

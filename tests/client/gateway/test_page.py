@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, Route, async_playwright, expect
 
-from allspan.protos.errors import QueueFull
+from allspan.protos.api.errors import QueueFull
 from support.fake_engine import ANSWER, FakeEngine
 from support.gateway import Gateway, eventually, fake_engine, gateway
 

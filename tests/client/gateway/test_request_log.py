@@ -8,12 +8,12 @@ import logging
 import grpc
 import pytest
 
-from allspan.client.gateway.glance import Glance
-from allspan.client.gateway.origin import trace_id
-from allspan.client.gateway.status_line import StatusLine, status
+from allspan.client.gateway.metrics.snapshot_cache import Glance
+from allspan.client.gateway.telemetry.request_context import trace_id
+from allspan.client.gateway.telemetry.status_line import StatusLine, status
 from allspan.protos import inference_pb2 as pb
-from allspan.protos.errors import Unavailable
-from allspan.protos.logs import REQUESTS
+from allspan.protos.api.errors import Unavailable
+from allspan.protos.cluster.logs import REQUESTS
 from support.gateway import fake_engine, gateway, stub
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

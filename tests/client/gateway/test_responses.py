@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from allspan.client.gateway.http_errors import HttpError
+from allspan.client.gateway.http.errors import HttpError
 from allspan.client.gateway.responses.store import ResponseStore, Stored
 from support.chat_tokenizer import chat_tokenizer
 from support.fake_engine import ANSWER, FakeEngine

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from allspan.client.gateway.app import bind, new_event_loop
 from allspan.client.gateway.config import GatewayConfig
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 from support.gateway import eventually, fake_engine, gateway, gateway_config
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from allspan.kernels.cuda.modules import FOLDER, Gpu, Kernel, Matrix, shared_limit
-from allspan.kernels.cuda.variants import all_variants
+from allspan.kernels.cuda.jit.modules import FOLDER, Gpu, Kernel, Matrix, shared_limit
+from allspan.kernels.cuda.jit.variants import all_variants
 
 HERE = Path(__file__).parent
 
@@ -92,8 +92,8 @@ class Streams:
 
 
 class EmulatorDriver:
-    """Takes the place of `allspan.kernels.cuda.modules.driver()`; tensors are the CPU's. Compiled kernels are kept in
-    `folder`. A GPU of few multiprocessors, so that work is shared out over blocks in small cases, too."""
+    """Takes the place of `allspan.kernels.cuda.jit.modules.driver()`; tensors are the CPU's. Compiled kernels are
+    kept in `folder`. A GPU of few multiprocessors, so that work is shared out over blocks in small cases, too."""
 
     def __init__(self, folder: Path, multiprocessors: int = 5, capability: tuple[int, int] = (8, 0)) -> None:
         self._folder = folder

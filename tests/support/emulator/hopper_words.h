@@ -1,4 +1,4 @@
-// The functions of kernels/cuda/ptx_sm90.cuh, for emulator.h. Matrices are found in shared memory as the PTX manual
+// The functions of kernels/cuda/ptx/ptx_sm90.cuh, for emulator.h. Matrices are found in shared memory as the PTX manual
 // defines it, so that a wrong descriptor reads something else. Sums are NaN until they are waited for, and what a
 // product reads must still be there then.
 #pragma once

@@ -1,4 +1,4 @@
-// The functions of kernels/cuda/ptx.cuh, for emulator.h.
+// The functions of kernels/cuda/ptx/ptx.cuh, for emulator.h.
 #pragma once
 
 #define ALLSPAN_PTX

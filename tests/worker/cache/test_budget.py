@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from allspan.protos.config import CacheConfig
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.settings import CacheConfig
 from allspan.worker.cache.budget import GPU_RESERVE, CacheDemand, Room, check_weights_fit, num_kv_pages
 
 MIB = 2**20

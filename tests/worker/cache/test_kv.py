@@ -4,10 +4,10 @@ import mmap
 
 import pytest
 
-from allspan.protos.errors import InternalError
-from allspan.worker import memory
+from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.process import release_memory
 from allspan.worker.scheduler.plan import Copy
 
 
@@ -19,7 +19,7 @@ class WithoutHugePages(mmap.mmap):
 
 
 def test_a_kernel_without_huge_pages_gives_its_memory_all_the_same(monkeypatch):
-    monkeypatch.setattr(memory.mmap, "mmap", WithoutHugePages)
+    monkeypatch.setattr(release_memory.mmap, "mmap", WithoutHugePages)
     cache = KVCache(CacheSpec(16, 2, 3, 8, "float32"), 5)
     assert [keys.shape for keys in cache.keys] == [(5, 3, 16, 8)] * 2
     assert not cache.values[1].any()

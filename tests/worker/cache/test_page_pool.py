@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.page_pool import PagePool
 
 actions = st.lists(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_keys, root_key
 from allspan.worker.scheduler.plan import Copy
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
+from allspan.worker.backend.cpu.step_inputs import BatchSizes, StepBuffers
 from allspan.worker.engine.batch import Batch
-from allspan.worker.engine.buffers import BatchSizes, StepBuffers
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.sampler import Sampled, Sampler

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allspan.protos.errors import AlreadyExists, DeadlineExceeded, InternalError, InvalidRequest, QueueFull, Unavailable
+from allspan.protos.api import errors
 from allspan.worker.engine import core as core_module
 from allspan.worker.engine.core import IDLE_SECONDS
 from allspan.worker.scheduler.codec import encode
@@ -186,10 +186,10 @@ def test_a_refused_request_does_not_disturb_the_others():
     one = request(1, [1], max_tokens=3)
     core.submit(one)
     for bad, error in (
-        (request(2, [97]), InvalidRequest),
-        (request(3, [1] * 64), InvalidRequest),
-        (request(1, [2]), AlreadyExists),
-        (request(4, [1]), QueueFull),
+        (request(2, [97]), errors.InvalidRequest),
+        (request(3, [1] * 64), errors.InvalidRequest),
+        (request(1, [2]), errors.AlreadyExists),
+        (request(4, [1]), errors.QueueFull),
     ):
         with pytest.raises(error):
             core.submit(bad)
@@ -209,7 +209,7 @@ def test_what_a_follower_s_inbox_refuses_is_counted_there():
     )
     for number in range(4):
         follower.submit(request(number, [1]))
-    with pytest.raises(QueueFull):
+    with pytest.raises(errors.QueueFull):
         follower.submit(request(4, [1]))
     assert follower.statistics().refused_requests == 1
 
@@ -219,10 +219,10 @@ def test_a_cancelled_id_cannot_be_used_again_at_once():
     one = request(1, [1])
     core.submit(one)
     core.cancel([one.request_id])
-    with pytest.raises(AlreadyExists):
+    with pytest.raises(errors.AlreadyExists):
         core.submit(request(1, [1]))
     step_until_idle(core)
-    with pytest.raises(AlreadyExists):
+    with pytest.raises(errors.AlreadyExists):
         core.submit(request(1, [1]))
 
 
@@ -240,7 +240,7 @@ def test_a_refused_request_can_be_sent_again():
     collected = Collected()
     core, _ = fake_core(64, collected, max_queued_requests=1)
     core.submit(request(1, [1]))
-    with pytest.raises(QueueFull):
+    with pytest.raises(errors.QueueFull):
         core.submit(request(2, [1]))
     core.step()
     core.submit(request(2, [1]))
@@ -286,7 +286,7 @@ def test_stop_model_drains_and_start_model_lets_in_again():
         core.stop_model(10)
         assert collected.reason(one) == "length"
         assert core.state == "stopped"
-        with pytest.raises(Unavailable, match="start_model"):
+        with pytest.raises(errors.Unavailable, match="start_model"):
             core.submit(request(2, [1]))
         core.start_model()
         core.submit(request(2, [1], max_tokens=2))
@@ -297,7 +297,7 @@ def test_stop_model_drains_and_start_model_lets_in_again():
 def test_stop_model_gives_up_after_its_timeout_by_saying_what_runs():
     core, _ = fake_core(64)
     core.submit(request(1, [1]))
-    with pytest.raises(DeadlineExceeded, match=r"1 requests still run after 0\.01 s"):
+    with pytest.raises(errors.DeadlineExceeded, match=r"1 requests still run after 0\.01 s"):
         core.stop_model(0.01)
 
 
@@ -308,8 +308,8 @@ def test_shutdown_fails_what_is_open_and_refuses_what_comes():
     core.submit(one)
     core.shutdown()
     core.run()
-    assert isinstance(collected.errors[one.request_id], Unavailable)
-    with pytest.raises(Unavailable):
+    assert isinstance(collected.errors[one.request_id], errors.Unavailable)
+    with pytest.raises(errors.Unavailable):
         core.submit(request(2, [1]))
 
 
@@ -328,9 +328,9 @@ def test_a_failure_ends_the_loop_and_tells_every_open_request():
         core.run()
     assert core.state == "failed"
     for one in requests:
-        assert isinstance(collected.errors[one.request_id], Unavailable)
+        assert isinstance(collected.errors[one.request_id], errors.Unavailable)
         assert "the roof is gone" in collected.errors[one.request_id].message
-    with pytest.raises(Unavailable, match="the roof is gone"):
+    with pytest.raises(errors.Unavailable, match="the roof is gone"):
         core.submit(request(9, [1]))
 
 
@@ -349,24 +349,24 @@ def follower(world):
 def test_a_follower_refuses_a_plan_that_is_not_the_next_of_its_world(plan, words):
     world = ThreadWorld(2)
     world.channels[0].publish(encode(plan))
-    with pytest.raises(InternalError, match=words):
+    with pytest.raises(errors.InternalError, match=words):
         follower(world).run()
 
 
 def test_a_follower_refuses_bytes_that_are_no_plan():
     world = ThreadWorld(2)
     world.channels[0].publish(b"garbage")
-    with pytest.raises(InternalError, match="malformed plan"):
+    with pytest.raises(errors.InternalError, match="malformed plan"):
         follower(world).run()
 
 
 def test_a_follower_validates_what_it_is_sent():
-    with pytest.raises(InvalidRequest, match=r"prompt_token_ids\[0\] is 97"):
+    with pytest.raises(errors.InvalidRequest, match=r"prompt_token_ids\[0\] is 97"):
         follower(ThreadWorld(2)).submit(request(1, [97]))
 
 
 def test_several_ranks_need_a_channel():
-    with pytest.raises(InternalError, match="plan channel"):
+    with pytest.raises(errors.InternalError, match="plan channel"):
         fake_core(64, collectives=ThreadWorld(2).collectives[0])
 
 

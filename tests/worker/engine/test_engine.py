@@ -13,8 +13,8 @@ import threading
 import pytest
 import torch
 
-from allspan.protos.engine import EngineProtocol
-from allspan.protos.errors import (
+from allspan.protos.api.engine import EngineProtocol
+from allspan.protos.api.errors import (
     AlreadyExists,
     ConfigError,
     DeadlineExceeded,
@@ -23,8 +23,8 @@ from allspan.protos.errors import (
     QueueFull,
     Unavailable,
 )
-from allspan.protos.results import RequestState
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.results import RequestState
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.engine.engine import Engine
 from support.byte_tokenizer import write_byte_tokenizer
 from support.tiny_models import save_tiny

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from allspan.protos.options import RequestOptions
-from allspan.protos.results import Output
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import Output
 from support.cores import Collected, fake_core, request, step_until_idle
 from support.fake_model import logits_after
 from support.threads import ThreadWorld

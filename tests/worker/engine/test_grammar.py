@@ -12,8 +12,8 @@ import llguidance
 import numpy as np
 import pytest
 
-from allspan.protos.errors import AllspanError, InvalidRequest
-from allspan.protos.grammar import Grammar
+from allspan.protos.api.errors import AllspanError, InvalidRequest
+from allspan.protos.api.grammar import Grammar
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.sampling import grammar, guidance
 from allspan.worker.scheduler.request import Request

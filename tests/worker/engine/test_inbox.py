@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from allspan.protos.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull
+from allspan.protos.api.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull
 from allspan.worker.engine import inbox as inbox_module
 from allspan.worker.engine.inbox import Inbox
 from support.cores import request

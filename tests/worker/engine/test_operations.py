@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from allspan.protos.errors import CheckpointError, DeadlineExceeded, InvalidRequest, Unavailable
-from allspan.protos.options import RequestOptions
+from allspan.protos.api.errors import CheckpointError, DeadlineExceeded, InvalidRequest, Unavailable
+from allspan.protos.api.options import RequestOptions
 from allspan.worker.scheduler.plan import Operation
 from support.cores import Collected, fake_core, request, step_until_idle
 from support.threads import ThreadWorld

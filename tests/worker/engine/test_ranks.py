@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from allspan.protos.errors import QueueFull
+from allspan.protos.api.errors import QueueFull
 from support.cores import Collected, fake_core, fake_gpu_core, request
 from support.fake_model import greedy
 from support.threads import ThreadWorld

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from allspan.kernels.table import op_set
-from allspan.protos.config import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.worker.engine.setup import load_engine
 from allspan.worker.parallel.local import LocalCollectives
 from support.cores import Collected, request, step_until_idle

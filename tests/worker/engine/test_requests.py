@@ -2,9 +2,9 @@
 
 import pytest
 
-from allspan.protos.errors import AlreadyExists, InternalError
-from allspan.protos.results import Output, RequestState
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.errors import AlreadyExists, InternalError
+from allspan.protos.api.results import Output, RequestState
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.engine.requests import OpenRequests
 from support.cores import request
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from allspan.protos.errors import ConfigError, ModelNotFound
+from allspan.protos.api.errors import ConfigError, ModelNotFound
 from allspan.worker.engine.settings import find_model, worker_config
 
 

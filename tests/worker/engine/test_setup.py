@@ -2,8 +2,8 @@
 
 import pytest
 
-from allspan.protos.config import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.settings import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
 from allspan.worker.cache.budget import CacheDemand, Room
 from allspan.worker.engine.setup import agreed_pages
 from support.threads import ThreadWorld

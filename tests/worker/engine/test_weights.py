@@ -11,16 +11,16 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from allspan.kernels.table import op_set
-from allspan.protos.config import CacheConfig, ModelConfig
-from allspan.protos.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError
+from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.cache import kv as kv_cache
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.engine import weights as weights_of_ranks
 from allspan.worker.engine.weights import Weights
-from allspan.worker.memory import empty, give_back, resident_bytes, take_again
+from allspan.worker.load.loader import load_model
 from allspan.worker.models.layout import Holding, layout
-from allspan.worker.models.loader import load_model
 from allspan.worker.models.model import Model
+from allspan.worker.process.release_memory import empty, give_back, resident_bytes, take_again
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
 from support.threads import ThreadWorld
 from support.tiny_gguf import save_gguf

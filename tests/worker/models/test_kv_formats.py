@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.table import backends, op_set
-from allspan.protos.config import CacheConfig, ModelConfig
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.cache.spec import ITEM_BITS
+from allspan.worker.load.loader import load_model, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.layout import qkv_linear
-from allspan.worker.models.loader import load_model, prepare
 from allspan.worker.models.model import Model
-from allspan.worker.models.program import Named
 from allspan.worker.models.rope import mean_rotated
+from allspan.worker.program.program import Named
 from support.threads import ThreadWorld
 from support.tiny_models import logits_on_ranks, prefill, prompt, relative_error, save_tiny
 

@@ -12,15 +12,15 @@ from gguf import GGMLQuantizationType
 
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import op_set
-from allspan.protos.config import CacheConfig, ModelConfig, ParallelConfig, ServiceConfig, WorkerConfig
-from allspan.protos.errors import ConfigError, InternalError
+from allspan.protos.api.errors import ConfigError, InternalError
+from allspan.protos.config.settings import CacheConfig, ModelConfig, ParallelConfig, ServiceConfig, WorkerConfig
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.models import loader
+from allspan.worker.load import loader
+from allspan.worker.load.loader import load_model, open_ops, prepare
 from allspan.worker.models.decoder import build_decoder
-from allspan.worker.models.loader import load_model, open_ops, prepare
 from allspan.worker.models.model import Model
-from allspan.worker.models.program import Named, ProgramBuilder, Rows
+from allspan.worker.program.program import Named, ProgramBuilder, Rows
 from support.threads import ThreadWorld
 from support.tiny_gguf import save_gguf
 from support.tiny_models import logits_on_ranks, prefill, prompt, relative_error, save_tiny, step_inputs

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from allspan.worker.models.registry import inspect_model
+from allspan.worker.load.registry import inspect_model
 from allspan.worker.models.rope import cos_sin_table
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}

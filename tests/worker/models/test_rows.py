@@ -9,10 +9,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from allspan.protos.config import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
-from allspan.protos.errors import ConfigError
-from allspan.worker.convert import convert
-from allspan.worker.models import loader
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.settings import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
+from allspan.worker.load import loader
+from allspan.worker.tools.convert import convert
 from support.tiny_gguf import save_gguf
 from support.tiny_models import logits_on_ranks, prompt, save_tiny
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from allspan.protos.errors import ConfigError
+from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.shard import make_shard, split
 from allspan.worker.models.spec import ModelSpec, RotarySpec
 from allspan.worker.weights.weight_map import Dim

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allspan.protos.errors import DeadlineExceeded, InternalError
+from allspan.protos.api.errors import DeadlineExceeded, InternalError
 from allspan.worker.parallel import window
 from allspan.worker.parallel.window import (
     SharedMemory,

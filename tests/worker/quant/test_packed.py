@@ -12,9 +12,9 @@ from torch import Tensor
 
 from allspan.kernels.packing import Packer
 from allspan.kernels.reference.packed import unpack
-from allspan.protos.errors import ConfigError
-from allspan.worker.models.program import ProgramBuilder, Rows
+from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.shard import split
+from allspan.worker.program.program import ProgramBuilder, Rows
 from allspan.worker.quant.base import Epilogue, LinearMethod, LinearShape
 from allspan.worker.quant.packed import PackedMethod
 from allspan.worker.quant.table import METHODS

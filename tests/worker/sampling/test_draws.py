@@ -19,7 +19,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.sampling import reference
 from allspan.worker.sampling.kernel import ReferenceKernel, SamplingKernel, sampling_kernel
 from allspan.worker.sampling.settings import SETTINGS, Settings, settings_of

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allspan.protos.errors import InternalError, InvalidRequest
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.errors import InternalError, InvalidRequest
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE, failure
 from allspan.worker.sampling.sampler import Sampler

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from allspan.protos.text import load_tokenizer
-from allspan.protos.text.tokenizer import Tokenizer
+from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.worker.sampling.guidance import GuidanceCompiler
 from support.default_model import default_model
 from support.json_schemas import Case, cases, is_valid

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allspan.protos.errors import InternalError
+from allspan.protos.api.errors import InternalError
 from allspan.worker.scheduler.codec import decode, encode
 from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
 

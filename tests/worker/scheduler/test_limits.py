@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from allspan.protos.errors import ConfigError, InvalidRequest
+from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.worker.scheduler.limits import Limits
 from support.cores import request
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from allspan.protos.errors import DeadlineExceeded, QueueFull
-from allspan.protos.options import RequestOptions
+from allspan.protos.api.errors import DeadlineExceeded, QueueFull
+from allspan.protos.api.options import RequestOptions
 from allspan.worker.scheduler.request import RequestStatus
 from allspan.worker.scheduler.scheduler import Scheduler
 from support.simulated_kv import LIMITS, Clock, SimulatedRank, asked, continuation, rank

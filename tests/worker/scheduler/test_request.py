@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 
-from allspan.protos.errors import InternalError
-from allspan.protos.grammar import Grammar
-from allspan.protos.sampling import SamplingParams
+from allspan.protos.api.errors import InternalError
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.scheduler.request import TRANSITIONS, Request, RequestStatus
 from support.cores import request
 

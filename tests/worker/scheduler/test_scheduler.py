@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allspan.protos.errors import AllspanError, AlreadyExists, InternalError, InvalidRequest, QueueFull, Unavailable
+from allspan.protos.api.errors import AllspanError, AlreadyExists, InternalError, InvalidRequest, QueueFull, Unavailable
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus

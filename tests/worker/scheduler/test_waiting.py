@@ -2,7 +2,7 @@
 
 import random
 
-from allspan.protos.options import RequestOptions
+from allspan.protos.api.options import RequestOptions
 from allspan.worker.scheduler.counters import WINDOW_S, Rate
 from allspan.worker.scheduler.waiting import Deadlines, WaitingQueue
 from support.cores import request

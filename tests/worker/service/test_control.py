@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import CheckpointError, DeadlineExceeded
-from allspan.protos.options import RequestOptions
-from allspan.protos.results import Output, RequestTimings, TokenLogprob
-from allspan.protos.wire import output_from_wire
+from allspan.protos.api.errors import CheckpointError, DeadlineExceeded
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
+from allspan.protos.convert import output_from_wire
 from allspan.worker.engine.core import CoreStatistics
 from support.served_rank import EPOCH, ID, OTHER_ID, Client, Rank, connected, refused, start_message
 from support.waiting import wait_until

@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import InvalidRequest
-from allspan.protos.grammar import Grammar
-from allspan.protos.sampling import SamplingParams
-from allspan.protos.wire import sampling_to_wire
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.convert import sampling_to_wire
 from allspan.worker.service import servicer
 from support.served_rank import ID, OTHER_ID, Client, Rank, start_message
 

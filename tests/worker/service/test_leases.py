@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from allspan.protos.errors import InternalError
-from allspan.protos.results import Output, RequestTimings
+from allspan.protos.api.errors import InternalError
+from allspan.protos.api.results import Output, RequestTimings
 from allspan.worker.service.leases import LEAST_PAUSE_S, MOST_PAUSE_S, Lease, Leases
 
 FIRST, SECOND = bytes(16), bytes(range(16))

@@ -13,10 +13,10 @@ import grpc.aio
 import pytest
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import ConfigError, InternalError, QueueFull, Unavailable
-from allspan.protos.results import Output, RequestTimings, TokenLogprob
-from allspan.protos.sampling import SamplingParams
-from allspan.protos.wire import output_from_wire
+from allspan.protos.api.errors import ConfigError, InternalError, QueueFull, Unavailable
+from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.convert import output_from_wire
 from allspan.protos.worker_pb2_grpc import WorkerStub
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts

@@ -14,8 +14,8 @@ from allspan import ClientEngine
 from allspan.client.transport.grpc_transport import GrpcTransport
 from allspan.launch.certificates import Authority
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.errors import ConfigError, Unavailable
-from allspan.protos.tls import NO_TLS, TlsFiles
+from allspan.protos.api.errors import ConfigError, Unavailable
+from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 from allspan.protos.worker_pb2_grpc import WorkerStub
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts

@@ -13,8 +13,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from allspan.protos.errors import CheckpointError
-from allspan.worker.models.registry import inspect_model
+from allspan.protos.api.errors import CheckpointError
+from allspan.worker.load.registry import inspect_model
 from allspan.worker.weights.gguf_file import GgufFile
 from support.tiny_gguf import save_gguf
 from support.tiny_models import LLAMA3_SCALING, logits_on_ranks, prompt, reference_logits, relative_error, save_tiny

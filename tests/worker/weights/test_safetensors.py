@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from allspan.kernels.table import op_set
-from allspan.protos.config import ModelConfig
-from allspan.protos.errors import CheckpointError
-from allspan.worker.models.loader import load_model
+from allspan.protos.api.errors import CheckpointError
+from allspan.protos.config.settings import ModelConfig
+from allspan.worker.load.loader import load_model
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
 from support.threads import ThreadWorld
 from support.tiny_models import save_tiny

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from allspan.worker.models.foreign import ForeignConfig
+from allspan.worker.load.foreign import ForeignConfig
 from allspan.worker.models.rope import KINDS, yarn_scale
 from allspan.worker.models.spec import ModelSpec, RotarySpec
 from allspan.worker.weights.weight_map import DENSE, WeightMap

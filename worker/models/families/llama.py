@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from allspan.worker.load.foreign import ForeignConfig
 from allspan.worker.models.families.common import Family, Features, dense_spec, sliding_window
-from allspan.worker.models.foreign import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from allspan.worker.load.foreign import ForeignConfig
 from allspan.worker.models.families.common import Family, Features, dense_spec
 from allspan.worker.models.families.qwen2 import qwen_window
-from allspan.worker.models.foreign import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
 
 

@@ -12,8 +12,8 @@ from allspan.client.gateway.chat.reader import Reading
 from allspan.client.gateway.chat.setup import ChatSetup
 from allspan.client.gateway.chat.template import Rendering, Traits, traits_of
 from allspan.client.gateway.config import ChatConfig
-from allspan.protos.errors import ConfigError, InvalidRequest
-from allspan.protos.text.chat import ChatTemplate
+from allspan.protos.api.errors import ConfigError, InvalidRequest
+from allspan.protos.text.chat_template import ChatTemplate
 from support.chat_tokenizer import TEMPLATE, chat_tokenizer
 
 LOOP = "{% for m in messages %}"

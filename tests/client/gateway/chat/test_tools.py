@@ -11,8 +11,8 @@ import pytest
 from allspan.client.gateway.chat.enforce import calls_grammar
 from allspan.client.gateway.chat.formats import FORMATS
 from allspan.client.gateway.chat.tools import NO_TOOLS, read_tools
-from allspan.protos.errors import InvalidRequest
-from allspan.protos.grammar import Grammar
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.api.grammar import Grammar
 
 CITY: dict[str, Any] = {
     "type": "object",

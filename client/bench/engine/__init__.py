@@ -1,0 +1,1 @@
+"""Benchmarks of the engine: latency, ops, prefix cache, peers."""

@@ -1,0 +1,136 @@
+"""`allspan bench latency`: one batch of equal requests, from random token ids, on a cluster started for it.
+
+The clock is this process's. Per repeat: `ttft_s` is the time from sending until every request of the batch has its
+first token; prefill is the batch's prompt tokens over that time; decode is the tokens that came after that moment, over
+the time from then to the last. In a batch whose last prompt is read when the others are done, decode is all but the
+first tokens, over the time from the first of them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.report import facts, mib
+from allspan.client.bench.serving.load import ask, greedy, random_prompt
+from allspan.client.engine import ClientEngine
+from allspan.protos.api.engine import EngineStatistics
+from allspan.protos.api.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """What is measured, and how often."""
+
+    batch_size: int = 1
+    """Requests sent at once."""
+    input_len: int = 128
+    """Prompt tokens of each, drawn at random."""
+    output_len: int = 32
+    """New tokens of each."""
+    repeats: int = 3
+    """Measured runs; medians are reported."""
+    warmup: int = 1
+    """Runs before those, not counted."""
+    seed: int = 0
+    """Of the random prompts."""
+
+    def __post_init__(self) -> None:
+        at_least(self, {"batch_size": 1, "input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0})
+
+
+@dataclass(frozen=True)
+class Round:
+    """One batch, from sending to its last token; seconds, and the tokens that came within `decode_s`."""
+
+    ttft_s: float
+    decode_s: float
+    decode_tokens: int
+
+
+def prepare(config: LatencyConfig, options: Options) -> Options:
+    """A context that fits the requests, and room for all of them at once, unless the options say otherwise."""
+    options = {"max_num_seqs": max(config.batch_size, 64), **options}
+    return with_context(options, config.input_len + config.output_len, "--input-len + --output-len")
+
+
+def measure(engine: ClientEngine, config: LatencyConfig, options: Options) -> Report:
+    before, rounds, after = measure_rounds(engine, config)
+    return summary(config, rounds, before, after)
+
+
+def measure_rounds(
+    engine: ClientEngine, config: LatencyConfig
+) -> tuple[EngineStatistics, list[Round], EngineStatistics]:
+    """The measured rounds, and the engine's counters before and after them."""
+    draw = random.Random(config.seed)
+    params = greedy(config.output_len)
+
+    def round_of() -> Round:
+        # New prompts each time: nothing may come from a cache.
+        prompts = [random_prompt(draw, engine, config.input_len) for _ in range(config.batch_size)]
+        return asyncio.run(one_round(engine, prompts, params))
+
+    for _ in range(config.warmup):
+        round_of()
+    before = engine.statistics()
+    rounds = [round_of() for _ in range(config.repeats)]
+    return before, rounds, engine.statistics()
+
+
+def summary(
+    config: LatencyConfig, rounds: Sequence[Round], before: EngineStatistics, after: EngineStatistics
+) -> dict[str, Any]:
+    """Medians over the rounds, and `spread`: the least and the most of each."""
+    samples = {
+        "prefill_tokens_per_s": [config.batch_size * config.input_len / r.ttft_s for r in rounds],
+        "decode_tokens_per_s": [r.decode_tokens / r.decode_s if r.decode_tokens else 0.0 for r in rounds],
+        "ttft_s": [r.ttft_s for r in rounds],
+    }
+    steps = max(after.steps - before.steps, 1)
+    return {
+        **{key: statistics.median(values) for key, values in samples.items()},
+        "host_s_per_step": (after.host_s - before.host_s) / steps,
+        "load_s": max(rank.load_s for rank in after.ranks),
+        "peak_rss_bytes": [rank.peak_rss_bytes for rank in after.ranks],
+        "spread": {key: [min(values), max(values)] for key, values in samples.items()},
+    }
+
+
+async def one_round(engine: ClientEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Round:
+    """All prompts at once, each to its last token."""
+    started = time.perf_counter()
+    answers = await asyncio.gather(*(ask(engine, prompt, params) for prompt in prompts))
+    return round_from(started, [answer.arrivals for answer in answers])
+
+
+def round_from(started: float, arrivals: Sequence[Sequence[float]]) -> Round:
+    """A round from the moments at which each request's tokens came."""
+    all_first = max(times[0] for times in arrivals)
+    last = max(times[-1] for times in arrivals)
+    if later := sum(moment > all_first for times in arrivals for moment in times):
+        return Round(all_first - started, last - all_first, later)
+    first = min(times[0] for times in arrivals)
+    return Round(all_first - started, last - first, sum(len(times) - 1 for times in arrivals) if last > first else 0)
+
+
+def table(report: Report) -> str:
+    return facts(
+        [
+            ("prefill", f"{report['prefill_tokens_per_s']:10.1f} tokens/s"),
+            ("decode", f"{report['decode_tokens_per_s']:10.1f} tokens/s"),
+            ("time to first", f"{report['ttft_s'] * 1000:10.1f} ms"),
+            ("host work a step", f"{report['host_s_per_step'] * 1e6:10.0f} us"),
+            ("load", f"{report['load_s']:10.1f} s"),
+            ("peak memory", f"{', '.join(mib(value) for value in report['peak_rss_bytes'])} (rank by rank)"),
+        ]
+    )
+
+
+LATENCY = Benchmark("latency", "Measures one batch of equal requests.", LatencyConfig, prepare, measure, table)

@@ -1,0 +1,217 @@
+"""`allspan bench streaming`: what each hop between the engine and a reader of its tokens costs.
+
+One run, one machine, the same prompts for all: `generate` of an `Engine` in its own process; `generate` of a facade of
+a cluster of one rank with as many threads; and streams of that cluster's gateway through gRPC Generate, completions and
+chat/completions. The sides take turns within a round, another one first each time, and while one is at work the others
+sleep. Whoever asks runs on the same processors, in a process of its own, and its processor time is told apart, as are
+the gateway's and the ranks'. A ratio is a median over the engine's; its spread is that of the rounds' own ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.engine.compare_peers import Peer
+from allspan.client.bench.machine import machine, versions
+from allspan.client.bench.report import columns
+from allspan.client.bench.serving.load import spread
+from allspan.client.bench.serving.server import Addresses, ServerProcess, cpu_s
+from allspan.client.engine import ClientEngine
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.text import load_tokenizer
+
+SCRIPT = Path(__file__).with_name("streaming_script.py")
+START_TIMEOUT_S = 600.0
+WORDS = ("river", "stone", "seven", "green", "quiet", "under", "letter", "window", "morning", "paper", "iron", "salt")
+NAMES = {
+    "engine": "Engine.generate, in process",
+    "facade": "ClientEngine.generate",
+    "grpc": "gRPC Generate",
+    "completions": "HTTP completions, SSE",
+    "chat": "HTTP chat/completions, SSE",
+}
+
+
+@dataclass(frozen=True)
+class StreamingConfig:
+    """What is sent, and how often."""
+
+    streams: int = 32
+    """Requests at once."""
+    input_words: int = 8
+    """Words of each prompt, drawn at random, beside the chat template's."""
+    output_len: int = 96
+    """New tokens of each."""
+    repeats: int = 7
+    """Rounds; medians are reported."""
+    warmup: int = 1
+    """Rounds before those, not counted."""
+    sides: tuple[str, ...] = tuple(NAMES)
+    """Which take part, of engine (always, all are compared with it), facade, grpc, completions, chat."""
+    seed: int = 0
+    """Of the prompts."""
+    peers_timeout: float = 600.0
+    """Seconds that a side gets to load, and for each of its turns."""
+
+    def __post_init__(self) -> None:
+        at_least(self, {"streams": 1, "input_words": 1, "output_len": 2, "repeats": 1, "warmup": 0, "peers_timeout": 1})
+        if unknown := [side for side in self.sides if side not in NAMES]:
+            raise ConfigError(f"--sides has {unknown[0]!r}, known are {', '.join(NAMES)}")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One side's part of a round; processor seconds of who asks (the engine's: of all of it), gateway and ranks."""
+
+    tokens: int
+    messages: int
+    seconds: float
+    cpu_s: float
+    gateway_cpu_s: float = 0.0
+    ranks_cpu_s: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def prepare(config: StreamingConfig, options: Options) -> Options:
+    if not options.get("threads"):
+        options = {**options, "threads": len(os.sched_getaffinity(0))}
+    if options.setdefault("ranks", 1) != 1:
+        raise ConfigError(f"--ranks is {options['ranks']}, must be 1: the engine in process is one rank")
+    options = {"max_num_seqs": config.streams, "enable_prefix_caching": False, **options}
+    needed = 256 + 4 * config.input_words + config.output_len
+    return with_context(options, needed, "256 + 4 x --input-words + --output-len")
+
+
+class _Run:
+    """The sides' processes, and the server."""
+
+    def __init__(self, model: str, config: StreamingConfig, options: Options, quiet: bool) -> None:
+        self._config = config
+        self._tokenizer = load_tokenizer(model)
+        self._peers: dict[str, Peer] = {}
+        self._server = ServerProcess(model, options, quiet)
+        try:
+            addresses = self._server.wait_ready(START_TIMEOUT_S)
+            with ClientEngine(attach=addresses.run_dir) as engine:
+                facts = engine.statistics()
+                self.versions = versions(facts)
+                self._ranks = [rank.pid for rank in facts.ranks]
+                served = engine.model
+            for side in dict.fromkeys(("engine", *config.sides)):
+                self._peers[side] = Peer(sys.executable, SCRIPT, pauses=side == "engine")
+                self._peers[side].ask(_load(side, model, served, addresses, options), config.peers_timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def rounds(self) -> dict[str, list[Turn]]:
+        config = self._config
+        draw = random.Random(config.seed)
+        turns: dict[str, list[Turn]] = {side: [] for side in self._peers}
+        names = list(self._peers)
+        for number in range(-config.warmup, config.repeats):
+            texts = [" ".join(draw.choices(WORDS, k=config.input_words)) for _ in range(config.streams)]
+            prompts = [self._tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+            first = number % len(names)
+            for side in names[first:] + names[:first]:
+                turn = self._turn(side, prompts, texts)
+                if number >= 0:
+                    turns[side].append(turn)
+        return turns
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._server.close()
+
+    def _turn(self, side: str, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> Turn:
+        request = {"do": "round", "prompts": prompts, "texts": texts, "output_len": self._config.output_len}
+        before = self._cpu()
+        answer = self._peers[side].ask(request, self._config.peers_timeout)
+        spent = [after - earlier for after, earlier in zip(self._cpu(), before, strict=True)]
+        gateway, ranks = (0.0, 0.0) if side == "engine" else spent
+        return Turn(**answer, gateway_cpu_s=gateway, ranks_cpu_s=ranks)
+
+    def _cpu(self) -> tuple[float, float]:
+        return cpu_s(self._server.pid), sum(map(cpu_s, self._ranks))
+
+
+def _load(side: str, model: str, served: str, addresses: Addresses, options: Options) -> dict[str, Any]:
+    settings = {key: options[key] for key in options if key not in ("ranks", "served_model_name", "no_restart")}
+    address = {"facade": str(addresses.run_dir), "grpc": addresses.grpc}.get(side, addresses.http)
+    about = {"model": model, "settings": settings} if side == "engine" else {"model": served, "address": address}
+    return {"do": "load", "side": side, **about}
+
+
+def summary(turns: Mapping[str, Sequence[Turn]]) -> Report:
+    """By side: tokens per second, the ratio to the engine's, messages a token, processor seconds per 1,000 tokens."""
+    ours = turns["engine"]
+    report: Report = {}
+    for side, found in turns.items():
+        rates = [turn.rate for turn in found]
+        pairs = [rate / base.rate for rate, base in zip(rates, ours, strict=True)]
+        tokens = sum(turn.tokens for turn in found)
+        report[side] = {
+            "tokens_per_s": spread(rates),
+            "samples": rates,
+            "ratio": statistics.median(rates) / statistics.median(turn.rate for turn in ours),
+            "ratio_by_round": spread(pairs),
+            "messages_per_token": sum(turn.messages for turn in found) / tokens,
+            "cpu_s_per_1000_tokens": {
+                who: 1000 * sum(getattr(turn, field) for turn in found) / tokens
+                for who, field in (("asking", "cpu_s"), ("gateway", "gateway_cpu_s"), ("ranks", "ranks_cpu_s"))
+            },
+        }
+    return report
+
+
+def table(report: Report) -> str:
+    heading = "|tokens/s|least|most|of the engine's|round by round|messages/token|asking|gateway|ranks"
+    rows = [tuple(heading.split("|"))]
+    for side, found in report["sides"].items():
+        rate, pairs, cpu = found["tokens_per_s"], found["ratio_by_round"], found["cpu_s_per_1000_tokens"]
+        ratio = (f"{found['ratio']:.3f} x", f"{pairs['median']:.3f} ({pairs['min']:.3f} to {pairs['max']:.3f})")
+        rates = (f"{rate[part]:,.1f}" for part in ("median", "min", "max"))
+        spent = (f"{cpu[who]:.3f}" for who in ("asking", "gateway", "ranks"))
+        rows.append((NAMES[side], *rates, *ratio, f"{found['messages_per_token']:.2f}", *spent))
+    return columns(rows) + "\nthe last three: processor seconds per 1,000 tokens (the engine's own under asking)"
+
+
+class StreamingBenchmark(Benchmark):
+    """It starts a server with a gateway, and an engine beside it."""
+
+    def run(self, model: str, config: Any, quiet: bool = False, **serve_options: Any) -> Report:
+        given = {key: value for key, value in serve_options.items() if value is not None}
+        options = self.prepare(config, given)
+        run = _Run(model, config, options, quiet)
+        try:
+            report = {"sides": summary(run.rounds())}
+        finally:
+            run.close()
+        settings = {"model": model, **asdict(config), **options}
+        return report | {"settings": settings, "versions": run.versions, "machine": machine()}
+
+
+def _measured_by_itself(engine: ClientEngine, config: Any, options: Options) -> Report:
+    raise AssertionError("StreamingBenchmark.run measures by itself")
+
+
+STREAMING = StreamingBenchmark(
+    "streaming",
+    "What the facade, gRPC and event streams cost beside the engine in process.",
+    StreamingConfig,
+    prepare,
+    _measured_by_itself,
+    table,
+)

@@ -1,0 +1,1 @@
+"""The cluster as a client sees it: worlds, replicas, routing, open requests."""

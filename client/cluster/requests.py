@@ -1,0 +1,359 @@
+"""A facade's open requests: admission, results, and going on in another world when theirs dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allspan.client.cluster.discovery import ClusterSource
+from allspan.client.cluster.fanout import RankRefused
+from allspan.client.cluster.replica import Replica
+from allspan.client.cluster.request import OpenRequest
+from allspan.client.cluster.router import Router
+from allspan.client.cluster.snapshot import ClusterView
+from allspan.client.cluster.world import World, WorldLost
+from allspan.client.transport.base import Connect
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.engine import EngineStatistics
+from allspan.protos.api.errors import (
+    AllspanError,
+    AlreadyExists,
+    ConfigError,
+    InternalError,
+    QueueFull,
+    RequestCancelled,
+    Unavailable,
+)
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import ResultQueue
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.cluster.cluster_file import ClusterInfo
+
+CALL_TIMEOUT_S = 45.0
+"""More than a rank may be silent before its world is lost: who waits for such a rank goes on, here or elsewhere."""
+FIRST_RETRY_S = 0.02
+LAST_RETRY_S = 0.5
+FOLLOW_UPS = 3
+LAST_WORDS_S = 1.0
+"""A leader that has stopped a request has sent its final output by then."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePolicy:
+    """What becomes of unfinished requests when their world dies."""
+
+    enabled: bool = True
+    timeout_s: float = 30.0
+    """How long a request waits for a world to go on in."""
+    max_tries: int = 5
+    """Resumptions in a row that may bring a request no token."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.timeout_s <= 86400:
+            raise ConfigError(f"resume_timeout is {self.timeout_s}, must be from 0 to 86400 seconds")
+        if self.max_tries < 1:
+            raise ConfigError(f"max_resumes is {self.max_tries}, must be at least 1; resume=False for none")
+
+
+class Session:
+    """Lives on one asyncio loop; every method must run there. `sources`: see `Router`."""
+
+    def __init__(
+        self,
+        sources: Sequence[ClusterSource],
+        connect: Connect,
+        policy: ResumePolicy | None = None,
+        call_timeout: float = CALL_TIMEOUT_S,
+    ) -> None:
+        self._policy = policy or ResumePolicy()
+        self._call_timeout = call_timeout
+        self._router = Router(sources, connect, self, call_timeout)
+        self._open: dict[bytes, OpenRequest] = {}
+        self._closed = False
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def info(self) -> ClusterInfo | None:
+        """The cluster, as of a world that was attached to."""
+        return self._router.info
+
+    @property
+    def down_cause(self) -> str:
+        """Why requests are refused; "" while they are taken."""
+        return self._router.down_cause
+
+    @property
+    def refusal(self) -> str:
+        """Why requests are not welcome: `down_cause`, a stopped model, a step loop that stands still."""
+        return self._router.refusal
+
+    async def attach(self, timeout: float) -> None:
+        """Waits for a cluster that is starting. Raises ConfigError (nothing there), Unavailable, DeadlineExceeded."""
+        await self._router.attach(timeout)
+
+    async def start(
+        self,
+        request_id: bytes,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+    ) -> ResultQueue:
+        """Admits a request on every rank of a replica. Cancelling this leaves no request behind."""
+        if self._closed:
+            raise Unavailable(self._router.down_cause)
+        await self._router.some_ready()
+        if request_id in self._open:
+            raise AlreadyExists(f"request_id is {request_id.hex()}, which is in use; release that request first")
+        request = self._open[request_id] = OpenRequest(request_id, prompt_ids, params, options)
+        admission = request.carrier = self._spawn(self._first_life(request))
+        try:
+            await asyncio.wait([admission])
+        except asyncio.CancelledError:
+            self.release(request_id)
+            raise
+        if admission.cancelled():
+            raise Unavailable("the engine is closed")
+        admission.result()
+        return request.queue
+
+    async def stop(self, request_id: bytes) -> None:
+        """Ends a request early; its final output arrives by itself. Unknown and ended ones are left alone."""
+        request = self._open.get(request_id)
+        if request is not None:
+            request.is_stopping = True
+            if request.is_admitting:
+                pass  # who sends it stops it, as soon as it has arrived
+            elif request.world is not None:
+                await request.world.stop([request.wire_id])
+            else:
+                request.cancel()
+                self._drop(request)
+
+    def release(self, request_id: bytes) -> None:
+        """Ends a request for its reader at once, and for the ranks in the background."""
+        request = self._open.get(request_id)
+        if request is not None:
+            request.cancel()
+            self._spawn(self.stop(request_id))
+
+    def queues(self, request_id: bytes | None = None) -> list[ResultQueue]:
+        """Of one open request (empty when it has ended), or of all."""
+        found = self._open.values() if request_id is None else filter(None, [self._open.get(request_id)])
+        return [request.queue for request in found]
+
+    async def outlast(self) -> None:
+        """Waits until requests are taken again, for a caller whose earlier ones are being resumed meanwhile. Raises
+        Unavailable when they will not be."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._policy.timeout_s
+        while self._router.down_cause:
+            if not (self._policy.enabled and self._router.may_return and loop.time() < deadline):
+                raise Unavailable(self._router.down_cause)
+            await self._router.news(deadline - loop.time())
+
+    async def statistics(self) -> EngineStatistics:
+        return await self._router.statistics()
+
+    async def view(self, timeout: float) -> ClusterView:
+        """What is known of the cluster within `timeout` seconds, up or not."""
+        return await self._router.view(timeout)
+
+    async def control(self, operation: str, timeout: float) -> None:
+        await self._router.control(operation, timeout)
+
+    async def inspect(self, what: str) -> dict[str, Any]:
+        return await self._router.inspect(what)
+
+    async def close(self) -> None:
+        """Ends every request with RequestCancelled, and the leases with the ranks. Idempotent."""
+        self._closed = True
+        for request in list(self._open.values()):
+            request.queue.fail(RequestCancelled("the engine was closed"))
+            self._drop(request)
+        tasks = list(self._background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._router.close()
+
+    def on_output(self, replica: Replica, message: pb.RequestOutput) -> None:
+        request = replica.requests.get(message.request_id)
+        if request is None:
+            return
+        if message.error_code == Unavailable.code and self._policy.enabled:
+            # Its world is ending, and has said so before its streams did.
+            self._orphan(request)
+            return
+        request.deliver(message)
+        if message.finish_reason or message.error_code:
+            if request.world is not None and message.finish_reason not in ("stop", "length"):
+                self._spawn(request.world.forget([message.request_id]))
+            self._router.remember(replica, request, with_output=True)
+            self._drop(request)
+
+    def on_lost(self, replica: Replica) -> None:
+        if not self._closed:
+            for request in list(replica.requests.values()):
+                self._orphan(request)
+
+    def on_change(self) -> None:
+        self._router.spread()
+
+    async def _first_life(self, request: OpenRequest) -> None:
+        try:
+            try:
+                await self._admit(request)
+            except Unavailable:
+                if not request.losses:
+                    await self._router.some_ready()  # a world that was lost just now is told with its cause
+                    raise
+                await self._next_life(request)
+        except AllspanError:
+            if request.world is None:
+                self._drop(request)
+            raise
+
+    async def _carry_on(self, request: OpenRequest) -> None:
+        try:
+            await self._next_life(request)
+        except AllspanError as error:
+            failure = error
+        except Exception as error:
+            logger.exception("request %s could not be resumed", request.request_id.hex())
+            failure = InternalError(f"the request could not be resumed: {error!r}")
+        else:
+            return
+        request.queue.fail(failure)
+        if request.world is None:  # else its leader may have it, and is being asked
+            self._drop(request)
+
+    async def _next_life(self, request: OpenRequest) -> None:
+        """Sends a request that has lost its world to another, as soon as there is one; raises why there is none."""
+        last = request.replica
+        info = last.info if last is not None else None
+        if last is None or info is None:
+            raise InternalError("a request that was never sent cannot be resumed")
+        if request.finish(info):
+            self._drop(request)
+            return
+        if not self._policy.enabled:
+            await last.buried()
+            raise Unavailable(last.down_cause or "the world has failed")
+        if not await self._find_world(request):
+            request.cancel()
+            self._drop(request)
+
+    async def _find_world(self, request: OpenRequest) -> bool:
+        """False when its caller has stopped it meanwhile. Raises why there is no world."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._policy.timeout_s
+        pause = FIRST_RETRY_S
+        while not request.is_stopping:
+            request.check_time()
+            await self._check_losses(request)
+            try:
+                await self._admit(request)
+                return True
+            except (AlreadyExists, QueueFull, Unavailable) as refusal:
+                cause = self._router.down_cause or refusal.message
+            if not self._router.may_return:
+                raise Unavailable(cause)
+            if loop.time() >= deadline:
+                raise Unavailable(f"{cause} (nothing to go on in within {self._policy.timeout_s:g} s)")
+            left = min(left for left in (deadline - loop.time(), request.remaining_s) if left is not None)
+            if self._router.ready:
+                await asyncio.sleep(max(min(pause, left), 0.0))
+                pause = min(2 * pause, LAST_RETRY_S)
+            else:
+                await self._router.news(left)
+        return False
+
+    async def _check_losses(self, request: OpenRequest) -> None:
+        """Unavailable once it has lost too many worlds: it may be what kills them."""
+        if request.losses > self._policy.max_tries and request.replica is not None:
+            await request.replica.buried()
+            cause = request.replica.down_cause or "the world has failed"
+            raise Unavailable(f"{cause} ({request.losses} worlds in a row were lost without a token of this request)")
+
+    async def _admit(self, request: OpenRequest) -> None:
+        """Sends it to the best replica that takes it. Raises the last one's refusal."""
+        refusal: AllspanError = Unavailable(self._router.down_cause or "no replica takes requests")
+        for replica, hit_blocks in self._router.ranked(request):
+            if (world := replica.world) is None:
+                continue
+            try:
+                await self._send(request, replica, world, hit_blocks)
+                return
+            except (AlreadyExists, QueueFull, Unavailable) as error:
+                refusal = error
+        raise refusal
+
+    async def _send(self, request: OpenRequest, replica: Replica, world: World, hit_blocks: int) -> None:
+        """One life's beginning. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""
+        message = request.begin(replica, world, hit_blocks)
+        self._router.remember(replica, request)
+        request.is_admitting = True
+        try:
+            await world.start(message)
+        except WorldLost:
+            if request.world is world:
+                self._orphan(request)
+        except RankRefused as refusal:
+            if refusal.ambiguous:
+                request.is_stopping = True
+                self._spawn(self._follow_up(request, world))
+            else:
+                request.leave()
+            raise refusal.error from None
+        finally:
+            request.is_admitting = False
+        if request.world is None and not request.is_over:
+            raise Unavailable(replica.down_cause or "the world has failed")
+        if request.is_stopping:
+            self._spawn(self.stop(request.request_id))
+
+    def _orphan(self, request: OpenRequest) -> None:
+        """Its life is over, and it is not."""
+        request.lose()
+        if not request.is_admitting:
+            request.carrier = self._spawn(self._carry_on(request))
+
+    async def _follow_up(self, request: OpenRequest, world: World) -> None:
+        """The leader did not answer, so it may have the request. That ends with its final output; or, if it never had
+        it, when the leader hears a stop and has nothing to say; or after FOLLOW_UPS tries, and then with the lease."""
+        for _ in range(FOLLOW_UPS):
+            await asyncio.sleep(self._call_timeout)
+            if request.world is not world:
+                return
+            if await world.stop([request.wire_id]):
+                await asyncio.sleep(LAST_WORDS_S)
+                if request.world is world:
+                    await world.forget([request.wire_id])
+                break
+        if request.world is world:
+            self._drop(request)
+
+    def _drop(self, request: OpenRequest) -> None:
+        """It is over, for this side at least."""
+        if self._open.get(request.request_id) is request:
+            del self._open[request.request_id]
+        request.leave()
+        carrier = request.carrier
+        if carrier is not None and not request.is_admitting and carrier is not asyncio.current_task():
+            carrier.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, AllspanError):
+            logger.error("a task of the session failed", exc_info=error)

@@ -1,0 +1,212 @@
+"""All replicas of a cluster: which of them a request goes to, and calls that concern every one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from allspan.client.cluster.affinity import Bid, ranking
+from allspan.client.cluster.discovery import ClusterSource, RunDirectory
+from allspan.client.cluster.replica import Holder, Replica, settled
+from allspan.client.cluster.request import OpenRequest
+from allspan.client.cluster.snapshot import ClusterView
+from allspan.client.cluster.statistics import added, merged
+from allspan.client.cluster.world import World
+from allspan.client.transport.base import Connect
+from allspan.protos.api.engine import EngineStatistics
+from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable, from_code
+from allspan.protos.cluster.cluster_file import ClusterInfo
+
+SILENCE_WAIT_S = 1.0
+"""A request that finds every world silent waits so long for one to be heard again: it may have been a hiccup."""
+
+T = TypeVar("T")
+
+
+class Router:
+    """Lives on one asyncio loop. `sources`: of each replica, or one of a cluster that knows its replicas."""
+
+    def __init__(self, sources: Sequence[ClusterSource], connect: Connect, holder: Holder, call_timeout: float) -> None:
+        self.replicas: list[Replica] = []
+        self._sources = list(sources)
+        self._connect = connect
+        self._holder = holder
+        self._call_timeout = call_timeout
+        self._news = asyncio.Event()
+        self._closed = False
+
+    @property
+    def info(self) -> ClusterInfo | None:
+        """Of a replica that lives, else of one that did."""
+        known = [replica for replica in self.replicas if replica.info is not None]
+        live = [replica for replica in known if replica.world is not None]
+        return next((replica.info for replica in (*live, *known)), None)
+
+    @property
+    def ready(self) -> list[Replica]:
+        """Those that take requests."""
+        return [replica for replica in self.replicas if not replica.down_cause]
+
+    @property
+    def down_cause(self) -> str:
+        """Why no replica takes requests, naming each; "" while one does."""
+        if self._closed or not self.replicas:
+            return "the engine is closed" if self._closed else "not attached to a cluster"
+        return _named([replica.down_cause for replica in self.replicas])
+
+    @property
+    def refusal(self) -> str:
+        """`down_cause`, or why the replicas that are up welcome no requests; "" while one does."""
+        return self.down_cause or _named([replica.refusal for replica in self.replicas])
+
+    @property
+    def may_return(self) -> bool:
+        """Whether a replica is up, or may be again."""
+        return any(replica.world is not None or replica.may_return for replica in self.replicas)
+
+    async def attach(self, timeout: float) -> None:
+        """Waits for a cluster that is starting; one replica that is up will do. Raises ConfigError (nothing there, or
+        replicas that differ), Unavailable, DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._attach()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the cluster was not ready within {timeout:g} s") from None
+        for replica in self.replicas:
+            if replica.world is None:
+                replica.look_out()
+        self._check_alike()
+
+    def ranked(self, request: OpenRequest) -> list[tuple[Replica, int]]:
+        """Replicas that take requests, the best for this one first, and the blocks of its prompt that each may have."""
+        ready = self.ready
+        if len(self.replicas) == 1:
+            return [(replica, 0) for replica in ready]
+        keys = request.block_keys()
+        bids = [Bid(i, replica.prefixes.match(keys), replica.load) for i, replica in enumerate(ready)]
+        return [(ready[bid.index], bid.hit_blocks) for bid in ranking(bids)]
+
+    def remember(self, replica: Replica, request: OpenRequest, with_output: bool = False) -> None:
+        """Notes that the replica has, or will soon have, what the request computes."""
+        if len(self.replicas) > 1:
+            replica.prefixes.add(request.block_keys(with_output))
+
+    async def some_ready(self) -> None:
+        """Returns when a replica takes requests; Unavailable when there is none and none that was just about to."""
+        if not self.ready:
+            await asyncio.gather(*(replica.buried() for replica in self.replicas))
+            await asyncio.gather(*(replica.glance() for replica in self.replicas if replica.world is None))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SILENCE_WAIT_S
+        while not self.ready and any(replica.world for replica in self.replicas) and loop.time() < deadline:
+            await self.news(deadline - loop.time())
+        if not self.ready:
+            raise Unavailable(self.down_cause)
+
+    def spread(self) -> None:
+        """Tells those who wait for news that there are some."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def news(self, timeout: float) -> None:
+        """Waits for a replica to become ready, or to be given up; or for `timeout` seconds."""
+        try:
+            async with asyncio.timeout(max(timeout, 0.0)):
+                await self._news.wait()
+        except TimeoutError:
+            pass  # the caller looks at what is there
+
+    async def statistics(self) -> EngineStatistics:
+        """Of the replicas that answer, added up."""
+
+        async def one(replica: Replica, world: World) -> EngineStatistics:
+            return merged(await world.statuses(self._call_timeout), replica.index)
+
+        answers, failures = await self._ask_all(one)
+        if not answers:
+            raise failures[0]
+        return added(answers, len(self.replicas))
+
+    async def view(self, timeout: float) -> ClusterView:
+        """What is known of all replicas within `timeout` seconds."""
+        return ClusterView(tuple(await asyncio.gather(*(replica.view(timeout) for replica in self.replicas))))
+
+    async def control(self, operation: str, timeout: float) -> None:
+        """An operation on every replica that is up. Raises the first one's failure, once all have answered."""
+
+        async def one(replica: Replica, world: World) -> None:
+            await world.control(operation, timeout)
+            if operation in ("reset_prefix_cache", "unload_weights", "reload_weights"):
+                replica.prefixes.clear()
+
+        _, failures = await self._ask_all(one)
+        if failures:
+            raise failures[0]
+
+    async def inspect(self, what: str) -> dict[str, Any]:
+        """The first replica's answer that is up."""
+        await self.some_ready()
+        world = self.ready[0].world
+        assert world is not None  # ready
+        return await world.inspect(what)
+
+    async def close(self) -> None:
+        """Ends the leases. Idempotent."""
+        self._closed = True
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+        self.spread()
+
+    async def _ask_all(self, call: Callable[[Replica, World], Awaitable[T]]) -> tuple[list[T], list[BaseException]]:
+        await self.some_ready()
+        up = [(replica, world) for replica in self.ready if (world := replica.world) is not None]
+        replies = await asyncio.gather(*(call(*pair) for pair in up), return_exceptions=True)
+        answers = [reply for reply in replies if not isinstance(reply, BaseException)]
+        failures: list[BaseException] = []
+        for (replica, _), reply in zip(up, replies, strict=True):
+            if isinstance(reply, AllspanError) and len(self.replicas) > 1:
+                reply = from_code(reply.code, f"replica {replica.index}: {reply.message}")
+            if isinstance(reply, BaseException):
+                failures.append(reply)
+        return answers, failures
+
+    async def _attach(self) -> None:
+        self.replicas = [
+            Replica(index, source, self._connect, self._holder, self._call_timeout)
+            for index, source in enumerate(await self._expanded())
+        ]
+        if len(self.replicas) > 1:
+            await asyncio.gather(*(replica.glance() for replica in self.replicas))
+        if not any(replica.world for replica in self.replicas):
+            attempts = (replica.attach() for replica in self.replicas)
+            failures = await asyncio.gather(*attempts, return_exceptions=True)
+            if all(failures) and isinstance(failures[0], BaseException):
+                raise failures[0]
+
+    async def _expanded(self) -> list[ClusterSource]:
+        """The replicas' own sources, where the cluster's lists them."""
+        if len(self._sources) > 1 or not isinstance(self._sources[0], RunDirectory):
+            return self._sources
+        run_dir = self._sources[0]
+        info = await settled(run_dir)
+        return [run_dir.below(name) for name in info.replicas] or self._sources
+
+    def _check_alike(self) -> None:
+        """Requests may move between replicas: they must mean the same everywhere."""
+        infos = [replica.info for replica in self.replicas if replica.info is not None]
+        for i, info in enumerate(infos):
+            for field in ("model", "vocab_size", "max_model_len"):
+                ours, first = getattr(info, field), getattr(infos[0], field)
+                if ours != first:
+                    raise ConfigError(f"replica {i} has {field} {ours!r}, replica 0 {first!r}; attach to equal ones")
+
+
+def _named(causes: Sequence[str]) -> str:
+    """What all replicas say, each with its name; "" if one has nothing to say."""
+    if not all(causes):
+        return ""
+    if len(causes) == 1:
+        return causes[0]
+    names = [f"replica {index}" for index in range(len(causes))]
+    told = zip(names, causes, strict=True)  # its supervisor may have begun with its name
+    return "; ".join(cause if cause.startswith(f"{name} ") else f"{name}: {cause}" for name, cause in told)

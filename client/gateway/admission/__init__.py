@@ -1,0 +1,1 @@
+"""From a request to running generations: encode, validate, admit, follow."""

@@ -1,0 +1,177 @@
+"""Grammars checked before a request is let in: compiled in child processes with a time and a memory limit, and kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from allspan.client.gateway.config import LimitsConfig
+from allspan.protos.api.errors import InternalError, InvalidRequest, QueueFull
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.text import Tokenizer
+
+CHILDREN = 2
+"""So that one explosive grammar does not keep the others waiting."""
+MOST_WAITING = 256
+MOST_KEPT = 4096
+"""Answers kept, by digest: some 1 kB each at most."""
+START_S = 30.0
+"""Within which a child must be up."""
+PATIENCE = 4
+"""The limit of time is of a processor; a child that gets less than a quarter of one fails all the same."""
+_WAY_OUT = "make it simpler"
+
+logger = logging.getLogger("allspan.gateway")
+
+T = TypeVar("T")
+
+
+class GrammarCheck:
+    """`check` on the gateway's loop; `close` in the end. Children are started when first needed."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: LimitsConfig) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._limits = limits
+        self._kept: OrderedDict[bytes, str] = OrderedDict()
+        self._checking: dict[bytes, asyncio.Task[str]] = {}
+        self._idle: list[_Child] = []
+        self._turns = asyncio.Semaphore(CHILDREN)
+
+    async def check(self, grammar: Grammar, field: str) -> None:
+        """InvalidRequest (about `field`) when no rank could apply it; QueueFull."""
+        most = self._limits.max_grammar_bytes
+        if (size := len(grammar.text.encode())) > most:
+            raise InvalidRequest(f"{field}: the {grammar.kind} has {size} bytes, at most {most}", field)
+        key = hashlib.sha256(f"{grammar.kind}\n{grammar.text}".encode()).digest()
+        problem = self._kept.get(key)
+        if problem is None:
+            problem = await self._shared(key, grammar)
+        else:
+            self._kept.move_to_end(key)
+        if problem:
+            raise InvalidRequest(f"{field}: {problem}", field)
+
+    async def close(self) -> None:
+        """Ends the children."""
+        for task in self._checking.values():
+            task.cancel()
+        await asyncio.gather(*self._checking.values(), return_exceptions=True)
+        children, self._idle = self._idle, []
+        await asyncio.gather(*(child.end() for child in children))
+
+    async def _shared(self, key: bytes, grammar: Grammar) -> str:
+        """One check for all who ask for the same meanwhile; it goes on when they leave."""
+        task = self._checking.get(key)
+        if task is None:
+            if len(self._checking) >= MOST_WAITING:
+                raise QueueFull(f"{MOST_WAITING} grammars are waiting to be compiled, the limit; try again later")
+            task = self._checking[key] = asyncio.create_task(self._problem(key, grammar))
+            task.add_done_callback(lambda _: self._checking.pop(key, None))
+        return await asyncio.shield(task)
+
+    async def _problem(self, key: bytes, grammar: Grammar) -> str:
+        async with self._turns:
+            child = self._idle.pop() if self._idle else await self._start()
+            try:
+                problem = await _within(PATIENCE * self._limits.grammar_timeout, child.ask(grammar))
+                self._idle.append(child)
+            except (TimeoutError, EOFError) as error:
+                took_long = isinstance(error, TimeoutError) or await child.end() == -signal.SIGPROF
+                logger.info("a %s of %d characters was too much: %r", grammar.kind, len(grammar.text), error)
+                limit = self._limits.grammar_timeout
+                if took_long:
+                    return f"the {grammar.kind} was not compiled within {limit:g} s (--grammar-timeout); {_WAY_OUT}"
+                problem = (
+                    f"the {grammar.kind} takes more than {self._limits.grammar_memory_bytes} bytes "
+                    f"(--grammar-memory-bytes) or nests too deeply; {_WAY_OUT}"
+                )
+            finally:
+                if child not in self._idle:
+                    await child.end()
+        self._kept[key] = problem
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return problem
+
+    async def _start(self) -> _Child:
+        special = {i: piece.decode("utf-8", "replace") for i, piece in self._special()}
+        child = await _Child.start(self._limits)
+        try:
+            await _within(START_S, child.greet(self._vocab_size, special))
+        except (TimeoutError, EOFError) as error:
+            await child.end()
+            raise InternalError(f"the process that compiles grammars did not start: {error!r}") from error
+        except BaseException:
+            await child.end()
+            raise
+        return child
+
+    def _special(self) -> list[tuple[int, bytes]]:
+        ids = {*self._tokenizer.special_ids, *self._tokenizer.eos_token_ids}
+        pieces = [(token_id, self._tokenizer.codec.piece(token_id)) for token_id in sorted(ids)]
+        return [(token_id, piece) for token_id, piece in pieces if piece and token_id < self._vocab_size]
+
+
+class _Child:
+    """One process of `grammar_child`. EOFError when it died."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._is_dead = False
+
+    @classmethod
+    async def start(cls, limits: LimitsConfig) -> _Child:
+        each = (str(limits.grammar_timeout), str(limits.grammar_memory_bytes))
+        words = (sys.executable, "-m", "allspan.client.gateway.admission.grammar_child", *each)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+        return cls(process)
+
+    async def greet(self, vocab_size: int, special: dict[int, str]) -> None:
+        await self._ask({"vocab_size": vocab_size, "special": special})
+
+    async def ask(self, grammar: Grammar) -> str:
+        answer = await self._ask({"kind": grammar.kind, "text": grammar.text})
+        return str(answer["problem"])
+
+    async def end(self) -> int:
+        """At once, if it has not ended by itself; its exit code."""
+        if self._is_dead and self._process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                await _within(1.0, self._process.wait())
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        return await self._process.wait()
+
+    async def _ask(self, message: object) -> dict[str, object]:
+        to, back = self._process.stdin, self._process.stdout
+        assert to is not None
+        assert back is not None
+        try:
+            to.write(json.dumps(message).encode() + b"\n")
+            await to.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            self._is_dead = True
+            raise EOFError("the process ended") from None
+        line = await back.readline()
+        if not line.endswith(b"\n"):
+            self._is_dead = True
+            raise EOFError("the process ended")
+        answer: dict[str, object] = json.loads(line)
+        return answer
+
+
+async def _within(seconds: float, waiting: Awaitable[T]) -> T:
+    async with asyncio.timeout(seconds):
+        return await waiting

@@ -1,0 +1,124 @@
+"""API keys: where they come from, and who brings one. Kept as digests; nothing here tells a key to anybody."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from allspan.client.gateway.auth.caller import ANYONE, Caller
+from allspan.client.gateway.config import SecurityConfig
+from allspan.protos.api.errors import ConfigError, Unauthenticated
+
+MAX_KEY_CHARS = 4096
+ADMIN = "admin"
+
+_KEY = re.compile(r"[!-+\--~]+")  # what stands in a header as it is, and no comma, which separates keys
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HOW = "send it as `Authorization: Bearer KEY`"
+
+
+class Keys:
+    """Which caller each key belongs to. None of users' keys: everybody may ask, with whatever key."""
+
+    def __init__(self, users: Mapping[str, str], admin: str = "") -> None:
+        """`users`: key → its name, "" for one that is made of the key's digest. `admin`: "" for none."""
+        callers = {_digest(key): Caller(name or _short_name(key)) for key, name in users.items()}
+        if admin:
+            if _digest(admin) in callers:
+                raise ConfigError("the admin key is one of the API keys: whoever has that would be the admin")
+            callers[_digest(admin)] = Caller(ADMIN, is_admin=True)
+        self._callers = tuple(callers.items())
+        self.has_users = bool(users)
+        self.has_admin = bool(admin)
+
+    def find(self, key: str) -> Caller | None:
+        """Whose it is. Takes as long for any key: it compares digests, and all of them."""
+        digest, found = _digest(key), None
+        for known, caller in self._callers:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+    def caller(self, presented: str, is_admin_call: bool = False) -> Caller:
+        """Who may go on; Unauthenticated when a key is needed and `presented` is none of them."""
+        if (found := self.find(presented)) is not None:
+            return found
+        if not self.has_users and not (is_admin_call and self.has_admin):
+            return ANYONE
+        if presented:
+            raise Unauthenticated(f"the API key that came with this call is not known here; {_HOW}")
+        raise Unauthenticated(f"no API key came with this call; {_HOW}")
+
+
+def presented_key(authorization: str, x_api_key: str) -> str:
+    """The key of a request's headers (or metadata), "" when there is none. Bearer in any case, as RFC 9110 has it."""
+    scheme, _, key = authorization.strip().partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else x_api_key.strip()
+
+
+def load_keys(config: SecurityConfig) -> Keys:
+    """From flags and files. ConfigError names the flag, the file and the line of what is no key, and never the key."""
+    users: dict[str, str] = {}
+    if config.api_key is not None:
+        users |= dict.fromkeys(_checked("--api-key", config.api_key), "")
+    if config.api_key_file:
+        users |= _read("--api-key-file", config.api_key_file)
+    admins = [] if config.admin_api_key is None else _checked("--admin-api-key", (config.admin_api_key,))
+    if config.admin_api_key_file:
+        admins += _read("--admin-api-key-file", config.admin_api_key_file)
+    if len(set(admins)) > 1:
+        raise ConfigError("--admin-api-key, --admin-api-key-file: two different admin keys, must be one")
+    return Keys(users, admins[0] if admins else "")
+
+
+def _checked(flag: str, keys: Sequence[str]) -> list[str]:
+    if not keys:
+        raise ConfigError(f"{flag} is given and empty, must hold a key: an unset variable?")
+    for key in keys:
+        if problem := _problem(key):
+            raise ConfigError(f"{flag}: {problem}")
+    return list(keys)
+
+
+def _read(flag: str, path: str) -> dict[str, str]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{flag} {path}: {reason}") from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        *names, key = words
+        place = f"{flag} {path}, line {number}"
+        if len(names) > 1 or not all(map(_NAME.fullmatch, names)):
+            raise ConfigError(f"{place}: must be `KEY` or `NAME KEY`, a name of letters, digits, '.', '_', '-'")
+        if problem := _problem(key):
+            raise ConfigError(f"{place}: {problem}")
+        if names and names[0] in (ADMIN, *found.values()):
+            raise ConfigError(f"{place}: the name {names[0]!r} is taken, must be another")
+        found[key] = names[0] if names else ""
+    if not found:
+        raise ConfigError(f"{flag} {path}: holds no key")
+    return found
+
+
+def _problem(key: str) -> str:
+    if not key:
+        return "a key is empty: an unset variable?"
+    if len(key) > MAX_KEY_CHARS:
+        return f"a key has {len(key)} characters, at most {MAX_KEY_CHARS}"
+    return "" if _KEY.fullmatch(key) else "a key has a blank, a comma or a sign beyond ASCII, which no header carries"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _short_name(key: str) -> str:
+    return f"key-{_digest(key).hex()[:8]}"

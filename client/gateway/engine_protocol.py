@@ -1,0 +1,52 @@
+"""What the gateway asks of its engine beside `EngineProtocol`: facts of its world, and calls that never block."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from allspan.client.cluster.snapshot import ClusterView
+from allspan.protos.api.engine import EngineProtocol, EngineStatistics, Prompt
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import RequestHandle, ResultQueue
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.cluster.cluster_file import ClusterInfo
+
+
+class GatewayEngine(EngineProtocol, Protocol):
+    """`ClientEngine` attached to a cluster, or a scripted fake."""
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        """The world's model and its limits."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Every rank is up, the model runs and its step loop makes progress."""
+
+    @property
+    def down_cause(self) -> str:
+        """Why it is not ready, "" while it is."""
+
+    async def astart_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> tuple[RequestHandle, ResultQueue]:
+        """`start_request` for asyncio."""
+
+    async def astatistics(self) -> EngineStatistics:
+        """`statistics` for asyncio."""
+
+    async def astop_request(self, handle: RequestHandle) -> None:
+        """`stop_request` for asyncio."""
+
+    async def aview(self, timeout: float) -> ClusterView:
+        """The cluster as it is known within `timeout` seconds, up or not."""
+
+    async def acontrol(self, operation: str, timeout: float = 0.0) -> None:
+        """`start_model`, `stop_model` … by name, for asyncio."""
+
+    async def ainspect(self, what: str) -> dict[str, Any]:
+        """ "profile", "model" … for asyncio."""

@@ -1,0 +1,1 @@
+"""The public gRPC service, its messages, errors, health and reflection."""

@@ -1,0 +1,83 @@
+"""The gRPC server: the public service, health and reflection on one port, in the clear or as TLS."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from allspan.client.gateway.auth.tls import Pem, Tls
+from allspan.client.gateway.config import GrpcConfig
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.grpc.access import KeyInterceptor
+from allspan.client.gateway.grpc.health import EngineHealth
+from allspan.client.gateway.grpc.reflection import add_reflection
+from allspan.client.gateway.grpc.service import SERVICE, InferenceService
+from allspan.client.gateway.sockets import Sockets
+from allspan.protos import inference_pb2
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.convert import SERVER_OPTIONS
+
+CLOSE_S = 1.0
+KEEPALIVE_TIMEOUT_S = 20
+
+
+@contextlib.asynccontextmanager
+async def grpc_server(front: Front, health: EngineHealth, sockets: Sockets, tls: Tls | None) -> AsyncIterator[None]:
+    """Serves inside the block. ConfigError when it cannot listen."""
+    server = grpc.aio.server(options=_options(front.config.grpc), interceptors=(KeyInterceptor(front),))
+    handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(front).handlers())
+    server.add_generic_rpc_handlers((handlers,))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    add_reflection(server, (inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR))
+    try:
+        if tls is None:
+            server.add_insecure_port(sockets.grpc_address)
+        else:
+            server.add_secure_port(sockets.grpc_address, _credentials(tls))
+    except RuntimeError as error:
+        raise ConfigError(f"gRPC cannot listen on {sockets.grpc_address}: {error}") from error
+    await health.refresh()
+    await server.start()
+    sockets.grpc.close()
+    try:
+        yield
+    finally:
+        await server.stop(CLOSE_S)
+
+
+def _options(config: GrpcConfig) -> list[tuple[str, Any]]:
+    options = dict(SERVER_OPTIONS) | {
+        "grpc.so_reuseport": 1,
+        "grpc.max_receive_message_length": config.grpc_max_message_bytes,
+        # A stream can be silent for long (a queue, a long prompt), so clients may ask whether it still lives.
+        "grpc.http2.min_ping_interval_without_data_ms": int(1000 * config.grpc_min_ping_interval),
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.keepalive_time_ms": int(1000 * config.grpc_keepalive_time),
+        "grpc.keepalive_timeout_ms": 1000 * KEEPALIVE_TIMEOUT_S,
+    }
+    if config.grpc_max_connection_age:
+        options["grpc.max_connection_age_ms"] = int(1000 * config.grpc_max_connection_age)
+    return list(options.items())
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Asked at every handshake, so that a renewed certificate is shown from then on."""
+
+    def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], pem.ca or None)
+
+    shown = tls.pem
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        if tls.pem is shown:
+            return None
+        shown = tls.pem
+        return configuration(shown)
+
+    return grpc.dynamic_ssl_server_credentials(configuration(shown), fetch, tls.requires_clients)

@@ -1,0 +1,1 @@
+"""HTTP plumbing: the application, errors, access, connections, bodies, event streams."""

@@ -1,0 +1,59 @@
+"""Who may call which path: by default nobody without a key, once there are keys."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from allspan.client.gateway.auth.caller import ANYONE, current_caller, set_caller
+from allspan.client.gateway.auth.keys import presented_key
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.http.errors import response_of
+from allspan.client.gateway.telemetry.request_context import origin_of
+from allspan.protos.api.errors import PermissionDenied, Unauthenticated
+
+OPEN_PATHS = frozenset(("/", "/health", "/ready"))
+"""What a probe asks, and the page itself, which asks for a key when the server does."""
+OPEN_PREFIX = "/page/"
+METRICS = "/metrics"
+
+
+class KeyCheck:
+    """ASGI middleware: finds out who calls, and lets nobody else in. Whatever is not named above needs a key."""
+
+    def __init__(self, app: ASGIApp, front: Front, admin_paths: frozenset[str]) -> None:
+        self._app = app
+        self._keys = front.keys
+        self._telemetry = front.submitter.telemetry
+        self._open = OPEN_PATHS | ({METRICS} if front.config.security.open_metrics else set())
+        self._admin_paths = admin_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        headers = Headers(scope=scope)
+        key = presented_key(headers.get("authorization", ""), headers.get("x-api-key", ""))
+        is_open = path in self._open or path.startswith(OPEN_PREFIX)
+        try:
+            set_caller(self._keys.caller(key, is_admin_call=path in self._admin_paths))
+        except Unauthenticated as error:
+            set_caller(ANYONE)  # a connection's earlier request may have left another
+            if not is_open:
+                response = response_of(error)
+                response.headers["WWW-Authenticate"] = "Bearer"
+                self._telemetry.refused(origin_of(Request(scope)), error, response.status_code)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def require_admin() -> None:
+    """A dependency of the admin endpoints' router. PermissionDenied with the way out."""
+    if not current_caller().is_admin:
+        raise PermissionDenied(
+            "this endpoint needs the admin key, and no other does; a server without one answers nobody here: start it "
+            "with --admin-api-key-file FILE (or ALLSPAN_ADMIN_API_KEY)"
+        )

@@ -1,0 +1,66 @@
+"""The HTTP side: all routes as one FastAPI application, and what they share: errors and request ids."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from allspan import __version__
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.http.access import KeyCheck
+from allspan.client.gateway.http.errors import HttpError, response_of, status_of
+from allspan.client.gateway.http.origin import HostCheck, with_cors
+from allspan.client.gateway.http.request_id import RequestIds
+from allspan.client.gateway.openapi.document import describe
+from allspan.client.gateway.routes import admin, cluster, metrics, openai, page, responses, state, tokens
+from allspan.client.gateway.telemetry.recorder import Telemetry
+from allspan.client.gateway.telemetry.request_context import origin_of
+from allspan.protos.api.errors import AllspanError
+
+ROUTES: tuple[Callable[[Front], APIRouter], ...] = (
+    openai.routes,
+    responses.routes,
+    tokens.routes,
+    state.routes,
+    cluster.routes,
+    metrics.routes,
+    page.routes,
+    admin.routes,
+)
+
+
+def make_app(front: Front) -> FastAPI:
+    """All of ROUTES over one gateway."""
+    app = FastAPI(title="allspan", version=__version__, docs_url=None, redoc_url=None)
+    for make in ROUTES:
+        app.include_router(make(front))
+    describe(app, front)
+    app.add_exception_handler(AllspanError, _refusal(front.submitter.telemetry))
+    app.add_exception_handler(HTTPException, _no_such_route)
+    app.add_middleware(KeyCheck, front=front, admin_paths=admin.paths(front))
+    if origins := front.config.security.allowed_origins:
+        app.add_middleware(with_cors, origins)
+    app.add_middleware(HostCheck, front=front)
+    app.add_middleware(RequestIds, telemetry=front.submitter.telemetry)
+    return app
+
+
+def _refusal(telemetry: Telemetry) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, AllspanError)
+        telemetry.refused(origin_of(request), error, status_of(error))
+        return response_of(error)
+
+    return refused
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    messages = {404: f"{what}: no such endpoint", 405: f"{what}: this endpoint does not take {request.method}"}
+    response = response_of(HttpError(error.status_code, messages.get(error.status_code, f"{what}: {error.detail}")))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,50 @@
+"""Errors as OpenAI's clients read them: a status, a body, and for full queues a time to come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from allspan.client.gateway.admission.admission import RETRY_AFTER_S
+from allspan.protos.api.errors import ERRORS, AllspanError, InternalError, InvalidRequest
+
+# The rest of the body is still to come, and nobody is going to read it.
+_UNREAD = (408, 413)
+
+
+class HttpError(AllspanError):
+    """An error that HTTP alone knows (a body too large, no such path …)."""
+
+    code = "invalid_request"
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.http_status = status
+
+
+def status_of(error: AllspanError) -> int:
+    return error.http_status if isinstance(error, HttpError) else ERRORS[error.code].http
+
+
+def body_of(error: AllspanError) -> dict[str, Any]:
+    """{"error": {"message", "type", "param", "code"}}."""
+    kind = ERRORS[error.code].openai_type
+    if isinstance(error, HttpError) and error.http_status >= 500:
+        kind = "server_error"
+    param = error.field if isinstance(error, InvalidRequest) else None
+    code = None if type(error) in (HttpError, InvalidRequest) else error.code
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+
+
+def response_of(error: AllspanError) -> Response:
+    status = status_of(error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
+    if status in _UNREAD:
+        headers["Connection"] = "close"
+    return JSONResponse(body_of(error), status, headers)
+
+
+def internal(request_id: str) -> InternalError:
+    """What a caller sees of a bug: the id under which the log has the traceback."""
+    return InternalError(f"internal error; the server's log says more under {request_id}")

@@ -1,0 +1,1 @@
+"""The metrics of /metrics and how they are collected."""

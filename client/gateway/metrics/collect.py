@@ -1,0 +1,121 @@
+"""How the metrics are read: from the gateway's own counts, and from a view of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
+from allspan.client.gateway.admission.admission import Submitter
+from allspan.client.gateway.telemetry.histogram import Histogram
+from allspan.protos.api.engine import STEP_TOKENS_BOUNDS, EngineStatistics, RankStatistics
+
+Buckets = tuple[tuple[float, ...], tuple[int, ...], float]
+"""Upper bounds, counts (one more, for what is above them) and the sum of all values."""
+Mean = tuple[int, float]
+"""How many, and their sum."""
+Value = float | Buckets | Mean
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is read at one scrape."""
+
+    submitter: Submitter
+    view: ClusterView
+
+
+Read = Callable[[Scene], Iterable[tuple[tuple[str, ...], Value]]]
+"""Values, each with those of the row's labels."""
+
+
+def one(value: Callable[[Scene], float]) -> Read:
+    return lambda scene: [((), value(scene))]
+
+
+def measured(name: str) -> Read:
+    """A histogram of the gateway's own."""
+
+    def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+        histogram: Histogram = getattr(scene.submitter.telemetry, name)
+        yield (), (histogram.bounds, tuple(histogram.counts), histogram.total)
+
+    return read
+
+
+def counted(name: str) -> Read:
+    """A Counter of the gateway's own, by its keys."""
+
+    def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+        for key, count in sorted(getattr(scene.submitter.telemetry, name).items()):
+            yield tuple(map(str, key)) if isinstance(key, tuple) else (key,), count
+
+    return read
+
+
+def replicas(value: Callable[[ReplicaView], float]) -> Read:
+    return lambda scene: [((str(replica.index),), value(replica)) for replica in scene.view.replicas]
+
+
+def engines(value: Callable[[EngineStatistics], Value]) -> Read:
+    """Of the replicas that answered."""
+
+    def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+        for replica in scene.view.replicas:
+            if replica.statistics is not None:
+                yield (str(replica.index),), value(replica.statistics)
+
+    return read
+
+
+def ranks(value: Callable[[RankView], Value | None]) -> Read:
+    """Of those ranks for which there is one."""
+
+    def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+        for replica in scene.view.replicas:
+            for rank in replica.ranks:
+                if (known := value(rank)) is not None:
+                    yield (str(replica.index), str(rank.rank)), known
+
+    return read
+
+
+def _told(value: Callable[[RankStatistics], Value], rank: RankView) -> Value | None:
+    return None if rank.statistics is None else value(rank.statistics)
+
+
+def rank_counters(value: Callable[[RankStatistics], Value]) -> Read:
+    """Of the ranks that answered."""
+    return ranks(partial(_told, value))
+
+
+def rank_info(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+    for replica in scene.view.replicas:
+        for rank in replica.ranks:
+            if (told := rank.statistics) is not None:
+                where = (rank.host, told.numa_nodes, told.device, told.kernels, str(told.threads))
+                yield (str(replica.index), str(rank.rank), *where), 1
+
+
+def cache_config(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+    for replica in scene.view.replicas:
+        if (told := replica.statistics) is not None:
+            sizes = (told.page_size, told.pages_total, told.host_pages_total, told.kv_bytes)
+            yield (str(replica.index), *map(str, sizes)), 1
+
+
+def pages(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+    for replica in scene.view.replicas:
+        if (told := replica.statistics) is not None:
+            for state in ("used", "cached", "free"):
+                yield (str(replica.index), state), getattr(told, f"pages_{state}")
+
+
+def usage(used: int, total: int) -> float:
+    return used / total if total else 0.0
+
+
+def step_tokens(told: EngineStatistics) -> Value:
+    counts = told.step_tokens or (0,) * (len(STEP_TOKENS_BOUNDS) + 1)
+    return STEP_TOKENS_BOUNDS, counts, told.step_tokens_sum

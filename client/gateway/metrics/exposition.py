@@ -1,0 +1,85 @@
+"""A scrape of /metrics in Prometheus' text format, or in OpenMetrics for those who ask for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    SummaryMetricFamily,
+)
+from prometheus_client.metrics_core import (
+    Metric as Family,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from allspan.client.gateway.metrics.collect import Scene, Value
+from allspan.client.gateway.metrics.table import METRICS, MODEL, PREFIX, Metric
+
+_OPENMETRICS = "application/openmetrics-text"
+_KINDS: dict[str, Callable[..., Family]] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+    "summary": SummaryMetricFamily,
+}
+
+
+class Exposition:
+    """`render` one scrape after another."""
+
+    def __init__(self) -> None:
+        self._process = ProcessCollector(registry=CollectorRegistry())
+
+    def render(self, scene: Scene, accept: str) -> tuple[bytes, str]:
+        """The body and its content type."""
+        families = _Families([*(_family(metric, scene) for metric in METRICS), *self._process.collect()])
+        if _OPENMETRICS in accept:
+            written: bytes = openmetrics.generate_latest(families)  # type: ignore[no-untyped-call]
+            return written, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(families), CONTENT_TYPE_PLAIN_0_0_4
+
+
+class _Families(Collector):
+    """What the library's writers ask for."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def _family(metric: Metric, scene: Scene) -> Family:
+    name, labels = PREFIX + metric.name, (MODEL, *metric.labels)
+    model = scene.submitter.model.name
+    values = [((model, *of), value) for of, value in metric.read(scene)]
+    if metric.kind == "info":
+        info = InfoMetricFamily(name.removesuffix("_info"), metric.help)
+        for of, _ in values:
+            info.add_metric((), dict(zip(labels, of, strict=True)))
+        return info
+    family: Family = _KINDS[metric.kind](name, metric.help, labels=labels)
+    for of, value in values:
+        family.add_metric(of, *_parts(value))  # type: ignore[attr-defined]
+    return family
+
+
+def _parts(value: Value) -> tuple[object, ...]:
+    """As a family's `add_metric` takes them."""
+    if not isinstance(value, tuple):
+        return (float(value),)
+    if len(value) == 2:
+        return value
+    bounds, counts, total = value
+    uppers = map(floatToGoString, (*bounds, math.inf))
+    return list(zip(uppers, accumulate(counts), strict=True)), total

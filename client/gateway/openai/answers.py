@@ -1,0 +1,108 @@
+"""From a checked plan to its answer, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from allspan.client.gateway.admission.active_request import Generation, interleave
+from allspan.client.gateway.admission.admission import caller_error
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.http.body import read_json_body
+from allspan.client.gateway.http.errors import body_of
+from allspan.client.gateway.http.sse import DONE, EventStream, event, while_connected
+from allspan.client.gateway.openai.shapes import Endpoint, Gathered, Json, Plan, usage
+from allspan.client.gateway.telemetry.request_context import Origin, origin_of
+
+INLINE_LOGPROBS = 2048
+"""More of them than these are written as JSON on a thread: other streams go on meanwhile."""
+
+logger = logging.getLogger("allspan.gateway")
+
+
+class Answers:
+    """Of the endpoints whose answers are choices in an envelope."""
+
+    def __init__(self, front: Front) -> None:
+        self._submitter = front.submitter
+        self._limits = front.config.limits
+
+    async def answer(self, request: Request, endpoint: Endpoint) -> Response:
+        """Reads, checks, runs and answers one request."""
+        origin = origin_of(request)
+        try:
+            plan = await endpoint(self._submitter, await read_json_body(request, self._limits))
+            if not plan.stream:
+                return await while_connected(request.receive, self._whole(plan, origin))
+            generations = await while_connected(request.receive, self._submitter.start(plan.jobs, origin))
+        except Exception as error:
+            raise caller_error(error, origin.label) from error
+        return EventStream(self._events(plan, generations), lambda: self._submitter.end(generations))
+
+    async def _whole(self, plan: Plan, origin: Origin) -> Response:
+        async with self._submitter.running(plan.jobs, origin) as generations:
+            gathered = [Gathered() for _ in generations]
+            async with aclosing(interleave(generations)) as deltas:
+                async for place, delta in deltas:
+                    gathered[place].add(delta)
+            for choice, generation in zip(gathered, generations, strict=True):
+                choice.prompt_logprobs = generation.prompt_logprobs
+            count = sum(len(choice.logprobs) + len(choice.prompt_logprobs) for choice in gathered)
+            if count <= INLINE_LOGPROBS:
+                return self._written(plan, generations, gathered)
+            return await asyncio.to_thread(self._written, plan, generations, gathered)
+
+    def _written(self, plan: Plan, generations: Sequence[Generation], gathered: Sequence[Gathered]) -> Response:
+        chosen = [gathered[place] for place in plan.chosen(gathered)]
+        return JSONResponse(
+            {
+                "id": plan.shape.id_prefix + generations[0].handle.request_id,
+                "object": plan.shape.object,
+                "created": int(time.time()),
+                "model": self._submitter.model.name,
+                "choices": [plan.shape.choice(index, choice) for index, choice in enumerate(chosen)],
+                "usage": usage(generations, plan.jobs_per_prompt) | plan.shape.usage_details(),
+                "system_fingerprint": self._submitter.model.fingerprint,
+                **plan.shape.envelope,
+                **plan.shape.extras(gathered),
+            }
+        )
+
+    async def _events(self, plan: Plan, generations: list[Generation]) -> AsyncGenerator[bytes, None]:
+        envelope = {
+            "id": plan.shape.id_prefix + generations[0].handle.request_id,
+            "object": plan.shape.chunk_object,
+            "created": int(time.time()),
+            "model": self._submitter.model.name,
+            "system_fingerprint": self._submitter.model.fingerprint,
+            **plan.shape.envelope,
+        }
+
+        def used() -> Json:
+            return usage(generations, plan.jobs_per_prompt) | plan.shape.usage_details()
+
+        extra: Json = {"usage": None} if plan.include_usage else {}
+        try:
+            for index, generation in enumerate(generations):
+                for choice in plan.shape.opening(index, generation):
+                    yield event({**envelope, "choices": [choice], **extra})
+            async with aclosing(interleave(generations)) as deltas:
+                async for place, delta in deltas:
+                    for choice in plan.shape.pieces(place, delta):
+                        if plan.continuous_usage:
+                            extra = {"usage": used()}
+                        yield event({**envelope, "choices": [choice], **extra})
+        except Exception as error:
+            shown = caller_error(error, "streaming")
+            logger.info("stream %s broke off: %s", envelope["id"], shown.message)
+            yield event(body_of(shown))
+            return
+        if plan.include_usage:
+            yield event({**envelope, "choices": [], "usage": used()})
+        yield DONE

@@ -1,0 +1,59 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allspan.client.gateway.admission.admission import Job, Submitter, spread
+from allspan.client.gateway.chat.reader import Reading
+from allspan.client.gateway.chat.request import ChatRequest, read_chat
+from allspan.client.gateway.chat.shape import ChatShape
+from allspan.client.gateway.openai.schemas import parse
+from allspan.client.gateway.openai.shapes import Plan, TokenTexts
+
+
+async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
+    """Checks everything; nothing runs yet."""
+    request = parse(ChatRequest, body, submitter.limits)
+    submitter.check_model(request.model)
+    job, reading = await chat_job(submitter, request)
+    shape = ChatShape(
+        TokenTexts(submitter.tokenizer, bool(request.return_tokens_as_token_ids)),
+        reading,
+        job.token_ids,
+        with_logprobs=job.params.logprobs is not None,
+        with_prompt_logprobs=job.params.prompt_logprobs is not None,
+        with_token_ids=bool(request.return_token_ids),
+    )
+    return Plan(
+        spread(job, request.choices),
+        shape,
+        request.choices,
+        bool(request.stream),
+        request.include_usage,
+        continuous_usage=request.continuous_usage,
+    )
+
+
+async def chat_job(submitter: Submitter, request: ChatRequest) -> tuple[Job, Reading]:
+    """What a conversation has the engine do, and how its output is read. InvalidRequest names what does not fit."""
+    setup = submitter.chat
+    fields = submitter.sampling(request.sampling())
+    chat = read_chat(request, setup, fields.get("grammar"))
+    if chat.grammar is not None:
+        fields["grammar"] = chat.grammar
+    how = replace(chat.rendering, think=chat.grammar is None)
+    options = request.options()
+    token_ids = await submitter.encode_chat(chat.messages, request.prompt_options(), how)
+    params = submitter.params(fields, len(token_ids), default_max_tokens=None)
+    reading = chat.reading(setup, token_ids)
+    job = Job(
+        token_ids,
+        params,
+        continues=how.continues,
+        options=options,
+        text=request.text_options(),
+        tokenizer=setup.tokenizer_for(reading),
+        grammar_field=chat.grammar_field,
+    )
+    return job, reading

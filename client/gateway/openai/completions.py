@@ -1,0 +1,71 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from allspan.client.gateway.admission.admission import Job, Submitter, spread
+from allspan.client.gateway.openai.completion_shape import CompletionShape, Shown
+from allspan.client.gateway.openai.schemas import CompletionRequest, Prompt, parse, read_prompts
+from allspan.client.gateway.openai.shapes import Plan
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def plan_completion(submitter: Submitter, body: bytes) -> Plan:
+    """Checks everything; nothing runs yet."""
+    request = parse(CompletionRequest, body, submitter.limits)
+    submitter.check_model(request.model)
+    prompts = read_prompts(request.prompt, submitter.limits)
+    fields = submitter.sampling(_sampling(request))
+    options, reading = request.options(), request.prompt_options()
+    text = replace(request.text_options(), only_prompt=_only_prompt(request))
+    jobs: list[Job] = []
+    echoes: list[str] = []
+    for i, prompt in enumerate(prompts):
+        token_ids = await submitter.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", reading)
+        params = submitter.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
+        job = Job(token_ids, params, options=options, text=text, grammar_field=request.grammar_field)
+        jobs += spread(job, request.candidates)
+        if request.echo:
+            echoes.append(_echo(submitter, request, prompt, token_ids))
+    shown = Shown(
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        skip_special_tokens=text.skip_special_tokens,
+    )
+    prompt_ids = [job.token_ids for job in jobs[:: request.candidates]]
+    shape = CompletionShape(submitter.tokenizer, shown, prompt_ids, request.choices, echoes)
+    candidates = request.candidates if request.candidates > request.choices else 0
+    usage = {"include_usage": request.include_usage, "continuous_usage": request.continuous_usage}
+    return Plan(jobs, shape, request.choices, bool(request.stream), candidates=candidates, **usage)
+
+
+def _only_prompt(request: CompletionRequest) -> bool:
+    """The engine generates a token at least; with `echo` its caller may want none."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+def _sampling(request: CompletionRequest) -> dict[str, Any]:
+    """Fields of `SamplingParams`, with what `echo` and `best_of` need beside what is asked for."""
+    fields = request.sampling()
+    if request.logprobs is not None:
+        fields["logprobs"] = request.logprobs
+        if request.echo:
+            fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    elif request.candidates > request.choices:
+        fields["logprobs"] = 0
+    if _only_prompt(request):
+        fields |= {"max_tokens": 1, "min_tokens": 0}
+    return fields
+
+
+def _echo(submitter: Submitter, request: CompletionRequest, prompt: Prompt, token_ids: Sequence[int]) -> str:
+    """A text as it was given, unless only its end was read."""
+    if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
+        return prompt
+    return submitter.tokenizer.decode(token_ids, request.skip_special_tokens is not False)

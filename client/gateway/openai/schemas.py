@@ -1,0 +1,331 @@
+"""The OpenAI requests as pydantic models: strict types, unknown fields refused by name. Ranges are checked once, by
+`SamplingParams`; here only what it does not know of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from allspan.client.gateway.admission.prompt import PromptOptions
+from allspan.client.gateway.config import LimitsConfig
+from allspan.client.gateway.http.errors import HttpError
+from allspan.client.gateway.http.json_body import check_json, check_size
+from allspan.client.gateway.openai.structured import FIELDS, grammar_of
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.text.stream.text_stream import TextOptions
+
+Prompt = str | list[int]
+
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "do_sample",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "stop_words_ids",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "suppress_repetition_in_generation",
+    "no_repeat_ngram_size",
+    "allowed_token_ids",
+    "bad_words",
+    "bad_words_ids",
+    "prompt_logprobs",
+)
+_OPTIONS = ("priority", "timeout_s", "prefix_cache", "cache_salt")
+
+# Fields that change nothing here: who asks, how it is billed or kept.
+HARMLESS = frozenset(
+    (
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
+)
+# Fields that this server does not do → the values with which they change nothing; why, and what does instead.
+NEVER: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "only text is spoken here"),
+    "function_call": (("none",), "it is obsolete: use tool_choice"),
+    "functions": (([],), "it is obsolete: use tools"),
+    "length_penalty": ((1,), "there is no beam search; best_of takes the likeliest of several outputs"),
+    "modalities": ((["text"],), "only text is spoken here"),
+    "prediction": ((), "leave it out: the output is the same"),
+    "suffix": (("",), "write the prompt with the model's own fill-in-the-middle tokens instead"),
+    "thinking_token_budget": ((), "bound thinking and answer together with max_tokens"),
+    "use_beam_search": ((False,), "there is no beam search; best_of takes the likeliest of several outputs"),
+    "verbosity": (("medium",), "ask for it in a message"),
+    "web_search_options": ((), "nothing is fetched; offer a tool that searches"),
+}
+REFUSED = {
+    "chat_template": "a template comes with the model or from the server's --chat-template, never from a request",
+    "documents": "give them in a message's content",
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis; there is none
+
+
+class RequestBody(BaseModel):
+    """What `parse` makes. None is as good as absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = ""
+
+    def check(self, limits: LimitsConfig) -> None:
+        """What no type says; InvalidRequest names the field."""
+
+
+class SamplingFields(RequestBody):
+    """What both endpoints share."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    # vLLM's, beyond OpenAI's
+    repetition_penalty: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    # this project's own
+    do_sample: bool | None = None
+    typical_p: float | None = None
+    no_repeat_ngram_size: int | None = None
+    suppress_repetition_in_generation: bool | None = None
+    bad_words_ids: list[list[int]] | None = None
+    stop_words_ids: list[list[int]] | None = None
+    timeout_s: float | None = None
+    prefix_cache: bool | None = None
+    # how prompt and output are read and shown; vLLM's
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # none are put in, either way
+    include_stop_str_in_output: bool | None = None
+    detokenize: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    # what the output must be: OpenAI's, and vLLM's newer and older names
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    @cached_property
+    def _grammar(self) -> tuple[Grammar, str] | None:
+        return grammar_of({name: getattr(self, name) for name in FIELDS})
+
+    @property
+    def grammar_field(self) -> str:
+        """What asks for a structured output, if anything does."""
+        return "grammar" if self._grammar is None else self._grammar[1]
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """In every chunk as it is by then (vLLM's)."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
+    def sampling(self) -> dict[str, Any]:
+        """The given fields of `SamplingParams`, and `bad_words` (logprobs aside, whose shape differs per endpoint)."""
+        fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if isinstance(self.seed, int) and self.seed < 0:
+            fields["seed"] = self.seed + 2**64  # OpenAI's seeds are signed
+        if self.logit_bias is not None:
+            fields["logit_bias"] = {_bias_id(key): bias for key, bias in self.logit_bias.items()}
+        if self._grammar is not None:
+            fields["grammar"], _ = self._grammar
+        return fields
+
+    def options(self) -> RequestOptions:
+        """InvalidRequest names the field."""
+        return RequestOptions(**{name: value for name in _OPTIONS if (value := getattr(self, name)) is not None})
+
+    def prompt_options(self) -> PromptOptions:
+        """InvalidRequest names the field."""
+        return PromptOptions(self.add_special_tokens, self.truncate_prompt_tokens, self.max_tokens)
+
+    def text_options(self) -> TextOptions:
+        return TextOptions(
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop=bool(self.include_stop_str_in_output),
+            detokenize=self.detokenize is not False,
+        )
+
+    def check(self, limits: LimitsConfig) -> None:
+        """What no type says; InvalidRequest names the field."""
+        if not 1 <= self.choices <= limits.max_n:
+            raise InvalidRequest(f"n is {self.n}, must be from 1 to {limits.max_n}", "n")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is given, which needs stream to be true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs is given, which needs stream to be false", "prompt_logprobs")
+        for name, value in (self.model_extra or {}).items():
+            _check_extra(name, value)
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @property
+    def candidates(self) -> int:
+        """Of each prompt; the choices are the best of them."""
+        return self.choices if self.best_of is None else self.best_of
+
+    def check(self, limits: LimitsConfig) -> None:
+        super().check(limits)
+        most = max(limits.max_best_of, self.choices)
+        if not self.choices <= self.candidates <= most:
+            raise InvalidRequest(f"best_of is {self.best_of}, must be from n ({self.choices}) to {most}", "best_of")
+        if self.stream and self.candidates > self.choices:
+            raise InvalidRequest(f"best_of is {self.best_of}, which needs stream to be false", "best_of")
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def parse(model: type[Body], body: bytes, limits: LimitsConfig) -> Body:
+    """The checked request; HttpError (malformed JSON) or InvalidRequest (a field) says what is wrong."""
+    check_size(body)
+    request = _checked(model.model_validate_json, body, limits)
+    check_json(body)
+    return request
+
+
+def parse_value(model: type[Body], body: Mapping[str, Any], limits: LimitsConfig) -> Body:
+    """The same for what is JSON no more."""
+    return _checked(model.model_validate, body, limits)
+
+
+def _checked(validate: Callable[[Any], Body], body: Any, limits: LimitsConfig) -> Body:
+    try:
+        request = validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        if first["type"] == "json_invalid":
+            raise HttpError(400, f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
+        raise InvalidRequest(*_described(first["loc"], first["msg"], first.get("input"))) from None
+    request.check(limits)
+    return request
+
+
+def read_prompts(value: Any, limits: LimitsConfig) -> list[Prompt]:
+    """One text, texts, token ids, or lists of token ids; InvalidRequest names the place of what does not fit."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        what = "missing" if value is None else f"a {type(value).__name__}"
+        raise InvalidRequest(f"prompt is {what}, must be a string, a list of strings, or token ids", "prompt")
+    if not value:
+        raise InvalidRequest("prompt is an empty list, must hold at least one prompt", "prompt")
+    if not isinstance(value[0], (str, list)):
+        return [_token_ids("prompt", value)]
+    if len(value) > limits.max_prompts:
+        raise InvalidRequest(f"prompt holds {len(value)} prompts, at most {limits.max_prompts} a request", "prompt")
+    kind = type(value[0])
+    for i, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise InvalidRequest(f"prompt[{i}] is {_short(item)}, the prompts before it are of another kind", "prompt")
+    return value if kind is str else [_token_ids(f"prompt[{i}]", item) for i, item in enumerate(value)]
+
+
+def _token_ids(place: str, values: list[Any]) -> list[int]:
+    if set(map(type, values)) == {int}:  # millions are seen through without holding up the event loop
+        return values
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequest(f"{place}[{i}] is {_short(value)}, must be a token id", "prompt")
+    return values
+
+
+def _bias_id(key: str) -> int:
+    """JSON's keys are text."""
+    if not (key.isascii() and key.isdecimal() and len(key) < 11):
+        raise InvalidRequest(f"logit_bias has the key {_short(key)}, must be a token id", "logit_bias")
+    return int(key)
+
+
+def _check_extra(name: str, value: Any) -> None:
+    if name in HARMLESS:
+        return
+    if name in REFUSED:
+        raise InvalidRequest(f"{name} is not accepted: {REFUSED[name]}", name)
+    if name not in NEVER:
+        raise InvalidRequest(f"{_short(name)} is not a field that this endpoint knows", name[:64])
+    accepted, why = NEVER[name]
+    neutral = [item for item in accepted if item == value and isinstance(item, bool) == isinstance(value, bool)]
+    if value is not None and not neutral:
+        raise InvalidRequest(f"{name} is {_short(value)}: {why}", name)
+
+
+def _described(location: tuple[int | str, ...], problem: str, value: Any) -> tuple[str, str]:
+    """A message in one line and the name of the field. A union's arms follow the field in pydantic's locations."""
+    field = str(location[0]) if location else "body"
+    inner = "".join(f"[{part}]" for part in location[1:] if isinstance(part, int))
+    named = [part for part in location[1:] if isinstance(part, str) and part in StreamOptions.model_fields]
+    path = field + "".join(f".{part}" for part in named) + inner
+    return f"{path} is {_short(value)}: {problem[:1].lower()}{problem[1:]}", field
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,0 +1,116 @@
+"""GET /openapi.json: the bodies that the endpoints read, with their ranges on this server, and every answer's shape.
+
+The handlers read bodies themselves (limits of size and time come first), so this is put together from the models that
+they are parsed with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from allspan.client.gateway.chat.request import ChatRequest
+from allspan.client.gateway.context import Front
+from allspan.client.gateway.openai.schemas import HARMLESS, CompletionRequest
+from allspan.client.gateway.openapi.answers import ANSWERS, ERROR
+from allspan.client.gateway.openapi.fields import described_fields, with_ranges
+from allspan.client.gateway.responses.request import ResponsesRequest
+from allspan.client.gateway.routes.tokens import DetokenizeRequest, TokenizeRequest
+
+Json = dict[str, Any]
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+"""What each endpoint that reads a body parses it with."""
+STREAMING = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses"))
+_REQUIRED = {
+    "/v1/completions": ["prompt"],
+    "/v1/chat/completions": ["messages"],
+    "/v1/responses": ["input"],
+    "/v1/responses/input_tokens": ["input"],
+}
+_REFUSALS = {
+    "400": "a field or the body does not fit; the message names field, value and limit",
+    "401": "the server wants an API key",
+    "403": "the key is not for this endpoint",
+    "404": "no such model, response or endpoint",
+    "405": "this endpoint does not take the method",
+    "408": "the body did not arrive in time",
+    "413": "the body is too large",
+    "415": "the body is not application/json",
+    "429": "the server is full; Retry-After says when to come back",
+    "499": "the request was cancelled",
+    "500": "a bug; the message has the id under which the log says more",
+    "503": "the ranks are down or stuck, or the server drains",
+    "504": "the request's time ran out",
+}
+
+
+def describe(app: FastAPI, front: Front) -> None:
+    """Has the application serve it at /openapi.json."""
+    made: Json = {}
+
+    def openapi() -> Json:
+        if not made:
+            made.update(_document(app, front))
+        return made
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI, front: Front) -> Json:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas: Json = {"Error": ERROR}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            if path in BODIES and method == "post":
+                operation["requestBody"] = _body(path, front, schemas)
+            operation["responses"] = _answers(path, method, operation["responses"])
+    document["components"] = {
+        "schemas": schemas,
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    return document
+
+
+def _body(path: str, front: Front, schemas: Json) -> Json:
+    model = BODIES[path]
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= schema.pop("$defs", {})
+    fields = described_fields(model, front.submitter.model, front.config.limits)
+    for name, described in fields.items():
+        schema["properties"][name] = with_ranges(schema["properties"][name], described)
+    if model.model_config.get("extra") == "allow":
+        schema["properties"] |= {name: {} for name in HARMLESS}
+    schema["additionalProperties"] = False
+    if path in _REQUIRED:
+        schema["required"] = _REQUIRED[path]
+    schemas[model.__name__] = schema
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+    return {"required": True, "content": content}
+
+
+def _answers(path: str, method: str, plain: Json) -> Json:
+    """The one that is hoped for, and every refusal in OpenAI's shape."""
+    answers = {status: answer for status, answer in plain.items() if status != "422"}
+    if path == "/metrics":
+        texts = ("text/plain", "application/openmetrics-text")
+        answers["200"] = {"description": "samples", "content": {kind: {"schema": {}} for kind in texts}}
+    if schema := ANSWERS.get((method, path)):
+        content: Json = {"application/json": {"schema": schema}}
+        if path in STREAMING:
+            content["text/event-stream"] = {"schema": {}}
+        answers["200"] = {"description": "the answer, or a stream of it", "content": content}
+    refused = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for status, why in _REFUSALS.items():
+        answers[status] = {"description": why, "content": refused}
+    return answers

@@ -1,0 +1,1 @@
+"""What is recorded of each request: times, traces, log lines."""

@@ -1,0 +1,68 @@
+"""Where a request came from: what was called, when, by whom and under which names. Its log lines tell it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from starlette.requests import Request
+
+from allspan.client.gateway.auth.caller import current_caller
+
+_PLAIN = re.compile(r"[!-~]{1,128}")
+_LABEL = "".join(map(chr, range(0x20, 0x7F)))
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+
+
+@dataclass(eq=False, slots=True)
+class Origin:
+    """One call from outside, HTTP or gRPC, made before anything of it is read: its times count from there. The choices
+    of a request share one."""
+
+    label: str
+    """What was called: "POST /v1/completions", "gRPC allspan.v1.Inference/Generate"."""
+    name: str = ""
+    """What its caller calls it; of HTTP, the X-Request-Id that goes back, too."""
+    trace_id: str = ""
+    """From its traceparent (W3C Trace Context): 32 hexadecimal digits, or ""."""
+    arrived: float = field(default_factory=time.monotonic)
+    """On the monotonic clock."""
+    owner: str = field(default_factory=lambda: current_caller().owner)
+    """Its caller's (`access.Caller.owner`)."""
+    is_aborted: bool = False
+    """Ended by another call than its own; what is still to start of it need not."""
+    is_admitted: bool = False
+    """Its requests were let in: each of them tells its own end."""
+
+
+def origin_of(request: Request) -> Origin:
+    """The one of an HTTP request; always the same. `RequestIds` has noted when it came."""
+    state = request.scope.setdefault("state", {})
+    if "origin" not in state:
+        state["origin"] = Origin(
+            plain_label(f"{request.method} {request.scope['path']}"),
+            state.get("request_id", ""),
+            trace_id(request.headers),
+            state.get("arrived") or time.monotonic(),
+        )
+    origin: Origin = state["origin"]
+    return origin
+
+
+def trace_id(headers: Mapping[str, str]) -> str:
+    """Of a valid traceparent header, else ""."""
+    match = _TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
+    return match[1] if match and match[1].strip("0") else ""
+
+
+def plain_label(text: str) -> str:
+    """What was called, as it may stand in a log line: a line it stays, whatever the caller put into it."""
+    return quote(text[:200], safe=_LABEL)
+
+
+def plain_name(text: str) -> str:
+    """A caller's name as it may stand in a log line: printable and short, else ""."""
+    return text if _PLAIN.fullmatch(text) else ""

@@ -1,0 +1,47 @@
+"""One line each 10 s about the cluster as a whole, while it has something to do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from allspan.client.gateway.metrics.snapshot_cache import Glance
+from allspan.protos.api.engine import EngineStatistics
+
+PERIOD_S = 10.0
+
+logger = logging.getLogger("allspan.gateway")
+
+
+class StatusLine:
+    """Lives on the gateway's loop."""
+
+    def __init__(self, glance: Glance, period_s: float = PERIOD_S) -> None:
+        self._glance = glance
+        self._period_s = period_s
+
+    async def follow(self) -> None:
+        """Runs until it is cancelled."""
+        before, at = (await self._glance.look()).statistics, time.monotonic()
+        while True:
+            await asyncio.sleep(self._period_s)
+            now, then = (await self._glance.look()).statistics, time.monotonic()
+            if now is not None and before is not None and (line := status(before, now, then - at)):
+                logger.info("%s", line)
+            before, at = now, then
+
+
+def status(before: EngineStatistics, now: EngineStatistics, seconds: float) -> str:
+    """What went on between two looks; "" when nothing did."""
+    prompt = max(now.prompt_tokens - before.prompt_tokens, 0)
+    generated = max(now.generated_tokens - before.generated_tokens, 0)
+    if not (now.running or now.waiting or prompt or generated):
+        return ""
+    looked_up = now.prefix_query_tokens - before.prefix_query_tokens
+    hit = f"{100 * (now.prefix_hit_tokens - before.prefix_hit_tokens) / looked_up:.0f} %" if looked_up > 0 else "-"
+    usage = 100 * now.pages_used / now.pages_total if now.pages_total else 0.0
+    return (
+        f"running: {now.running} reqs, waiting: {now.waiting}, KV {usage:.1f} %, prefix hit {hit}, "
+        f"prompt {prompt / seconds:,.0f} tok/s, gen {generated / seconds:,.0f} tok/s"
+    )

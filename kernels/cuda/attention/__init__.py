@@ -1,0 +1,1 @@
+"""Attention over paged KV: decode, prefill, cascade, and the merging of their parts."""

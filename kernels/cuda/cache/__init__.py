@@ -1,0 +1,1 @@
+"""KV pages: their layout and moves."""

@@ -1,0 +1,1 @@
+"""Collectives between GPUs over peer memory."""

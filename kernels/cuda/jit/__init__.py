@@ -1,0 +1,1 @@
+"""Compiles, caches and launches the CUDA sources of this package."""

@@ -1,0 +1,1 @@
+"""Matrix products with plain and quantised weights, from one row to whole prompts."""

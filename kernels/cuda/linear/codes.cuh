@@ -1,0 +1,81 @@
+// What rows of packed weights hold (kernels/rows.py), as pairs of 16-bit elements (ptx.cuh). Compiled with BITS (16:
+// such elements themselves, 8 or 4) and, of 8 bits, FLOATS (e4m3) or not.
+#pragma once
+#include "ptx/ptx.cuh"
+
+#ifndef BITS
+#define BITS 16
+#endif
+#ifndef FLOATS
+#define FLOATS 0
+#endif
+constexpr int kSets = 16 / BITS;  // of 32 inputs, in a slab
+// What a decoded code is more than the code: small whole numbers are cheapest in bfloat16 as 128 + code, and bytes lie
+// less 128. In half precision they are subnormal numbers as they are, and e4m3 numbers 2^8 times smaller: what is
+// decoded times kUnit is the code.
+constexpr float kBase = FP16 ? 0.0f : BITS == 4 ? 128.0f : BITS == 8 && !FLOATS ? -128.0f : 0.0f;
+constexpr float kUnit = !FP16 || BITS == 16 ? 1.0f : FLOATS ? 256.0f : 16777216.0f;
+
+constexpr uint32_t kOnes = FP16 ? 0x3c003c00 : 0x3f803f80;
+
+__device__ __forceinline__ uint32_t word(const uint4& chunk, int i) {
+  return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
+}
+
+// Bytes `low` and `high` of four, signed whole numbers: what their lower 7 bits are more than 0 as 128 + bits, less 4
+// times 32, or 64 where the sign bit, which is the last of the exponent there, is set. All exact.
+__device__ __forceinline__ uint32_t pair_of_bytes(uint32_t bytes, int low, int high) {
+  if (FP16) return __byte_perm(bytes ^ 0x80808080, 0, 0x4040 | low | high << 8);
+  const uint32_t pair = __byte_perm(bytes, 0, 0x4040 | low | high << 8);
+  return multiply_add(and_or(pair, 0x00800080, 0x42004200), 0xc080c080, and_or(pair, 0x007f007f, 0x43004300));
+}
+
+// Two e4m3 numbers in the upper bytes of halves: their bits are those of a bfloat16 2^120 times smaller.
+__device__ __forceinline__ uint32_t pair_of_floats(uint32_t halves) {
+  if (FP16) return (halves >> 1 & 0x3f803f80) | (halves & 0x80008000);
+  return multiply_pairs((halves >> 4 & 0x07f007f0) | (halves & 0x80008000), 0x7b807b80);
+}
+
+// What a group's 32 bits are: two halves, or of e4m3 codes a float32 scale, which has no offset beside it.
+__device__ __forceinline__ float scale_of(uint32_t numbers) {
+  return FLOATS ? __uint_as_float(numbers) : half_wide(numbers & 0xffff);
+}
+__device__ __forceinline__ float offset_of(uint32_t numbers) { return FLOATS ? 0.0f : half_wide(numbers >> 16); }
+
+// What becomes of a product: it is stored, or added to what is there, or silu(first half) · second half is stored.
+constexpr int kAdd = 1, kGated = 2;
+
+// The chunk's 8 inputs of a set: four pairs.
+__device__ __forceinline__ void decode(const uint4& chunk, int set, uint32_t* pairs) {
+  if (BITS == 16) {
+    pairs[0] = chunk.x, pairs[1] = chunk.y, pairs[2] = chunk.z, pairs[3] = chunk.w;
+  } else if (BITS == 4) {
+    const uint32_t codes = word(chunk, set);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      pairs[j] = FP16 ? codes >> 4 * j & 0x000f000f : and_or(codes >> 4 * j, 0x000f000f, 0x43004300);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t bytes = word(chunk, set * 2 + half);
+      if (FLOATS) {
+        pairs[half * 2] = pair_of_floats(__byte_perm(bytes, 0, 0x1404));
+        pairs[half * 2 + 1] = pair_of_floats(__byte_perm(bytes, 0, 0x3424));
+      } else {
+        pairs[half * 2] = pair_of_bytes(bytes, 0, 1);
+        pairs[half * 2 + 1] = pair_of_bytes(bytes, 2, 3);
+      }
+    }
+  }
+}
+
+// Words of codes of two features, 8 apart, as m16n8k32 has them.
+__device__ __forceinline__ void decode_whole(const uint4& first, const uint4& second, int set, uint32_t* a) {
+  if (BITS == 4) {
+    const uint32_t x = word(first, set), y = word(second, set);
+    a[0] = x & 0x0f0f0f0f, a[1] = y & 0x0f0f0f0f, a[2] = x >> 4 & 0x0f0f0f0f, a[3] = y >> 4 & 0x0f0f0f0f;
+  } else {
+    a[0] = word(first, set * 2), a[1] = word(second, set * 2);
+    a[2] = word(first, set * 2 + 1), a[3] = word(second, set * 2 + 1);
+  }
+}

@@ -1,0 +1,1 @@
+"""PTX wrapped for the kernels: the only place with inline assembly."""

@@ -1,0 +1,71 @@
+"""What `generate`, `chat` and `bench` share: flags for an engine and for sampling, and the engine they describe."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from allspan.client.engine import ClientEngine
+from allspan.launch.models.find_model import FoundModel, resolve_model
+from allspan.launch.placement.placement import PlacementConfig
+from allspan.launch.settings import add_cluster_options, add_model
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.config.flags import Parser, add_options
+from allspan.protos.config.settings import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from allspan.protos.text import generation_defaults
+
+_CONFIGS = (PlacementConfig, ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+
+
+def add_engine_options(parser: Parser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--attach", metavar="RUN_DIR", help="Use a running cluster: its run directory or rank addresses."
+    )
+    parser.add_argument("--quiet", action="store_true", help="Keep the cluster's log off standard error.")
+    add_cluster_options(parser)
+
+
+def add_sampling_options(parser: Parser) -> None:
+    """The fields of SamplingParams; what is not given is the model's own default."""
+    group = parser.group("sampling", "how tokens are chosen; what is not given is the model's own default")
+    add_options(
+        group, SamplingParams, skip=("stop", "logit_bias", "bad_words_ids", "stop_words_ids", "grammar"), optional=True
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="End the output before this text; may be repeated."
+    )
+
+
+def sampling_params(namespace: argparse.Namespace, model_path: str | None, max_tokens: int) -> SamplingParams:
+    """Flags, then what the model recommends, then `max_tokens` and SamplingParams' defaults. Raises InvalidRequest."""
+    values: dict[str, Any] = {"max_tokens": max_tokens}
+    if model_path is not None:
+        values |= generation_defaults(model_path).sampling()
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    values |= {name: value for name in names if (value := getattr(namespace, name, None)) is not None}
+    return SamplingParams(**values)
+
+
+def local_model(namespace: argparse.Namespace) -> FoundModel | None:
+    """The model to start a cluster for, fetched if need be; None when attaching to one."""
+    return None if namespace.attach else resolve_model(namespace.model)
+
+
+def open_engine(namespace: argparse.Namespace, model: FoundModel | None) -> ClientEngine:
+    """Starts a cluster for `model` (and waits until it is ready), or attaches."""
+    if model is None:
+        addresses = namespace.attach.split(",")
+        return ClientEngine(attach=addresses if len(addresses) > 1 else addresses[0])
+    options = serve_options(namespace) | {"served_model_name": model.name, "no_restart": True}
+    return ClientEngine(model.path, quiet=namespace.quiet, **options)
+
+
+def serve_options(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The flags of `allspan serve` that differ from their defaults, by field name."""
+    defaults: dict[str, Any] = {}
+    for cls in reversed(_CONFIGS):  # where two have a field of one name, the first one's is the flag
+        defaults |= {field.name: field.default for field in dataclasses.fields(cls)}
+    given = vars(namespace)
+    return {name: given[name] for name, default in defaults.items() if name in given and given[name] != default}

@@ -1,0 +1,1 @@
+"""Installing and checking: environments, doctor, kernel compilation."""

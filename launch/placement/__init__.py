@@ -1,0 +1,1 @@
+"""Which rank runs where: topology, GPUs, processors, memory."""

@@ -1,0 +1,221 @@
+"""Decides how many ranks there are, where each one runs and with how many threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from allspan.launch.placement.gpus import Gpu, gpus_for
+from allspan.launch.placement.topology import Node, Topology, parse_list
+from allspan.protos.api.errors import ConfigError
+
+MOST_GPU_THREADS = 8
+"""Of a rank whose work a GPU does: for reading weights, sampling on the host, what torch does on the side."""
+MAX_OVERSUBSCRIPTION = 16
+"""Threads a core, with --oversubscribe: for trying things out; beyond it a typing error would fell the machine."""
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """How the ranks are laid over this machine."""
+
+    ranks: int = 0
+    """Tensor-parallel ranks (processes that share the model), each with a GPU of its own with --device cuda; 0: one a
+    NUMA node, divided over the replicas, or a single one with a GPU."""
+    data_parallel_size: int = 1
+    """Replicas: copies of the model, each with ranks of its own, behind one address."""
+    threads: int = 0
+    """Compute threads of each rank; 0: the physical cores of its node, shared by the ranks there. More than there are
+    cores take the cores' second hardware threads, where there are such."""
+    bind: str = "auto"
+    """"auto": each rank to its NUMA node; "none"; or processors rank by rank, as in "0-31|32-63"."""
+    oversubscribe: bool = False
+    """Allow more ranks x threads than processors, and more ranks than GPUs (slow; for tests)."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """`node`: NUMA node to bind to, None for none. `cpus`: processors to pin threads to, one a thread, or empty."""
+
+    rank: int
+    node: int | None
+    threads: int
+    cpus: tuple[int, ...] = ()
+    sharing: int = 0
+    """Ranks of all replicas that take from the same memory as this one; 0: there is one replica."""
+    gpu: Gpu | None = None
+    """Its alone, and the only one that it sees."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All ranks of a cluster; of several replicas, those of the first come first."""
+
+    ranks: tuple[RankPlace, ...]
+    oversubscribed: bool = False
+    replicas: int = 1
+
+    def worlds(self) -> tuple[Placement, ...]:
+        """One placement a replica, its ranks counted from 0."""
+        if self.replicas == 1:
+            return (self,)
+        size = len(self.ranks) // self.replicas
+        ranks = [
+            replace(place, rank=place.rank % size, sharing=sum(other.node == place.node for other in self.ranks))
+            for place in self.ranks
+        ]
+        firsts = range(0, len(ranks), size)
+        return tuple(Placement(tuple(ranks[first : first + size]), self.oversubscribed) for first in firsts)
+
+    def describe(self) -> str:
+        """One line: how many replicas, ranks, threads and where."""
+        threads = sorted({place.threads for place in self.ranks})
+        nodes = sorted({place.node for place in self.ranks if place.node is not None})
+        where = f" on NUMA node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}" if nodes else ""
+        count = len(self.ranks) // self.replicas
+        replicas = f"{self.replicas} replicas of " if self.replicas > 1 else ""
+        words = f"{replicas}{count} rank{'s' if count > 1 else ''}, {'/'.join(map(str, threads))} threads each"
+        return f"{words}{where}{self._gpus()}{' (oversubscribed)' if self.oversubscribed else ''}"
+
+    def _gpus(self) -> str:
+        gpus = [place.gpu for place in self.ranks if place.gpu is not None]
+        if not gpus:
+            return ""
+        names = "/".join(sorted({gpu.name for gpu in gpus}))
+        return f", GPU{'s' if len(gpus) > 1 else ''} {', '.join(str(gpu.index) for gpu in gpus)} ({names})"
+
+
+def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) -> Placement:
+    """Spreads ranks over the nodes in order, contiguous ranks sharing a node. Raises ConfigError with the numbers.
+
+    Without `oversubscribe`, replicas x ranks x threads fit the machine's processors and each node's. Threads are
+    pinned, one a physical core and only then to the cores' siblings, where the ranks of a node take all of its cores;
+    ranks that leave cores free are left to the system's scheduler, within the node that numactl binds them to. Where
+    it cannot (`can_bind`), threads are pinned in any case.
+    """
+    if config.bind not in ("auto", "none"):
+        return _place_by_list(topology, config)
+    nodes = [node for node in topology.nodes if node.cores]
+    replicas = config.data_parallel_size
+    ranks = replicas * (config.ranks or max(1, len(nodes) // replicas))
+    groups = _spread(ranks, nodes)
+    threads = config.threads or _default_threads(topology, groups, ranks)
+    _check_cores(config, ranks, threads, topology)
+    places: list[RankPlace] = []
+    oversubscribed = ranks * threads > topology.num_processors
+    for node, count in groups:
+        if count * threads > len(node.processors):
+            if not config.oversubscribe:
+                has = _cores(len(node.cores), len(node.processors))
+                raise ConfigError(
+                    f"NUMA node {node.index} has {has}, {count} ranks x {threads} threads want "
+                    f"{count * threads}; lower --ranks or --threads, or pass --oversubscribe"
+                )
+            oversubscribed = True
+    auto = config.bind == "auto"
+    for node, count in groups:
+        pin = auto and not oversubscribed and (count * threads >= len(node.cores) or not can_bind)
+        for i in range(count):
+            cpus = node.processors[i * threads : (i + 1) * threads] if pin else ()
+            places.append(RankPlace(len(places), node.index if auto else None, threads, cpus))
+    return Placement(tuple(places), oversubscribed, replicas)
+
+
+def place_on_gpus(
+    topology: Topology, config: PlacementConfig, gpus: tuple[Gpu, ...], can_bind: bool = True
+) -> Placement:
+    """Rank i of all replicas on the i-th visible GPU, with cores of the NUMA node that it hangs on.
+
+    The work is the GPU's: without `threads` a rank has up to MOST_GPU_THREADS, and too few cores are no reason to
+    refuse. Raises ConfigError for too few GPUs, and as `place` does.
+    """
+    replicas, ranks = config.data_parallel_size, config.ranks or 1
+    flags = f"--data-parallel-size x --ranks is {replicas} x {ranks}" if replicas > 1 else f"--ranks is {ranks}"
+    mine = gpus_for(replicas * ranks, flags, gpus, are_shared=config.oversubscribe)
+    if config.bind not in ("auto", "none"):
+        placed = _place_by_list(topology, replace(config, ranks=ranks))
+        return replace(placed, ranks=tuple(replace(p, gpu=gpu) for p, gpu in zip(placed.ranks, mine, strict=True)))
+    nodes = {node.index: node for node in topology.nodes if node.cores}
+    where = [gpu.node if gpu.node in nodes else (next(iter(nodes)) if len(nodes) == 1 else None) for gpu in mine]
+    cores = min(len(nodes[node].cores) if node in nodes else topology.num_cores for node in where)
+    threads = config.threads or max(1, min(MOST_GPU_THREADS, cores // len(mine)))
+    if config.threads:
+        _check_cores(config, len(mine), threads, topology)
+    oversubscribed = len(mine) * threads > topology.num_processors
+    places: list[RankPlace] = []
+    for rank, (gpu, node) in enumerate(zip(mine, where, strict=True)):
+        before = where[:rank].count(node)
+        pin = config.bind == "auto" and not oversubscribed and not can_bind and node is not None
+        cpus = nodes[node].processors[before * threads : (before + 1) * threads] if pin and node is not None else ()
+        pinned = cpus if len(cpus) == threads else ()
+        places.append(RankPlace(rank, node if config.bind == "auto" else None, threads, pinned, gpu=gpu))
+    return Placement(tuple(places), oversubscribed, replicas)
+
+
+def _check_cores(config: PlacementConfig, ranks: int, threads: int, topology: Topology) -> None:
+    """`ranks` are all replicas'."""
+    cores, processors = topology.num_cores, topology.num_processors
+    replicas, wanted = config.data_parallel_size, ranks * threads
+    flags, numbers = "--ranks x --threads", f"{ranks // replicas} x {threads}"
+    if replicas > 1:
+        flags, numbers = f"--data-parallel-size x {flags}", f"{replicas} x {numbers}"
+    if wanted > processors and not config.oversubscribe:
+        raise ConfigError(
+            f"{flags} is {numbers} = {wanted}, this machine grants {_cores(cores, processors)}; "
+            "lower --ranks or --threads, or pass --oversubscribe"
+        )
+    if wanted > MAX_OVERSUBSCRIPTION * cores:
+        raise ConfigError(
+            f"{flags} is {numbers} = {wanted}, more than {MAX_OVERSUBSCRIPTION} times this machine's {cores} cores; "
+            "lower --ranks or --threads"
+        )
+
+
+def _cores(cores: int, processors: int) -> str:
+    threads = f" ({processors} hardware threads)" if processors > cores else ""
+    return f"{cores} core{'s' if cores > 1 else ''}{threads}"
+
+
+def _spread(ranks: int, nodes: list[Node]) -> list[tuple[Node, int]]:
+    """How many ranks each node gets: as evenly as they go, in node order."""
+    used = nodes[: min(ranks, len(nodes))]
+    each, more = divmod(ranks, len(used))
+    return [(node, each + (i < more)) for i, node in enumerate(used)]
+
+
+def _default_threads(topology: Topology, groups: list[tuple[Node, int]], ranks: int) -> int:
+    per_node = min(len(node.cores) // count for node, count in groups)
+    return max(1, min(per_node, topology.num_cores // ranks))
+
+
+def _place_by_list(topology: Topology, config: PlacementConfig) -> Placement:
+    """`--bind "0-31|32-63"`: the processors of each rank, by hand."""
+    try:
+        lists = [parse_list(part) for part in config.bind.split("|")]
+    except ValueError:
+        lists = []
+    if not lists or not all(lists):
+        raise ConfigError(
+            f'--bind is {config.bind!r}, must be auto, none or processors rank by rank as in "0-31|32-63"'
+        )
+    replicas = config.data_parallel_size
+    if len(lists) % replicas or config.ranks not in (0, len(lists) // replicas):
+        times = f" and --data-parallel-size {replicas}" if replicas > 1 else ""
+        raise ConfigError(f"--bind names processors for {len(lists)} ranks, --ranks is {config.ranks}{times}")
+    allowed = {cpu: node.index for node in topology.nodes for core in node.cores for cpu in core}
+    for rank, cpus in enumerate(lists):
+        if missing := [cpu for cpu in cpus if cpu not in allowed]:
+            raise ConfigError(f"--bind gives rank {rank} processor {missing[0]}, which this process may not use")
+    oversubscribed = len({cpu for cpus in lists for cpu in cpus}) < sum(len(cpus) for cpus in lists)
+    places = []
+    for rank, cpus in enumerate(lists):
+        threads = config.threads or len(cpus)
+        if threads > len(cpus) or oversubscribed:
+            if not config.oversubscribe:
+                raise ConfigError(
+                    f"--bind gives rank {rank} {len(cpus)} processors for {threads} threads, shared: {oversubscribed}; "
+                    "give each rank its own, lower --threads, or pass --oversubscribe"
+                )
+            oversubscribed = True
+        nodes = {allowed[cpu] for cpu in cpus}
+        places.append(RankPlace(rank, nodes.pop() if len(nodes) == 1 else None, threads, cpus[:threads]))
+    return Placement(tuple(places), oversubscribed, replicas)

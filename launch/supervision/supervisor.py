@@ -1,0 +1,197 @@
+"""Keeps one world alive: starts it, tells its state in cluster.json, starts the next one when it dies."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from allspan.launch.console import say
+from allspan.launch.supervision.run_dir import RunDir
+from allspan.launch.supervision.world import Death, World, WorldPlan, is_readable
+from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, InternalError, Unavailable
+from allspan.protos.cluster.cluster_file import ClusterInfo, write_cluster
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 5.0
+LINGER_S = 1.5
+"""A dead cluster's file stays readable this long, so that every client learns the cause."""
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    """What happens around the world's life."""
+
+    restart: bool = True
+    """Start again when a rank dies, or is silent or stuck for too long."""
+    max_failures: int = 6
+    """Give up, with exit code 1, at this many failures within --failure-window-s."""
+    failure_window_s: float = 120.0
+    """Seconds; see --max-failures."""
+    start_timeout_s: float = 600.0
+    """Seconds until every rank must have loaded its part of the model."""
+    watchdog_timeout: float = 30.0
+    """Seconds that a rank may be silent, or its busy step loop stand still, before the ranks are ended."""
+    run_dir: str = ""
+    """Folder of the cluster's sockets and state; empty: one under $XDG_RUNTIME_DIR or /tmp."""
+    parent_pid: int = 0
+    """End when this process is gone; 0: none."""
+
+
+class Supervisor:
+    """Runs worlds in a thread of its own until `stop`, or until one dies that is not to be followed by another.
+
+    `on_change` is called in that thread when the first world is ready, and when there will be no more.
+    """
+
+    def __init__(self, plan: WorldPlan, run: RunDir, config: SupervisorConfig, on_change: Callable[[], None]) -> None:
+        self._plan = plan
+        self._run = run
+        self._config = config
+        self._on_change = on_change
+        self._parent_fds = _watch(config.parent_pid) if config.parent_pid else []
+        self._stop_read, self._stop_write = os.pipe()
+        self._thread = threading.Thread(target=self._main, name="supervisor", daemon=True)
+        self._failures: deque[tuple[float, str]] = deque()
+        self._drain_until = 0.0
+        self._abandoned = False
+        self.info: ClusterInfo | None = None
+        """The first ready world's."""
+        self.is_over = False
+        """There is no world, and there will be none."""
+        self.error: AllspanError | None = None
+        """Why, when nobody asked for it."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Asks for the end, after `drain_s` seconds at most for requests that run. Safe in a signal handler."""
+        self._drain_until = time.monotonic() + drain_s
+        os.write(self._stop_write, b"x")
+
+    def abandon(self) -> None:
+        """The world's processes and files are about to go away under this supervisor; it must not mind."""
+        self._abandoned = True
+
+    def _main(self) -> None:
+        try:
+            self._supervise()
+        except AllspanError as error:
+            self.error = error
+        except Exception as error:  # whatever it is: others wait for this thread
+            # The folders go away under this thread when a second signal ends everything; anything else is a bug.
+            if not self._abandoned:
+                sys.stderr.write(traceback.format_exc())
+            self.error = InternalError(f"the supervisor failed: {error or type(error).__name__}")
+        if self._abandoned:
+            return
+        try:
+            self._tell(self._state(0, "stopped", self.error.message if self.error else ""))
+        finally:
+            self.is_over = True
+            self._on_change()
+
+    def _supervise(self) -> None:
+        epoch = 0
+        while True:
+            epoch += 1
+            death = self._run_world(epoch)
+            if death is None:
+                return
+            if not self._goes_on:
+                self._wait_for_stop(LINGER_S)
+                many = len(self._failures)
+                within = f"{many} failures within {self._config.failure_window_s:g} s, the first: " if many > 1 else ""
+                raise Unavailable(f"{self._plan.title} is down: {within}{self._failures[0][1]}")
+            delay = min(FIRST_BACKOFF_S * 2 ** (len(self._failures) - 1), MAX_BACKOFF_S)
+            say(f"{self._plan.name}starting again in {delay:g} s")
+            if self._wait_for_stop(delay):
+                return
+
+    def _run_world(self, epoch: int) -> Death | None:
+        """One world's whole life; None when it was asked to end."""
+        self._tell(self._state(epoch, "starting"))
+        world = World(self._plan, self._run, epoch)
+        drain_s: float | None = None
+        try:
+            stops = [self._stop_read, *self._parent_fds]
+            event = world.wait(stops, done=lambda: world.info() is not None, timeout_s=self._plan.start_timeout_s)
+            loaded = event == "done"
+            if loaded:
+                self._note_ready(world)
+                event = world.wait(stops)
+            if event == "stop":
+                self._tell(self._state(epoch, "stopped"))  # nobody is to attach any more
+                if loaded:
+                    drain_s = max(0.0, self._drain_until - time.monotonic())
+                return None
+            death = self._late() if event == "timeout" else world.death()
+            self._note_failure(death)
+            # A start that failed by itself is not tried again: the next one would fail, too.
+            fatal = death.error if self.info is None else None
+            self._tell(self._state(epoch, "down", death.cause, fatal is None and self._goes_on))
+            if fatal is not None:
+                raise fatal
+            say(f"{self._plan.title} is down: {death.cause}")
+            return death
+        finally:
+            world.end(drain_s)
+
+    def _late(self) -> Death:
+        message = f"{self._plan.title} was not ready within --start-timeout-s {self._plan.start_timeout_s:g} s"
+        return Death(message, DeadlineExceeded(message))
+
+    def _note_ready(self, world: World) -> None:
+        if self.info is None:
+            self.info = world.info()
+            self._on_change()
+        if world.epoch > 1:
+            say(f"{self._plan.title} is ready again (epoch {world.epoch})")
+
+    def _note_failure(self, death: Death) -> None:
+        now = time.monotonic()
+        self._failures.append((now, death.cause))
+        while now - self._failures[0][0] > self._config.failure_window_s:
+            self._failures.popleft()
+
+    @property
+    def _goes_on(self) -> bool:
+        """After the failures so far."""
+        return self._config.restart and len(self._failures) < self._config.max_failures
+
+    def _tell(self, info: ClusterInfo) -> None:
+        """Writes cluster.json. A disk that is full must not keep a dead world's processes and files from their end."""
+        try:
+            write_cluster(self._run.path, info)
+        except OSError as error:
+            if not self._abandoned:
+                say(f"{self._run.path} cannot be written to: {error.strerror}; clients do not learn: {info.state}")
+
+    def _state(self, epoch: int, state: str, cause: str = "", will_restart: bool = False) -> ClusterInfo:
+        model, service = self._plan.config.model, self._plan.config.service
+        return ClusterInfo(
+            epoch,
+            state,
+            model.name,
+            model.path,
+            cause=cause,
+            supervisor_pid=os.getpid(),
+            will_restart=will_restart,
+            watchdog_timeout=service.watchdog_timeout,
+        )
+
+    def _wait_for_stop(self, timeout_s: float) -> bool:
+        return is_readable([self._stop_read, *self._parent_fds], timeout_s)
+
+
+def _watch(pid: int) -> list[int]:
+    try:
+        return [os.pidfd_open(pid)]
+    except OSError as error:
+        raise ConfigError(f"--parent-pid is {pid}: {error.strerror}") from error

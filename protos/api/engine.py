@@ -1,0 +1,221 @@
+"""The engine's interface: the same methods on `ClientEngine` (a cluster) and on `Engine` (this process)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import RequestHandle, RequestTimings, ResultQueue, TokenLogprob
+from allspan.protos.api.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Of the sizes of steps that are counted apart; see `EngineStatistics.step_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished request of `generate`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens from its second on, if asked for."""
+    timings: RequestTimings | None = None
+    """All of the request's statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatistics:
+    """One rank's counters since it started."""
+
+    rank: int
+    pid: int
+    host: str
+    state: str
+    progress: int
+    progress_age_s: float
+    peak_rss_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    load_s: float
+    kernels: str
+    replica: int = 0
+    device: str = ""
+    """A GPU's name and index, "" on the CPU."""
+    numa_nodes: str = ""
+    """Those of its processors, as in "0" or "0,1"; "" where that is not known."""
+    threads: int = 0
+    rss_bytes: int = 0
+    """Memory that its process holds now."""
+    steps: int = 0
+    host_s: float = 0.0
+    """Seconds of its steps outside the model's forward pass."""
+    model_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """The leader's counters since it started, added up over the replicas, and one entry a rank."""
+
+    model: str
+    max_model_len: int
+    running: int
+    waiting: int
+    pages_total: int
+    pages_used: int
+    page_size: int
+    prompt_tokens: int
+    generated_tokens: int
+    finished_requests: int
+    """However they ended."""
+    preemptions: int
+    steps: int
+    host_s: float
+    model_s: float
+    ranks: tuple[RankStatistics, ...] = ()
+    pages_cached: int = 0
+    """Kept for prefix hits, and given up when pages run short."""
+    host_pages_total: int = 0
+    host_pages_used: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens that were looked up in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    """Of those, in the host tier."""
+    cancelled_requests: int = 0
+    failed_requests: int = 0
+    refused_requests: int = 0
+    """By a full queue."""
+    prompt_tokens_per_s: float = 0.0
+    """Over the last 10 s or so."""
+    generated_tokens_per_s: float = 0.0
+    weights_version: int = 1
+    """Rises with each reload, also one that was refused: what was cached under another version is void."""
+    weights_loaded: bool = True
+    replicas: int = 1
+    replicas_ready: int = 1
+    step_tokens: tuple[int, ...] = ()
+    """Steps by the tokens computed in them: as many as have at most each of STEP_TOKENS_BOUNDS (and more than the one
+    before), then those above them all."""
+    step_tokens_sum: int = 0
+
+    @property
+    def pages_free(self) -> int:
+        return self.pages_total - self.pages_used - self.pages_cached
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the pages not in use hold."""
+        return (self.pages_total - self.pages_used) * self.page_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all ranks' KV caches."""
+        return sum(rank.kv_bytes for rank in self.ranks)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Of the tokens looked up; 0 before any."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpProfile:
+    """What one op took on one rank, in milliseconds, while profiling was on."""
+
+    op: str
+    count: int
+    min_ms: float
+    max_ms: float
+    total_ms: float
+    share: float
+    """Of all ops' total."""
+
+
+class EngineProtocol(Protocol):
+    """Every method may raise an AllspanError (see `allspan.protos.api.errors`); none waits for ever."""
+
+    def start_model(self) -> None:
+        """Lets new requests in (the state after construction)."""
+
+    def stop_model(self, timeout: float = 60.0) -> None:
+        """Refuses new requests with Unavailable and waits for those that run; DeadlineExceeded after `timeout` s."""
+
+    def close(self) -> None:
+        """Ends every request, the model and, if this engine started it, the cluster. Idempotent."""
+
+    def start_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> tuple[RequestHandle, ResultQueue]:
+        """Admits a request (text or token ids) and returns at once; its tokens arrive in the queue."""
+
+    def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
+        """Waits for the end of one request, or of all; DeadlineExceeded after `timeout` s."""
+
+    def stop_request(self, handle: RequestHandle) -> None:
+        """Ends generation early; what was generated stays readable. Idempotent."""
+
+    def release_request(self, handle: RequestHandle) -> None:
+        """Forgets a request; one that still runs is stopped first. Idempotent."""
+
+    def statistics(self) -> EngineStatistics:
+        """Counters of the engine and of each rank."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached page that no request uses; those in use are forgotten when they are given back."""
+
+    def unload_weights(self, timeout: float = 60.0) -> None:
+        """Gives back the memory of weights and KV pages; the model must be stopped (`stop_model`), else Unavailable."""
+
+    def reload_weights(self, timeout: float = 600.0) -> None:
+        """Reads the weights again from the model's path, which may hold new ones of the same shapes; what the prefix
+        cache held is void. The model stays stopped until `start_model`. CheckpointError."""
+
+    def start_profile(self) -> None:
+        """Begins to time every op on every rank, from zero."""
+
+    def stop_profile(self) -> None: ...
+
+    def op_profile(self) -> tuple[OpProfile, ...]:
+        """What each op took since `start_profile`, on the leader, the longest first."""
+
+    def model_info(self) -> dict[str, Any]:
+        """The model's shape, its tensors' sizes and how they lie on each rank, as JSON values."""
+
+    def file_info(self) -> dict[str, Any]:
+        """The checkpoint's files: names, bytes, format, dtype and the version of allspan that reads them."""
+
+    def version(self) -> str:
+        """Of allspan, its kernels and the libraries it runs on, in one line."""
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
+    ) -> list[Completion]:
+        """Runs prompts to their end, together, and returns them in order. A list of integers is one prompt."""
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
+    ) -> list[Completion]:
+        """`generate` for asyncio; cancelling it stops its requests."""

@@ -1,0 +1,1 @@
+"""Files of a run directory, by which the processes of a cluster find and watch each other; TLS files; logs."""

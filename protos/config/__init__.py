@@ -1,0 +1,1 @@
+"""Settings of a rank, and the flags and configuration files that are made from them."""

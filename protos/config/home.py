@@ -1,0 +1,21 @@
+"""Where this user's models lie: $ALLSPAN_HOME, by default ~/.cache/allspan."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from allspan.protos.api.errors import ConfigError
+
+
+def home() -> Path:
+    """Raises ConfigError when nobody knows this user's home (a container's made-up user id)."""
+    try:
+        return Path(os.environ.get("ALLSPAN_HOME") or "~/.cache/allspan").expanduser()
+    except RuntimeError as error:
+        raise ConfigError("this user has no home folder to keep models in; set ALLSPAN_HOME to a folder") from error
+
+
+def models_dir() -> Path:
+    """Holds one file or folder a pulled model, under its name ("ORG/NAME" as two levels)."""
+    return home() / "models"

@@ -1,0 +1,163 @@
+"""Between the wire's messages and the plain values of this package."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.errors import InternalError, InvalidRequest, from_code
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import Output, RequestTimings, ResultQueue, TokenLogprob
+from allspan.protos.api.sampling import SamplingParams
+
+_TIMINGS = tuple(field.name for field in fields(RequestTimings))
+
+MAX_MESSAGE_BYTES = 32 * 2**20
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+MAX_PENDING_CALLS = 1 << 16
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # With more calls than this that no handler has taken up, gRPC breaks new ones off, as CANCELLED. Its own limit is
+    # 1,000, and who is too much shall hear it from the queue, with the advice to come back.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+)
+
+
+def sampling_to_wire(params: SamplingParams) -> pb.SamplingParamsMessage:
+    """The seed must be set: every rank draws from the same one."""
+    if params.seed is None:
+        raise InternalError("sampling parameters without a seed cannot be sent")
+    return pb.SamplingParamsMessage(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        min_tokens=params.min_tokens,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        greedy=not params.do_sample,
+        repetition_penalty=params.repetition_penalty,
+        suppress_repetition_in_generation=params.suppress_repetition_in_generation,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        no_repeat_ngram_size=params.no_repeat_ngram_size,
+        typical_p=params.typical_p,
+        bias_token_ids=[token_id for token_id, _ in params.biases],
+        biases=[bias for _, bias in params.biases],
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words_ids=[pb.TokenIds(ids=ids) for ids in params.bad_words_ids],
+        stop_words_ids=[pb.TokenIds(ids=ids) for ids in params.stop_words_ids],
+        grammar=_grammar_to_wire(params.grammar),
+    )
+
+
+def _grammar_to_wire(grammar: Grammar | None) -> pb.GrammarMessage | None:
+    return None if grammar is None else pb.GrammarMessage(kind=grammar.kind, text=grammar.text)
+
+
+def sampling_from_wire(message: pb.SamplingParamsMessage) -> SamplingParams:
+    """Validates again: a rank trusts no sender."""
+    if len(message.bias_token_ids) != len(message.biases):
+        raise InvalidRequest(
+            f"biases has {len(message.biases)} entries for {len(message.bias_token_ids)} bias_token_ids", "logit_bias"
+        )
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=None if message.logprobs < 0 else message.logprobs,
+        min_tokens=message.min_tokens,
+        prompt_logprobs=None if message.prompt_logprobs < 0 else message.prompt_logprobs,
+        do_sample=not message.greedy,
+        repetition_penalty=message.repetition_penalty,
+        suppress_repetition_in_generation=message.suppress_repetition_in_generation,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        no_repeat_ngram_size=message.no_repeat_ngram_size,
+        typical_p=message.typical_p,
+        logit_bias=tuple(zip(message.bias_token_ids, message.biases, strict=True)),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words_ids=tuple(tuple(entry.ids) for entry in message.bad_words_ids),
+        stop_words_ids=tuple(tuple(entry.ids) for entry in message.stop_words_ids),
+        grammar=Grammar(message.grammar.kind, message.grammar.text) if message.HasField("grammar") else None,
+    )
+
+
+def options_to_wire(options: RequestOptions, message: pb.StartRequestMessage) -> None:
+    """Fills in `message`'s fields."""
+    message.priority = options.priority
+    message.timeout_s = options.timeout_s or 0.0
+    message.no_prefix_cache = not options.prefix_cache
+    message.cache_salt = options.cache_salt
+
+
+def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
+    """Validates again."""
+    return RequestOptions(
+        priority=message.priority,
+        timeout_s=message.timeout_s or None,
+        prefix_cache=not message.no_prefix_cache,
+        cache_salt=message.cache_salt,
+    )
+
+
+def output_to_wire(request_id: bytes, output: Output) -> pb.RequestOutput:
+    message = pb.RequestOutput(request_id=request_id, token_ids=output.token_ids, finish_reason=output.finish_reason)
+    if output.logprobs:
+        message.logprobs.extend(map(_logprob_to_wire, output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(map(_logprob_to_wire, output.prompt_logprobs))
+    if output.stop_token_id is not None:
+        message.stop_token_id = output.stop_token_id
+        message.has_stop_token_id = True
+    if output.timings is not None:
+        message.timings.CopyFrom(pb.RequestTimings(**{name: getattr(output.timings, name) for name in _TIMINGS}))
+    return message
+
+
+def output_from_wire(message: pb.RequestOutput) -> Output:
+    timings = None
+    if message.HasField("timings"):
+        timings = RequestTimings(**{name: getattr(message.timings, name) for name in _TIMINGS})
+    return Output(
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(map(_logprob_from_wire, message.logprobs)),
+        finish_reason=message.finish_reason,
+        stop_token_id=message.stop_token_id if message.has_stop_token_id else None,
+        timings=timings,
+        prompt_logprobs=tuple(map(_logprob_from_wire, message.prompt_logprobs)),
+    )
+
+
+def _logprob_to_wire(entry: TokenLogprob) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=entry.logprob,
+        top_token_ids=[token_id for token_id, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
+    )
+
+
+def _logprob_from_wire(entry: pb.TokenLogprobs) -> TokenLogprob:
+    return TokenLogprob(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
+
+
+def deliver(queue: ResultQueue, message: pb.RequestOutput) -> None:
+    """Puts what a message says, tokens or failure, into its request's queue."""
+    if message.error_code:
+        queue.fail(from_code(message.error_code, message.error_message))
+    else:
+        queue.put(output_from_wire(message))

@@ -1,0 +1,1 @@
+"""From tokens to text while they are generated: detokenizing, stop strings, completions."""

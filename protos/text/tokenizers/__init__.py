@@ -1,0 +1,1 @@
+"""Tokenizers of Hugging Face folders and GGUF files. Never imports torch."""

@@ -1,0 +1,214 @@
+"""Tokenizers of Hugging Face model folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, normalizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from allspan.protos.api.errors import CheckpointError, ModelNotFound
+from allspan.protos.config.json_file import read_json_object
+from allspan.protos.text.chat_template import ChatTemplate
+from allspan.protos.text.model_defaults import generation_defaults
+from allspan.protos.text.tokenizers import pretokenizers
+from allspan.protos.text.tokenizers.decoding import PieceDecoder, piece_decoder
+from allspan.protos.text.tokenizers.tokenizer import Tokenizer
+
+# Folders with vocab.json and merges.txt alone: what their tokenizer class does to text before merging.
+_RULES_BY_CLASS = {"Qwen2Tokenizer": "qwen2", "Qwen2TokenizerFast": "qwen2", "GPT2Tokenizer": "gpt-2"}
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_folder(path: Path) -> Tokenizer:
+    """The tokenizer of a model folder. Raises CheckpointError naming the file that is missing or bad."""
+    config = _read_json(path / "tokenizer_config.json")
+    named = _named_tokens(path, config)
+    backend, added = _backend(path, config)
+    codec = FolderCodec(backend, added, path)
+    bos, eos = (backend.token_to_id(named[key]) if key in named else None for key in ("bos_token", "eos_token"))
+    prefix, suffix = _wrapping(backend, config, bos, eos)
+    ends = ([] if eos is None else [eos]) + list(generation_defaults(path).eos_token_ids)
+    source = _template_source(path, config)
+    return Tokenizer(
+        codec=codec,
+        name=path.name,
+        special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
+        bos_token_id=bos,
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+        prefix=prefix,
+        suffix=suffix,
+        strips_leading_space=codec.strips_leading_space,
+        chat_template=None if source is None else _template(source, named),
+    )
+
+
+class FolderCodec:
+    """A `tokenizers` tokenizer with its own normaliser, pre-tokeniser and added tokens."""
+
+    def __init__(self, backend: Backend, added: Mapping[int, AddedToken], path: Path) -> None:
+        self._backend = backend
+        self._literal: Backend | None = None
+        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        self._decode: PieceDecoder = piece_decoder(_described(backend.decoder), path)
+        self.strips_leading_space = self._decode.strips_leading_space
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        backend = self._backend if parse_special else self._without_special()
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+    def piece(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return self._decode.before + added
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        return b"" if token is None else self._decode(token)
+
+    def _without_special(self) -> Backend:
+        """A second copy, made when first needed: whether special texts are parsed is a setting of the whole backend."""
+        if self._literal is None:
+            literal = Backend.from_str(self._backend.to_str())
+            literal.encode_special_tokens = True
+            self._literal = literal
+        return self._literal
+
+
+def _described(decoder: decoders.Decoder | None) -> dict[str, Any] | None:
+    """A decoder as tokenizer.json writes it."""
+    if decoder is None:
+        return None
+    description: dict[str, Any] = json.loads(decoder.__getstate__())
+    return description
+
+
+def _backend(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[int, AddedToken]]:
+    file = path / "tokenizer.json"
+    if file.is_file():
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the binding raises plain Exception
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    else:
+        backend = _from_vocab_and_merges(path, config)
+    backend.no_truncation()
+    backend.no_padding()
+    _check_size(path, backend)
+    _add_tokens(path, backend, config)
+    return backend, dict(backend.get_added_tokens_decoder())
+
+
+def _check_size(path: Path, backend: Backend) -> None:
+    """A vocabulary larger than the model's is another model's. Added tokens do not count: some models have one or two
+    that only their own media encoders make."""
+    config = _read_json(path / "config.json")
+    text = config.get("text_config")
+    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    found = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+    if isinstance(size, int) and found > size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {found} tokens, config.json says vocab_size {size}: "
+            "it is the tokenizer of another model"
+        )
+
+
+def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:
+    vocab, merges = path / "vocab.json", path / "merges.txt"
+    way_out = "load it once with transformers' AutoTokenizer and save_pretrained() it, which writes a tokenizer.json"
+    if not (vocab.is_file() and merges.is_file()):
+        if not (path / "config.json").exists():
+            raise ModelNotFound(
+                f"{path} holds no model: neither config.json nor tokenizer.json; give a folder in Hugging Face's "
+                "layout, or a GGUF file"
+            )
+        raise CheckpointError(f"{path} has no tokenizer.json (nor vocab.json with merges.txt); {way_out}")
+    kind = str(config.get("tokenizer_class"))
+    name = _RULES_BY_CLASS.get(kind)
+    rule = pretokenizers.rule(name) if name else None
+    if rule is None:
+        known = ", ".join(_RULES_BY_CLASS)
+        raise CheckpointError(
+            f"{path} has no tokenizer.json, and how tokenizer_class {kind!r} cuts words is not known "
+            f"(known: {known}); {way_out}"
+        )
+    try:
+        backend = Backend(BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:
+        raise CheckpointError(f"{vocab} and {merges} cannot be read: {error}") from error
+    if name == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = rule.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _add_tokens(path: Path, backend: Backend, config: Mapping[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json or added_tokens.json lists, under the ids they name there."""
+    known = backend.get_added_tokens_decoder()
+    listed: dict[int, AddedToken] = {}
+    for text, token_id in _read_json(path / "added_tokens.json").items():
+        listed[int(token_id)] = AddedToken(text, normalized=False, special=False)
+    for token_id, entry in config.get("added_tokens_decoder", {}).items():
+        flags = {key: bool(entry.get(key, False)) for key in _TOKEN_FLAGS}
+        listed[int(token_id)] = AddedToken(entry["content"], **flags)
+    for token_id in sorted(set(listed) - set(known)):
+        token = listed[token_id]
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise CheckpointError(
+                f"{path}: added token {token.content!r} has id {token_id} in tokenizer_config.json, "
+                f"but comes out as {backend.token_to_id(token.content)}"
+            )
+
+
+def _wrapping(
+    backend: Backend, config: Mapping[str, Any], bos: int | None, eos: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What goes before and after a prompt: the config's explicit flags, else what the post-processor adds."""
+    if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
+        prefix = (bos,) if config.get("add_bos_token") and bos is not None else ()
+        return prefix, (eos,) if config.get("add_eos_token") and eos is not None else ()
+    if backend.post_processor is None:
+        return (), ()
+    encoding = backend.encode("a", add_special_tokens=True)
+    own = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+    if not own:
+        return tuple(encoding.ids), ()
+    return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+
+
+def _named_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token … as texts; a token may be a string or an object with its content."""
+    values = _read_json(path / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
+    named = {}
+    for key in _NAMED_TOKENS:
+        value = values.get(key)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            named[key] = value
+    return named
+
+
+def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    value = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(value, list):  # several, by name
+        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
+    return value if isinstance(value, str) else None
+
+
+def _template(source: str, named: Mapping[str, str]) -> ChatTemplate:
+    extra = {key: text for key, text in named.items() if key not in ("bos_token", "eos_token")}
+    return ChatTemplate(source, named.get("bos_token", ""), named.get("eos_token", ""), extra)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Empty when there is no such file."""
+    return read_json_object(file) if file.is_file() else {}

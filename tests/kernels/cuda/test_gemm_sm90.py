@@ -1,0 +1,235 @@
+"""Hopper's products of many rows against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from allspan.kernels.cuda.jit import modules
+from allspan.kernels.cuda.linear import linear
+from allspan.kernels.cuda.linear.gemm_sm90 import Scales, gemm_sm90, pays
+from allspan.kernels.cuda.linear.products import ADD, GATED, STORE
+from allspan.kernels.errors import BackendUnavailable
+from allspan.kernels.packed import PackedSpec
+from allspan.kernels.reference.packed import unpack
+from support.emulator.driver import EmulatorDriver
+from support.packed_cases import random_weight
+
+BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def emulator(request: pytest.FixtureRequest) -> EmulatorDriver:
+    cache: pytest.Cache = request.config.cache
+    return EmulatorDriver(cache.mkdir("emulated"), multiprocessors=2, capability=(9, 0))
+
+
+@pytest.fixture(autouse=True)
+def hopper(request: pytest.FixtureRequest) -> None:
+    """Its instructions are no other GPU's."""
+    is_real = request.node.get_closest_marker("gpu") is not None
+    if is_real and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+
+
+def check(
+    kind: torch.dtype,
+    epilogue: int,
+    sizes: tuple[int, int, int],
+    has_bias: bool,
+    device: str,
+    band: int = 2048,
+    of: torch.dtype = BF16,
+) -> None:
+    """`kind`: of x and matrix; `of`: of out. sizes: rows, features, depth. What lies beside the product's columns stays
+    as it was. Of sums of e4m3, tensor cores have some 14 bits."""
+    rows, features, depth = sizes
+    generator = torch.Generator(device).manual_seed(rows + features)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    x, matrix = random(rows, depth).to(kind), random(features, depth).to(kind)
+    scales, bias = None, random(features) if has_bias else None
+    product = x.double() @ matrix.double().T
+    if kind == E4M3:
+        scales = Scales(random(rows) % 1 + 0.5, (random(features, 2) % 1 + 0.5) / depth**0.5)
+        product *= scales.rows.double()[:, None] * scales.numbers[:, 0].double()
+    elif epilogue == GATED:
+        matrix, product = (matrix.double() / depth**0.5).to(kind), product / depth**0.5
+        product = x.double() @ matrix.double().T
+    product += 0 if bias is None else bias
+    if epilogue == GATED:
+        gate, up = product.chunk(2, 1)
+        product = functional.silu(gate) * up
+    outputs = product.shape[1]
+    all_of = torch.full(
+        (rows + 1, -(-outputs // 8) * 8 + 16), 0.5, dtype=torch.float32 if epilogue == ADD else of, device=device
+    )
+    out = all_of[:rows, 8 : 8 + outputs]
+    if epilogue == ADD:
+        product += out
+    else:
+        out.fill_(math.nan)
+    gemm_sm90(x, matrix, scales, bias, out, epilogue, band)
+    tolerance, slack = 2e-3 if epilogue == ADD else 1e-2, 1.0
+    if kind == E4M3 and device == "cuda":
+        tolerance, slack = 2e-2, 50.0 if epilogue == GATED else 15.0
+    atol = slack * tolerance * product.abs().mean().item()
+    torch.testing.assert_close(out.double(), product, rtol=tolerance, atol=atol)
+    out.fill_(0.5)
+    assert (all_of == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "epilogue", "sizes", "has_bias"),
+    [
+        (BF16, STORE, (200, 328, 328), True),
+        (BF16, ADD, (130, 264, 72), False),
+        (BF16, GATED, (300, 2 * 136, 200), False),
+        (E4M3, STORE, (70, 264, 144), True),
+        (E4M3, ADD, (257, 300, 704), False),
+        (E4M3, GATED, (129, 2 * 136, 272), True),
+        (F16, GATED, (70, 2 * 136, 200), False),
+    ],
+)
+def test_small_products_agree_with_float64(
+    kind: torch.dtype, epilogue: int, sizes: tuple[int, int, int], has_bias: bool, device: str
+) -> None:
+    """Tiles that are cut off at either side; blocks with several; bands of one tile."""
+    check(kind, epilogue, sizes, has_bias, device, 256, F16 if kind is F16 else BF16)
+
+
+def test_products_of_e4m3_in_half_precision_agree_with_float64(device: str) -> None:
+    check(E4M3, STORE, (70, 264, 144), True, device, 256, F16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("epilogue", [STORE, ADD, GATED])
+@pytest.mark.parametrize(("kind", "of"), [(BF16, BF16), (F16, F16), (E4M3, BF16), (E4M3, F16)])
+def test_products_of_every_size_agree_with_float64(kind: torch.dtype, of: torch.dtype, epilogue: int) -> None:
+    shapes = ((16, 16), (272, 48), (4608, 3584), (3584, 896), (9472, 512), (272, 18944))
+    for i, rows in enumerate((1, 64, 127, 129, 256, 1000, 4097, 8192)):
+        for j, (features, depth) in enumerate(shapes):
+            check(kind, epilogue, (rows, features, depth), (i + j) % 2 == 0, "cuda", 128 << i % 7, of)
+
+
+@pytest.mark.gpu
+def test_outputs_of_more_than_two_billion_elements() -> None:
+    x, matrix = (torch.randn(n, 64, device="cuda").bfloat16() for n in (120_000, 18_944))
+    out = torch.full((120_000, 18_944), math.nan, dtype=BF16, device="cuda")
+    gemm_sm90(x, matrix, None, None, out, STORE)
+    for rows in (slice(0, 300), slice(-300, None)):
+        torch.testing.assert_close(out[rows].double(), x[rows].double() @ matrix.double().T, rtol=1e-2, atol=1e-2)
+    assert not out.isnan().any()
+
+
+def products(kind: str) -> list[tuple[Callable[..., None], PackedSpec, torch.dtype]]:
+    activation = {"bf16": "bf16", "fp8": "e4m3"}[kind]
+    spec = PackedSpec(kind, activation, (72, 72), 136, memory="rows")
+    return [
+        (linear.packed_linear, spec, BF16),
+        (linear.packed_linear_add, spec, torch.float32),
+        (linear.packed_gated_linear, spec, BF16),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_linear_ops_take_it_where_it_pays(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It and not another kernel; and what another kernel would have computed."""
+    taken = []
+
+    def noted(*arguments: object) -> None:
+        taken.append(arguments)
+        gemm_sm90(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(linear, "gemm_sm90", noted)
+    for op, spec, dtype in products(kind):
+        x = torch.randn(70, spec.inputs, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+        weight, bias = random_weight(spec).to(device), torch.randn(spec.features, device=device)
+        width = spec.parts[0] if op is linear.packed_gated_linear else spec.features
+        found = []
+        for does in (False, True):
+            monkeypatch.setattr(linear, "pays", lambda *_, does=does: does)
+            out = torch.full((70, width + 8), 0.5, dtype=dtype, device=device)
+            op(x, weight, bias, spec, 8, out)
+            found.append(out)
+        torch.testing.assert_close(*found, rtol=2e-2, atol=5e-2)
+        product = x.double().cpu() @ unpack(weight.cpu(), spec, torch.float64).T + bias.cpu()
+        if op is linear.packed_linear:
+            torch.testing.assert_close(found[1][:, 8:].double().cpu(), product, rtol=5e-2, atol=0.6)
+    assert len(taken) == 3
+
+
+def test_it_pays_where_it_saves_a_pass_and_fills_the_gpu(device: str) -> None:
+    x, matrix = (torch.zeros(n, 512, dtype=BF16, device=device) for n in (2048, 4096))
+    out = torch.zeros(2048, 2056, dtype=BF16, device=device)
+    assert pays(x, matrix, out[:, 8:], GATED)
+    assert not pays(x, matrix[:2048], out[:, 8:], STORE)  # cuBLAS has no pass behind it
+    assert pays(x.to(E4M3), matrix[:2048].to(E4M3), out[:, 8:], STORE)
+    assert not pays(x[:64], matrix, out[:64, 8:], GATED)
+    assert not pays(x[:257], matrix[:16], out[:257, 8:16], GATED) or device == "cpu"
+    assert not pays(x, matrix, out[:, 4:2052], GATED)  # not aligned
+    assert not pays(x, matrix[:4088], out[:, :2044], GATED)  # what copies out would write past its columns
+    assert not pays(x[:, 1:], matrix[:, 1:], out[:, 8:], GATED)
+    assert not pays(x, matrix, out[:, 8:].float(), GATED)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_inputs() -> None:
+    """A chain: each product reads what the one before wrote, though its blocks begin before that one ends."""
+    x, residual = torch.zeros(600, 512, device="cuda", dtype=BF16), torch.zeros(600, 512, device="cuda")
+    weights = [torch.randn(n, k, device="cuda").div(k**0.5).bfloat16() for n, k in ((2 * 1032, 512), (512, 1032))]
+    hidden = torch.zeros(600, 1032, device="cuda", dtype=BF16)
+
+    def chain(pause: Callable[[], None]) -> None:
+        residual.zero_()
+        for _ in range(10):
+            gemm_sm90(x, weights[0], None, None, hidden, GATED)
+            pause()
+            gemm_sm90(hidden, weights[1], None, None, residual, ADD)
+            pause()
+            x.copy_(residual)
+
+    chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(lambda: None)
+    found = []
+    for run in (lambda: chain(torch.cuda.synchronize), graph.replay):
+        x.copy_(torch.randn(600, 512, generator=torch.Generator().manual_seed(1)))
+        run()
+        found.append(residual.clone())
+    assert found[0].isfinite().all()
+    assert found[0].abs().sum() > 0
+    assert torch.equal(*found)
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    x, matrix = torch.zeros(70, 64, dtype=BF16, device=device), torch.zeros(32, 64, dtype=BF16, device=device)
+    out, scales = torch.zeros(70, 32, dtype=BF16, device=device), Scales(torch.zeros(70), torch.zeros(32, 2))
+    wrongs = {
+        "x: .* are not torch.bfloat16": (x, matrix[:, :32], None, None, out, STORE),
+        "x: .* are not torch.float8": (x, matrix, scales, None, out, STORE),
+        "out: .* is not torch.float32": (x, matrix, None, None, out, ADD),
+        r"out: .* is not torch.bfloat16 \[70, 16\]": (x, matrix, None, None, out, GATED),
+        "bias: ": (x, matrix, None, torch.zeros(31, device=device), out, STORE),
+        "scales: ": (x.to(E4M3), matrix[:24].to(E4M3), scales, None, out[:, :24], STORE),
+        "out: rows of 30 elements": (x, matrix[:30], None, None, out[:, :30], STORE),
+        "both must be multiples of 16": (x[:, 1:33], matrix[:, 1:33], None, None, out, STORE),
+    }
+    for message, arguments in wrongs.items():
+        with pytest.raises(ValueError, match=message):
+            gemm_sm90(*arguments)
+
+
+def test_other_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "driver", lambda: EmulatorDriver(tmp_path))
+    x = torch.zeros(70, 64, dtype=BF16)
+    with pytest.raises(BackendUnavailable, match=r"compute capability 9\.0, not 8\.0"):
+        gemm_sm90(x, x, None, None, torch.zeros(70, 70, dtype=BF16), STORE)

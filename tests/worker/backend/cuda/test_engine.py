@@ -1,0 +1,207 @@
+"""The engine on the CUDA kernels: the tokens of transformers' model, whatever runs beside them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allspan import Engine, SamplingParams
+from allspan.kernels.cuda.attention import cascade_rule
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
+from allspan.worker.models.model import Model
+from allspan.worker.step.inputs import StepInputs
+from support.tiny_models import prompt, reference_logits, save_tiny
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64, "hidden_size": 144, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "qwen2": {"hidden_size": 448, "num_attention_heads": 7, "num_key_value_heads": 1},
+    "qwen3": {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64},
+}
+PROMPTS = [3, 1, 70]
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 128,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 64,
+    "page_size": 16,
+    "kv_cache_bytes": 4_000_000,
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
+    """A random checkpoint in bfloat16, and transformers' model of it in float32."""
+    reference = save_tiny(tmp_path / "model", request.param, torch.bfloat16, **FAMILIES[request.param])
+    return tmp_path / "model", reference.float()
+
+
+def assert_likely(output: tuple[int, ...], asked: list[int], reference: Any, slack: float = 0.05) -> None:
+    """Each token is the reference's best after those before it, or as good but for what 16 bits round away."""
+    logits = reference_logits(reference, [*asked, *output])[len(asked) - 1 : -1]
+    for i, (token, row) in enumerate(zip(output, logits, strict=True)):
+        miss = float(row.max() - row[token])
+        assert miss <= slack * float(row.std()), f"token {i} of {len(output)}: {miss} below the best"
+
+
+@pytest.fixture
+def were_shared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows with every step, by whether its rows shared tokens."""
+    noted: list[bool] = []
+    forward = Model.forward
+
+    def noting(model: Model, inputs: StepInputs) -> torch.Tensor:
+        noted.append(inputs.shared is not None)
+        return forward(model, inputs)
+
+    monkeypatch.setattr(Model, "forward", noting)
+    return noted
+
+
+def test_rows_that_share_a_prefix_decode_as_a_cascade(
+    tmp_path: Path, on: dict[str, Any], were_shared: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade_rule, "READ_AGAIN", 1e6)
+    monkeypatch.setattr(cascade_rule, "LAUNCHES", 0)
+    reference = save_tiny(tmp_path / "model", "llama", torch.bfloat16, **FAMILIES["llama"]).float()
+    vocab = reference.config.vocab_size
+    prefix = prompt(53, vocab)
+    asked = [prefix + prompt(length, vocab, 1 + length) for length in (2, 17, 1)]  # padded to four rows
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    for is_disabled in (False, True):
+        were_shared.clear()
+        with Engine(tmp_path / "model", **on, **SETTINGS, disable_cascade_attn=is_disabled) as engine:
+            engine.generate([prefix], SamplingParams(max_tokens=1))  # its three whole pages stay in the cache
+            outputs = engine.generate(asked, params)
+        assert any(were_shared) is not is_disabled
+        for one, output in zip(asked, outputs, strict=True):
+            assert output.timings.cached_tokens == 48
+            assert_likely(output.token_ids, one, reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", ["auto", "int8"])
+@pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
+def test_a_long_prefix_of_many_rows_pays(
+    pages: str, is_eager: bool, tmp_path: Path, were_shared: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pages == "int8":  # it takes more rows
+        monkeypatch.setattr(cascade_rule, "READ_AGAIN", 1.0)
+    sizes = FAMILIES["qwen3"] | {"max_position_embeddings": 8192}
+    reference = save_tiny(tmp_path / "model", "qwen3", torch.bfloat16, **sizes).float()
+    vocab = reference.config.vocab_size
+    prefix = prompt(6000, vocab)
+    asked = [prefix + prompt(1 + i % 20, vocab, i) for i in range(61)]
+    more = {"max_model_len": 8192, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_bytes": 200_000_000}
+    settings = SETTINGS | more | {"kv_cache_dtype": pages, "enforce_eager": is_eager, "device": "cuda"}
+    with Engine(tmp_path / "model", **settings) as engine:
+        engine.generate([prefix], SamplingParams(max_tokens=1))
+        outputs = engine.generate(asked, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    assert any(were_shared)
+    if pages == "auto":
+        for i in (0, 30, 60):
+            assert_likely(outputs[i].token_ids, asked[i], reference)
+        return
+    with Engine(tmp_path / "model", **settings, disable_cascade_attn=True) as engine:
+        engine.generate([prefix], SamplingParams(max_tokens=1))
+        plain = engine.generate(asked, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    firsts = [one.token_ids[:4] == other.token_ids[:4] for one, other in zip(outputs, plain, strict=True)]
+    assert sum(firsts) >= 0.8 * len(firsts), "but for what bfloat16 rounds away"
+
+
+@pytest.mark.parametrize("pages", ["int8", "uint4"])
+def test_quantised_pages_hold_what_the_cpu_s_do(pages: str, tmp_path: Path, on: dict[str, Any]) -> None:
+    reference = save_tiny(tmp_path / "model", "qwen2", torch.bfloat16, **FAMILIES["qwen2"])
+    asked = prompt(20, reference.config.vocab_size)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    told = []
+    for here in ({"kernels": "reference"}, on):
+        settings = SETTINGS | {"dtype": "bfloat16" if here is on else "float32", "kv_cache_dtype": pages}
+        with Engine(tmp_path / "model", **here, **settings) as engine:
+            (output,) = engine.generate([asked], params)
+        told.append([entry.logprob for entry in output.prompt_logprobs])
+    differences = (torch.tensor(told[0]) - torch.tensor(told[1])).abs()
+    rounding = {"int8": 0.15, "uint4": 1.0}[pages]  # bfloat16 rounds, and a key that is rounded may get another code
+    assert float(differences.median()) < rounding
+    assert float(differences.max()) < 5 * rounding
+
+
+def test_greedy_tokens_are_those_of_transformers(model: tuple[Path, Any], on: dict[str, Any]) -> None:
+    folder, reference = model
+    vocab = reference.config.vocab_size
+    asked = [prompt(length, vocab, seed) for seed, length in enumerate(PROMPTS)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with Engine(folder, **on, **SETTINGS) as engine:
+        outputs = engine.generate(asked, params)
+    for one, output in zip(asked, outputs, strict=True):
+        assert len(output.token_ids) == 4
+        assert_likely(output.token_ids, one, reference)
+
+
+@pytest.mark.parametrize("pages", ["auto", pytest.param("uint4", marks=pytest.mark.gpu)])
+def test_a_float16_checkpoint_is_computed_in_float16(pages: str, tmp_path: Path, on: dict[str, Any]) -> None:
+    """Nearer to transformers than bfloat16 would come."""
+    reference = save_tiny(tmp_path / "model", "qwen3", torch.float16, **FAMILIES["qwen3"]).float()
+    vocab = reference.config.vocab_size
+    asked = [prompt(length, vocab, seed) for seed, length in enumerate(PROMPTS)]
+    settings = SETTINGS | {"dtype": "auto" if "device" in on else "float16", "kv_cache_dtype": pages}
+    with Engine(tmp_path / "model", **on, **settings) as engine:
+        outputs = engine.generate(asked, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+        model = engine._loaded.model
+        assert model.holding.dtype is torch.float16
+        assert {held.dtype for held in model.buffers} == {torch.float16, torch.float32}
+        assert model.cache_spec.dtype == ("float16" if pages == "auto" else pages)
+    for one, output in zip(asked, outputs, strict=True):
+        assert_likely(output.token_ids, one, reference, 0.01 if pages == "auto" else 1.0)
+
+
+def test_prompts_that_are_padded_to_a_captured_step_get_their_tokens(tmp_path: Path, on: dict[str, Any]) -> None:
+    reference = save_tiny(tmp_path / "model", "llama", torch.bfloat16, **FAMILIES["llama"]).float()
+    asked = [prompt(length, reference.config.vocab_size, length) for length in (1, 3, 33)]
+    with Engine(tmp_path / "model", **on, **SETTINGS) as engine:
+        buffers = engine._loaded.core._batch.buffers
+        assert isinstance(buffers, DeviceBuffers)
+        assert buffers.chunks == ((16, 32, 64) if "device" in on else ())
+        buffers.chunks = (16, 32, 64)
+        outputs = engine.generate(asked, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    for one, output in zip(asked, outputs, strict=True):
+        assert_likely(output.token_ids, one, reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_whoever_comes_while_steps_go_ahead_gets_its_tokens(eager: bool, tmp_path: Path) -> None:
+    """Chunks, newcomers and decodes in steps that begin before the last one's tokens are known, with cached prefixes,
+    too few pages for all, a host tier, and requests that leave early."""
+    reference = save_tiny(tmp_path / "model", "qwen3", torch.bfloat16, **FAMILIES["qwen3"]).float()
+    vocab = reference.config.vocab_size
+    beginnings = [prompt(48, vocab, 7), prompt(20, vocab, 8), []]
+    asked = [beginnings[i % 3] + prompt(1 + 7 * i % 41, vocab, 100 + i) for i in range(48)]
+    more = {"enforce_eager": eager, "kv_cache_bytes": 300_000, "host_kv_cache_bytes": 1_000_000}
+    with Engine(tmp_path / "model", device="cuda", **(SETTINGS | more)) as engine:
+        steps = engine._loaded.core._batch
+        ahead, noted = steps.ahead, []
+
+        def noting(plan: Any, order: Any) -> Any:
+            noted.append(max(run.num_tokens for run in plan.ahead))
+            return ahead(plan, order)
+
+        steps.ahead = noting  # type: ignore[method-assign]
+        started = []
+        for i, one in enumerate(asked):
+            params = SamplingParams(max_tokens=1 + i % 9, temperature=0.0, ignore_eos=True)
+            started.append(engine.start_request(one, params))
+            if i % 5 == 4:
+                time.sleep(0.003)
+            if i % 11 == 10:
+                engine.stop_request(started[i - 1][0])
+        engine.sync_request(timeout=120)
+        outputs = [[token for output in queue for token in output.token_ids] for _, queue in started]
+    assert min(noted) == 1
+    assert max(noted) > 1
+    for i, (one, output) in enumerate(zip(asked, outputs, strict=True)):
+        assert len(output) == 1 + i % 9 or i % 11 == 9
+        assert_likely(tuple(output), one, reference)

@@ -1,0 +1,77 @@
+"""What happens on a GPU before the first request: every kernel that the engine will launch is compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allspan import Engine, SamplingParams
+from allspan.kernels.cuda.jit import modules
+from allspan.worker.load import loader
+from allspan.worker.load.loader import memory_of
+from support.emulator.driver import EmulatorDriver
+from support.tiny_models import prompt, save_tiny
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 128,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 48,
+    "page_size": 16,
+    "kv_cache_bytes": 2_000_000,
+}
+SIZES = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "model", "llama", torch.bfloat16, **SIZES)
+    return tmp_path / "model"
+
+
+def generate(engine: Engine) -> None:
+    asked = [prompt(length, 90, length) for length in (3, 1, 70)]
+    engine.generate(asked, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+
+
+def test_what_the_engine_launches_was_prepared(
+    model: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "driver", lambda: emulator)
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
+    monkeypatch.setattr(emulator, "prepared", [])
+    with Engine(model, kernels="cuda", **SETTINGS) as engine:
+        monkeypatch.setattr(emulator, "launched", [])
+        generate(engine)
+    assert emulator.launched
+    assert set(emulator.launched) <= set(emulator.prepared)
+
+
+def test_a_thread_that_notes_launches_makes_none(emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "driver", lambda: emulator)
+    monkeypatch.setattr(emulator, "launched", [])
+    what = modules.kernel("toy.cu", "toy")
+    with modules.noting() as kernels:
+        modules.launch(what, (1,), 32, ())
+        modules.launch(what, (2,), 32, ())
+        assert modules.is_noting()
+    assert (list(kernels), emulator.launched, modules.is_noting()) == ([what], [], False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["none", "int8", "uint4", "fp8"])
+def test_nothing_is_compiled_once_the_engine_is_up(
+    quantization: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("ALLSPAN_HOME", str(tmp_path / "home"))
+    with Engine(model, device="cuda", quantization=quantization, **SETTINGS) as engine:
+        assert "kernels: compiling" in caplog.text
+        before = {path.name for path in (tmp_path / "home/kernels").iterdir()}
+        generate(engine)
+        sampled = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, top_k=20, logprobs=2, presence_penalty=0.5)
+        engine.generate([prompt(9, 90)], sampled)
+    assert {path.name for path in (tmp_path / "home/kernels").iterdir()} == before

@@ -1,0 +1,213 @@
+"""Foreign configs become specs, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allspan.protos.api.errors import CheckpointError, ConfigError, ModelNotFound
+from allspan.protos.config.settings import CacheConfig, ModelConfig
+from allspan.worker.engine.setup import ends_of
+from allspan.worker.load.loader import context_length, prepare, weight_dtype
+from allspan.worker.load.registry import inspect_model
+from allspan.worker.models.spec import ModelSpec
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 2048,
+}
+
+
+def spec_of(folder: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(values))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return inspect_model(str(folder))
+
+
+def without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+@pytest.mark.parametrize("scaling", [{}, SCALING], ids=["plain", "llama3"])
+def test_rope_theta_and_rope_parameters_read_alike(scaling: dict[str, Any], tmp_path: Path) -> None:
+    flat = spec_of(tmp_path, LLAMA | {"rope_scaling": scaling or None})
+    bare = without(LLAMA, "rope_theta")
+    nested = spec_of(tmp_path, bare | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0} | scaling})
+    both = spec_of(tmp_path, LLAMA | {"rope_parameters": {"rope_theta": 500000.0} | scaling})
+    assert flat == nested == both
+    assert flat.rotary.theta == 500000.0
+    assert flat.rotary.kind == ("llama3" if scaling else "default")
+
+
+def test_the_old_key_type_names_a_scaling_as_well(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert (spec.rotary.kind, spec.rotary.factor) == ("linear", 2.0)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_both_names_of_the_dtype_are_read(key: str, tmp_path: Path) -> None:
+    assert spec_of(tmp_path, LLAMA | {key: "bfloat16"}).dtype == "bfloat16"
+
+
+def test_eos_ids_of_both_files_are_merged(tmp_path: Path) -> None:
+    def ends(values: dict[str, Any], generation: dict[str, Any] | None = None) -> tuple[int, ...]:
+        return ends_of(ModelConfig(str(tmp_path), "x"), spec_of(tmp_path, values, generation))
+
+    assert ends(LLAMA) == (2,)
+    assert ends(LLAMA, {"eos_token_id": [7, 2, 9]}) == (2, 7, 9)
+    assert ends(LLAMA | {"eos_token_id": [6, 5]}, {"eos_token_id": 6}) == (5, 6)
+    assert ends(without(LLAMA, "eos_token_id"), {}) == ()
+
+
+def test_a_null_head_dim_is_hidden_over_heads_and_a_number_is_itself(tmp_path: Path) -> None:
+    assert spec_of(tmp_path, LLAMA | {"head_dim": None}).head_dim == 16
+    assert spec_of(tmp_path, LLAMA | {"head_dim": 24}).head_dim == 24
+
+
+def test_yarn_extends_the_context(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    spec = spec_of(tmp_path, LLAMA | {"model_type": "qwen2", "architectures": None, "rope_scaling": scaling})
+    assert spec.max_position_embeddings == 32768
+
+
+def test_a_sliding_window_cuts_the_context_and_says_so(tmp_path: Path) -> None:
+    mistral = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    spec = spec_of(tmp_path, mistral | {"sliding_window": 4096})
+    assert spec.max_position_embeddings == 4096
+    assert "4096" in spec.notes[0]
+    assert "8192" in spec.notes[0]
+    with pytest.raises(ConfigError, match=r"max_model_len 8192 .*4096.*sliding-window"):
+        context_length(8192, spec)
+    for harmless in (None, 8192):
+        spec = spec_of(tmp_path, mistral | {"sliding_window": harmless})
+        assert (spec.max_position_embeddings, spec.notes) == (8192, ())
+
+
+def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> None:
+    qwen = LLAMA | {"model_type": "qwen2", "architectures": None, "sliding_window": 1024, "max_window_layers": 1}
+    assert spec_of(tmp_path, qwen).max_position_embeddings == 8192
+    assert spec_of(tmp_path, qwen | {"use_sliding_window": True}).max_position_embeddings == 1024
+    assert spec_of(tmp_path, qwen | {"use_sliding_window": True, "max_window_layers": 2}).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3"}, r"model_type 'gemma3' .*supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, r"model_type None is not supported"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"'LlamaForSequenceClassification'.*LlamaForCausalLM"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            r"quantised checkpoint \(bitsandbytes\).*GGUF",
+        ),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quantised checkpoint \(hqq\)"),
+        ({"compression_config": {"format": "pack-quantized"}}, r"quantised checkpoint"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope type 'dynamic' .*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, r"rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"low_freq_factor must be a positive number"),
+        ({"rope_scaling": {"type": "linear"}}, r"factor must be a positive number, got None"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"each kind of layer"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5 is not supported"),
+        ({"hidden_act": "gelu"}, r"hidden_act 'gelu' is not supported \(supported: silu\)"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"hidden_size": 66}, r"hidden_size 66 is no multiple of num_attention_heads 4"),
+        ({"hidden_size": "64"}, r"hidden_size must be a positive integer, got '64'"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers must be a positive integer, got 0"),
+        ({"rms_norm_eps": -1.0}, r"rms_norm_eps must be a positive number, got -1.0"),
+        ({"dtype": "float8_e4m3fn"}, r"dtype 'float8_e4m3fn' is not supported"),
+        ({"eos_token_id": "</s>"}, r"eos_token_id must be a token id"),
+        ({"tie_word_embeddings": 1}, r"tie_word_embeddings must be true or false"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        spec_of(tmp_path, LLAMA | changes)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_linear_attention_layers_are_refused(tmp_path: Path) -> None:
+    mixed = LLAMA | {
+        "model_type": "mistral",
+        "architectures": None,
+        "layer_types": ["full_attention", "linear_attention"],
+    }
+    with pytest.raises(CheckpointError, match=r"layer_types 'linear_attention'"):
+        spec_of(tmp_path, mixed)
+
+
+def test_an_old_quantised_folder_is_recognised_by_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "quant_method": "marlin"}')
+    with pytest.raises(CheckpointError, match=r"quantize_config.json: quantised checkpoint \(marlin\)"):
+        spec_of(tmp_path, LLAMA)
+
+
+def test_a_path_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere: no such file or folder"):
+        inspect_model(str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"no config.json and no \*.gguf file"):
+        inspect_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read as JSON"):
+        inspect_model(str(tmp_path))
+
+
+def test_a_config_file_of_any_name_is_a_model_too(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LLAMA)
+    (tmp_path / "config.json").rename(tmp_path / "shape-7b.json")
+    assert inspect_model(str(tmp_path / "shape-7b.json")) == spec
+
+
+def test_auto_dtype_is_the_checkpoints_with_float16_held_as_float32_on_cpus(tmp_path: Path) -> None:
+    for stored, held in (("float16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        spec = spec_of(tmp_path, LLAMA | {"dtype": stored})
+        assert weight_dtype("auto", spec) == held
+        assert weight_dtype("auto", spec, device="cuda") == stored
+        for device, quantised in (("cpu", "bfloat16"), ("cuda", "float16" if stored == "float16" else "bfloat16")):
+            assert weight_dtype("auto", spec, "gptq", device) == quantised
+    with pytest.raises(ConfigError, match=r"dtype 'int8' is not known \(auto, float32, bfloat16, float16\)"):
+        weight_dtype("int8", spec)
+
+
+def test_float16_is_refused_on_cpus_and_beside_pages_of_bfloat16(tmp_path: Path) -> None:
+    spec_of(tmp_path, LLAMA | {"dtype": "float16"})
+
+    def page_dtype(device: str, dtype: str, pages: str) -> str:
+        config = ModelConfig(str(tmp_path), "tiny", device=device, dtype=dtype)
+        return prepare(config, CacheConfig(kv_cache_dtype=pages), 0, 1).cache_spec.dtype
+
+    assert page_dtype("cuda", "auto", "auto") == page_dtype("cuda", "float16", "float16") == "float16"
+    assert page_dtype("cuda", "auto", "int8") == "int8"
+    with pytest.raises(ConfigError, match=r"dtype 'float16' is for GPUs; device is cpu, .* use --dtype auto"):
+        page_dtype("cpu", "float16", "auto")
+    for dtype, pages in (("float16", "bfloat16"), ("bfloat16", "float16"), ("float32", "float16")):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype '{pages}' does not go with dtype '{dtype}': use auto"):
+            page_dtype("cuda", dtype, pages)
+
+
+def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LLAMA)
+    assert (context_length(0, spec), context_length(100, spec)) == (8192, 100)
+    with pytest.raises(ConfigError, match="max_model_len 9000 is not within 1 … 8192"):
+        context_length(9000, spec)

@@ -1,0 +1,212 @@
+"""Scheduler, prefix cache and page pool together, whatever comes: on pages that remember what was written to them,
+every invariant holds after every step, and every request ends once, with all its tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allspan.protos.api.errors import DeadlineExceeded
+from allspan.protos.api.options import RequestOptions
+from allspan.worker.scheduler.request import Request
+from support.simulated_kv import Clock, SimulatedRank, asked, continuation, rank
+
+prompts = st.builds(
+    lambda family, length, tail: [family] * length + tail,
+    st.integers(1, 3),
+    st.sampled_from([30, 25, 18, 9, 4, 1]),
+    st.lists(st.integers(4, 6), max_size=3),
+)
+options = st.builds(
+    RequestOptions,
+    priority=st.sampled_from([0, 0, 0, -1, 1]),
+    timeout_s=st.sampled_from([None, None, None, 3.0, 20.0]),
+    prefix_cache=st.sampled_from([True, True, True, False]),
+    cache_salt=st.sampled_from(["", "", "salt"]),
+)
+submits = st.tuples(
+    st.just("submit"),
+    st.tuples(
+        prompts,
+        st.sampled_from([12, 7, 1]),
+        st.sampled_from([0, 0, 5]),
+        st.sampled_from([None, None, None, 0]),
+        options,
+    ),
+)
+actions = st.lists(
+    st.one_of(
+        submits,
+        submits,
+        submits,
+        st.tuples(st.sampled_from(["cancel", "cancel in flight"]), st.integers(0, 20)),
+        st.tuples(st.just("steps"), st.integers(1, 6)),
+        st.tuples(st.just("steps"), st.integers(7, 30)),
+        st.tuples(st.sampled_from(["wait", "reset"]), st.integers(1, 5)),
+    ),
+    min_size=12,
+    max_size=40,
+)
+
+
+class Story:
+    """Carries actions out and remembers what must come of them."""
+
+    def __init__(self, world: SimulatedRank, clock: Clock) -> None:
+        self.world = world
+        self.clock = clock
+        self.submitted: list[Request] = []
+        self.cancelled: set[bytes] = set()
+
+    def act(self, kind: str, what: object) -> None:
+        world = self.world
+        if kind == "submit":
+            prompt, max_tokens, resumed, prompt_logprobs, chosen = what
+            one = asked(
+                len(self.submitted),
+                prompt,
+                min(resumed, max_tokens - 1),
+                chosen,
+                max_tokens=max_tokens,
+                prompt_logprobs=prompt_logprobs,
+            )
+            self.submitted.append(world.submit(one))
+        elif kind == "cancel" and what < len(self.submitted):
+            self._cancel(self.submitted[what])
+        elif kind == "cancel in flight" and what < len(self.submitted):
+            world.between = lambda: self._cancel(self.submitted[what])
+            world.step()
+            world.between = lambda: None
+        elif kind == "steps":
+            for _ in range(what):
+                world.step()
+        elif kind == "wait":
+            self.clock.now += what
+        elif kind == "reset":
+            world.scheduler.memory.cache.reset()
+        world.scheduler.check()
+
+    def _cancel(self, one: Request) -> None:
+        self.cancelled.add(one.request_id)
+        self.world.cancel(one)
+
+    def check_end(self) -> None:
+        world = self.world
+        assert world.scheduler.pool.num_used == 0
+        assert not world.rows
+        assert not world.parked
+        assert world.dropped == {one.request_id for one in self.submitted} == world.ends.keys()
+        for one in self.submitted:
+            key, prompt = one.request_id, list(one.prompt_token_ids)
+            tokens, end = world.tokens[key], world.ends[key]
+            assert tokens == continuation(prompt, len(tokens))
+            told = world.prompt_logprobs[key]
+            assert told == [float(i + 1) for i in range(len(told))]
+            if end == "length":
+                assert len(tokens) == one.max_tokens
+                assert len(told) == (len(prompt) - 1 if one.wants_prompt_logprobs else 0)
+            elif end == "cancelled":
+                assert key in self.cancelled
+            else:
+                assert isinstance(end, DeadlineExceeded)
+                assert one.options.timeout_s is not None
+
+
+def drawn(rng: random.Random) -> tuple[str, object]:
+    """One action, of a busier day than hypothesis likes to make up."""
+    kind = rng.choice(["submit"] * 6 + ["cancel", "cancel in flight", "steps", "steps", "steps", "wait", "reset"])
+    if kind == "submit":
+        prompt = [rng.randint(1, 2)] * rng.randint(1, 30) + [rng.randint(4, 6)] * rng.randint(0, 3)
+        chosen = RequestOptions(
+            priority=rng.choice([0, 0, 0, -1, 1]),
+            timeout_s=rng.choice([None, None, None, None, 9.0]),
+            prefix_cache=rng.random() < 0.9,
+            cache_salt=rng.choice(["", "", "", "salt"]),
+        )
+        return kind, (prompt, rng.randint(1, 12), rng.choice([0, 0, 0, 3]), rng.choice([None, None, None, 0]), chosen)
+    most = {"steps": 12, "wait": 3, "reset": 1}.get(kind, 40)
+    return ("steps", 1) if kind == "reset" and rng.random() < 0.7 else (kind, rng.randint(1, most))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_busy_days_on_tiny_pools_end_well(seed):
+    rng = random.Random(seed)
+    clock, size, host = Clock(), rng.randint(1, 4), rng.choice([0, 4, 12, 40])
+    rows = rng.randint(2, 4)
+    world = rank(
+        host,
+        clock,
+        page_size=size,
+        num_pages=-(-45 // size) + rng.randint(0, 4),
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows + rng.randint(0, 20),
+        runs_ahead=seed % 2 == 1,
+    )
+    story = Story(world, clock)
+    for _ in range(80):
+        story.act(*drawn(rng))
+    world.run()
+    story.check_end()
+    assert world.scheduler.counters.prefix_hit_tokens > 0
+
+
+@settings(max_examples=160, deadline=None)
+@given(
+    actions,
+    st.sampled_from([4, 2, 3, 1]),
+    st.sampled_from([0, 1, 6]),
+    st.sampled_from([4, 3, 1]),
+    st.integers(0, 12),
+    st.sampled_from([8, 30, 1, 0]),
+    st.booleans(),
+)
+def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, size, extra, rows, budget, host, ahead):
+    clock = Clock()
+    world = rank(
+        host,
+        clock,
+        page_size=size,
+        num_pages=-(-(33 + 12) // size) + extra,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows + budget,
+        runs_ahead=ahead,
+    )
+    story = Story(world, clock)
+    for kind, what in actions:
+        story.act(kind, what)
+    world.run()
+    story.check_end()
+
+
+def test_steps_that_begin_early_are_as_full_as_others_and_take_newcomers_along():
+    world = rank(num_pages=200, runs_ahead=True, enabled=False)
+    for number in range(12):
+        world.submit(asked(number, [number] * (5 + 3 * number), max_tokens=6))
+    world.run()
+    early = [plan for plan in world.plans if plan.ahead]
+    assert any({join.row for join in plan.joins} - {run.row for run in plan.runs} for plan in early)
+    assert any(run.num_tokens > 1 for plan in early for run in plan.ahead)
+    plain = rank(num_pages=200, enabled=False)
+    for number in range(12):
+        plain.submit(asked(number, [number] * (5 + 3 * number), max_tokens=6))
+    plain.run()
+    assert world.tokens == plain.tokens
+    # A row that becomes free is taken one step later.
+    assert len(plain.plans) <= len(world.plans) <= len(plain.plans) + 12
+
+
+def test_ten_thousand_cancels_leave_no_page_behind():
+    world = rank(num_pages=16, host=8)
+    for number in range(10_000):
+        one = world.submit(asked(number, [number % 7] * (number % 12 + 1), max_tokens=20))
+        if number % 3:
+            assert world.step() is not None
+        world.cancel(one)
+    world.run()
+    cache = world.scheduler.memory.cache
+    assert cache.device.num_used == cache.host.num_used == 0
+    assert len(world.dropped) == 10_000
+    assert not cache.owners()

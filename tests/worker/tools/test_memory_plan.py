@@ -1,0 +1,132 @@
+"""What the plan says without loading is what loading takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allspan.kernels.table import op_set
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.worker.cache.budget import Room
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.load.loader import load_model, prepare
+from allspan.worker.models.decoder import build_decoder
+from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.program.program import Interpreter, Rows, buffer_bytes
+from allspan.worker.tools.memory_plan import main, plan_memory
+from support.threads import ThreadWorld
+from support.tiny_models import save_tiny
+
+ROOM = 1 << 40
+
+
+def config_for(folder: Path, **cache: Any) -> WorkerConfig:
+    return WorkerConfig(
+        model=ModelConfig(path=str(folder), name="tiny"),
+        service=ServiceConfig(run_dir="/nowhere"),
+        cache=CacheConfig(**({"page_size": 16} | cache)),
+        scheduler=SchedulerConfig(max_num_seqs=3),
+    )
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "int8", "uint4"])
+def test_planned_bytes_are_those_of_the_loaded_ranks(kv_cache_dtype: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = config_for(tmp_path, kv_cache_dtype=kv_cache_dtype)
+    plan = plan_memory(config, 2, Room(ROOM), 2)
+    for collectives in ThreadWorld(2).collectives:
+        model = load_model(config.model, collectives, op_set("reference"), 8, 1, cache=config.cache)
+        planned = plan.ranks[collectives.rank]
+        assert planned.weight_bytes == model.weight_bytes
+        cache = KVCache(model.cache_spec, 3)
+        parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+        held = sum(tensor.nbytes for layers in parts for tensor in layers if tensor is not None)
+        assert held == cache.num_bytes == 3 * planned.kv_bytes_per_page
+
+
+def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    plan = plan_memory(config_for(tmp_path), 1, Room(ROOM), 1)
+    assert (plan.num_pages, plan.max_model_len, plan.largest_model_len) == (3 * 256 // 16, 256, 256)
+    assert plan.ranks[0].kv_bytes == plan.num_pages * plan.ranks[0].kv_bytes_per_page
+    assert not plan.refusal
+
+
+def test_a_budget_below_one_context_is_refused_with_the_largest_that_fits(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = config_for(tmp_path)
+    page = plan_memory(config, 1, Room(ROOM), 1).ranks[0].kv_bytes_per_page
+    small = plan_memory(config_for(tmp_path, kv_cache_bytes=5 * page + 1), 1, Room(ROOM), 1)
+    assert (small.num_pages, small.largest_model_len) == (0, 80)
+    assert "max_model_len to at most 80" in small.refusal
+    nothing = plan_memory(config, 1, Room(0), 1)
+    assert (nothing.num_pages, nothing.largest_model_len) == (0, 0)
+
+
+def test_weights_are_taken_off_the_memory_before_the_cache_gets_its_share(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = replace(config_for(tmp_path), scheduler=SchedulerConfig(max_num_seqs=4096))
+    free = plan_memory(config, 2, Room(ROOM), 2)
+    heaviest = max(rank.weight_bytes for rank in free.ranks)
+    page = max(rank.kv_bytes_per_page for rank in free.ranks)
+    budget = 40 * page
+    assert plan_memory(config, 2, Room(2 * heaviest + 2 * 4 * budget), 2).num_pages == 40
+
+
+def test_what_steps_take_of_a_gpu_is_taken_off_too(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", torch.bfloat16)
+    config = config_for(tmp_path)
+    config = replace(config, model=replace(config.model, device="cuda"), scheduler=SchedulerConfig())
+    few = replace(config, scheduler=SchedulerConfig(64, 512))
+    with_many, with_few = (plan_memory(each, 1, Room(4 << 30, 4 << 30), 1) for each in (config, few))
+    page, freed = with_few.ranks[0].kv_bytes_per_page, with_many.ranks[0].step_bytes - with_few.ranks[0].step_bytes
+    assert freed == pytest.approx((8192 - 512) / 8192 * with_many.ranks[0].step_bytes, rel=0.1)
+    assert with_few.num_pages - with_many.num_pages == pytest.approx(freed / page, abs=2)
+
+
+def test_buffers_take_what_is_planned(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    program = build_decoder(prepare(config_for(tmp_path).model, CacheConfig(), 0, 1).holding)
+    capacity = {Rows.TOKENS: 100, Rows.LOGITS: 7}
+    buffers = Interpreter(program, op_set("reference"), LocalCollectives(), capacity, "cpu").buffers
+    held = {buffer.untyped_storage().data_ptr(): buffer.nbytes for buffer in buffers}
+    assert buffer_bytes(program, capacity, torch.float32) == sum(held.values())
+
+
+def test_the_host_tier_has_as_many_pages_as_every_rank_has_bytes_for(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    page = max(rank.kv_bytes_per_page for rank in plan_memory(config_for(tmp_path), 2, Room(ROOM), 2).ranks)
+    plan = plan_memory(config_for(tmp_path, host_kv_cache_bytes=5 * page + 1), 2, Room(ROOM), 2)
+    assert plan.host_pages == 5
+    assert [rank.host_kv_bytes for rank in plan.ranks] == [5 * rank.kv_bytes_per_page for rank in plan.ranks]
+    off = config_for(tmp_path, host_kv_cache_bytes=5 * page, enable_prefix_caching=False)
+    assert plan_memory(off, 2, Room(ROOM), 2).host_pages == 0
+    small = plan_memory(config_for(tmp_path, host_kv_cache_bytes=1), 1, Room(ROOM), 1)
+    assert "host_kv_cache_bytes is 1, must be at least a page" in small.refusal
+
+
+def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path, "llama")
+    path = tmp_path / "worker.json"
+    path.write_text(json.dumps(asdict(config_for(tmp_path))))
+    assert main([str(path), "--ranks", "3"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in printed["ranks"]] == [0, 1, 2]
+    assert printed["model"]["num_heads"] == 9
+    assert printed["available_bytes"] > 0
+    assert main([str(path), "--ranks", "10"]) == 1
+    message = "ranks 10 is more than the model's 9 query heads: use at most 9 ranks"
+    assert json.loads(capsys.readouterr().out) == {"error": ConfigError.code, "message": message}
+
+
+def test_what_cannot_be_loaded_cannot_be_planned(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = config_for(tmp_path)
+    with pytest.raises(ConfigError, match="max_model_len 300"):
+        plan_memory(replace(config, model=replace(config.model, max_model_len=300)), 1, Room(ROOM), 1)

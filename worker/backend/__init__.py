@@ -1,0 +1,1 @@
+"""Devices: one folder each."""

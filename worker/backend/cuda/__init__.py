@@ -1,0 +1,1 @@
+"""The GPU as a device: step inputs, CUDA graphs, warm-up, streams, sampling, collectives."""

@@ -1,0 +1,350 @@
+"""Sampling where the logits are: on a GPU. What `sample_rows` and `log_softmax_rows` of `reference` give, bit for bit;
+tokens stay on the GPU, and one small copy brings them to the host.
+
+What rows ask for is held on the GPU: their settings, and for those that change their logits how often each token has
+come, their biases and their masks. A step uploads only what is new.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from allspan.kernels.cuda.jit.modules import driver, is_noting
+from allspan.kernels.cuda.sampling.changes import CHANGES, ban_tokens, change_rows, note_sampled, note_tokens
+from allspan.kernels.cuda.sampling.sampling import Wanted, best_tokens, likely_tokens, sample_rows, sampling_workspace
+from allspan.kernels.errors import BackendUnavailable
+from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
+from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
+from allspan.worker.sampling.grammar import mask_of
+from allspan.worker.sampling.logits_processors import Ban, Row, bans_of
+from allspan.worker.sampling.settings import SETTINGS, Settings
+
+Rows = NDArray[np.int64]
+
+_MOST_ROWS = 512
+"""Of logits, that are sampled at once."""
+
+
+class _Table:
+    """Rows of equal width on the GPU, given out and taken back; it grows."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = torch.zeros((0, width), dtype=dtype, device=device)
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """A row of zeros."""
+        if not self._free:
+            count = len(self.rows)
+            self.rows = torch.cat((self.rows, self.rows.new_zeros((max(count, 4), self.rows.shape[1]))))
+            self._free = list(range(count, len(self.rows)))[::-1]
+        row = self._free.pop()
+        self.rows[row].zero_()
+        return row
+
+    def give_back(self, row: int) -> None:
+        if row >= 0:
+            self._free.append(row)
+
+
+@dataclass(slots=True)
+class _Changed:
+    """A row that changes its logits."""
+
+    asked: Row
+    entry: NDArray[np.void]
+    """[1] of CHANGES; its row is that of the step's logits."""
+    bans: tuple[Ban, ...]
+    noted: int = 0
+    """Tokens that have been counted, where any are."""
+    sampled: tuple[int, int, int] = (-1, -1, -1)
+    """The launch that was the last one to sample for it, its position there, and its place in that step's tokens."""
+
+    def new_entries(self, position: int) -> NDArray[np.int32]:
+        """For `note_tokens`: those before `position` that have not been counted yet."""
+        tokens = self.asked.tokens[self.noted : position].copy()
+        tokens[: max(self.asked.prompt_len - self.noted, 0)] ^= -1
+        self.noted = max(self.noted, position)
+        return np.stack((np.full_like(tokens, self.slot), tokens), axis=1)
+
+    @property
+    def slot(self) -> int:
+        """Its row of counts."""
+        return int(self.entry["words"][0])
+
+    def mask(self, position: int) -> NDArray[np.int32]:
+        """With a grammar: what may be sampled there."""
+        assert self.asked.grammar is not None
+        words, allowed = self.asked.grammar.mask(position), self.asked.params.allowed_token_ids
+        return words & mask_of(allowed, 32 * len(words)) if allowed else words
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """What a step is making of its m rows of logits."""
+
+    tokens: Tensor
+    """int32 [m] on the device, valid until the next step is launched; negative where there is none, and ALL_MASKED for
+    all that have no finite number."""
+    host: Tensor
+    """Where they go, and what `likely_tokens` has found."""
+    arrived: torch.cuda.Event | None
+    patience: Patience
+    counts: Rows
+    changed: dict[int, int]
+    """Rows of logits whose request changed them, and what they get when that has left no token."""
+    vocab_size: int
+
+    def result(self) -> NDArray[np.int32]:
+        """Waits. int32 [m, 1]; or, where some of `counts` are not negative, with what `log_softmax_rows` adds.
+        Raises DeadlineExceeded."""
+        if self.arrived is not None:
+            self.patience.wait(self.arrived)
+        m, flat = len(self.tokens), self.host.numpy()
+        tokens: NDArray[np.int32] = flat[:m]
+        for i in np.flatnonzero(tokens == ALL_MASKED).tolist():
+            tokens[i] = self.changed.get(i, NOT_FINITE)  # or it came so from the model
+        if len(flat) == m:
+            return tokens[:, None]
+        return self._log_softmax(tokens, flat[m:].reshape(m, -1))
+
+    def _log_softmax(self, tokens: NDArray[np.int32], found: NDArray[np.int32]) -> NDArray[np.int32]:
+        """`tokens` and `found`, what `likely_tokens` has, as `reference.log_softmax_rows` writes it. Logarithms are the
+        host's, so that they are the same everywhere."""
+        counts = self.counts
+        places = (found.shape[1] - 4) // 2
+        result = np.zeros((len(tokens), 2 + 2 * places), dtype=np.int32)
+        result[:, 0] = tokens
+        values, words = result.view(np.float32), found.view(np.float32)
+        for i in np.flatnonzero((counts >= 0) & (tokens >= 0)).tolist():
+            total = int(found[i, :2].copy().view(np.uint64)[0])
+            highest = float(words[i, 2])
+            normaliser = math.log(math.ldexp(total, self.vocab_size.bit_length() - 53)) + highest
+            values[i, 1] = float(words[i, 3]) - normaliser
+            result[i, 2 : 2 + places] = found[i, 4 : 4 + places]
+            values[i, 2 + places :] = words[i, 4 + places :].astype(np.float64) - normaliser
+            result[i, 2 + int(counts[i]) : 2 + places] = 0
+            result[i, 2 + places + int(counts[i]) :] = 0
+        return result
+
+
+def device_sampling(
+    device: torch.device, max_rows: int, width: int, patience: Patience = PATIENCE
+) -> DeviceSampling | None:
+    """For logits of `width` columns. None where the host samples: without a GPU, and where kernels for it cannot be
+    launched."""
+    if device.type != "cuda":
+        return None
+    try:
+        driver()
+    except BackendUnavailable as error:
+        logging.getLogger(__name__).warning("logits are copied to the host to be sampled there: %s", error)
+        return None
+    sampling = DeviceSampling(max_rows, width, device, patience=patience)
+    row = np.zeros(1, dtype=np.int64)
+    nothing = np.zeros(max_rows, dtype=SETTINGS)
+    # The kernels compile now, where they have to, and not when somebody waits for a token.
+    launched = sampling.launch(torch.zeros((1, width), device=device), row, row, row - 1, nothing, row)
+    if not is_noting():
+        launched.result()
+    return sampling
+
+
+class DeviceSampling:
+    """Rows of logits on one device to tokens."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        workspace_options: dict[str, int] | None = None,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        """`workspace_options`: of `sampling_workspace`. Raises BackendUnavailable at the first step
+        without CuPy."""
+        self._device = device
+        self._patience = patience
+        self._vocab = vocab_size
+        self._workspace = sampling_workspace(min(max_rows, _MOST_ROWS), vocab_size, device, **(workspace_options or {}))
+        self._counts = _Table(vocab_size, torch.int32, device)
+        self._biases = _Table(vocab_size, torch.float32, device)
+        self._masks = _Table(-(-vocab_size // 32), torch.int32, device)
+        self._changed: dict[int, _Changed] = {}
+        self._settings = torch.zeros((max_rows, 40), dtype=torch.uint8, device=device)
+        self._is_stale = True
+        self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._last = self._tokens
+        """Of the last launch."""
+        self._launches = 0
+
+    def add(self, row: int, asked: Row) -> None:
+        """As `Sampler.add`; the row of the settings has changed, too."""
+        self._is_stale = True
+        params = asked.params
+        entry = np.zeros(1, dtype=CHANGES)
+        entry["repetition"], entry["output_only"] = params.repetition_penalty, params.suppress_repetition_in_generation
+        entry["presence"], entry["frequency"] = params.presence_penalty, params.frequency_penalty
+        counts = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        entry["words"] = self._counts.take() if counts else -1
+        entry["bias"] = self._take_bias(params.biases)
+        entry["mask"] = self._take_mask(params.allowed_token_ids, asked.grammar is not None)
+        bans = bans_of(asked)
+        if bans or max(int(entry[name][0]) for name in ("words", "bias", "mask")) >= 0:
+            self._changed[row] = _Changed(asked, entry, bans)
+
+    def remove(self, row: int) -> None:
+        changed = self._changed.pop(row, None)
+        if changed is not None:
+            for table, name in ((self._counts, "words"), (self._biases, "bias"), (self._masks, "mask")):
+                table.give_back(int(changed.entry[name][0]))
+
+    def launch_best(self, logits: Tensor) -> DeviceStep:
+        """The most likely token of each row of `logits` float32 [m, vocabulary]."""
+        out = self._best(logits)
+        return self._step(out, len(out), np.full(len(out), -1), {})
+
+    def best_pairs(self, logits: Tensor) -> NDArray[np.int32]:
+        """int32 [m, 2] on the host: the most likely token of each row, or what there is instead, and its logit's
+        bits."""
+        ids = self._best(logits)
+        values = logits.gather(1, ids.clamp(min=0).long()[:, None])
+        pairs = torch.stack((ids, values[:, 0].view(torch.int32)), dim=1)
+        found: NDArray[np.int32] = self._patience.to_host(pairs).numpy()
+        return found
+
+    def _best(self, logits: Tensor) -> Tensor:
+        out = self._room(len(logits))
+        for begin in range(0, len(logits), self._workspace.rows):
+            part = slice(begin, begin + self._workspace.rows)
+            best_tokens(logits[part], out[part], self._workspace)
+        return out
+
+    def launch(
+        self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows, settings: Settings, counts: Rows
+    ) -> DeviceStep:
+        """A token for each row of `logits` float32 [m, vocabulary], which are changed; where `counts` [m] are not
+        negative its log-probability, too, and those of so many of the most likely: of the logits as they came.
+        `settings` is the sampler's table."""
+        m, most = len(rows), int(counts.max(initial=-1))
+        width = 0 if most < 0 else 4 + 2 * most
+        room = self._room(m * (1 + width))
+        tokens, found = room[:m], room[m:].view(m, width)
+        if self._is_stale:
+            self._settings.copy_(self._upload(settings.view(np.uint8).reshape(len(settings), -1)))
+            self._is_stale = False
+        changing = [
+            (i, self._changed[row])
+            for i, row in enumerate(rows.tolist() if self._changed else ())
+            if row in self._changed and targets[i] < 0
+        ]
+        self._note([(i, each) for i, each in changing if each.slot >= 0], positions)
+        ints = self._upload(np.stack((rows, positions, targets, counts)).astype(np.int32))
+        for begin in range(0, m, self._workspace.rows):
+            part = slice(begin, min(begin + self._workspace.rows, m))
+            mine = [(i - begin, each) for i, each in changing if part.start <= i < part.stop]
+            raw = self._change(logits[part], mine, positions[part], counts[part])
+            wanted = Wanted(*(each[part] for each in ints[:3]))
+            w = self._workspace
+            sample_rows(logits[part], wanted, self._settings, tokens[part], w, bool(mine))
+            if width:
+                for i, row in raw.items():
+                    logits[begin + i] = row
+                likely_tokens(logits[part], tokens[part], ints[3, part], found[part], w)
+        self._launches, self._last = self._launches + 1, tokens
+        return self._step(room, m, counts, self._verdicts(changing))
+
+    def _step(self, room: Tensor, m: int, counts: Rows, changed: dict[int, int]) -> DeviceStep:
+        is_gpu = self._device.type == "cuda"
+        host = torch.empty(len(room), dtype=torch.int32, pin_memory=is_gpu)
+        host.copy_(room, non_blocking=True)
+        arrived = None
+        if is_gpu:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return DeviceStep(room[:m], host, arrived, self._patience, counts, changed, self._vocab)
+
+    def _note(self, counting: list[tuple[int, _Changed]], positions: Rows) -> None:
+        """Counts the tokens before these positions: the last step's here, where the host may not know them yet."""
+        if not counting:
+            return
+        new, last = [], []
+        for i, each in counting:
+            position = int(positions[i])
+            launch, its_position, place = each.sampled
+            if launch == self._launches and its_position == position - 1 == each.noted:
+                last.append((each.slot, place))
+                each.noted = position
+            new.append(each.new_entries(position))
+            each.sampled = (self._launches + 1, position, i)
+        note_tokens(self._counts.rows, self._upload(np.concatenate(new)))
+        if last:
+            note_sampled(self._counts.rows, self._upload(np.array(last, dtype=np.int32)), self._last)
+
+    def _change(
+        self, logits: Tensor, changing: list[tuple[int, _Changed]], positions: Rows, counts: Rows
+    ) -> dict[int, Tensor]:
+        """Applies the rows' changes; the raw logits of those that need them later."""
+        if not changing:
+            return {}
+        raw = {i: logits[i].clone() for i, _ in changing if counts[i] >= 0}
+        changes, banned = [], []
+        for i, each in changing:
+            each.entry["row"] = i
+            changes.append(each.entry.copy())
+            for ban in each.bans:
+                ids = ban.ids(int(positions[i]))
+                banned.append(np.stack((np.full(len(ids), i), ids), axis=1).astype(np.int32))
+        table = self._upload(np.concatenate(changes).view(np.uint8).reshape(len(changes), -1))
+        if masked := [(each, int(positions[i])) for i, each in changing if each.asked.grammar is not None]:
+            at = self._upload(np.array([int(each.entry["mask"][0]) for each, _ in masked]))
+            self._masks.rows[at] = self._upload(np.stack([each.mask(position) for each, position in masked]))
+        flags = self._workspace.flags
+        change_rows(logits, table, self._counts.rows, self._biases.rows, self._masks.rows, flags)
+        if banned:
+            ban_tokens(logits, self._upload(np.concatenate(banned)))
+        return raw
+
+    def _take_bias(self, biases: tuple[tuple[int, float], ...]) -> int:
+        if not biases:
+            return -1
+        row = self._biases.take()
+        ids, values = zip(*biases, strict=True)
+        self._biases.rows[row, torch.tensor(ids, device=self._device)] = torch.tensor(
+            values, dtype=torch.float32, device=self._device
+        )
+        return row
+
+    def _take_mask(self, allowed: tuple[int, ...], changes: bool) -> int:
+        """`changes`: its bits are written before each token."""
+        if not allowed and not changes:
+            return -1
+        row = self._masks.take()
+        if not changes:
+            words = mask_of(allowed, self._vocab)
+            self._masks.rows[row] = torch.from_numpy(words).to(self._device)
+        return row
+
+    def _room(self, count: int) -> Tensor:
+        if len(self._tokens) < count:
+            self._tokens = torch.zeros(count, dtype=torch.int32, device=self._device)
+        return self._tokens[:count]
+
+    def _verdicts(self, changing: list[tuple[int, _Changed]]) -> dict[int, int]:
+        """What it says of rows of logits when no token is left."""
+        return {i: each.asked.grammar.verdict if each.asked.grammar else ALL_MASKED for i, each in changing}
+
+    def _upload(self, array: NDArray[Any]) -> Tensor:
+        """Through pinned memory, which torch keeps until the copy is done."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True, copy=True)

@@ -1,0 +1,107 @@
+"""A GPU's steps before the first one: which kernels they launch, which are compiled now, and what memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from allspan.kernels.cuda.jit import modules
+from allspan.kernels.cuda.jit.variants import variants_of
+from allspan.protos.config.settings import SchedulerConfig
+from allspan.worker.backend.cpu.step_inputs import BatchSizes
+from allspan.worker.backend.cuda.capture import padded_steps
+from allspan.worker.backend.cuda.sampling import DeviceSampling
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers, buffers_for, chunk_buckets, is_on_gpu
+from allspan.worker.cache.budget import pages_of
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.models.model import Model
+from allspan.worker.scheduler.limits import most_logits_rows
+from allspan.worker.step.inputs import StepInputs
+
+OpenSampling = Callable[[], DeviceSampling | None]
+
+_SAMPLING = ("sampling", "changes")
+_PROMPTS = (2, 9, 17, 33, 65, 257, 513, 1025, 4097)
+"""Tokens of a step: few are multiplied by other kernels than many."""
+_MOST_CHUNK = 128
+
+
+def rehearse(
+    model: Model, device: str, most: SchedulerConfig, open_sampling: OpenSampling
+) -> tuple[DeviceSampling | None, int]:
+    """What `open_sampling` gives, and the bytes that a step takes beside the buffers that are there.
+
+    Steps of every size go through the model with kernels that are noted and not launched: what they compute is void,
+    what they allocate is measured. Kernels that are not compiled yet are then compiled side by side. Every rank calls
+    it at once. Raises CompilationError.
+    """
+    taken = 0
+    with modules.noting() as kernels:
+        sampling = open_sampling()
+        if is_on_gpu(model):
+            taken = _measure(device, lambda: _run_all(model, device, most))
+    wanted = list(kernels)
+    if sampling is not None:
+        wanted += variants_of(_SAMPLING, modules.gpu(torch.device(device)).capability)
+    if wanted:
+        modules.driver().prepare(wanted)
+    return sampling, taken
+
+
+def _run_all(model: Model, device: str, most: SchedulerConfig) -> None:
+    sizes = BatchSizes(
+        most.max_num_seqs,
+        most.max_num_batched_tokens,
+        model.max_model_len,
+        model.cache_spec.page_size,
+        most_logits_rows(most.max_num_seqs),
+    )
+    buffers = buffers_for(model, sizes, device)
+    if isinstance(buffers, DeviceBuffers):
+        model.bind_cache(KVCache(model.cache_spec, 1, device))
+        for inputs in _steps(buffers, sizes):
+            model.forward(inputs)
+
+
+def _steps(buffers: DeviceBuffers, sizes: BatchSizes) -> Iterator[StepInputs]:
+    """Those that are launched op by op, and those that are captured, without the large ones, whose products take time
+    and whose kernels are the same; nothing reads what the inputs say."""
+    largest = min(sizes.max_tokens, sizes.max_rows * (sizes.max_model_len - 1))
+    for tokens in (*(count for count in _PROMPTS if count < largest), largest):
+        yield _prompts(buffers, sizes, tokens)
+    buffers.chunks = tuple(tokens for tokens in chunk_buckets(sizes.max_tokens) if tokens <= _MOST_CHUNK)
+    yield from padded_steps(buffers)
+
+
+def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInputs:
+    """As few prompts as hold so many tokens."""
+    rows = pages_of(tokens, sizes.max_model_len - 1)
+    counts = np.sort(np.diff(np.linspace(0, tokens, rows + 1).astype(np.int64)))
+    page_counts = -(-counts // sizes.page_size)
+    nothing = np.zeros(tokens, dtype=np.int64)
+    values = {
+        "ids": nothing,
+        "positions": nothing,
+        "slots": nothing - 1,
+        "qo_indptr": np.concatenate(([0], np.cumsum(counts))),
+        "page_indptr": np.concatenate(([0], np.cumsum(page_counts))),
+        "page_indices": np.zeros(int(page_counts.sum()), dtype=np.int64),
+        "kv_lens": counts,
+        "logits_rows": np.zeros(rows, dtype=np.int64),
+    }
+    return buffers.fill(values)
+
+
+def _measure(device: str, run: Callable[[], None]) -> int:
+    """The most bytes that it held at once on a GPU."""
+    if device != "cuda":
+        run()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return max(0, torch.cuda.max_memory_allocated() - before)

@@ -1,0 +1,1 @@
+"""From a path on disk to a loaded model."""

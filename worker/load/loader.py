@@ -1,0 +1,363 @@
+"""From a path on disk to a Model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.attention.attention import HEAD_STEPS, runs
+from allspan.kernels.cuda.attention.decode import MOST_GROUP
+from allspan.kernels.errors import BackendUnavailable
+from allspan.kernels.ops import OpSet
+from allspan.kernels.packing import Packer
+from allspan.kernels.table import op_set
+from allspan.protos.api.errors import CheckpointError, ConfigError
+from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfig
+from allspan.worker.cache.spec import ITEM_BITS, CacheSpec
+from allspan.worker.load.converted import ConvertedWeights
+from allspan.worker.load.registry import ModelSource, find_model
+from allspan.worker.models.layout import (
+    IGNORED_TENSORS,
+    Holding,
+    Progress,
+    Vector,
+    canonical_names,
+    expected_shapes,
+    layout,
+)
+from allspan.worker.models.model import Model
+from allspan.worker.models.shard import Shard, make_shard
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.parallel.base import Collectives
+from allspan.worker.quant.gguf import native
+from allspan.worker.quant.head import QuantisedHead
+from allspan.worker.quant.stored import stored_layout
+from allspan.worker.quant.table import COMPACT, METHODS, OWN, ROWS_ONLY, STORED, group_of
+from allspan.worker.step.buffer_sizes import ModelLimits
+from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
+from allspan.worker.weights.quantised_folder import PLAIN
+from allspan.worker.weights.random_weights import RandomWeights
+from allspan.worker.weights.safetensors_folder import SafetensorsFolder
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+_HALVES = ("bfloat16", "float16")
+_LEAST_CAPABILITY = {"bfloat16": ((8, 0), "float16"), "float16": ((7, 5), "float32, which is slow")}
+_QUANTISED_NAMES = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that is known of one rank's model before its weights are read."""
+
+    source: ModelSource
+    holding: Holding
+    cache_spec: CacheSpec
+    max_model_len: int
+    held: Mapping[str, str | int]
+    """The settings of HELD_FIELDS, "auto" and 0 made definite."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.holding.num_bytes
+
+
+def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
+    """Reads the model's config and settles what this rank holds. Raises as `load_model` does."""
+    source = find_model(config.path)
+    if config.load_format == "dummy":
+        source = replace(source, quantised=None)
+    if source.converted is not None:
+        config = replace(config, **source.converted.held(config))
+    shard = make_shard(source.spec, rank, size)
+    quantization = quantization_of(config, source)
+    dtype = weight_dtype(config.dtype, source.spec, quantization, config.device)
+    memory = memory_of(config.device, dtype)
+    if quantization in ROWS_ONLY and memory != "rows" and quantization != own_quantization(source):
+        raise ConfigError(
+            f"quantization {quantization!r} is for models of 16 bits on GPUs; device is {config.device}, dtype {dtype}"
+            ": use --device cuda, or --quantization a8w8"
+        )
+    if dtype == "float16" and memory != "rows":
+        raise ConfigError(
+            f"dtype 'float16' is for GPUs; device is {config.device}, where float16 weights are held as float32, which "
+            "is exact: use --dtype auto, or --device cuda"
+        )
+    if source.converted is not None and config.quantize_lm_head:
+        raise ConfigError(
+            f"quantize_lm_head: {config.path} is converted, its head as it was: load the model that it was made from, "
+            "or leave --quantize-lm-head out"
+        )
+    if source.converted is not None and memory != "panels":
+        raise ConfigError(
+            f"{config.path} is converted, and converted weights lie in panels, for CPUs; device is {config.device}: "
+            "load the model that it was made from"
+        )
+    method = METHODS[quantization](getattr(torch, dtype), config.quantization_group)
+    return Prepared(
+        source=source,
+        holding=Holding(
+            shard,
+            source.family.weights,
+            QuantisedHead(method, getattr(torch, dtype)) if config.quantize_lm_head else method,
+            getattr(torch, dtype),
+            source.stored,
+            quantization,
+            memory=memory,
+        ),
+        cache_spec=CacheSpec(
+            page_size=cache.page_size,
+            num_layers=source.spec.num_layers,
+            num_kv_heads=len(shard.kv_heads),
+            head_dim=source.spec.head_dim,
+            dtype=_page_dtype(cache.kv_cache_dtype, dtype),
+        ),
+        max_model_len=context_length(config.max_model_len, source.spec),
+        held={
+            "dtype": dtype,
+            "quantization": quantization,
+            "quantization_group": group_of(quantization, config.quantization_group),
+        },
+    )
+
+
+def _page_dtype(wanted: str, dtype: str) -> str:
+    """Of a model in `dtype`. ConfigError for what is not known, and for bfloat16 beside float16."""
+    held = dtype if wanted == "auto" else wanted
+    if held not in ITEM_BITS:
+        raise ConfigError(f"kv_cache_dtype {wanted!r} is not known (auto, {', '.join(ITEM_BITS)})")
+    if held != dtype and (held == "float16" or (held, dtype) == ("bfloat16", "float16")):
+        raise ConfigError(
+            f"kv_cache_dtype {wanted!r} does not go with dtype {dtype!r}: use auto (the same), float32, int8 or uint4"
+        )
+    return held
+
+
+def load_model(
+    config: ModelConfig,
+    collectives: Collectives,
+    ops: OpSet,
+    max_tokens: int,
+    max_requests: int,
+    on_progress: Progress | None = None,
+    cache: CacheConfig | None = None,
+    check_room: Callable[[int], None] = lambda weight_bytes: None,
+) -> Model:
+    """Reads this rank's slices of the checkpoint and builds its Model.
+
+    Buffers are made for steps of at most `max_tokens` tokens and `max_requests` rows of logits.
+    `on_progress(done_bytes, total_bytes)` is called after each weight. `cache` gives the pages' size and dtype.
+    `check_room` is told the bytes of this rank's weights before the first is read, and may raise.
+    Raises ModelNotFound, CheckpointError or ConfigError.
+    """
+    check_device(config.device)
+    prepared = prepare(config, cache or CacheConfig(), collectives.rank, collectives.size)
+    if collectives.rank == 0:
+        for note in prepared.source.spec.notes:
+            logger.warning("%s: %s", config.path, note)
+        note_decoded(config.path, prepared.holding)
+    holding = replace(prepared.holding, packer=Packer(getattr(ops, "runtime", None)))
+    weights = open_weights(prepared.source, holding, config)
+    check_room(prepared.weight_bytes)
+    tensors = weights.read(config.device, on_progress)
+    limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, not config.disable_cascade_attn)
+    return Model(holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)
+
+
+class Weights(Protocol):
+    """What a rank holds, opened and checked; nothing is read yet."""
+
+    def read(
+        self, device: str, on_progress: Progress | None, into: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Canonical name → tensor on `device`; `into` are the tensors of an earlier reading, to be filled again where
+        they lie. Raises CheckpointError."""
+
+
+def open_weights(source: ModelSource, holding: Holding, config: ModelConfig) -> Weights:
+    """Those that were converted, or the slices of a checkpoint. Raises CheckpointError or ConfigError."""
+    if source.converted is not None:
+        return ConvertedWeights(source.converted, holding, config.verify)
+    return CheckpointWeights(holding, open_checkpoint(source, holding.shard, config.load_format))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWeights:
+    """See `Weights`."""
+
+    holding: Holding
+    checkpoint: Checkpoint
+
+    def read(
+        self, device: str, on_progress: Progress | None, into: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        return self.holding.read(self.checkpoint, device, on_progress, into)
+
+
+def check_device(device: str) -> None:
+    """ConfigError for a device that is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device is cuda, but torch {torch.__version__} sees no GPU; use --device cpu, or install a "
+            "CUDA build of torch"
+        )
+
+
+def open_ops(config: WorkerConfig) -> OpSet:
+    """The op set for the model's device and dtype. ConfigError for threads, an instruction set or a library that cannot
+    be had."""
+    backend = "auto"
+    if config.model.device == "cuda":
+        check_device("cuda")
+        prepared = prepare(config.model, config.cache, 0, 1)
+        backend = _gpu_backend(prepared)
+        if backend == "cuda":
+            check_capability(str(prepared.held["dtype"]), torch.cuda.get_device_capability())
+    try:
+        return op_set(backend, config.parallel.threads, config.parallel.cpus)
+    except BackendUnavailable as error:
+        raise ConfigError(
+            f"device is cuda with weights of 16 bits: {error}; or use --dtype float32, which is slow"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"kernels: {error}") from error
+    except RuntimeError as error:  # the system's limit of threads, or processors that are not this process's
+        raise ConfigError(f"threads is {config.parallel.threads}, which cannot be started: {error}") from error
+
+
+def check_capability(dtype: str, capability: tuple[int, int]) -> None:
+    """ConfigError where the kernels for this dtype do not run on such a GPU."""
+    least, instead = _LEAST_CAPABILITY[dtype]
+    if capability < least:
+        raise ConfigError(
+            f"dtype {dtype!r} takes a GPU of compute capability {least[0]}.{least[1]} or later, this one has "
+            f"{capability[0]}.{capability[1]}: use --dtype {instead}"
+        )
+
+
+def _gpu_backend(prepared: Prepared) -> str:
+    """The kernels are for 16 bits and some shapes of heads; whatever else runs on the reference ops, which is slow."""
+    spec, held, pages = prepared.source.spec, prepared.held["dtype"], prepared.cache_spec.dtype
+    group = -(-spec.num_heads // spec.num_kv_heads)
+    if held in _HALVES and runs(spec.head_dim, group, pages):
+        return "cuda"
+    logger.warning(
+        "the CUDA kernels are for bfloat16 and float16, up to %d query heads a KV head and, by the format of KV pages, "
+        "head sizes in steps of %s; dtype %s, pages of %s, %d heads a KV head and a head size of %d run on torch's "
+        "own, slowly",
+        MOST_GROUP,
+        HEAD_STEPS,
+        held,
+        pages,
+        group,
+        spec.head_dim,
+    )
+    return "reference"
+
+
+def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Checkpoint:
+    """Opens the weights and checks that they are those of the config; nothing is read yet."""
+    weights = source.family.weights
+    if load_format == "dummy":
+        names = {
+            weights.foreign(name, "gguf"): weights.foreign(name, "hugging_face") for name in canonical_names(shard.spec)
+        }
+        shapes = expected_shapes(shard, weights, RandomWeights.naming)
+        return RandomWeights(shapes, {names[name]: kind for name, kind in source.stored.items() if name in names})
+    if load_format != "auto":
+        raise ConfigError(f"load_format {load_format!r} is not known (auto, dummy)")
+    checkpoint: Checkpoint = source.gguf or source.quantised or SafetensorsFolder(source.path)
+    for name in checkpoint.names():
+        if name.endswith(_QUANTISED_NAMES):
+            raise CheckpointError(
+                f"{checkpoint.where(name)}: tensor {name!r} is of a quantised checkpoint, and there is no "
+                "quantization_config in its config.json"
+            )
+    expected = expected_shapes(shard, weights, checkpoint.naming)
+    ignored = IGNORED_TENSORS + (("lm_head.weight",) if source.spec.tie_word_embeddings else ())
+    if source.quantised is not None:
+        ignored += source.quantised.idle_biases(expected)
+    check_tensors(checkpoint, expected, ignored)
+    return checkpoint
+
+
+def quantization_of(config: ModelConfig, source: ModelSource) -> str:
+    """The linear method; "auto" is a checkpoint's own where its matrices are quantised, else "none"."""
+    name, own = config.quantization, own_quantization(source)
+    if name == "auto":
+        return own
+    if name not in METHODS:
+        raise ConfigError(f"quantization {name!r} is not known (auto, {', '.join(METHODS)})")
+    if name != own and (name in STORED or (name == "gguf" and source.gguf is None)):
+        others = ", ".join(each for each in METHODS if each not in ("gguf", *STORED))
+        kind = "GGUF files" if name == "gguf" else "checkpoints that are quantised so"
+        raise ConfigError(f"quantization {name!r} is for {kind}, and {config.path} is none: use {others}")
+    return name
+
+
+def own_quantization(source: ModelSource) -> str:
+    """The method that holds a checkpoint's matrices as they are quantised; "none" where they are not."""
+    if source.converted is not None:
+        return str(source.converted.manifest.held.get("quantization", "none"))
+    if source.quantised is not None:
+        return source.quantised.method
+    return "gguf" if source.gguf is not None and source.gguf.is_quantised() else "none"
+
+
+def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", device: str = "cpu") -> str:
+    """One of WEIGHT_DTYPES; "auto" is the checkpoint's, but float16 on CPUs, which have no kernels for it, is held as
+    float32 (exact), and what is left of a model whose linear weights are quantised as bfloat16, unless a GPU holds it
+    as the float16 that it is."""
+    if wanted == "auto":
+        if spec.dtype == "float16" and device == "cuda":
+            return "float16"
+        return "bfloat16" if spec.dtype == "bfloat16" or quantization in COMPACT else "float32"
+    if wanted not in WEIGHT_DTYPES:
+        raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(WEIGHT_DTYPES)})")
+    return wanted
+
+
+def memory_of(device: str, dtype: str) -> str:
+    """How packed weights lie (`allspan.kernels.packed.MEMORIES`): in rows for the GPU's own kernels, which are for
+    16 bits; float32 models run the reference there, which takes either."""
+    return "rows" if device == "cuda" and dtype in _HALVES else "panels"
+
+
+def note_decoded(path: str, holding: Holding) -> None:
+    """Says which types of a quantised checkpoint are not computed with as they are."""
+    pieces = [piece for piece in layout(holding.shard.spec) if not isinstance(piece, Vector)]
+    kinds = {(kind, shape) for shape in map(holding.shape_of, pieces) for kind in shape.stored}
+    is_gguf = holding.quantization == "gguf"
+    decoded = sorted(
+        {
+            _without_order(kind)
+            for kind, shape in kinds
+            if kind not in ("F32", "BF16", PLAIN, "", "F16" if holding.dtype is torch.float16 else "")
+            and (native(kind, shape.memory) if is_gguf else stored_layout(kind, shape)) is None
+        }
+    )
+    if holding.quantization in OWN and decoded:
+        held = str(holding.dtype).removeprefix("torch.")
+        logger.warning("%s: tensors of type %s are decoded and held as %s", path, ", ".join(decoded), held)
+
+
+def _without_order(kind: str) -> str:
+    """See `allspan.worker.weights.quantised_matrix.QuantisedMatrix.kind`: every matrix has an order of its own."""
+    return kind if kind.count("/") < 2 else f"{kind.rpartition('/')[0]} with inputs out of order"
+
+
+def context_length(wanted: int, spec: ModelSpec) -> int:
+    """`max_model_len`, or the model's own for 0."""
+    limit = spec.max_position_embeddings
+    if wanted < 0 or wanted > limit:
+        reason = f"; {spec.notes[0]}" if spec.notes else ""
+        raise ConfigError(
+            f"max_model_len {wanted} is not within 1 … {limit}, the model's context (0: all of it){reason}"
+        )
+    return wanted or limit

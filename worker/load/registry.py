@@ -1,0 +1,136 @@
+"""Which families there are, and how a path on disk becomes a ModelSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allspan.protos.api.errors import CheckpointError, ModelNotFound
+from allspan.protos.config.converted_manifest import MANIFEST, is_converted
+from allspan.protos.config.json_file import read_json_object
+from allspan.worker.load.converted import ConvertedModel
+from allspan.worker.load.foreign import ForeignConfig
+from allspan.worker.load.gguf_config import gguf_values
+from allspan.worker.models.families.common import Family
+from allspan.worker.models.families.llama import LLAMA, MISTRAL
+from allspan.worker.models.families.qwen2 import QWEN2
+from allspan.worker.models.families.qwen3 import QWEN3
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.weights.gguf_file import GgufFile
+from allspan.worker.weights.quantised_folder import METHODS, QuantisedFolder
+
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where old tools described quantised weights, and by which method those are if it does not say."""
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+"""model_type → family. A new family is one file and one name here."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model as found on disk: `path` is the folder or the GGUF file; `gguf` is set for the latter, `converted` for a
+    folder that `allspan convert` has made, `quantised` for one of quantised safetensors."""
+
+    path: Path
+    family: Family
+    spec: ModelSpec
+    gguf: GgufFile | None
+    converted: ConvertedModel | None = None
+    quantised: QuantisedFolder | None = None
+
+    @property
+    def stored(self) -> Mapping[str, str]:
+        """The types of a quantised checkpoint's tensors, by its names; empty for others."""
+        if self.converted is not None:
+            return self.converted.manifest.stored
+        checkpoint = self.gguf or self.quantised
+        return {} if checkpoint is None else checkpoint.kinds()
+
+
+def inspect_model(path: str) -> ModelSpec:
+    """What a model is, from its config or GGUF header alone. Raises ModelNotFound or CheckpointError."""
+    return find_model(path).spec
+
+
+def find_model(path: str) -> ModelSource:
+    """A folder with config.json, a GGUF file, a folder with one, or a .json config alone (for random weights)."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ModelNotFound(f"{place}: no such file or folder")
+    if is_converted(place):
+        return _from_converted(place)
+    config = place / "config.json" if place.is_dir() else place
+    if config.suffix == ".json" and config.is_file():
+        return _from_config(config)
+    return _from_gguf(_only_gguf(place) if place.is_dir() else place)
+
+
+def _from_config(source: Path) -> ModelSource:
+    folder = source.parent
+    values = read_json_object(source)
+    quantised = _quantised(source, values)
+    family = _family(values.get("model_type"), str(source))
+    config = ForeignConfig(values, str(source))
+    architectures = values.get("architectures")
+    if architectures and family.architecture.lower() not in [str(name).lower() for name in architectures]:
+        raise config.error(
+            f"architecture {architectures[0]!r} of model type {family.model_type!r} is not supported "
+            f"(supported: {family.architecture})"
+        )
+    return ModelSource(folder, family, family.read(config), None, quantised=quantised)
+
+
+def _from_converted(folder: Path) -> ModelSource:
+    model = ConvertedModel(folder)
+    return ModelSource(folder, _family(model.spec.family, str(folder / MANIFEST)), model.spec, None, model)
+
+
+def _from_gguf(path: Path) -> ModelSource:
+    file = GgufFile(path)
+    architecture = file.metadata.get("general.architecture")
+    known = {name: family for family in FAMILIES.values() for name in family.gguf_architectures}
+    if architecture not in known:
+        raise CheckpointError(
+            f"{path}: GGUF architecture {architecture!r} is not supported (supported: {', '.join(known)})"
+        )
+    family = known[architecture]
+    config = ForeignConfig(gguf_values(file, family.model_type, str(path)), str(path))
+    return ModelSource(path, family, family.read(config), file)
+
+
+def _family(model_type: object, source: str) -> Family:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise CheckpointError(f"{source}: model_type {model_type!r} is not supported (supported: {supported})")
+    return FAMILIES[model_type]
+
+
+def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | None:
+    """The folder, if its config (or a file beside it, of old) says that weights are quantised; one without weights is
+    for random ones, which are not."""
+    folder = source.parent
+    described = values.get("quantization_config") or values.get("compression_config")
+    if not described:
+        beside = [path for name in _BESIDE if (path := folder / name).is_file()]
+        if not beside:
+            return None
+        source, described = beside[0], {"quant_method": _BESIDE[beside[0].name]} | read_json_object(beside[0])
+    method = (described.get("quant_method") or described.get("quant_type")) if isinstance(described, dict) else None
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{source}: quantised checkpoint ({method or 'unnamed method'}) is not supported (supported: "
+            f"{', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF)"
+        )
+    has_weights = any(folder.glob("*.safetensors"))
+    return QuantisedFolder(folder, described, str(source)) if has_weights else None
+
+
+def _only_gguf(folder: Path) -> Path:
+    files = sorted(path for path in folder.glob("*.gguf") if "-of-" not in path.name or "-00001-of-" in path.name)
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(f"{folder}: {len(files)} GGUF files: name one, such as {files[0]}")
+    raise CheckpointError(f"{folder}: no config.json and no *.gguf file in this folder")

@@ -1,0 +1,1 @@
+"""This process: placement, heartbeat, memory, progress of loading."""

@@ -1,0 +1,1 @@
+"""A forward pass as data, and what runs it."""

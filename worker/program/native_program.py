@@ -1,0 +1,159 @@
+"""A program that the CPU kernels run themselves: one native call a step, with no Python between ops.
+
+Ops that the kernels do not have (an all-reduce over MPI, say) are called from here, between two stretches of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import OpSet
+from allspan.protos.api.engine import OpProfile
+from allspan.protos.api.errors import DeadlineExceeded, InternalError
+from allspan.worker.parallel.base import Collectives
+from allspan.worker.program.profile import OpTimer, profiles
+from allspan.worker.program.program import COLLECTIVE_OPS, Buffer, Op, Program, Rows, Slot, flat
+
+_REFERENCE_OPS = frozenset({"gather_columns"})
+"""Those that have no compiled kernel."""
+
+_STEP_INPUTS = ("ids", "positions", "slots", "logits_rows", "attention")
+_ROWS = {"logits_rows": Rows.LOGITS}
+"""What the rows of a step's input count; the others count tokens."""
+
+
+class NativeProgram:
+    """Runs a program as `allspan.worker.program.program.Interpreter` does, on the threads of a CPU op set."""
+
+    def __init__(self, program: Program, ops: OpSet, collectives: Collectives, capacity: Mapping[Rows, int]) -> None:
+        native: Any = ops.program  # type: ignore[attr-defined]
+        window = getattr(collectives, "window", None)
+        self._program = program
+        self._capacity = dict(capacity)
+        self._native = native(len(program.slots), window)
+        self._names: dict[str, int] = {}
+        self._bound: dict[int, Any] = {}
+        self._inputs: dict[str, Any] = {}
+        self._buffers: dict[int, tuple[Rows, Tensor]] = {}
+        storages: dict[str, Tensor] = {}
+        for i, slot in enumerate(program.slots):
+            if isinstance(slot, Buffer):
+                shape = (self._capacity[slot.rows], *slot.shape)
+                if slot.storage not in storages:
+                    storages[slot.storage] = torch.zeros(shape)
+                self._buffers[i] = slot.rows, storages[slot.storage].view(shape)
+                self._native.bind(i, self._buffers[i][1])
+            else:
+                self._names[slot.name] = i
+                if slot.name in _STEP_INPUTS:
+                    self._native.declare_input(i, slot.name, _ROWS.get(slot.name) is Rows.LOGITS)
+        foreign = _REFERENCE_OPS | (COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset())
+        self._stretches: list[tuple[int, int] | _Foreign] = []
+        self._timer = OpTimer("cpu")
+        self._is_profiling = False
+        self._foreign_progress = 0
+        self._taken: Mapping[str, Any] | None = None
+        """The inputs that the native program has taken in."""
+        self._output = self._buffers[program.output.index][1]
+        """Of a step with these inputs."""
+        first = 0
+        for is_foreign, stretch in itertools.groupby(program.ops, lambda op: op.name in foreign):
+            ops_here = list(stretch)
+            if is_foreign:
+                self._stretches += [
+                    _Foreign(op, getattr(ops if op.name in _REFERENCE_OPS else collectives, op.name)) for op in ops_here
+                ]
+                continue
+            for op in ops_here:
+                arguments = [(type(a) is Slot, a.index if type(a) is Slot else a) for a in flat(op.arguments)]
+                self._native.add(op.name, arguments, op.rows is Rows.LOGITS)
+            self._stretches.append((first, first + len(ops_here)))
+            first += len(ops_here)
+
+    @property
+    def progress(self) -> int:
+        """Counts up within a run: a long step is told from one that hangs."""
+        return int(self._native.progress) + self._foreign_progress
+
+    def bind(self, values: Mapping[str, Any]) -> None:
+        """Sets named slots; a name that the program does not use is passed over. Tensors stay where they are."""
+        for name, value in values.items():
+            index = self._names.get(name)
+            if index is not None:
+                self._bound[index] = value
+                self._native.bind(index, value)
+
+    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
+        """The output's rows of this step, a view that the next run overwrites. The very mapping of the run before says
+        that its tensors are the same ones, with other numbers in them."""
+        if inputs is self._taken:
+            self._native.again()
+        else:
+            self._take(inputs, num_tokens, num_logits)
+        if num_tokens:
+            try:
+                for stretch in self._stretches:
+                    if isinstance(stretch, _Foreign):
+                        self._call(stretch, num_tokens, num_logits)
+                    else:
+                        self._native.run(*stretch)
+            except TimeoutError as error:
+                raise DeadlineExceeded(str(error)) from None
+        return self._output
+
+    def start_profile(self) -> None:
+        """Times every op of the coming runs, from zero."""
+        self._timer = OpTimer("cpu")
+        self._is_profiling = True
+        self._native.start_profile()
+
+    def stop_profile(self) -> None:
+        """What was measured stays readable."""
+        self._is_profiling = False
+        self._native.stop_profile()
+
+    def profile(self) -> tuple[OpProfile, ...]:
+        """What each op took since `start_profile`, the longest in total first; empty before any."""
+        return profiles([*self._native.profile(), *self._timer.rows()])
+
+    def _take(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> None:
+        counts = {Rows.TOKENS: num_tokens, Rows.LOGITS: num_logits}
+        for rows, count in counts.items():
+            if count > self._capacity[rows]:
+                raise InternalError(f"a step of {count} rows of {rows.value}, the buffers hold {self._capacity[rows]}")
+        self._taken = None
+        rows, output = self._buffers[self._program.output.index]
+        self._output = output[: counts[rows]]
+        if num_tokens:
+            self._native.begin(inputs, num_tokens, num_logits)
+            self._taken = inputs
+
+    def _call(self, foreign: _Foreign, num_tokens: int, num_logits: int) -> None:
+        op = foreign.op
+        count = num_logits if op.rows is Rows.LOGITS else num_tokens
+        if count == 0:
+            return
+        values = [self._value(a, count) if type(a) is Slot else a for a in op.arguments]
+        if self._is_profiling:
+            self._timer.call(op.name, foreign.function, *values)
+        else:
+            foreign.function(*values)
+        self._foreign_progress += 1
+
+    def _value(self, slot: Slot, count: int) -> Any:
+        """A buffer's rows, or what is bound."""
+        buffer = self._buffers.get(slot.index)
+        return self._bound[slot.index] if buffer is None else buffer[1][:count]
+
+
+class _Foreign:
+    """An op that Python calls."""
+
+    def __init__(self, op: Op, function: Callable[..., None]) -> None:
+        self.op = op
+        self.function = function

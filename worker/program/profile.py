@@ -1,0 +1,78 @@
+"""What each op of a program takes, while somebody asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from allspan.protos.api.engine import OpProfile
+
+
+@dataclass(slots=True)
+class _Times:
+    """Of one op, in nanoseconds."""
+
+    count: int = 0
+    shortest: int = 0
+    longest: int = 0
+    total: int = 0
+
+    def add(self, taken: int) -> None:
+        self.shortest = min(self.shortest, taken) if self.count else taken
+        self.longest = max(self.longest, taken)
+        self.count += 1
+        self.total += taken
+
+
+class OpTimer:
+    """Runs functions and adds up their times by name. On a GPU it waits for each one's end, which slows the step."""
+
+    def __init__(self, device: str) -> None:
+        self._wait: Callable[[], None] | None = torch.cuda.synchronize if device.startswith("cuda") else None
+        self._times: dict[str, _Times] = {}
+
+    def call(self, name: str, function: Callable[..., None], *arguments: object) -> None:
+        if self._wait is not None:
+            self._wait()
+        started = time.perf_counter_ns()
+        function(*arguments)
+        if self._wait is not None:
+            self._wait()
+        taken = time.perf_counter_ns() - started
+        times = self._times.get(name)
+        if times is None:
+            times = self._times[name] = _Times()
+        times.add(taken)
+
+    def rows(self) -> list[tuple[str, int, int, int, int]]:
+        """(op, count, shortest, longest, total) in nanoseconds. May be asked for while another thread runs ops."""
+        times = dict(self._times)
+        return [(name, each.count, each.shortest, each.longest, each.total) for name, each in times.items()]
+
+
+def profiles(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[OpProfile, ...]:
+    """Of rows (op, count, shortest, longest, total) in nanoseconds; an op may have several. The longest total first."""
+    merged: dict[str, tuple[int, int, int, int]] = {}
+    for name, *times in rows:
+        count, shortest, longest, total = times
+        if name in merged:
+            known = merged[name]
+            count, total = count + known[0], total + known[3]
+            shortest, longest = min(shortest, known[1]), max(longest, known[2])
+        merged[name] = count, shortest, longest, total
+    whole = sum(total for *_, total in merged.values()) or 1
+    found = [
+        OpProfile(
+            op=name,
+            count=count,
+            min_ms=shortest / 1e6,
+            max_ms=longest / 1e6,
+            total_ms=total / 1e6,
+            share=total / whole,
+        )
+        for name, (count, shortest, longest, total) in merged.items()
+    ]
+    return tuple(sorted(found, key=lambda profile: -profile.total_ms))

@@ -1,0 +1,280 @@
+"""Program: a forward pass as data. It is built once and run for every batch; Python interprets it here.
+
+A slot is a tensor that ops name: a buffer (allocated once, cut to the step's rows), a weight, an input of the step, or
+a layer of the cache. An op is a name from `allspan.kernels.ops.OpSet` or the collectives, and its arguments in order.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import OpSet
+from allspan.kernels.packed import PackedSpec
+from allspan.protos.api.engine import OpProfile
+from allspan.protos.api.errors import InternalError
+from allspan.worker.parallel.base import Collectives
+from allspan.worker.program.profile import OpTimer, profiles
+
+_OPS_A_BEAT = 16
+
+COLLECTIVE_OPS = frozenset({"all_reduce", "all_reduce_add_rms_norm", "all_gather_columns"})
+"""The last two are those of GPUs alone: see `allspan.worker.backend.cuda.collectives`."""
+
+
+class Rows(enum.Enum):
+    """How many rows of a buffer a step uses: one a new token, or one a row of logits."""
+
+    TOKENS = "tokens"
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`index` into the program's slots."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """[rows, *shape], in the model's dtype for activations, or float32 where it `is_exact`. Buffers of one `storage`
+    are the same memory in different shapes."""
+
+    name: str
+    rows: Rows
+    shape: tuple[int, ...]
+    storage: str
+    is_exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor (or, for attention, its metadata) that somebody else provides under this name."""
+
+    name: str
+
+
+Value = Slot | PackedSpec | float | int | None
+Argument = Value | tuple[Value, ...]
+
+
+def flat(arguments: Iterable[Argument]) -> Iterator[Value]:
+    """Arguments, those in tuples one by one."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from argument
+        else:
+            yield argument
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """`rows` LOGITS: the op is left out of a step without rows of logits."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    slots: tuple[Buffer | Named, ...]
+    ops: tuple[Op, ...]
+    output: Slot
+
+
+def with_fused_sums(program: Program) -> Program:
+    """A sum over the ranks that is added to the residual stream and normed next is one op with that."""
+    ops: list[Op] = []
+    for op in program.ops:
+        if (
+            ops
+            and ops[-1].name == "all_reduce"
+            and op.name == "add_rms_norm"
+            and ops[-1].arguments[0] == op.arguments[0]
+        ):
+            ops[-1] = replace(op, name="all_reduce_add_rms_norm")
+        else:
+            ops.append(op)
+    return replace(program, ops=tuple(ops))
+
+
+def with_whole_logits(program: Program, widths: tuple[int, ...]) -> Program:
+    """Every rank gets the columns of all, `widths` of each, instead of its own."""
+    whole = Slot(len(program.slots))
+    buffer = Buffer("logits.whole", Rows.LOGITS, (sum(widths),), "logits.whole", is_exact=True)
+    gather = Op("all_gather_columns", (program.output, widths, whole), Rows.LOGITS)
+    return Program((*program.slots, buffer), (*program.ops, gather), whole)
+
+
+def buffer_bytes(program: Program, capacity: Mapping[Rows, int], dtype: torch.dtype) -> int:
+    """What an Interpreter's buffers take, for so many rows, with activations in this dtype."""
+    return sum(math.prod(shape) * held.itemsize for shape, held in _storages(program, capacity, dtype).values())
+
+
+def _storages(
+    program: Program, capacity: Mapping[Rows, int], dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for slot in program.slots:
+        if isinstance(slot, Buffer):
+            held = torch.float32 if slot.is_exact else dtype
+            found.setdefault(slot.storage, ((capacity[slot.rows], *slot.shape), held))
+    return found
+
+
+class ProgramBuilder:
+    """Collects slots and ops; the same name is the same slot."""
+
+    def __init__(self) -> None:
+        self._slots: list[Buffer | Named] = []
+        self._by_name: dict[str, Slot] = {}
+        self._ops: list[Op] = []
+
+    def buffer(self, name: str, rows: Rows, *shape: int, is_exact: bool = False) -> Slot:
+        return self._add(Buffer(name, rows, shape, name, is_exact))
+
+    def view(self, name: str, slot: Slot, *shape: int) -> Slot:
+        """The buffer `slot` with rows of another shape."""
+        buffer = self._slots[slot.index]
+        if not isinstance(buffer, Buffer) or math.prod(shape) != math.prod(buffer.shape):
+            raise InternalError(f"slot {name!r}: {buffer} has no view of shape {shape}")
+        return self._add(Buffer(name, buffer.rows, shape, buffer.storage, buffer.is_exact))
+
+    def scratch(self, label: str, like: Slot, width: int = 0) -> Slot:
+        """A buffer in the shape of another, or with rows of `width`, for what an op needs only until the next one: same
+        label, same memory."""
+        buffer = self._slots[like.index]
+        if not isinstance(buffer, Buffer):
+            raise InternalError(f"slot {buffer.name!r} is no buffer")
+        shape = (width,) if width else buffer.shape
+        return self.buffer(f"{label} like {buffer.rows.value} {shape}", buffer.rows, *shape)
+
+    def named(self, name: str) -> Slot:
+        """A weight, an input or a cache tensor."""
+        return self._add(Named(name))
+
+    def op(self, name: str, *arguments: Argument) -> None:
+        used = [self._slots[value.index] for value in flat(arguments) if isinstance(value, Slot)]
+        logits = any(isinstance(slot, Buffer) and slot.rows is Rows.LOGITS for slot in used)
+        self._ops.append(Op(name, arguments, Rows.LOGITS if logits else Rows.TOKENS))
+
+    def build(self, output: Slot) -> Program:
+        return Program(tuple(self._slots), tuple(self._ops), output)
+
+    def _add(self, slot: Buffer | Named) -> Slot:
+        known = self._by_name.get(slot.name)
+        if known is None:
+            known = self._by_name[slot.name] = Slot(len(self._slots))
+            self._slots.append(slot)
+        elif self._slots[known.index] != slot:
+            raise InternalError(f"slot {slot.name!r} is declared twice: {self._slots[known.index]} and {slot}")
+        return known
+
+
+class Interpreter:
+    """Runs a program op by op. Buffers are allocated here, for `max_tokens` and `max_requests` rows."""
+
+    def __init__(
+        self,
+        program: Program,
+        ops: OpSet,
+        collectives: Collectives,
+        capacity: Mapping[Rows, int],
+        device: str,
+        activations: torch.dtype = torch.float32,
+    ) -> None:
+        self._program = program
+        self._capacity = dict(capacity)
+        self._device = device
+        self._timer = OpTimer(device)
+        self._is_profiling = False
+        self.progress = 0
+        """Counts up within a run: a long step is told from one that hangs."""
+        self._table: list[Any] = [None] * len(program.slots)
+        self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
+        self._buffers: list[tuple[int, Rows, Tensor]] = []
+        storages = {
+            name: torch.zeros(shape, dtype=held, device=device)
+            for name, (shape, held) in _storages(program, self._capacity, activations).items()
+        }
+        for i, slot in enumerate(program.slots):
+            if isinstance(slot, Buffer):
+                shape = (self._capacity[slot.rows], *slot.shape)
+                self._buffers.append((i, slot.rows, storages[slot.storage].view(shape)))
+        self._calls: list[tuple[Callable[..., None], tuple[Argument, ...], bool]] = [
+            (getattr(collectives if op.name in COLLECTIVE_OPS else ops, op.name), op.arguments, op.rows is Rows.LOGITS)
+            for op in program.ops
+        ]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Some are the same memory in different shapes."""
+        return [buffer for _, _, buffer in self._buffers]
+
+    def bind(self, values: Mapping[str, Any]) -> None:
+        """Sets named slots; a name that the program does not use is passed over."""
+        for name, value in values.items():
+            index = self._names.get(name)
+            if index is not None:
+                self._table[index] = value
+
+    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
+        """The output's rows of this step, a view that the next run overwrites."""
+        counts = {Rows.TOKENS: num_tokens, Rows.LOGITS: num_logits}
+        for rows, count in counts.items():
+            if count > self._capacity[rows]:
+                raise InternalError(f"a step of {count} rows of {rows.value}, the buffers hold {self._capacity[rows]}")
+        self.bind(inputs)
+        table = self._table
+        for index, rows, buffer in self._buffers:
+            table[index] = buffer[: counts[rows]]
+        if num_tokens and self._is_profiling:
+            self._run_timed(bool(num_logits))
+        elif num_tokens:
+            for first in range(0, len(self._calls), _OPS_A_BEAT):
+                self.progress += 1
+                for function, arguments, for_logits in self._calls[first : first + _OPS_A_BEAT]:
+                    if num_logits or not for_logits:
+                        function(*self._values(arguments))
+        output: Tensor = table[self._program.output.index]
+        return output
+
+    def start_profile(self) -> None:
+        """Times every op of the coming runs, from zero."""
+        self._timer = OpTimer(self._device)
+        self._is_profiling = True
+
+    def stop_profile(self) -> None:
+        """What was measured stays readable."""
+        self._is_profiling = False
+
+    def profile(self) -> tuple[OpProfile, ...]:
+        """What each op took since `start_profile`, the longest in total first; empty before any."""
+        return profiles(self._timer.rows())
+
+    def _values(self, arguments: tuple[Argument, ...]) -> list[Any]:
+        table = self._table
+        values: list[Any] = []
+        for argument in arguments:
+            if type(argument) is Slot:
+                values.append(table[argument.index])
+            elif type(argument) is tuple:
+                values.append(tuple(table[a.index] if type(a) is Slot else a for a in argument))
+            else:
+                values.append(argument)
+        return values
+
+    def _run_timed(self, has_logits: bool) -> None:
+        timer = self._timer
+        for op, (function, arguments, for_logits) in zip(self._program.ops, self._calls, strict=True):
+            if has_logits or not for_logits:
+                timer.call(op.name, function, *self._values(arguments))

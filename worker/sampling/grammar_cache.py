@@ -1,0 +1,127 @@
+"""Grammars: compiled on threads of their own, within limits of time and number, and kept for whoever asks again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
+from typing import TYPE_CHECKING
+
+from allspan.protos.api.errors import AllspanError, InternalError, InvalidRequest, QueueFull
+from allspan.protos.api.grammar import Grammar
+from allspan.worker.process.host import run_on
+from allspan.worker.sampling.grammar import CompiledGrammar
+from allspan.worker.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from allspan.protos.text.tokenizers.tokenizer import Tokenizer
+    from allspan.worker.sampling.guidance import GuidanceCompiler
+
+COMPILE_S = 30.0
+"""To wait for a grammar."""
+MOST_KEPT = 64
+MOST_PENDING = 256
+THREADS = 4
+_NICENESS = 10
+"""A grammar that takes long takes its time from nobody's steps."""
+
+
+class Grammars:
+    """`compile` from any thread. Nothing is loaded, and no thread runs, before somebody asks."""
+
+    def __init__(self, path: str, vocab_size: int, cpus: Sequence[int] = ()) -> None:
+        """`path` of the model, for its tokenizer; `vocab_size`: the model's. `cpus`: where the threads may run; empty:
+        anywhere that the process may."""
+        self.load_tokenizer: Callable[[], Tokenizer] = partial(_load_tokenizer, path)
+        """Raises what says that there is none."""
+        self._vocab_size = vocab_size
+        self._cpus = tuple(cpus)
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._compiler: GuidanceCompiler | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._num_pending = 0
+
+    def begin(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """On its way; the same for everybody who asks for the same. Raises QueueFull. Its result may be
+        InvalidRequest; it is not to be cancelled."""
+        with self._lock:
+            known = self._kept.get(grammar)
+            if known is not None:
+                self._kept.move_to_end(grammar)
+                return known
+            if self._num_pending >= MOST_PENDING:
+                raise QueueFull(f"{self._num_pending} grammars are being compiled, the limit; try again later")
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(THREADS, "grammars", _step_back, (self._cpus,))
+            self._num_pending += 1
+            future = self._kept[grammar] = self._executor.submit(self._compile, grammar)
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return future
+
+    def compiled(self, grammar: Grammar) -> CompiledGrammar:
+        """Waits for it. Raises InvalidRequest, also when it takes longer than COMPILE_S, or QueueFull."""
+        try:
+            return self.begin(grammar).result(COMPILE_S)
+        except FutureTimeoutError:
+            raise took_too_long() from None
+
+    def supply(self, request: Request) -> None:
+        """Gives a request its grammar, if it asks for one and has not got it. Raises as `compiled`."""
+        if request.params.grammar is not None and request.grammar is None:
+            request.grammar = self.compiled(request.params.grammar)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        try:
+            return self._open().compile(grammar)
+        except AllspanError:
+            raise
+        except BaseException as error:  # also what a library's panic is raised as
+            raise InternalError(f"the grammar was not compiled: {type(error).__name__}: {error}") from error
+        finally:
+            with self._lock:
+                self._num_pending -= 1
+
+    def _open(self) -> GuidanceCompiler:
+        with self._loading:
+            if self._compiler is None:
+                try:
+                    tokenizer = self.load_tokenizer()
+                except AllspanError as error:
+                    raise InvalidRequest(f"grammar needs the model's tokenizer: {error.message}", "grammar") from error
+                self._compiler = _compiler(tokenizer, self._vocab_size)
+            return self._compiler
+
+
+def _load_tokenizer(path: str) -> Tokenizer:
+    from allspan.protos.text.tokenizers.loading import load_tokenizer  # most ranks never need it
+
+    return load_tokenizer(path)
+
+
+def _compiler(tokenizer: Tokenizer, vocab_size: int) -> GuidanceCompiler:
+    try:
+        from allspan.worker.sampling.guidance import GuidanceCompiler
+    except ImportError as error:
+        raise InvalidRequest(
+            f"grammar needs the library llguidance, which cannot be loaded: {error}", "grammar"
+        ) from error
+    return GuidanceCompiler(tokenizer, vocab_size)
+
+
+def took_too_long() -> InvalidRequest:
+    return InvalidRequest(f"grammar was not compiled within {COMPILE_S:g} s; make it simpler", "grammar")
+
+
+def _step_back(cpus: tuple[int, ...]) -> None:
+    run_on(cpus)
+    if hasattr(os, "sched_setaffinity"):  # where a thread has a niceness of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,1 @@
+"""Values and protocols between the step loop and a device."""

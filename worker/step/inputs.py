@@ -1,0 +1,88 @@
+"""What one forward pass reads: the step's tokens and where their KV lies. Filled by the runner, read by every op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class PlanTiles(Protocol):
+    """Cuts the new tokens of requests for attention on a GPU."""
+
+    def __call__(self, counts: NDArray[np.int64], kv_lens: NDArray[np.int64]) -> NDArray[np.int32]:
+        """From the new tokens and all tokens of some requests to what `StepInputs.tiles` holds of them."""
+        ...
+
+    def most(self, tokens: int, requests: int) -> int:
+        """Tiles that so many new tokens of so many requests may be cut into."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedInputs:
+    """Of decodes that begin with the same pages, read once for all who share them; int32 tensors, on the GPU.
+
+    Made of an `allspan.kernels.cuda.attention.cascade_rule.Sharing`: the level's tiles, rows and pages, and each
+    row's own pages, in the indices of the whole page table.
+    """
+
+    tiles: Tensor
+    """[tiles, 2]."""
+    qo_indptr: Tensor
+    """[groups + 1]."""
+    page_indptr: Tensor
+    """[groups + 1]."""
+    kv_lens: Tensor
+    """[groups]."""
+    own_page_indptr: Tensor
+    """[R + 1]."""
+    own_kv_lens: Tensor
+    """[R]."""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Views into buffers of fixed capacity, cut to this step's sizes. Tensors are int32, on the model's device.
+
+    n new tokens, R requests with new tokens, m rows whose logits are wanted. Given to a model again, it has the same
+    tensors as before, though there may be other numbers in them.
+    """
+
+    ids: Tensor
+    """[n] token ids."""
+    positions: Tensor
+    """[n]."""
+    slots: Tensor
+    """[n]: page · page_size + offset."""
+    qo_indptr: Tensor
+    """[R + 1]."""
+    page_indptr: Tensor
+    """[R + 1]."""
+    page_indices: Tensor
+    """[page_indptr[R]]."""
+    kv_lens: Tensor
+    """[R], the new tokens included."""
+    logits_rows: Tensor
+    """[m]: which of the n tokens."""
+    num_decodes: int = 0
+    """On a GPU the requests with one new token come first: so many."""
+    tiles: Tensor | None = None
+    """On a GPU [tiles, ...]: how the new tokens of the others are cut (`kernels/cuda/attention/prefill.py`). A tile
+    of request -1 is none."""
+    bucket: int = 0
+    """On a GPU: the step is padded to so many tokens, which other steps may be as well; 0: it is not."""
+    num_rows: int = 0
+    """With a bucket: so many of its rows of logits are real."""
+    decode_rows: Tensor | None = None
+    """With a bucket, in a step with prompts [R]: the row of the request if it has one new token, else -1."""
+    shared: SharedInputs | None = None
+    """With a bucket: what its rows share, where that pays."""
+
+    @property
+    def place(self) -> tuple[int, bool, bool]:
+        """With a bucket: steps of one place have their tensors at the same addresses, in the same shapes."""
+        return self.bucket, self.decode_rows is not None, self.shared is not None

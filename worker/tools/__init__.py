@@ -1,0 +1,1 @@
+"""Programs run as `python -m`: weight conversion, memory plan, step overhead."""

@@ -1,0 +1,171 @@
+"""What a model takes on each rank, without loading it.
+
+`python -m allspan.worker.tools.memory_plan CONFIG.json --ranks N`
+
+Prints a MemoryPlan as JSON on standard output, or {"error", "message"}. A launcher runs it as a process: reading models
+needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from allspan.protos.api.errors import AllspanError, ConfigError
+from allspan.protos.config.config_json import from_json, settled
+from allspan.protos.config.settings import WorkerConfig
+from allspan.worker.cache.available_memory import room
+from allspan.worker.cache.budget import CacheDemand, Room, num_kv_pages, pages_of
+from allspan.worker.load.loader import Prepared, check_device, prepare
+from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.layout import Linear, layer_pieces
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.program.program import Rows, buffer_bytes
+from allspan.worker.scheduler.limits import most_logits_rows
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank. `kv_bytes` is what its cache would take, `host_kv_bytes` its second tier, `step_bytes` on a
+    GPU the buffers that steps write to, and the widest of what a step has for itself."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes_per_page: int
+    kv_bytes: int
+    host_kv_bytes: int = 0
+    step_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """`max_model_len` is what a request may use; `largest_model_len` what would fit into the same budget of KV (no more
+    than the model's context). `num_pages` 0 and `refusal` when a full context does not fit."""
+
+    model: ModelSpec
+    dtype: str
+    quantization: str
+    page_size: int
+    max_model_len: int
+    largest_model_len: int
+    num_pages: int
+    host_pages: int
+    available_bytes: int
+    refusal: str
+    ranks: tuple[RankMemory, ...]
+
+
+def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_node: int) -> MemoryPlan:
+    """`available` is what a node or GPU has before any weight is loaded; its ranks' weights are taken off first.
+
+    Raises ModelNotFound, CheckpointError or ConfigError as loading would.
+    """
+    prepared = [prepare(config.model, config.cache, rank, num_ranks) for rank in range(num_ranks)]
+    first = prepared[0]
+    widest = max(rank.cache_spec.bytes_per_page for rank in prepared)
+    heaviest = max(rank.weight_bytes for rank in prepared)
+    config = settled(config)
+    step = max(step_bytes(rank, config) for rank in prepared)
+    left = Room(max(0, available.available - (heaviest + step) * ranks_on_node), available.total)
+    page_size, num_seqs = config.cache.page_size, config.scheduler.max_num_seqs
+
+    def pages(max_model_len: int) -> int:
+        demand = CacheDemand(widest, max_model_len, num_seqs, left, ranks_on_node)
+        return num_kv_pages(config.cache, demand)
+
+    try:
+        num_pages, refusal = pages(first.max_model_len), ""
+    except ConfigError as error:
+        num_pages, refusal = 0, error.message
+    tiered = config.cache.host_kv_cache_bytes if config.cache.enable_prefix_caching else 0
+    host_pages = tiered // widest
+    if tiered and not host_pages:
+        refusal = refusal or f"host_kv_cache_bytes is {tiered}, must be at least a page's ({widest} bytes), or 0"
+    return MemoryPlan(
+        model=first.source.spec,
+        dtype=str(first.holding.dtype).removeprefix("torch."),
+        quantization=first.holding.quantization,
+        page_size=page_size,
+        max_model_len=first.max_model_len,
+        largest_model_len=_largest(pages, first.source.spec.max_position_embeddings, page_size),
+        num_pages=num_pages,
+        host_pages=host_pages,
+        available_bytes=available.available,
+        refusal=refusal,
+        ranks=tuple(
+            RankMemory(
+                rank=rank,
+                weight_bytes=each.weight_bytes,
+                kv_bytes_per_page=each.cache_spec.bytes_per_page,
+                kv_bytes=each.cache_spec.bytes_per_page * num_pages,
+                host_kv_bytes=each.cache_spec.bytes_per_page * host_pages,
+                step_bytes=step_bytes(each, config),
+            )
+            for rank, each in enumerate(prepared)
+        ),
+    )
+
+
+def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
+    """See `RankMemory`. A step's own is measured where it runs; here it is the output of its widest linear layer, and
+    that layer's weight in 16 bits where it is held in fewer."""
+    if config.model.device != "cuda":
+        return 0
+    holding, most = prepared.holding, config.scheduler
+    dtype = holding.dtype if holding.memory == "rows" else torch.float32
+    capacity = {Rows.TOKENS: most.max_num_batched_tokens, Rows.LOGITS: most_logits_rows(most.max_num_seqs)}
+    shapes = [
+        (sum(shape.parts), len(shape.inputs))
+        for piece in layer_pieces(prepared.source.spec, "layers.0.")
+        if isinstance(piece, Linear)
+        for shape in [holding.shape_of(piece)]
+    ]
+    is_packed = holding.quantization != "none"
+    widest = max(outputs * (most.max_num_batched_tokens + inputs * is_packed) for outputs, inputs in shapes)
+    return buffer_bytes(build_decoder(holding), capacity, dtype) + widest * dtype.itemsize
+
+
+def _largest(pages: Callable[[int], int], limit: int, page_size: int) -> int:
+    """The longest context up to `limit` for which `pages` does not refuse; 0 if not even one page fits."""
+
+    def fits(num_pages: int) -> bool:
+        try:
+            return pages(min(num_pages * page_size, limit)) > 0
+        except ConfigError:
+            return False
+
+    low, high = 0, pages_of(limit, page_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return min(low * page_size, limit)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m allspan.worker.tools.memory_plan", description=__doc__)
+    parser.add_argument("config", metavar="CONFIG.json", help="the configuration that the ranks would get")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the world")
+    parser.add_argument("--ranks-on-node", type=int, default=0, help="ranks that share a node's memory (0: all)")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.ranks < 1:
+            raise ConfigError(f"--ranks {arguments.ranks}: must be at least 1")
+        config = from_json(Path(arguments.config).read_text(encoding="utf-8"))
+        check_device(config.model.device)
+        available = room(config.model.device, config.parallel.cpus)
+        plan = plan_memory(config, arguments.ranks, available, arguments.ranks_on_node or arguments.ranks)
+    except AllspanError as error:
+        print(json.dumps({"error": error.code, "message": error.message}))
+        return 1
+    print(json.dumps(asdict(plan)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
