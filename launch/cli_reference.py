@@ -67,9 +67,10 @@ def _name(action: argparse.Action) -> str:
 
 
 def _row(action: argparse.Action) -> str:
-    names = [option for option in action.option_strings if not option.startswith("--no-")]
+    is_switch = isinstance(action, argparse.BooleanOptionalAction)
+    names = [option for option in action.option_strings if not (is_switch and option.startswith("--no-"))]
     value = f" {action.metavar}" if action.metavar else ""
-    text = " ".join((action.help or "").replace("%%", "%").split())
+    text = " ".join(((action.help or "") % {"default": action.default}).split())
     flags = ", ".join(f"`{name}{value}`" for name in names)
     return f"| {_escaped(flags)} | {_escaped(text)} |"
 

@@ -21,9 +21,11 @@ _CONFIGS = (PlacementConfig, ModelConfig, CacheConfig, SchedulerConfig, Parallel
 def add_engine_options(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
-        "--attach", metavar="RUN_DIR", help="Use a running cluster: its run directory or rank addresses."
+        "--attach",
+        metavar="RUN_DIR",
+        help="Uses a running cluster, given by its run directory or its ranks' addresses.",
     )
-    parser.add_argument("--quiet", action="store_true", help="Keep the cluster's log off standard error.")
+    parser.add_argument("--quiet", action="store_true", help="Keeps the cluster's log off standard error.")
     add_cluster_options(parser)
 
 
@@ -34,7 +36,7 @@ def add_sampling_options(parser: Parser) -> None:
         group, SamplingParams, skip=("stop", "logit_bias", "bad_words_ids", "stop_words_ids", "grammar"), optional=True
     )
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="End the output before this text; may be repeated."
+        "--stop", action="append", metavar="TEXT", help="Ends the output before this text; the flag may be repeated."
     )
 
 

@@ -16,11 +16,12 @@ class LogConfig:
     """Lines on standard error."""
 
     log_level: Literal["", "debug", "info", "warning", "error"] = ""
-    """The least level that is written; empty: that of the variable ALLSPAN_LOG_LEVEL, else info."""
+    """Sets the least severe level that is logged; empty takes the variable ALLSPAN_LOG_LEVEL, else info."""
     log_format: Literal["", "text", "json"] = ""
-    """Lines of text, or one JSON object a line; empty: what the variable ALLSPAN_LOG_FORMAT says, else text."""
+    """Logs lines of text, or one JSON object on each line; empty takes the variable ALLSPAN_LOG_FORMAT, else text."""
     log_requests: bool = True
-    """A line for each request that ends or is refused, never with its text; those that fail are told in any case."""
+    """Logs one line for each request that ends or is refused, never with its text. Failed requests are logged in any
+    case."""
 
 
 def begin_log(config: LogConfig, environment: MutableMapping[str, str] = os.environ) -> None:

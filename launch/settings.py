@@ -66,14 +66,14 @@ class ResumeConfig:
     """What the gateway does with requests whose ranks died."""
 
     resume: bool = True
-    """Continue requests on another replica, or on the restarted ranks, when theirs die."""
+    """Continues requests on another replica, or on the restarted ranks, when theirs die."""
     resume_timeout: float = 30.0
-    """Seconds that such a request waits for ranks that are ready."""
+    """Sets the seconds that such a request waits for ranks that are ready."""
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Everything that `allspan serve` was told, one part a concern."""
+    """The settings of `allspan serve`, a dataclass for each concern."""
 
     model: str
     placement: PlacementConfig
@@ -101,7 +101,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=DEFAULT_MODEL,
         metavar="MODEL",
-        help=f"A folder, a GGUF file, a short name, or ORG/NAME (default: {DEFAULT_MODEL})",
+        help=f"Names the model: a folder, a GGUF file, a short name, or ORG/NAME (default: {DEFAULT_MODEL}).",
     )
 
 
@@ -123,10 +123,10 @@ def add_cluster_options(parser: Parser) -> None:
         dest="load_format",
         action="store_const",
         const="dummy",
-        help="Random weights for a folder with a config.json; the same as --load-format dummy.",
+        help="Fills the weights of a folder with a config.json with random numbers, as --load-format dummy does.",
     )
     _add(parser.group("cache", "the KV cache"), CacheConfig)
-    _add(parser.group("scheduler", "what runs at once"), SchedulerConfig)
+    _add(parser.group("scheduler", "what a step may hold"), SchedulerConfig)
 
 
 def serve_parser() -> Parser:
@@ -141,7 +141,7 @@ def serve_parser() -> Parser:
         "--gateway",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Listen for HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
+        help="Serves HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
     )
     _add(parser.group("wire", "how clients reach the ranks"), WireConfig)
     _add(parser.group("logging", "lines on standard error"), LogConfig)

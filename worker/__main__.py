@@ -58,8 +58,10 @@ def read_config(arguments: Sequence[str]) -> WorkerConfig:
             raise ConfigError(f"the configuration cannot be read: {error}") from error
         return from_json(text, told[0] if told else 0)
     parser = Parser(PROG, "One rank of a cluster, started by mpirun; give the path of a JSON file, or flags.")
-    parser.add_argument("--model", dest="path", required=True, metavar="PATH", help="A folder or GGUF file.")
-    parser.add_argument("--name", default="", metavar="TEXT", help="The name that requests use (default: the path's).")
+    parser.add_argument("--model", dest="path", required=True, metavar="PATH", help="Names a folder or GGUF file.")
+    parser.add_argument(
+        "--name", default="", metavar="TEXT", help="Sets the name that requests use (default: the path's)."
+    )
     for cls in _GROUPS.values():
         add_options(parser, cls, skip=("path", "name"), choices=CHOICES, limits=RANK_LIMITS)
     namespace = parser.parse(arguments)

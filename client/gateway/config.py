@@ -18,32 +18,35 @@ class SecurityConfig:
     """Who may ask."""
 
     insecure: bool = False
-    """Listen on an address other than loopback although nothing is encrypted."""
+    """Allows listening on an address other than loopback without TLS."""
     ssl_certfile: str = ""
-    """The server's certificate (with its chain) in PEM form: HTTP and gRPC are TLS. Renewed files are taken up."""
+    """Serves HTTP and gRPC over TLS with this certificate (and its chain) in PEM form. The server takes up a renewed
+    file without a restart."""
     ssl_keyfile: str = ""
-    """The certificate's private key in PEM form, without a passphrase; empty: it is in --ssl-certfile."""
+    """Names the file of the certificate's private key in PEM form, without a passphrase; empty reads it from
+    --ssl-certfile."""
     ssl_ca_certs: str = ""
-    """Certificates of the authorities that clients' certificates must be from, in PEM form."""
+    """Names a PEM file with the authorities that clients' certificates must be from."""
     ssl_cert_reqs: int = 0
-    """Clients' certificates: 0 not asked for, 1 checked where one is given (HTTP only), 2 required."""
+    """Says what is asked of clients: 0 no certificate, 1 a certificate is checked where one is given (HTTP only), 2 a
+    certificate is required."""
     api_key: tuple[str, ...] | None = field(default=None, repr=False)
-    """Keys of which every request must bring one (several: with commas, or the flag again). Whoever may list this
-    machine's processes may see them: a file or the variable ALLSPAN_API_KEY is better."""
+    """Requires one of these keys of every request. Give several with commas or by repeating the flag. Other users of
+    this machine can see the command line: --api-key-file or the variable ALLSPAN_API_KEY is safer."""
     api_key_file: str = ""
-    """A file with such keys, one a line; `NAME KEY` gives a key a name for the log."""
+    """Reads such keys from a file, one on each line; `NAME KEY` gives a key a name for the log."""
     admin_api_key: str | None = field(default=None, repr=False)
-    """The key of the admin endpoints (pause, sleep, abort …), which nobody may call without; it opens all else, too.
-    Better a file or the variable ALLSPAN_ADMIN_API_KEY."""
+    """Sets the key of the admin endpoints (pause, sleep, abort …), which are closed without one. It opens all other
+    endpoints too. --admin-api-key-file or the variable ALLSPAN_ADMIN_API_KEY is safer."""
     admin_api_key_file: str = ""
-    """A file with that key."""
+    """Reads the admin key from a file."""
     open_metrics: bool = False
-    """GET /metrics answers without a key although keys are set."""
+    """Answers GET /metrics without a key although keys are set."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins (https://chat.example.com) whose pages may ask this server from a browser; * is any."""
+    """Allows browser pages from these origins (https://chat.example.com) to call this server; * allows any."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that requests may call this server by where it listens on loopback without keys: a proxy's, say. Addresses
-    and localhost always may."""
+    """Allows requests that call this server by these host names, such as a proxy's, where it listens on loopback
+    without keys. Addresses and localhost are always allowed."""
 
     def __post_init__(self) -> None:
         for origin in self.allowed_origins:
@@ -56,40 +59,42 @@ class LimitsConfig:
     """What one request, and all together, may take."""
 
     max_body_bytes: int = 16 * 2**20
-    """Largest HTTP request body."""
+    """Limits the bytes of an HTTP request body."""
     max_prompt_chars: int = 0
-    """Longest prompt text, refused before it is tokenised; 0: 64 characters a token of context, at least 65536."""
+    """Limits the characters of a prompt; a longer one is refused before it is tokenised. 0 takes 64 for each token of
+    the context, at least 65536."""
     max_concurrent_requests: int = 1024
-    """Most requests inside the gateway (each of n choices counts); one more is refused with 429."""
+    """Limits the requests inside the gateway, where each of n choices counts; a further one is refused with 429."""
     body_timeout: float = 30.0
-    """Seconds within which a request's body must arrive."""
+    """Sets the seconds within which the body of a request must arrive."""
     header_timeout: float = 15.0
-    """Seconds within which a request's headers must arrive, and for which a new connection may be silent."""
+    """Sets the seconds within which the headers of a request must arrive, and for which a new connection may be
+    silent."""
     write_timeout: float = 60.0
-    """Seconds for which a client may take nothing of its answer; its request is then cancelled."""
+    """Sets the seconds that a client may read nothing of its response before its request is cancelled."""
     keep_alive_timeout: float = 75.0
-    """Seconds for which an HTTP connection may wait for its next request."""
+    """Sets the seconds that an idle HTTP connection is kept open for its next request."""
     max_connections: int = 4096
-    """Most HTTP connections; a new one then takes the place of the one that has been idle longest."""
+    """Limits the HTTP connections; beyond it, a new connection closes the one that has been idle longest."""
     max_header_bytes: int = 65536
-    """Largest headers of an HTTP request, all together."""
+    """Limits the bytes of all headers of an HTTP request together."""
     max_prompts: int = 64
-    """Most prompts of one request for completions."""
+    """Limits the prompts of one completions request."""
     max_n: int = 8
-    """Most choices of one prompt (n)."""
+    """Limits the choices of one prompt (n)."""
     max_best_of: int = 8
-    """Most candidates that the n choices are taken from (best_of)."""
+    """Limits the candidates from which the n choices are taken (best_of)."""
     max_stop_sequences: int = MAX_STOP_STRINGS
-    """Most stop strings of one request; at most 16."""
+    """Limits the stop strings of one request; 16 at most."""
     max_logprobs: int = MAX_LOGPROBS
-    """Most likeliest tokens told at each place (logprobs, top_logprobs, prompt_logprobs); at most 20."""
+    """Limits the most likely tokens reported at each position (logprobs, top_logprobs, prompt_logprobs); 20 at most."""
 
     max_grammar_bytes: int = 65536
-    """Largest schema, regex, list of choices or grammar of a structured output; at most 262144."""
+    """Limits the bytes of a structured output's schema, regular expression, choices or grammar; 262144 at most."""
     grammar_timeout: float = 5.0
-    """Seconds of a processor that compiling a grammar may take."""
+    """Sets the seconds of processor time that compiling a grammar may take."""
     grammar_memory_bytes: int = 2**29
-    """Memory that compiling a grammar may take."""
+    """Limits the bytes of memory that compiling a grammar may take."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -113,15 +118,17 @@ class ChatConfig:
     """How conversations become prompts, and outputs messages."""
 
     chat_template: str = ""
-    """A Jinja file (or the template itself) instead of the model's chat template."""
+    """Uses this Jinja file (or the template itself) instead of the model's chat template."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "generic"] = "auto"
-    """How the model writes tool calls; auto: as its chat template shows."""
+    """Sets how the model writes tool calls; auto finds it out from the chat template."""
     enable_auto_tool_choice: bool = True
-    """The model may call tools when a request has some; off, only requests that require a call (or none) may have."""
+    """Lets the model decide whether to call tools that a request offers. Switched off, only requests that require a
+    call, or forbid calls, may offer tools."""
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "generic"] = "auto"
-    """How the model marks what it thinks, told apart from its answer; auto: as its chat template shows."""
+    """Sets how the model marks its reasoning, which is reported apart from its answer; auto finds it out from the chat
+    template."""
     allow_chat_template_kwargs: tuple[str, ...] = ()
-    """Variables of the chat template that a request may set (chat_template_kwargs), such as enable_thinking."""
+    """Allows requests to set these variables of the chat template (chat_template_kwargs), such as enable_thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +136,10 @@ class ResponsesConfig:
     """What /v1/responses keeps, so that a conversation can go on from one (previous_response_id)."""
 
     max_stored_responses: int = 1000
-    """Most responses kept, in memory and 64 MiB at most; the oldest make room; 0 keeps none."""
+    """Limits the responses kept in memory for previous_response_id (64 MiB at most); the oldest are dropped first. 0
+    keeps none."""
     stored_response_ttl: float = 3600.0
-    """Seconds for which a response is kept."""
+    """Sets the seconds for which a response is kept."""
 
     def __post_init__(self) -> None:
         if min(self.max_stored_responses, self.stored_response_ttl) < 0:
@@ -146,15 +154,18 @@ class GrpcConfig:
     """Connections and streams of gRPC."""
 
     grpc_max_message_bytes: int = 16 * 2**20
-    """Largest gRPC request; a larger one is refused with RESOURCE_EXHAUSTED."""
+    """Limits the bytes of a gRPC request; a larger one is refused with RESOURCE_EXHAUSTED."""
     grpc_min_ping_interval: float = 10.0
-    """Clients may send keepalive pings this many seconds apart, also while nothing runs; more of them are cut off."""
+    """Sets the least seconds between keepalive pings of a client, also while nothing runs; a client that pings more
+    often is disconnected."""
     grpc_keepalive_time: float = 60.0
-    """Seconds of silence after which the server asks whether a client is still there; 20 more end its requests."""
+    """Sets the seconds of silence after which the server pings a client; a client that does not answer within another
+    20 loses its requests."""
     grpc_max_connection_age: float = 0.0
-    """Seconds after which a connection is asked to be made anew (for load balancers); its streams run on; 0: never."""
+    """Sets the seconds after which a client is asked to reconnect (for load balancers), while its streams run on; 0
+    never asks."""
     grpc_stream_timeout: float = 60.0
-    """Seconds that a client may leave its stream unread once all buffers are full; then it ends."""
+    """Sets the seconds that a client may leave its stream unread once all buffers are full; then the stream ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +173,15 @@ class GatewayConfig:
     """Flags of `allspan serve` that concern its listening side."""
 
     host: str = "127.0.0.1"
-    """Address to listen on, for HTTP and gRPC; anything but loopback needs --ssl-certfile (or --insecure)."""
+    """Sets the address on which HTTP and gRPC listen. Any address but loopback needs --ssl-certfile (or --insecure)."""
     port: int = 8000
-    """HTTP port; 0 takes any free one and prints it."""
+    """Sets the HTTP port; 0 takes any free one and prints it."""
     grpc_port: int = 50051
-    """gRPC port; 0 takes any free one and prints it."""
+    """Sets the gRPC port; 0 takes any free one and prints it."""
     served_model_name: str = ""
-    """The name that requests use; empty: the model's own."""
+    """Sets the model name that requests use; empty takes the model's own."""
     shutdown_timeout: float = 5.0
-    """Seconds that running requests get to finish when the gateway stops."""
+    """Sets the seconds that running requests get to finish when the gateway stops."""
     security: SecurityConfig = SecurityConfig()
     limits: LimitsConfig = LimitsConfig()
     chat: ChatConfig = ChatConfig()

@@ -57,8 +57,12 @@ def make_parser(benchmark: Benchmark) -> Parser:
     parser = Parser(f"allspan bench {benchmark.name}", f"{benchmark.about} A cluster is started for it.")
     add_model(parser)
     add_options(parser, benchmark.config)
-    parser.add_argument("--json", action="store_true", help="The last line is a JSON object with all of it.")
-    parser.add_argument("--quiet", action="store_true", help="Keep the cluster's log off standard error.")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Prints a JSON object with all figures, the settings and the machine as the last line.",
+    )
+    parser.add_argument("--quiet", action="store_true", help="Keeps the cluster's log off standard error.")
     add_cluster_options(parser)
     parser.add_config()
     return parser
@@ -91,7 +95,11 @@ def _with_one_goodput(argv: Sequence[str]) -> list[str]:
 def _run_kernels(argv: Sequence[str]) -> int:
     parser = Parser(f"allspan bench {KERNELS}", kernel_bench.ABOUT)
     add_options(parser, kernel_bench.KernelBenchConfig)
-    parser.add_argument("--json", action="store_true", help="The last line is a JSON object with all of it.")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Prints a JSON object with all figures, the settings and the machine as the last line.",
+    )
     config = build(kernel_bench.KernelBenchConfig, parser.parse(argv))
     report = kernel_bench.run(config, tell=lambda line: print(line, file=sys.stderr, flush=True))
     report["command"] = " ".join(["allspan", "bench", KERNELS, *argv])

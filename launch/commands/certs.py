@@ -11,12 +11,12 @@ from allspan.protos.config.flags import Parser
 
 def make_parser() -> Parser:
     parser = Parser("allspan certs", "Makes an authority (ca), and certificates for a server and a client, in FOLDER.")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="A new folder, or one without these files.")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="Names a new folder, or one without these files.")
     parser.add_argument(
         "--hosts",
         metavar="TEXT,…",
         default="localhost,127.0.0.1,::1",
-        help="Names and addresses under which the server is reached (default: %(default)s)",
+        help="Issues the server's certificate for these names and addresses (default: %(default)s).",
     )
     return parser
 

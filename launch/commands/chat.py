@@ -26,7 +26,7 @@ def make_parser() -> Parser:
     parser = Parser("allspan chat", "Talks to a model; starts a cluster for it, or attaches to one.")
     add_engine_options(parser)
     add_sampling_options(parser)
-    parser.add_argument("--system", metavar="TEXT", help="A system message that the conversation begins with.")
+    parser.add_argument("--system", metavar="TEXT", help="Begins the conversation with this system message.")
     parser.add_config()
     return parser
 

@@ -17,8 +17,10 @@ def make_parser() -> Parser:
         "allspan convert",
         "Saves a model's weights as the ranks hold them (packed, quantised, split), for `allspan serve OUT`.",
     )
-    parser.add_argument("model", metavar="MODEL", help="A folder, a GGUF file, a short name, or ORG/NAME.")
-    parser.add_argument("out", metavar="OUT", help="The folder to make.")
+    parser.add_argument(
+        "model", metavar="MODEL", help="Names the model: a folder, a GGUF file, a short name, or ORG/NAME."
+    )
+    parser.add_argument("out", metavar="OUT", help="Names the folder to make.")
     add_options(
         parser,
         ConvertSettings,

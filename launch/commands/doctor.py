@@ -14,9 +14,17 @@ def make_parser() -> Parser:
     parser = Parser(
         "allspan doctor", "Checks this machine and names the fix for what is missing; exit code 1 on a fail."
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON list of the findings.")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="HTTP port to try (default: 8000)")
-    parser.add_argument("--grpc-port", type=int, default=50051, metavar="N", help="gRPC port to try (default: 50051)")
+    parser.add_argument("--json", action="store_true", help="Prints one JSON list of the findings.")
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="Checks whether this HTTP port is free (default: 8000)."
+    )
+    parser.add_argument(
+        "--grpc-port",
+        type=int,
+        default=50051,
+        metavar="N",
+        help="Checks whether this gRPC port is free (default: 50051).",
+    )
     return parser
 
 

@@ -31,10 +31,14 @@ def make_parser() -> Parser:
     parser = Parser("allspan generate", "Continues a prompt; starts a cluster for it, or attaches to one.")
     add_engine_options(parser)
     add_sampling_options(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="The prompt; - reads standard input.")
-    parser.add_argument("--chat", action="store_true", help="The prompt is a user's message: apply the chat template.")
+    parser.add_argument("--prompt", metavar="TEXT", help="Sets the prompt; - reads standard input.")
     parser.add_argument(
-        "--json", action="store_true", help="No stream; the last line is a JSON object with the result."
+        "--chat", action="store_true", help="Takes the prompt as a user's message and applies the chat template."
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Prints a JSON object with the result as the last line instead of streaming.",
     )
     parser.add_config()
     return parser

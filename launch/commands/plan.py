@@ -31,7 +31,7 @@ TIMEOUT_S = 120
 def make_parser() -> Parser:
     parser = serve_parser()
     parser.prog, parser.description = "allspan plan", "Prints ranks, threads, memory and context, without loading."
-    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    parser.add_argument("--json", action="store_true", help="Prints one JSON object.")
     return parser
 
 

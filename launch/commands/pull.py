@@ -14,7 +14,7 @@ def make_parser() -> Parser:
     parser = Parser("allspan pull", "Fetches a model into $ALLSPAN_HOME (default ~/.cache/allspan).")
     add_model(parser)
     parser.add_argument(
-        "--print-path", action="store_true", help="Print the folder or file, last and alone on its line."
+        "--print-path", action="store_true", help="Prints the path of the folder or file as the last line."
     )
     return parser
 

@@ -17,9 +17,9 @@ def make_parser() -> Parser:
         "--arch",
         default="",
         metavar="NAMES",
-        help="Architectures such as sm_80,sm_90a; needs no GPU (default: those of the GPUs here)",
+        help="Compiles for these architectures, such as sm_80,sm_90a, without a GPU (default: those of the GPUs here).",
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    parser.add_argument("--json", action="store_true", help="Prints one JSON object.")
     return parser
 
 

@@ -25,15 +25,15 @@ from allspan.protos.config.settings import ModelConfig, ParallelConfig, ServiceC
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What `allspan convert` is told beside the weights' own settings."""
+    """The flags of `allspan convert` beside those of the weights."""
 
     out: str
     ranks: int = 1
-    """Ranks that will serve it: each gets a file of its own."""
+    """Splits the weights for this many ranks, each with a file of its own."""
     threads: int = 0
-    """Threads that convert; 0: the physical cores of this machine."""
+    """Converts with this many threads; 0 takes the physical cores of this machine."""
     overwrite: bool = False
-    """Replace OUT, if an earlier conversion made it."""
+    """Replaces OUT if an earlier conversion made it."""
 
 
 def with_its_ranks(settings: ServeSettings) -> ServeSettings:

@@ -19,17 +19,18 @@ class PlacementConfig:
     """How the ranks are laid over this machine."""
 
     ranks: int = 0
-    """Tensor-parallel ranks (processes that share the model), each with a GPU of its own with --device cuda; 0: one a
-    NUMA node, divided over the replicas, or a single one with a GPU."""
+    """Sets the tensor-parallel ranks: processes that share one copy of the model, each with a GPU of its own with
+    --device cuda. 0 takes one for each NUMA node, divided over the replicas, or a single one with a GPU."""
     data_parallel_size: int = 1
-    """Replicas: copies of the model, each with ranks of its own, behind one address."""
+    """Sets the replicas: copies of the model behind one address, each with ranks of its own."""
     threads: int = 0
-    """Compute threads of each rank; 0: the physical cores of its node, shared by the ranks there. More than there are
-    cores take the cores' second hardware threads, where there are such."""
+    """Sets the compute threads of each rank. 0 takes the physical cores of its node, shared by the ranks there; more
+    threads than cores use the second hardware threads where there are any."""
     bind: str = "auto"
-    """"auto": each rank to its NUMA node; "none"; or processors rank by rank, as in "0-31|32-63"."""
+    """Binds ranks to processors: "auto" (each rank to its NUMA node), "none", or the processors of each rank, as in
+    "0-31|32-63"."""
     oversubscribe: bool = False
-    """Allow more ranks x threads than processors, and more ranks than GPUs (slow; for tests)."""
+    """Allows more ranks x threads than processors, and more ranks than GPUs. It is slow and meant for tests."""
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,19 @@ class WireConfig:
     """Where ranks listen for the gateway and other facades."""
 
     rank_host: str = ""
-    """Address on which ranks listen over TCP, only for clients with a certificate (0.0.0.0: all addresses, known by the
-    host's name); empty: unix sockets of this host."""
+    """Makes the ranks listen on this address over TCP, for clients with a certificate only (0.0.0.0: all addresses,
+    published under the host's name); empty uses unix sockets of this host."""
     rank_port: int = 0
-    """Port of rank 0; the others follow, replica after replica. 0: any free ones, published in cluster.json."""
+    """Sets the TCP port of rank 0; the other ranks' follow, replica after replica. 0 takes any free ones, published in
+    cluster.json."""
     rank_ssl_certfile: str = ""
-    """The certificate that ranks and clients show each other, in PEM form; empty: made at the start, with its key and
+    """Names the PEM certificate that ranks and clients show each other; empty makes one at the start, with its key and
     authority, in the folder wire/ of the run directory."""
     rank_ssl_keyfile: str = ""
-    """Its private key."""
+    """Names the PEM file of its private key."""
     rank_ssl_ca_certs: str = ""
-    """The authority that both ends' certificates must be from; best one that issues nothing else."""
+    """Names the PEM file of the authority that both ends' certificates must be from; preferably one that issues nothing
+    else."""
 
     @property
     def given(self) -> TlsFiles:

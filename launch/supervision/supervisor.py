@@ -28,19 +28,20 @@ class SupervisorConfig:
     """What happens around the world's life."""
 
     restart: bool = True
-    """Start again when a rank dies, or is silent or stuck for too long."""
+    """Starts the ranks again when one dies, is silent for too long or makes no progress."""
     max_failures: int = 6
-    """Give up, with exit code 1, at this many failures within --failure-window-s."""
+    """Gives up with exit code 1 at this many failures within --failure-window-s."""
     failure_window_s: float = 120.0
-    """Seconds; see --max-failures."""
+    """Sets the seconds over which --max-failures counts."""
     start_timeout_s: float = 600.0
-    """Seconds until every rank must have loaded its part of the model."""
+    """Sets the seconds within which every rank must have loaded its part of the model."""
     watchdog_timeout: float = 30.0
-    """Seconds that a rank may be silent, or its busy step loop stand still, before the ranks are ended."""
+    """Sets the seconds that a rank may be silent, or its busy step loop may make no progress, before all ranks are
+    ended."""
     run_dir: str = ""
-    """Folder of the cluster's sockets and state; empty: one under $XDG_RUNTIME_DIR or /tmp."""
+    """Sets the folder of the cluster's sockets and state; empty makes one under $XDG_RUNTIME_DIR or /tmp."""
     parent_pid: int = 0
-    """End when this process is gone; 0: none."""
+    """Ends the cluster when the process with this id is gone; 0 watches none."""
 
 
 class Supervisor:

@@ -32,7 +32,14 @@ Convert = Callable[[str], Any]
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, on one line; fields without one are missing."""
+    """The docstring under each field of a dataclass and its bases, on one line; fields without one are missing."""
+    docs: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+        docs |= _own_field_docs(base)
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -59,7 +66,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str = "") -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False)
         self.named_groups: dict[str, argparse._ArgumentGroup] = {}
-        help_text = "Explain a group of flags, a single one, or all."
+        help_text = "Explains a group of flags, a single one, or all."
         self.add_argument(
             "-h",
             "--help",
@@ -116,7 +123,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_config(self) -> None:
         """Adds `--config FILE`, a TOML or JSON table of the other flags' names."""
-        help_text = "A TOML, YAML or JSON table of these flags' names; flags win over it."
+        help_text = "Reads a TOML, YAML or JSON table of these flags' names; flags win over it."
         self.add_argument("--config", metavar="FILE", help=help_text)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -233,7 +240,7 @@ def add_options(
         default = None if required or optional else field.default
         help_text = docs.get(field.name, "").replace("%", "%%")
         if not required and default not in ((), "", None, False):
-            help_text += f" (default: {default})"
+            help_text += f" (default: {_shown(default)})"
         kind = _plain(hints[field.name])
         if kind is bool:
             parser.add_argument(
@@ -251,6 +258,10 @@ def add_options(
             default=default,
             help=help_text,
         )
+
+
+def _shown(default: Any) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def build(cls: type[T], namespace: argparse.Namespace, **given: Any) -> T:

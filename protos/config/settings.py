@@ -13,34 +13,37 @@ class ModelConfig:
     """Which model, and in which form its weights are held."""
 
     path: str
-    """A Hugging Face folder, a GGUF file, or (random weights) a folder with a config.json."""
+    """The model: a Hugging Face folder, a GGUF file, or (for random weights) a folder with a config.json."""
     name: str
-    """The name that requests use."""
+    """The name that requests use for the model."""
     dtype: str = "auto"
-    """Of weights that are not quantised: "float32", "bfloat16", "float16" (on GPUs), or "auto" (the checkpoint's, but
-    float16 as float32 on CPUs; bfloat16 beside quantised ones, on GPUs float16 where the checkpoint's is)."""
+    """Sets the data type of weights that are not quantised, and of activations: "float32", "bfloat16", "float16" (GPUs
+    only), or "auto". "auto" takes the checkpoint's type, except that CPUs hold float16 as float32; beside quantised
+    weights it is bfloat16 (on GPUs float16 where the checkpoint is)."""
     max_model_len: int = 0
-    """Most tokens of a request, prompt and output; 0 takes the model's."""
+    """Limits the tokens of a request, prompt and output together; 0 takes the model's own limit."""
     quantization: str = "auto"
-    """How linear weights are held: "none" (as `dtype` says), "int8", "uint4" (weights alone), "a8w8", "a8w4" (inputs
-    in 8 bits too), "fp8" (both, on GPUs), "gguf" (as a GGUF file has them), or "auto" ("gguf" for a quantised GGUF
-    file, a converted model's own, else "none")."""
+    """Sets how linear weights are held: "none" (as --dtype says), "int8" or "uint4" (weights only), "a8w8" or "a8w4"
+    (activations in 8 bits too), "fp8" (weights and activations, on GPUs), "gguf" (the blocks of a GGUF file as they
+    are), or "auto". "auto" is "gguf" for a quantised GGUF file, a converted model's own format, and otherwise
+    "none"."""
     quantization_group: int = 0
-    """Inputs that share a scale: 32, 64, 128, 256, 512, or -1 (all of them); 0: as the method has it (all of them with
-    8 bits, 32 with 4)."""
+    """Sets how many inputs share a scale: 32, 64, 128, 256, 512, or -1 for all of them. 0 takes the method's default:
+    all inputs with 8 bits, 32 with 4 bits."""
     quantize_lm_head: bool = False
-    """Hold the head, and an embedding that is tied to it, in 8 bits, a scale for each token of the vocabulary, whatever
-    `quantization` says; not of a converted model."""
+    """Holds the head, and an embedding tied to it, in 8 bits with a scale for each token of the vocabulary, whatever
+    --quantization says. It cannot be combined with a converted model."""
     load_format: str = "auto"
-    """"auto", or "dummy" for random weights."""
+    """"auto" reads the checkpoint; "dummy" fills the weights with random numbers."""
     device: str = "cpu"
-    """"cpu" or "cuda"."""
+    """Runs the model on the CPU ("cpu") or on NVIDIA GPUs ("cuda")."""
     enforce_eager: bool = False
-    """On a GPU, launch kernel by kernel: no steps are captured in CUDA graphs at the start."""
+    """Launches every kernel by itself on a GPU instead of capturing steps in CUDA graphs at the start."""
     disable_cascade_attn: bool = False
-    """On a GPU, decode requests one by one even where they begin with the same tokens and reading these once pays."""
+    """Turns cascade attention off: on a GPU, a prefix that several decoding requests share is then read once for each
+    request."""
     verify: bool = False
-    """Read all of a converted model's weights first, and compare them with the hash in its manifest."""
+    """Reads all weights of a converted model first and compares them with the hash in its manifest."""
 
 
 HELD_FIELDS = ("dtype", "quantization", "quantization_group")
@@ -52,19 +55,20 @@ class CacheConfig:
     """The paged KV cache of one rank."""
 
     page_size: int = 32
-    """Tokens a page: 16, 32, 64 or 128."""
+    """Sets the tokens of a KV page: 16, 32, 64 or 128."""
     kv_cache_dtype: str = "auto"
-    """"float32", "bfloat16", "float16" (of float16 models), "int8", "uint4" (both a scale a token and KV head), or
-    "auto" (as the weights)."""
+    """Sets the data type of the KV cache: "float32", "bfloat16", "float16" (float16 models only), "int8" or "uint4"
+    (both with a scale for each token and KV head), or "auto" (as the weights)."""
     kv_cache_bytes: int = 0
-    """Bytes of KV on this rank; 0: min(25 % of the node's free memory / ranks on it, max_num_seqs full contexts), or
-    what `gpu_memory_utilization` leaves on a GPU."""
+    """Sets the bytes of KV cache on each rank. 0 takes 25 % of the node's free memory divided by its ranks, at most
+    what --max-num-seqs full contexts need; on a GPU, what --gpu-memory-utilization leaves."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that is taken in all: by weights, buffers, graphs and KV."""
+    """Sets the share of a GPU's memory that a rank takes for weights, buffers, CUDA graphs and KV cache together."""
     enable_prefix_caching: bool = True
-    """Keep the KV of full pages for requests that begin with the same tokens."""
+    """Keeps the KV of full pages for later requests that begin with the same tokens."""
     host_kv_cache_bytes: int = 0
-    """Bytes of host memory on this rank for cached pages that the device has no room for; 0: none."""
+    """Sets the bytes of host memory on each rank that hold cached pages for which the device has no room; 0 turns this
+    second tier off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +76,18 @@ class SchedulerConfig:
     """What one step may hold."""
 
     max_num_seqs: int = 0
-    """Most requests that run at once; 0: 64, or 256 on a GPU, but no more than `max_num_batched_tokens`."""
+    """Limits the requests that run at once. 0 takes 64 on CPUs and 256 on GPUs, but no more than
+    --max-num-batched-tokens."""
     max_num_batched_tokens: int = 0
-    """Token budget of a step, decodes and prefill chunks together; 0: 512, or 8192 on a GPU, but no less than
-    `max_num_seqs`."""
+    """Limits the tokens of a step, decodes and prefill chunks together. 0 takes 512 on CPUs and 8192 on GPUs, but no
+    less than --max-num-seqs."""
     max_queued_requests: int = 1024
-    """Most requests that wait; one more is refused with QueueFull."""
+    """Limits the requests that wait in the queue; a further one is refused with QueueFull (HTTP 429)."""
     async_scheduling: bool = True
-    """On a GPU, send the next step off before this one's tokens are known on the host."""
+    """Schedules and launches the next step on a GPU before the tokens of this one are known on the host."""
     stream_interval: int = 0
-    """A request's tokens are streamed so many at a time, its first and its last at once; 1: each as it comes; 0: those
-    of 30 to 125 ms together, the longer the more requests run."""
+    """Streams the tokens of a request this many at a time; the first and the last are sent at once. 1 sends each as it
+    comes; 0 joins those of 30 to 125 ms, the longer the more requests run."""
 
 
 STEP_SIZES = {"cpu": (64, 512), "cuda": (256, 8192)}
@@ -94,19 +99,21 @@ class ParallelConfig:
     """This rank's place in its world."""
 
     threads: int = 1
-    """Compute threads of this rank."""
+    """Sets the compute threads of this rank."""
     cpus: tuple[int, ...] = ()
-    """Processors that the threads are pinned to; empty: not pinned."""
+    """Pins the threads to these processors; empty leaves them unpinned."""
     collectives: str = "auto"
-    """"window" (shared memory of one host), "mpi", or "auto"."""
+    """Sets how ranks exchange tensors: "window" (shared memory of one host), "mpi", or "auto", which takes the window
+    where it can."""
     timeout_s: float = 60.0
-    """How long a collective waits for a peer before the world is given up."""
+    """Sets the seconds that a collective waits for a peer before the ranks are given up."""
     oversubscribed: bool = False
-    """More compute threads than processors: waiting yields at once instead of spinning."""
+    """Says that there are more compute threads than processors: a waiting thread then yields at once instead of
+    spinning."""
     ranks_on_node: int = 0
-    """Ranks of all replicas that take from the memory that this rank takes from; 0: counted among this world's."""
+    """Says how many ranks of all replicas share this rank's memory; 0 counts those of its own world."""
     memory_node: int = -1
-    """NUMA node whose memory this rank binds itself to; -1: it is bound already, or not to be."""
+    """Binds this rank's memory to this NUMA node; -1 leaves it as the launcher bound it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +125,22 @@ class ServiceConfig:
     epoch: int = 1
     """Counts the worlds that this run directory has seen."""
     host: str = ""
-    """Empty: a unix socket in the run directory; else an address to listen on (TCP, the port is published)."""
+    """The address to listen on over TCP (the port is published); empty listens on a unix socket in the run
+    directory."""
     supervisor_pid: int = 0
-    """Ends when this process is gone; 0: none."""
+    """Ends this rank when the process with this id is gone; 0 watches none."""
     watchdog_timeout: float = 30.0
-    """Seconds that a rank may be silent, or its busy step loop stand still, before the supervisor ends the world."""
+    """Sets the seconds that a rank may be silent, or its busy step loop may make no progress, before the supervisor
+    ends all ranks."""
     shutdown_timeout: float = 5.0
-    """Seconds that running requests get to finish after SIGTERM."""
+    """Sets the seconds that running requests get to finish after SIGTERM."""
     replica: int = -1
-    """Index of this rank's world among the cluster's replicas; -1: the only one."""
+    """The index of this rank's world among the cluster's replicas; -1 is the only one."""
     tls: TlsFiles = NO_TLS
-    """For TCP: the certificate to show, and the authority of those to ask for; an open address needs it."""
+    """For TCP: the certificate to show, and the authority that peers' certificates must be from. An open address needs
+    it."""
     port: int = 0
-    """For TCP: rank 0's port, the others' follow; 0: any free ones."""
+    """For TCP: the port of rank 0, which the other ranks' follow; 0 takes any free ones."""
 
 
 @dataclass(frozen=True, slots=True)

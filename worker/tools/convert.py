@@ -111,9 +111,9 @@ def _to_copy(source: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m allspan.worker.tools.convert", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG.json", help="the configuration that the ranks would get")
-    parser.add_argument("--ranks", type=int, required=True, help="ranks of the world")
-    parser.add_argument("--into", type=Path, required=True, help="an empty folder")
+    parser.add_argument("config", metavar="CONFIG.json", help="Names the configuration that the ranks would get.")
+    parser.add_argument("--ranks", type=int, required=True, help="Sets the number of ranks.")
+    parser.add_argument("--into", type=Path, required=True, help="Names an empty folder.")
     arguments = parser.parse_args(argv)
     said: dict[str, Any]
     try:

@@ -149,9 +149,11 @@ def _largest(pages: Callable[[int], int], limit: int, page_size: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m allspan.worker.tools.memory_plan", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG.json", help="the configuration that the ranks would get")
-    parser.add_argument("--ranks", type=int, required=True, help="ranks of the world")
-    parser.add_argument("--ranks-on-node", type=int, default=0, help="ranks that share a node's memory (0: all)")
+    parser.add_argument("config", metavar="CONFIG.json", help="Names the configuration that the ranks would get.")
+    parser.add_argument("--ranks", type=int, required=True, help="Sets the number of ranks.")
+    parser.add_argument(
+        "--ranks-on-node", type=int, default=0, help="Says how many ranks share a node's memory; 0: all of them."
+    )
     arguments = parser.parse_args(argv)
     try:
         if arguments.ranks < 1:

@@ -38,29 +38,31 @@ class CompareConfig:
     """Against whom, what is measured, and how often."""
 
     peers_python: tuple[str, ...] = ()
-    """Interpreters whose environments have llama-cpp-python or openvino-genai; every engine found takes part."""
+    """Names Python interpreters whose environments have llama-cpp-python or openvino-genai; every engine found takes
+    part."""
     peers_model: tuple[str, ...] = ()
-    """GGUF file of the same model for the other engines, or ENGINE=FILE for one of them; else MODEL itself."""
+    """Names a GGUF file of the same model for the other engines, or ENGINE=FILE for one of them; empty gives them MODEL
+    itself."""
     input_len: int = 512
-    """Prompt tokens, drawn at random: what prefill reads, and what decode has before it."""
+    """Sets the prompt tokens, drawn at random: what prefill reads, and the context of decode."""
     output_len: int = 64
-    """New tokens after that."""
+    """Sets the new tokens after the prompt."""
     batch_size: int = 32
-    """Requests sent at once to measure decode of a batch; 0 leaves this part out."""
+    """Sends this many requests at once to measure the decode of a batch; 0 leaves this part out."""
     batch_input_len: int = 128
-    """Prompt tokens of each of those."""
+    """Sets the prompt tokens of each request of the batch."""
     batch_output_len: int = 48
-    """New tokens of each of those."""
+    """Sets the new tokens of each request of the batch."""
     repeats: int = 7
-    """Rounds; medians are reported."""
+    """Makes this many rounds, in which the engines take turns, and reports medians."""
     warmup: int = 1
-    """Rounds before those, not counted."""
+    """Makes this many rounds first that are not counted."""
     seed: int = 0
-    """Of the random prompts."""
+    """Seeds the generator of the random prompts."""
     peers_timeout: float = 600.0
-    """Seconds that another engine gets to load the model, and for each of its turns."""
+    """Sets the seconds that another engine gets to load the model, and for each of its turns."""
     plot: str = ""
-    """Draw the rates into this file (PNG, SVG or PDF); needs matplotlib."""
+    """Draws the rates into this file (PNG, SVG or PDF); it needs matplotlib."""
 
     def __post_init__(self) -> None:
         least = {"input_len": 1, "output_len": 2, "batch_size": 0, "batch_input_len": 1, "batch_output_len": 2}

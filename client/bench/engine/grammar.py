@@ -48,21 +48,22 @@ class GrammarConfig:
     """How many requests, and of which grammar."""
 
     batch_size: int = 16
-    """Requests that decode at once."""
+    """Decodes this many requests at once."""
     input_len: int = 16
-    """Prompt tokens of each, drawn at random."""
+    """Sets the prompt tokens of each request; they are drawn at random."""
     output_len: int = 96
-    """New tokens of each."""
+    """Sets the new tokens of each request."""
     repeats: int = 5
-    """Runs with the grammar, and as many without, in turns."""
+    """Makes this many runs with the grammar, and as many without, in turns."""
     temperature: float = 0.8
-    """Of both."""
+    """Sets the temperature of all runs."""
     kind: str = "json_schema"
-    """Of the grammar: json_object, json_schema, regex, choice or grammar."""
+    """Sets the kind of the grammar: json_object, json_schema, regex, choice or grammar."""
     text: str = ""
-    """The grammar; empty: a schema of a hundred people. One whose texts end early is not compared fairly."""
+    """Sets the grammar; empty takes a schema of a hundred people. A grammar whose texts end early is not compared
+    fairly."""
     seed: int = 0
-    """Of prompts and draws."""
+    """Seeds the generator of the prompts and draws."""
 
     def __post_init__(self) -> None:
         at_least(self, {"batch_size": 1, "input_len": 1, "output_len": 2, "repeats": 1, "temperature": 0})

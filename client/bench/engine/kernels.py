@@ -22,12 +22,12 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class KernelBenchConfig:
-    """What is timed."""
+    """The flags of `allspan bench kernels`."""
 
     only: str = ""
-    """Groups, with commas between; empty: decode,prefill,linear,elementwise,sampling."""
+    """Times only these groups, separated by commas; empty times decode,prefill,linear,elementwise,sampling."""
     rounds: int = 7
-    """Times that every side is timed, in turn; medians count."""
+    """Times every side this many times, in turns, and reports medians."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1:

@@ -29,17 +29,17 @@ class LatencyConfig:
     """What is measured, and how often."""
 
     batch_size: int = 1
-    """Requests sent at once."""
+    """Sends this many requests at once."""
     input_len: int = 128
-    """Prompt tokens of each, drawn at random."""
+    """Sets the prompt tokens of each request; they are drawn at random."""
     output_len: int = 32
-    """New tokens of each."""
+    """Sets the new tokens of each request."""
     repeats: int = 3
-    """Measured runs; medians are reported."""
+    """Measures this many runs and reports medians."""
     warmup: int = 1
-    """Runs before those, not counted."""
+    """Makes this many runs first that are not counted."""
     seed: int = 0
-    """Of the random prompts."""
+    """Seeds the generator of the random prompts."""
 
     def __post_init__(self) -> None:
         at_least(self, {"batch_size": 1, "input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0})

@@ -21,15 +21,15 @@ class OpsConfig:
     """What runs while the ops are timed."""
 
     batch_size: int = 1
-    """Requests sent at once."""
+    """Sends this many requests at once."""
     input_len: int = 512
-    """Prompt tokens of each, drawn at random."""
+    """Sets the prompt tokens of each request; they are drawn at random."""
     output_len: int = 64
-    """New tokens of each."""
+    """Sets the new tokens of each request."""
     repeats: int = 1
-    """Times that the prompts are read while prefill is timed."""
+    """Reads the prompts this many times while prefill is timed."""
     seed: int = 0
-    """Of the random prompts."""
+    """Seeds the generator of the random prompts."""
 
     def __post_init__(self) -> None:
         at_least(self, {"batch_size": 1, "input_len": 1, "output_len": 2, "repeats": 1})

@@ -26,15 +26,15 @@ class PerplexityConfig:
     """Which text, and how it is cut."""
 
     text: str
-    """File of UTF-8 text."""
+    """Names the file of UTF-8 text to read."""
     window: int = 1024
-    """Tokens of a window."""
+    """Sets the tokens of a window."""
     windows: int = 0
-    """Only the first so many windows; 0: all that are full."""
+    """Reads only this many windows from the beginning; 0 reads all that are full."""
     bos: bool = False
-    """Put what the model wants before a prompt (its begin-of-sequence token) before every window."""
+    """Puts what the model wants before a prompt (its begin-of-sequence token) before every window."""
     concurrency: int = 4
-    """Windows that are sent at once."""
+    """Sends this many windows at once."""
 
     def __post_init__(self) -> None:
         at_least(self, {"window": 2, "windows": 0, "concurrency": 1})

@@ -28,21 +28,21 @@ class PrefixConfig:
     """What is sent, and how often."""
 
     prompt_len: int = 1024
-    """Prompt tokens of each request, drawn at random."""
+    """Sets the prompt tokens of each request; they are drawn at random."""
     hits: tuple[int, ...] = (0, 30, 60, 90, 97)
-    """Percent of a prompt that an earlier one began with."""
+    """Sets the shares of a prompt, in percent, that an earlier prompt began with."""
     repeats: int = 7
-    """Prompts of each share."""
+    """Sends this many prompts of each share."""
     batch_size: int = 8
-    """Requests sent at once to measure the cost."""
+    """Sends this many requests at once to measure the cost of the cache."""
     output_len: int = 16
-    """New tokens of each of those."""
+    """Sets the new tokens of each of those requests."""
     rounds: int = 4
-    """Pairs of batches, with and without the cache; 0 leaves this part out."""
+    """Makes this many pairs of batches, with and without the cache; 0 leaves this part out."""
     seed: int = 0
-    """Of the random prompts."""
+    """Seeds the generator of the random prompts."""
     plot: str = ""
-    """Draw the curve into this file (PNG, SVG or PDF); needs matplotlib."""
+    """Draws the curve into this file (PNG, SVG or PDF); it needs matplotlib."""
 
     def __post_init__(self) -> None:
         at_least(self, {"prompt_len": 2, "repeats": 1, "batch_size": 1, "output_len": 1, "rounds": 0})

@@ -29,15 +29,15 @@ class StepConfig:
     """Which batches, and for how long."""
 
     batch_sizes: tuple[int, ...] = (1, 64)
-    """Requests that decode at once."""
+    """Measures decode steps of these numbers of requests."""
     input_len: int = 16
-    """Prompt tokens of each, drawn at random."""
+    """Sets the prompt tokens of each request; they are drawn at random."""
     output_len: int = 128
-    """New tokens of each."""
+    """Sets the new tokens of each request."""
     repeats: int = 3
-    """Runs of each batch."""
+    """Runs each batch this many times."""
     seed: int = 0
-    """Of the random prompts."""
+    """Seeds the generator of the random prompts."""
 
     def __post_init__(self) -> None:
         at_least(self, {"input_len": 1, "output_len": 2 * MARGIN, "repeats": 1})

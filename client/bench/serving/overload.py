@@ -32,19 +32,19 @@ class OverloadConfig:
     """How much too much, and what goodput is measured with."""
 
     factor: int = 10
-    """Requests of a burst, as a multiple of --max-queued-requests."""
+    """Sets the requests of a burst, as a multiple of --max-queued-requests."""
     input_len: int = 32
-    """Prompt tokens of each request, drawn at random."""
+    """Sets the prompt tokens of each request; they are drawn at random."""
     output_len: int = 32
-    """New tokens of each request of the steady load; those of a burst would go on for eight times as long."""
+    """Sets the new tokens of each request of the steady load; those of a burst ask for eight times as many."""
     concurrency: int = 16
-    """Callers of the steady load; each sends its next request when the last one has ended."""
+    """Sets the callers of the steady load; each sends its next request when the last one has ended."""
     seconds: float = 10.0
-    """Of steady load before and after each burst; the first tenth is not counted."""
+    """Sets the seconds of steady load before and after each burst; the first tenth is not counted."""
     repeats: int = 3
-    """Bursts."""
+    """Sends this many bursts."""
     seed: int = 0
-    """Of the random prompts."""
+    """Seeds the generator of the random prompts."""
 
     def __post_init__(self) -> None:
         least = {"factor": 2, "input_len": 1, "output_len": 1, "concurrency": 1, "seconds": 0.1, "repeats": 1}

@@ -42,24 +42,24 @@ class ServeBenchConfig(WorkloadConfig):
     """Whom to ask, how many at once, and what is good."""
 
     base_url: str = ""
-    """A server that runs, as http://HOST:PORT (gRPC: HOST:PORT); empty: one is started for MODEL. The variable
-    OPENAI_API_KEY is its key."""
+    """Measures a server that runs, at http://HOST:PORT (gRPC: HOST:PORT), with the key of the variable OPENAI_API_KEY;
+    empty starts one for MODEL."""
     backend: str = "openai-chat"
-    """openai-chat (chat/completions), openai (completions) or grpc."""
+    """Sets the interface: openai-chat (chat/completions), openai (completions) or grpc."""
     max_concurrency: int = 0
-    """Most requests at once; 0: no limit."""
+    """Limits the requests that run at once; 0 sets no limit."""
     num_warmups: int = 1
-    """Requests before those that count."""
+    """Sends this many requests first that are not counted."""
     ignore_eos: bool = True
-    """Outputs have exactly the length asked for (allspan, vLLM and SGLang know the field)."""
+    """Makes outputs exactly as long as was asked for (allspan, vLLM and SGLang know the field)."""
     goodput: tuple[str, ...] = ()
-    """Limits in milliseconds of ttft, tpot, e2el, as in "ttft:200,tpot:50"."""
+    """Sets limits in milliseconds of ttft, tpot and e2el that a good request keeps, as in "ttft:200,tpot:50"."""
     metric_percentiles: tuple[float, ...] = (50, 90, 99)
-    """Percentiles to report."""
+    """Reports these percentiles."""
     request_timeout: float = 600.0
-    """Seconds after which a request has failed."""
+    """Sets the seconds after which a request has failed."""
     plot: str = ""
-    """Draw latencies and throughput into this file (PNG, SVG or PDF); needs matplotlib."""
+    """Draws latencies and throughput into this file (PNG, SVG or PDF); it needs matplotlib."""
 
     def __post_init__(self) -> None:
         WorkloadConfig.__post_init__(self)

@@ -45,19 +45,19 @@ class SoakConfig:
     """How long, how much, and how much of it goes wrong."""
 
     minutes: float = 10.0
-    """Of load."""
+    """Sets the minutes of load."""
     concurrency: int = 16
-    """Callers; each sends its next request when the last one has ended."""
+    """Sets the callers; each sends its next request when the last one has ended."""
     input_len: int = 256
-    """Most prompt tokens; the least is 2. Half of the requests begin like others."""
+    """Sets the most prompt tokens of a request; the least is 2. Half of the requests begin like others."""
     output_len: int = 64
-    """Most new tokens; the least is 2."""
+    """Sets the most new tokens of a request; the least is 2."""
     cancel_percent: float = 5.0
-    """Of the requests are stopped on their way."""
+    """Sets the percent of the requests that are cancelled while they run."""
     bad_percent: float = 1.0
-    """Of the requests must be refused."""
+    """Sets the percent of the requests that are wrong and must be refused."""
     seed: int = 0
-    """Of prompts, lengths and fates."""
+    """Seeds the generator of prompts, lengths, cancellations and wrong requests."""
 
     def __post_init__(self) -> None:
         at_least(self, {"minutes": 0.01, "concurrency": 1, "input_len": 8, "output_len": 2})

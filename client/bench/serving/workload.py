@@ -28,38 +28,40 @@ class WorkloadConfig:
     """Flags of `vllm bench serve`, by their names."""
 
     dataset_name: str = "random"
-    """random, prefix_repetition (groups that share a beginning), sharegpt (conversations of --dataset-path) or trace
-    (arrivals and lengths of --dataset-path)."""
+    """Sets what is sent: random prompts ("random"), groups of prompts that share a prefix ("prefix_repetition"),
+    conversations of --dataset-path ("sharegpt"), or arrivals and lengths of --dataset-path ("trace")."""
     dataset_path: str = ""
-    """The file of sharegpt (JSON) or trace (one JSON object a line)."""
+    """Names the file of sharegpt (JSON) or trace (one JSON object on each line)."""
     num_prompts: int = 100
-    """Requests; of a file, at most so many."""
+    """Sends this many requests; of a file, at most as many as it holds."""
     request_rate: float = math.inf
-    """Requests per second, at random moments; inf: all at once. A trace brings its own moments."""
+    """Sets the requests sent in a second, at random moments; inf sends all at once. A trace brings its own moments."""
     burstiness: float = 1.0
-    """1: a Poisson process; less: in bursts; more: more evenly (the shape of a gamma distribution)."""
+    """Sets the shape of the arrivals: 1 is a Poisson process, less comes in bursts, more is more even (the shape of a
+    gamma distribution)."""
     random_input_len: int = 256
-    """Prompt tokens of random."""
+    """Sets the prompt tokens of random requests."""
     random_output_len: int = 64
-    """New tokens of random."""
+    """Sets the new tokens of random requests."""
     random_range_ratio: float = 0.0
-    """Lengths of random are drawn from 1 - this to 1 + this times as many."""
+    """Draws the lengths of random requests from 1 - this to 1 + this times what was asked for."""
     random_prefix_len: int = 0
-    """Tokens before those that all prompts of random share."""
+    """Sets the prompt tokens that all random requests share, before their own."""
     prefix_repetition_prefix_len: int = 256
-    """Tokens that the prompts of a group share."""
+    """Sets the tokens of a shared prefix."""
     prefix_repetition_suffix_len: int = 64
-    """Tokens after them of each prompt's own."""
+    """Sets the tokens that follow a shared prefix."""
     prefix_repetition_num_prefixes: int = 10
-    """Groups."""
+    """Sets the number of shared prefixes."""
     prefix_repetition_output_len: int = 64
-    """New tokens of each."""
+    """Sets the new tokens of requests with shared prefixes."""
     sharegpt_output_len: int = 0
-    """New tokens of each conversation; 0: as long as the answer in the file (four characters a token)."""
+    """Sets the new tokens of every request from a file of conversations; 0 takes the length of the answer in the file
+    (four characters a token)."""
     trace_speedup: float = 1.0
-    """A trace is played so many times as fast."""
+    """Plays a trace this many times as fast as it was recorded."""
     seed: int = 0
-    """Of prompts, lengths and moments."""
+    """Seeds the generator of prompts, lengths and arrivals."""
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:
