@@ -1,4 +1,5 @@
-"""CacheSpec: what a page of one rank's KV cache is. The scheduler counts pages and never looks inside."""
+"""Cache groups of one rank: what a page holds and how long a request keeps it. The scheduler counts pages and never
+looks inside."""
 
 from __future__ import annotations
 
@@ -38,3 +39,31 @@ class CacheSpec:
         """Of one page number: keys and values of all layers, and their scales."""
         row = self.row_bytes + (SCALE_BYTES if self.is_quantised else 0)
         return 2 * self.num_layers * self.num_kv_heads * self.page_size * row
+
+
+@dataclass(frozen=True, slots=True)
+class PageLifetime:
+    """How long a request holds the pages of a cache group: by default as long as it runs."""
+
+    window: int = 0
+    """Tokens that a query sees, itself included; pages wholly behind them are given back. 0: all tokens."""
+    is_state: bool = False
+    """The request holds one page, which its tokens overwrite."""
+
+    def first_seen(self, position: int) -> int:
+        """The first token that the query at `position` sees."""
+        return max(0, position + 1 - self.window) if self.window else 0
+
+
+ALL_TOKENS = PageLifetime()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share a kind of page and its lifetime. A page number means the same page in all of them."""
+
+    spec: CacheSpec
+    """Its `num_layers` is the number of `layers`. Groups of one model have pages of equally many tokens."""
+    layers: tuple[int, ...]
+    """Numbers in the model; every layer with a cache is in exactly one group."""
+    lifetime: PageLifetime = ALL_TOKENS
