@@ -170,7 +170,7 @@ class ClientEngine:
     def down_cause(self) -> str:
         """Why requests are not welcome: a rank is gone or silent, the model is stopped or unloaded, the step loop has
         work and stands still; "" while they are."""
-        return self._session.refusal
+        return self._session.unready_cause
 
     @property
     def tokenizer(self) -> Tokenizer:

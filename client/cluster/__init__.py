@@ -1,1 +1,1 @@
-"""The cluster as a client sees it: worlds, replicas, routing, open requests."""
+"""The cluster as a client sees it: replica states, worlds, routing, open requests."""

@@ -1,4 +1,4 @@
-"""A facade's open requests: admission, results, and going on in another world when theirs dies."""
+"""A client's open requests: admission to a replica, and requeueing in another world when theirs is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from allspan.client.cluster.router import Router
 from allspan.client.cluster.snapshot import ClusterView
 from allspan.client.cluster.world import World, WorldLost
 from allspan.client.transport.base import Connect
-from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import (
     AllspanError,
@@ -33,11 +32,11 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo
 
 CALL_TIMEOUT_S = 45.0
-"""More than a rank may be silent before its world is lost: who waits for such a rank goes on, here or elsewhere."""
+"""Longer than a rank may be silent before its world is lost: a call to such a rank ends with the loss."""
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 0.5
-FOLLOW_UPS = 3
-LAST_WORDS_S = 1.0
+MAX_STOP_CALLS = 3
+FINAL_OUTPUT_S = 1.0
 """A leader that has stopped a request has sent its final output by then."""
 
 logger = logging.getLogger(__name__)
@@ -45,13 +44,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """What becomes of unfinished requests when their world dies."""
+    """What becomes of unfinished requests when their world is lost."""
 
     enabled: bool = True
     timeout_s: float = 30.0
     """How long a request waits for a world to go on in."""
     max_tries: int = 5
-    """Resumptions in a row that may bring a request no token."""
+    """Attempts in a row that may be lost without bringing a token."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.timeout_s <= 86400:
@@ -61,7 +60,7 @@ class ResumePolicy:
 
 
 class Session:
-    """Lives on one asyncio loop; every method must run there. `sources`: see `Router`."""
+    """Must be made and used on one asyncio loop. `sources`: see `Router`."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class Session:
     ) -> None:
         self._policy = policy or ResumePolicy()
         self._call_timeout = call_timeout
-        self._router = Router(sources, connect, self, call_timeout)
+        self._router = Router(sources, connect, call_timeout)
         self._open: dict[bytes, OpenRequest] = {}
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
@@ -88,9 +87,9 @@ class Session:
         return self._router.down_cause
 
     @property
-    def refusal(self) -> str:
-        """Why requests are not welcome: `down_cause`, a stopped model, a step loop that stands still."""
-        return self._router.refusal
+    def unready_cause(self) -> str:
+        """Why no replica is READY: `down_cause`, a stopped model, a step loop that stands still; "" while one is."""
+        return self._router.unready_cause
 
     async def attach(self, timeout: float) -> None:
         """Waits for a cluster that is starting. Raises ConfigError (nothing there), Unavailable, DeadlineExceeded."""
@@ -105,12 +104,12 @@ class Session:
     ) -> ResultQueue:
         """Admits a request on every rank of a replica. Cancelling this leaves no request behind."""
         if self._closed:
-            raise Unavailable(self._router.down_cause)
+            raise Unavailable("the engine is closed")
         await self._router.some_ready()
         if request_id in self._open:
             raise AlreadyExists(f"request_id is {request_id.hex()}, which is in use; release that request first")
-        request = self._open[request_id] = OpenRequest(request_id, prompt_ids, params, options)
-        admission = request.carrier = self._spawn(self._first_life(request))
+        request = self._open[request_id] = OpenRequest(request_id, prompt_ids, params, options, self)
+        admission = request.retry_task = self._spawn(self._first_attempt(request))
         try:
             await asyncio.wait([admission])
         except asyncio.CancelledError:
@@ -127,18 +126,18 @@ class Session:
         if request is not None:
             request.is_stopping = True
             if request.is_admitting:
-                pass  # who sends it stops it, as soon as it has arrived
-            elif request.world is not None:
-                await request.world.stop([request.wire_id])
+                pass  # the task that sends it stops it, as soon as it has arrived
+            elif (attempt := request.attempt) is not None and attempt.is_open:
+                await attempt.world.stop([attempt.wire_id])
             else:
-                request.cancel()
+                request.output.cancel()
                 self._drop(request)
 
     def release(self, request_id: bytes) -> None:
         """Ends a request for its reader at once, and for the ranks in the background."""
         request = self._open.get(request_id)
         if request is not None:
-            request.cancel()
+            request.output.cancel()
             self._spawn(self.stop(request_id))
 
     def queues(self, request_id: bytes | None = None) -> list[ResultQueue]:
@@ -181,46 +180,47 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._router.close()
 
-    def on_output(self, replica: Replica, message: pb.RequestOutput) -> None:
-        request = replica.requests.get(message.request_id)
-        if request is None:
+    def finished(self, request: OpenRequest, reason: str) -> None:
+        attempt = request.attempt
+        if attempt is not None and reason not in ("stop", "length"):
+            self._spawn(attempt.world.forget([attempt.wire_id]))
+        self._end(request)
+
+    def failed(self, request: OpenRequest, error: AllspanError) -> None:
+        if isinstance(error, Unavailable) and self._policy.enabled:
+            request.lose()  # its world is ending, and has said so before its streams did
             return
-        if message.error_code == Unavailable.code and self._policy.enabled:
-            # Its world is ending, and has said so before its streams did.
-            self._orphan(request)
-            return
-        request.deliver(message)
-        if message.finish_reason or message.error_code:
-            if request.world is not None and message.finish_reason not in ("stop", "length"):
-                self._spawn(request.world.forget([message.request_id]))
-            self._router.remember(replica, request, with_output=True)
-            self._drop(request)
+        request.queue.fail(error)
+        if (attempt := request.attempt) is not None:
+            self._spawn(attempt.world.forget([attempt.wire_id]))
+        self._end(request)
 
-    def on_lost(self, replica: Replica) -> None:
-        if not self._closed:
-            for request in list(replica.requests.values()):
-                self._orphan(request)
+    def lost(self, request: OpenRequest) -> None:
+        if not request.is_admitting:
+            request.retry_task = self._spawn(self._requeue(request))
 
-    def on_change(self) -> None:
-        self._router.spread()
+    def _end(self, request: OpenRequest) -> None:
+        if request.replica is not None:
+            self._router.remember(request.replica, request, with_output=True)
+        self._drop(request)
 
-    async def _first_life(self, request: OpenRequest) -> None:
+    async def _first_attempt(self, request: OpenRequest) -> None:
         try:
             try:
                 await self._admit(request)
             except Unavailable:
                 if not request.losses:
-                    await self._router.some_ready()  # a world that was lost just now is told with its cause
+                    await self._router.some_ready()  # reports a world that was lost just now with its cause
                     raise
-                await self._next_life(request)
+                await self._next_attempt(request)
         except AllspanError:
             if request.world is None:
                 self._drop(request)
             raise
 
-    async def _carry_on(self, request: OpenRequest) -> None:
+    async def _requeue(self, request: OpenRequest) -> None:
         try:
-            await self._next_life(request)
+            await self._next_attempt(request)
         except AllspanError as error:
             failure = error
         except Exception as error:
@@ -232,7 +232,7 @@ class Session:
         if request.world is None:  # else its leader may have it, and is being asked
             self._drop(request)
 
-    async def _next_life(self, request: OpenRequest) -> None:
+    async def _next_attempt(self, request: OpenRequest) -> None:
         """Sends a request that has lost its world to another, as soon as there is one; raises why there is none."""
         last = request.replica
         info = last.info if last is not None else None
@@ -242,14 +242,15 @@ class Session:
             self._drop(request)
             return
         if not self._policy.enabled:
-            await last.buried()
-            raise Unavailable(last.down_cause or "the world has failed")
-        if not await self._find_world(request):
-            request.cancel()
+            await last.cause_known()
+            raise Unavailable(last.status.down_cause or "the world has failed")
+        if not await self._retry(request):
+            request.output.cancel()
             self._drop(request)
 
-    async def _find_world(self, request: OpenRequest) -> bool:
-        """False when its caller has stopped it meanwhile. Raises why there is no world."""
+    async def _retry(self, request: OpenRequest) -> bool:
+        """Makes attempts until a replica takes the request; False when its caller has stopped it meanwhile. Raises why
+        there is no world."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._policy.timeout_s
         pause = FIRST_RETRY_S
@@ -274,10 +275,10 @@ class Session:
         return False
 
     async def _check_losses(self, request: OpenRequest) -> None:
-        """Unavailable once it has lost too many worlds: it may be what kills them."""
+        """Raises Unavailable once too many attempts were lost: the request may be what kills the ranks."""
         if request.losses > self._policy.max_tries and request.replica is not None:
-            await request.replica.buried()
-            cause = request.replica.down_cause or "the world has failed"
+            await request.replica.cause_known()
+            cause = request.replica.status.down_cause or "the world has failed"
             raise Unavailable(f"{cause} ({request.losses} worlds in a row were lost without a token of this request)")
 
     async def _admit(self, request: OpenRequest) -> None:
@@ -294,7 +295,7 @@ class Session:
         raise refusal
 
     async def _send(self, request: OpenRequest, replica: Replica, world: World, hit_blocks: int) -> None:
-        """One life's beginning. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""
+        """Begins an attempt. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""
         message = request.begin(replica, world, hit_blocks)
         self._router.remember(replica, request)
         request.is_admitting = True
@@ -302,50 +303,47 @@ class Session:
             await world.start(message)
         except WorldLost:
             if request.world is world:
-                self._orphan(request)
+                request.lose()
         except RankRefused as refusal:
             if refusal.ambiguous:
                 request.is_stopping = True
-                self._spawn(self._follow_up(request, world))
+                self._spawn(self._stop_unanswered(request))
             else:
                 request.leave()
             raise refusal.error from None
         finally:
             request.is_admitting = False
         if request.world is None and not request.is_over:
-            raise Unavailable(replica.down_cause or "the world has failed")
+            raise Unavailable(replica.status.down_cause or "the world has failed")
         if request.is_stopping:
             self._spawn(self.stop(request.request_id))
 
-    def _orphan(self, request: OpenRequest) -> None:
-        """Its life is over, and it is not."""
-        request.lose()
-        if not request.is_admitting:
-            request.carrier = self._spawn(self._carry_on(request))
-
-    async def _follow_up(self, request: OpenRequest, world: World) -> None:
-        """The leader did not answer, so it may have the request. That ends with its final output; or, if it never had
-        it, when the leader hears a stop and has nothing to say; or after FOLLOW_UPS tries, and then with the lease."""
-        for _ in range(FOLLOW_UPS):
+    async def _stop_unanswered(self, request: OpenRequest) -> None:
+        """Ends a request whose start the leader did not answer, so that it may have it: by its final output; or, if the
+        leader never had it, when it answers a stop and sends no output; or after MAX_STOP_CALLS, and then with the
+        lease."""
+        attempt = request.attempt
+        assert attempt is not None  # it was being sent
+        for _ in range(MAX_STOP_CALLS):
             await asyncio.sleep(self._call_timeout)
-            if request.world is not world:
+            if not attempt.is_open:
                 return
-            if await world.stop([request.wire_id]):
-                await asyncio.sleep(LAST_WORDS_S)
-                if request.world is world:
-                    await world.forget([request.wire_id])
+            if await attempt.world.stop([attempt.wire_id]):
+                await asyncio.sleep(FINAL_OUTPUT_S)
+                if attempt.is_open:
+                    await attempt.world.forget([attempt.wire_id])
                 break
-        if request.world is world:
+        if attempt.is_open:
             self._drop(request)
 
     def _drop(self, request: OpenRequest) -> None:
-        """It is over, for this side at least."""
+        """Forgets a request that is over, for this client at least."""
         if self._open.get(request.request_id) is request:
             del self._open[request.request_id]
         request.leave()
-        carrier = request.carrier
-        if carrier is not None and not request.is_admitting and carrier is not asyncio.current_task():
-            carrier.cancel()
+        task = request.retry_task
+        if task is not None and not request.is_admitting and task is not asyncio.current_task():
+            task.cancel()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -1,4 +1,4 @@
-"""All replicas of a cluster: which of them a request goes to, and calls that concern every one."""
+"""All replicas of a cluster: which one a request goes to, and the calls that concern all of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from allspan.client.cluster.affinity import Bid, ranking
 from allspan.client.cluster.discovery import ClusterSource, RunDirectory
-from allspan.client.cluster.replica import Holder, Replica, settled
+from allspan.client.cluster.replica import Replica, settled
 from allspan.client.cluster.request import OpenRequest
 from allspan.client.cluster.snapshot import ClusterView
+from allspan.client.cluster.state import ReplicaState
 from allspan.client.cluster.statistics import added, merged
 from allspan.client.cluster.world import World
 from allspan.client.transport.base import Connect
@@ -19,51 +20,50 @@ from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceede
 from allspan.protos.cluster.cluster_file import ClusterInfo
 
 SILENCE_WAIT_S = 1.0
-"""A request that finds every world silent waits so long for one to be heard again: it may have been a hiccup."""
+"""A request that finds every world silent waits this long for one to be heard again."""
 
 T = TypeVar("T")
 
 
 class Router:
-    """Lives on one asyncio loop. `sources`: of each replica, or one of a cluster that knows its replicas."""
+    """Must be made and used on one asyncio loop.
 
-    def __init__(self, sources: Sequence[ClusterSource], connect: Connect, holder: Holder, call_timeout: float) -> None:
+    `sources`: one for each replica, or one of a cluster that lists its replicas.
+    """
+
+    def __init__(self, sources: Sequence[ClusterSource], connect: Connect, call_timeout: float) -> None:
         self.replicas: list[Replica] = []
         self._sources = list(sources)
         self._connect = connect
-        self._holder = holder
         self._call_timeout = call_timeout
         self._news = asyncio.Event()
-        self._closed = False
 
     @property
     def info(self) -> ClusterInfo | None:
-        """Of a replica that lives, else of one that did."""
+        """What a connected replica serves; without any, what one served that was connected."""
         known = [replica for replica in self.replicas if replica.info is not None]
-        live = [replica for replica in known if replica.world is not None]
-        return next((replica.info for replica in (*live, *known)), None)
+        connected = [replica for replica in known if replica.world is not None]
+        return next((replica.info for replica in (*connected, *known)), None)
 
     @property
     def ready(self) -> list[Replica]:
-        """Those that take requests."""
-        return [replica for replica in self.replicas if not replica.down_cause]
+        """The replicas that take requests."""
+        return [replica for replica in self.replicas if replica.status.state.takes_requests]
 
     @property
     def down_cause(self) -> str:
         """Why no replica takes requests, naming each; "" while one does."""
-        if self._closed or not self.replicas:
-            return "the engine is closed" if self._closed else "not attached to a cluster"
-        return _named([replica.down_cause for replica in self.replicas])
+        return self._named([replica.status.down_cause for replica in self.replicas])
 
     @property
-    def refusal(self) -> str:
-        """`down_cause`, or why the replicas that are up welcome no requests; "" while one does."""
-        return self.down_cause or _named([replica.refusal for replica in self.replicas])
+    def unready_cause(self) -> str:
+        """Why no replica is READY, naming each; "" while one is."""
+        return self._named([replica.status.cause for replica in self.replicas])
 
     @property
     def may_return(self) -> bool:
-        """Whether a replica is up, or may be again."""
-        return any(replica.world is not None or replica.may_return for replica in self.replicas)
+        """Whether a request that finds no replica may wait for one."""
+        return any(replica.status.state.may_return for replica in self.replicas)
 
     async def attach(self, timeout: float) -> None:
         """Waits for a cluster that is starting; one replica that is up will do. Raises ConfigError (nothing there, or
@@ -74,8 +74,7 @@ class Router:
         except TimeoutError:
             raise DeadlineExceeded(f"the cluster was not ready within {timeout:g} s") from None
         for replica in self.replicas:
-            if replica.world is None:
-                replica.look_out()
+            replica.keep()
         self._check_alike()
 
     def ranked(self, request: OpenRequest) -> list[tuple[Replica, int]]:
@@ -95,8 +94,8 @@ class Router:
     async def some_ready(self) -> None:
         """Returns when a replica takes requests; Unavailable when there is none and none that was just about to."""
         if not self.ready:
-            await asyncio.gather(*(replica.buried() for replica in self.replicas))
-            await asyncio.gather(*(replica.glance() for replica in self.replicas if replica.world is None))
+            await asyncio.gather(*(replica.cause_known() for replica in self.replicas))
+            await asyncio.gather(*(replica.try_attach() for replica in self.replicas if replica.world is None))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SILENCE_WAIT_S
         while not self.ready and any(replica.world for replica in self.replicas) and loop.time() < deadline:
@@ -104,21 +103,16 @@ class Router:
         if not self.ready:
             raise Unavailable(self.down_cause)
 
-    def spread(self) -> None:
-        """Tells those who wait for news that there are some."""
-        self._news.set()
-        self._news = asyncio.Event()
-
     async def news(self, timeout: float) -> None:
-        """Waits for a replica to become ready, or to be given up; or for `timeout` seconds."""
+        """Waits until the state of a replica changes, at most `timeout` seconds."""
         try:
             async with asyncio.timeout(max(timeout, 0.0)):
                 await self._news.wait()
         except TimeoutError:
-            pass  # the caller looks at what is there
+            pass  # the caller looks at the states
 
     async def statistics(self) -> EngineStatistics:
-        """Of the replicas that answer, added up."""
+        """The sums over the replicas that answer."""
 
         async def one(replica: Replica, world: World) -> EngineStatistics:
             return merged(await world.statuses(self._call_timeout), replica.index)
@@ -145,7 +139,7 @@ class Router:
             raise failures[0]
 
     async def inspect(self, what: str) -> dict[str, Any]:
-        """The first replica's answer that is up."""
+        """The answer of the first replica that takes requests."""
         await self.some_ready()
         world = self.ready[0].world
         assert world is not None  # ready
@@ -153,9 +147,22 @@ class Router:
 
     async def close(self) -> None:
         """Ends the leases. Idempotent."""
-        self._closed = True
         await asyncio.gather(*(replica.close() for replica in self.replicas))
-        self.spread()
+
+    def _announce(self) -> None:
+        """Wakes the callers of `news`."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _named(self, causes: Sequence[str]) -> str:
+        """The causes of all replicas, each with its replica's name; "" if one of them is ""."""
+        if not causes:
+            return "not attached to a cluster"
+        if not all(causes):
+            return ""
+        if len(causes) == 1 or all(replica.status.state is ReplicaState.CLOSED for replica in self.replicas):
+            return causes[0]
+        return "; ".join(named_cause(index, cause) for index, cause in enumerate(causes))
 
     async def _ask_all(self, call: Callable[[Replica, World], Awaitable[T]]) -> tuple[list[T], list[BaseException]]:
         await self.some_ready()
@@ -165,18 +172,18 @@ class Router:
         failures: list[BaseException] = []
         for (replica, _), reply in zip(up, replies, strict=True):
             if isinstance(reply, AllspanError) and len(self.replicas) > 1:
-                reply = from_code(reply.code, f"replica {replica.index}: {reply.message}")
+                reply = from_code(reply.code, named_cause(replica.index, reply.message))
             if isinstance(reply, BaseException):
                 failures.append(reply)
         return answers, failures
 
     async def _attach(self) -> None:
         self.replicas = [
-            Replica(index, source, self._connect, self._holder, self._call_timeout)
+            Replica(index, source, self._connect, self._call_timeout, self._announce)
             for index, source in enumerate(await self._expanded())
         ]
         if len(self.replicas) > 1:
-            await asyncio.gather(*(replica.glance() for replica in self.replicas))
+            await asyncio.gather(*(replica.try_attach() for replica in self.replicas))
         if not any(replica.world for replica in self.replicas):
             attempts = (replica.attach() for replica in self.replicas)
             failures = await asyncio.gather(*attempts, return_exceptions=True)
@@ -201,12 +208,7 @@ class Router:
                     raise ConfigError(f"replica {i} has {field} {ours!r}, replica 0 {first!r}; attach to equal ones")
 
 
-def _named(causes: Sequence[str]) -> str:
-    """What all replicas say, each with its name; "" if one has nothing to say."""
-    if not all(causes):
-        return ""
-    if len(causes) == 1:
-        return causes[0]
-    names = [f"replica {index}" for index in range(len(causes))]
-    told = zip(names, causes, strict=True)  # its supervisor may have begun with its name
-    return "; ".join(cause if cause.startswith(f"{name} ") else f"{name}: {cause}" for name, cause in told)
+def named_cause(index: int, cause: str) -> str:
+    """A cause with its replica's name before it, unless the cause begins with that name already."""
+    name = f"replica {index}"
+    return cause if cause.startswith((f"{name} ", f"{name}:")) else f"{name}: {cause}"

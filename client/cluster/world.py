@@ -1,4 +1,4 @@
-"""One attached world (an epoch of a cluster): connections to its ranks, their streams, and whether it still lives."""
+"""One epoch of a replica as its client sees it: a connection to each rank, their result streams, and their loss."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from allspan.client.cluster.fanout import RankRefused, fan_out, withdraw
+from allspan.client.cluster.health import WorldHealth
 from allspan.client.cluster.snapshot import RankView, ReplicaView
+from allspan.client.cluster.state import ReplicaState, ReplicaStatus
 from allspan.client.cluster.statistics import merged, rank_statistics
 from allspan.client.transport.base import CONTROL, INSPECT, RESULTS, STATUS, Connect, Transport
 from allspan.protos import worker_pb2 as pb
@@ -19,66 +21,66 @@ from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailabl
 from allspan.protos.cluster.cluster_file import ClusterInfo
 
 HEARTBEAT_MS = 500
-QUIET_S = 1.5
-"""A rank that sends nothing for so long is not ready; with WATCH_S, that is known within two seconds."""
 WATCH_S = 0.25
+"""Interval between two looks at which ranks are silent."""
 GRACE_S = 5.0
-"""A rank that is silent is the supervisor's to judge, after `watchdog_timeout`; so much later it is given up here."""
-STALL_S = 10.0
-"""A step loop that has work and does not advance for so long is not ready."""
+"""The supervisor judges a silent rank after `watchdog_timeout`; this much later the client gives the rank up itself."""
 
 logger = logging.getLogger(__name__)
 
 
 class WorldLost(Exception):
-    """The world is gone; whether it had taken what was sent is unknown, and of no more consequence."""
+    """A rank of the world is gone. Whether the ranks had taken what was sent is unknown, and does not matter."""
 
 
-class WorldEvents(Protocol):
-    """Who is told what becomes of a world."""
+class Receiver(Protocol):
+    """A request that runs in a world."""
 
-    def on_output(self, world: World, message: pb.RequestOutput) -> None:
-        """The leader has sent something for a request."""
+    @property
+    def work(self) -> int:
+        """Tokens that the world has still to compute for it, estimated."""
 
-    def on_lost(self, world: World) -> None:
-        """A rank is gone; called once."""
+    def deliver(self, message: pb.RequestOutput) -> None:
+        """Takes what the leader has sent for it."""
 
-    def on_change(self) -> None:
-        """A rank has fallen silent, or is heard again."""
-
-    def is_busy(self) -> bool:
-        """Whether any request is open (an idle step loop may stand still)."""
-
-    async def is_over(self, world: World) -> bool:
-        """Whether the supervisor has given the world up; asked while a rank is silent, and answered soon."""
+    def lose(self) -> None:
+        """Learns that its world is lost."""
 
 
 class World:
-    """Lives on one asyncio loop.
+    """Must be made and used on one asyncio loop.
 
-    `lost` maps the ranks that are gone to what was seen of it, in the order of seeing; `gone` is done with the first.
+    `requests`: the requests that run in it, by the id that the ranks know them by.
+    `lost`: the ranks that are gone, in the order of noticing, each with what was seen of it.
+    `gone`: done once a rank is lost or the world is closed.
     """
 
-    def __init__(self, info: ClusterInfo, connect: Connect, events: WorldEvents, call_timeout: float) -> None:
+    def __init__(
+        self,
+        info: ClusterInfo,
+        connect: Connect,
+        status: ReplicaStatus,
+        is_over: Callable[[ClusterInfo], Awaitable[bool]],
+        call_timeout: float,
+    ) -> None:
+        """`status` is CONNECTING; this world moves it while it is connected. `is_over`: whether the supervisor has
+        given an epoch up; asked while a rank is silent, and answered within a second."""
         self.info = info
         self.client_id = uuid.uuid4().hex
+        self.requests: dict[bytes, Receiver] = {}
         self.lost: dict[int, str] = {}
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._status = status
+        self._is_over = is_over
         self._transports: list[Transport] = [connect(rank.address, info.tls) for rank in info.ranks]
-        self._events = events
         self._call_timeout = call_timeout
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
-        now = time.monotonic()
-        self._last_message = [now] * len(info.ranks)
-        self._quiet: set[int] = set()
         self._first_messages = [asyncio.Event() for _ in info.ranks]
-        self._progress = (0, now)
-        self._stall = ""
-        self._refusal = ""
+        self._health = WorldHealth(info)
 
     async def open(self, timeout: float) -> None:
-        """Checks that every rank is the one expected, and subscribes to all. Raises Unavailable, DeadlineExceeded."""
+        """Checks that every rank is the expected one, and subscribes to all. Raises Unavailable, DeadlineExceeded."""
         for rank, status in enumerate(await self.statuses(timeout)):
             expected = (rank, len(self.info.ranks), self.info.epoch)
             found = (status.rank, status.world_size, status.epoch)
@@ -92,40 +94,35 @@ class World:
                     await first.wait()
         except TimeoutError:
             silent = [rank for rank, first in enumerate(self._first_messages) if not first.is_set()]
-            raise DeadlineExceeded(f"{self.describe(silent[0])} sent no heartbeat within {timeout:g} s") from None
+            name = self._health.describe(silent[0])
+            raise DeadlineExceeded(f"{name} sent no heartbeat within {timeout:g} s") from None
+
+    def begin(self) -> None:
+        """Moves the replica's status to what the ranks say, and keeps it true from now on. Unavailable when a rank is
+        gone already, or the replica has been closed meanwhile."""
         if self.lost:
-            raise Unavailable(self.obituary())
+            raise Unavailable(self.loss_report())
+        if self._status.state is ReplicaState.CLOSED:
+            raise Unavailable(self._status.cause)
+        self._status.move(*self._health.assess())
         self._tasks.append(asyncio.create_task(self._watch()))
 
-    @property
-    def silence(self) -> str:
-        """Which rank has not been heard for QUIET_S; "" while all are."""
-        if not (quiet := sorted(self._quiet)):
-            return ""
-        seconds = time.monotonic() - self._last_message[quiet[0]]
-        return f"{self.describe(quiet[0])} has been silent for {seconds:.1f} s"
-
-    @property
-    def refusal(self) -> str:
-        """Why requests are not welcome though all ranks are heard: the leader lets none in, or its loop hangs."""
-        return self._stall or self._refusal
-
     async def view(self, replica: int, timeout: float) -> ReplicaView:
-        """What is known of it within `timeout` seconds."""
+        """What the ranks answer within `timeout` seconds."""
         calls = (rank.unary(STATUS, pb.StatusRequest(), timeout) for rank in self._transports)
         replies = await asyncio.gather(*calls, return_exceptions=True)
-        now, ranks, statuses = time.monotonic(), [], []
-        for info, reply, last in zip(self.info.ranks, replies, self._last_message, strict=True):
-            told = None
+        ranks, statuses = [], []
+        for info, reply in zip(self.info.ranks, replies, strict=True):
+            facts = None
             if isinstance(reply, pb.WorkerStatus):
                 statuses.append(reply)
-                told = rank_statistics(reply, replica)
-            ranks.append(RankView(info.rank, info.pid, info.host, now - last, told))
+                facts = rank_statistics(reply, replica)
+            ranks.append(RankView(info.rank, info.pid, info.host, self._health.age_s(info.rank), facts))
         whole = merged(statuses, replica) if len(statuses) == len(ranks) else None
-        return ReplicaView(replica, self.info.epoch, self.silence or self.refusal, tuple(ranks), whole)
+        return ReplicaView(replica, self.info.epoch, self._status.cause, tuple(ranks), whole)
 
     async def start(self, message: pb.StartRequestMessage) -> None:
-        """Fans a request out. Raises RankRefused, or WorldLost as soon as that happens."""
+        """Sends a request to all ranks. Raises RankRefused, or WorldLost as soon as that happens."""
         message.client_id = self.client_id
         message.epoch = self.info.epoch
         sending = asyncio.create_task(fan_out(self._transports, message, self._call_timeout))
@@ -142,7 +139,7 @@ class World:
             raise refusal
 
     async def stop(self, request_ids: Sequence[bytes]) -> bool:
-        """Asks the leader to end requests; their final outputs follow. False if it has not heard."""
+        """Asks the leader to end requests; their final outputs follow. False when the leader did not answer."""
         return await withdraw(self._transports[:1], request_ids, self._call_timeout)
 
     async def forget(self, request_ids: Sequence[bytes]) -> None:
@@ -150,20 +147,20 @@ class World:
         await withdraw(self._transports[1:], request_ids, self._call_timeout)
 
     async def statuses(self, timeout: float) -> list[pb.WorkerStatus]:
-        """Every rank's, in order of rank."""
+        """The status of every rank, in order of rank. Raises the first rank's failure to answer."""
         calls = (rank.unary(STATUS, pb.StatusRequest(), timeout) for rank in self._transports)
         replies = await asyncio.gather(*calls, return_exceptions=True)
         found: list[pb.WorkerStatus] = []
         for rank, reply in enumerate(replies):
             if isinstance(reply, AllspanError):
-                raise from_code(reply.code, f"{self.describe(rank)}: {reply.message}")
+                raise from_code(reply.code, f"{self._health.describe(rank)}: {reply.message}")
             if isinstance(reply, BaseException):
                 raise reply
             found.append(reply)
         return found
 
     async def control(self, operation: str, timeout: float) -> None:
-        """An operation of the model's life cycle, on the leader, which carries it to all."""
+        """Runs an operation on the model (start, stop, unload …); the leader carries it to all ranks."""
         request = pb.ControlRequest(operation=operation, timeout_s=timeout)
         await self._transports[0].unary(CONTROL, request, timeout + self._call_timeout)
 
@@ -182,23 +179,23 @@ class World:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(transport.close() for transport in self._transports), return_exceptions=True)
 
-    def describe(self, rank: int) -> str:
-        info = self.info.ranks[rank]
-        return f"rank {rank} (pid {info.pid} on {info.host or 'an unknown host'})"
-
-    def obituary(self) -> str:
-        """What this side saw of the ranks that are gone, in the order of seeing."""
-        return "; ".join(f"{self.describe(rank)} is gone: {seen}" for rank, seen in self.lost.items())
+    def loss_report(self) -> str:
+        """What this client saw of the ranks that are gone, in the order of noticing."""
+        return "; ".join(f"{self._health.describe(rank)} is gone: {seen}" for rank, seen in self.lost.items())
 
     def lose(self, rank: int, seen: str) -> None:
-        """Notes that a rank is gone; the first one ends the world."""
+        """Notes that a rank is gone; the first one ends the world for all its requests."""
         if self._closed or rank in self.lost:
             return
         self.lost[rank] = seen
         self._first_messages[rank].set()
-        if len(self.lost) == 1:
-            self._end()
-            self._events.on_lost(self)
+        if len(self.lost) > 1:
+            return
+        self._end()
+        if self._status.state.has_world:
+            self._status.move(ReplicaState.LOST, self.loss_report())
+        for request in list(self.requests.values()):
+            request.lose()
 
     def _end(self) -> None:
         if not self.gone.done():
@@ -215,70 +212,51 @@ class World:
         return False
 
     async def _read(self, rank: int) -> None:
+        """Reads the result stream of a rank until it ends, and hands each output to its request."""
         request = pb.ResultsSubscription(client_id=self.client_id, heartbeat_ms=HEARTBEAT_MS)
         try:
             async for message in self._transports[rank].stream(RESULTS, request):
-                self._hear(rank)
+                is_news = self._health.hear(rank)
+                self._first_messages[rank].set()
                 if rank == 0:
-                    self._note_progress(message.progress)
-                    self._note_refusal(message.refusal)
+                    is_news |= self._health.note_leader(message.progress, message.refusal, bool(self.requests))
+                if is_news:
+                    self._update()
                 for output in message.outputs:
-                    self._events.on_output(self, output)
+                    if (receiver := self.requests.get(output.request_id)) is not None:
+                        receiver.deliver(output)
             seen = "it ended its stream"
         except AllspanError as error:
             seen = error.message
         except Exception as error:
-            logger.exception("reading the results of %s failed", self.describe(rank))
+            logger.exception("reading the results of %s failed", self._health.describe(rank))
             seen = f"its results could not be read: {error!r}"
         self.lose(rank, seen)
 
-    def _hear(self, rank: int) -> None:
-        self._last_message[rank] = time.monotonic()
-        self._first_messages[rank].set()
-        if rank in self._quiet:
-            self._quiet.remove(rank)
-            logger.info("%s is heard again", self.describe(rank))
-            self._events.on_change()
+    def _update(self) -> None:
+        """Moves the replica's status to what the ranks say, while this world is the connected one."""
+        if self.gone.done() or not self._status.state.has_world:
+            return
+        state, cause = self._health.assess()
+        if self._status.move(state, cause):
+            level = logging.INFO if state is ReplicaState.READY else logging.WARNING
+            logger.log(level, "%s", cause or "all ranks are heard, and the model takes requests")
 
     async def _watch(self) -> None:
-        """Silence is no readiness, and at last death. A step loop that stands still is only logged: it may be a very
-        long step."""
-        while not self.lost:
+        """A silent rank makes the replica SILENT and at last LOST. A step loop that stands still does not: it may be
+        a very long step."""
+        while not self.gone.done():
             before = time.monotonic()
             await asyncio.sleep(WATCH_S)
-            now = time.monotonic()
-            if now - before > 4 * WATCH_S:
-                # It is this process that stood still (stopped, starved): it has not listened, so it cannot judge.
-                self._last_message = [now] * len(self._last_message)
-            elif silent := {rank for rank, last in enumerate(self._last_message) if now - last > QUIET_S}:
-                await self._judge(silent, now)
+            if time.monotonic() - before > 4 * WATCH_S:
+                self._health.reset()  # this process stood still (stopped, starved): it cannot judge the ranks
+            elif (rank := self._health.longest_silent()) is not None:
+                self._update()
+                await self._judge(rank)
 
-    async def _judge(self, silent: set[int], now: float) -> None:
-        if silent - self._quiet:
-            self._quiet |= silent
-            logger.warning("%s", self.silence)
-            self._events.on_change()
+    async def _judge(self, rank: int) -> None:
         limit = self.info.watchdog_timeout + GRACE_S
-        rank = min(silent, key=lambda rank: self._last_message[rank])
-        if now - self._last_message[rank] > limit:
+        if self._health.age_s(rank) > limit:
             self.lose(rank, f"it sent nothing for {limit:g} s")
-        elif await self._events.is_over(self):
+        elif await self._is_over(self.info):
             self.lose(rank, "it sent nothing more")
-
-    def _note_progress(self, progress: int) -> None:
-        last, since = self._progress
-        now = time.monotonic()
-        if progress != last or not self._events.is_busy():
-            self._progress = (progress, now)
-            if self._stall:
-                self._stall = ""
-                self._events.on_change()
-        elif now - since > STALL_S and not self._stall:
-            self._stall = f"the step loop of {self.describe(0)} has work and has not advanced for {STALL_S:g} s"
-            logger.warning("%s", self._stall)
-            self._events.on_change()
-
-    def _note_refusal(self, refusal: str) -> None:
-        if refusal != self._refusal:
-            self._refusal = refusal
-            self._events.on_change()

@@ -59,7 +59,7 @@ class FakeRanks:
 
     def step(self, *request_ids: bytes) -> None:
         """One token for each request that the leader has (or for these): the numbers after the prompt's last one, as
-        `counted`, whatever part of them an earlier life has made."""
+        `counted`, whatever part of them an earlier attempt has made."""
         outputs = []
         for message in self[0].requests.get("StartRequest", ()):
             made = self._made.setdefault((self.epoch, message.request_id), list(message.output_token_ids))
@@ -101,6 +101,10 @@ class FakeRank:
         """One step's message."""
         messages = [output_to_wire(request_id, output) for request_id, output in outputs]
         self.stream.put_nowait(pb.StepOutputs(outputs=messages))
+
+    def refuse(self, why: str) -> None:
+        """From now on the leader lets no request in, for this reason; "": it does again."""
+        self.stream.put_nowait(pb.StepOutputs(refusal=why))
 
     def fail(self, request_id: bytes, error: AllspanError) -> None:
         """One request's failure."""

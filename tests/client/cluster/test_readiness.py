@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from allspan.client.cluster import health
 from allspan.client.cluster import world as world_module
 from allspan.client.cluster.requests import Session
 from allspan.protos import worker_pb2 as pb
@@ -26,29 +27,29 @@ async def attached(ranks: FakeRanks) -> Session:
 async def test_a_leader_that_lets_nothing_in_is_not_ready_and_its_reason_is_told() -> None:
     ranks = FakeRanks(2)
     session = await attached(ranks)
-    assert session.refusal == ""
+    assert session.unready_cause == ""
     ranks[1].stream.put_nowait(pb.StepOutputs(refusal="a follower does not decide"))
     ranks[0].stream.put_nowait(pb.StepOutputs(refusal="the model is stopped"))
-    await eventually(lambda: session.refusal == "the model is stopped")
+    await eventually(lambda: session.unready_cause == "the model is stopped")
     assert session.down_cause == "", "operations reach it, or it could not be started again"
     (replica,) = (await session.view(1.0)).replicas
     assert replica.cause == "the model is stopped"
     ranks[0].stream.put_nowait(pb.StepOutputs())
-    await eventually(lambda: session.refusal == "")
+    await eventually(lambda: session.unready_cause == "")
     await session.close()
 
 
 async def test_a_step_loop_that_has_work_and_stands_still_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_module, "STALL_S", 0.2)
+    monkeypatch.setattr(health, "STALL_S", 0.2)
     monkeypatch.setattr(world_module, "HEARTBEAT_MS", 50)
     ranks = FakeRanks(1)
     session = await attached(ranks)
     await asyncio.sleep(0.4)
-    assert session.refusal == "", "idle, it need not advance"
+    assert session.unready_cause == "", "idle, it need not advance"
     await session.start(ID, [1, 2], PARAMS)
-    await eventually(lambda: "has work and has not advanced for 0.2 s" in session.refusal)
+    await eventually(lambda: "has work and has not advanced for 0.2 s" in session.unready_cause)
     ranks[0].stream.put_nowait(pb.StepOutputs(progress=7))
-    await eventually(lambda: session.refusal == "")
+    await eventually(lambda: session.unready_cause == "")
     await session.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from allspan import ClientEngine
 from allspan.client.cluster.requests import ResumePolicy, Session
+from allspan.client.cluster.state import ReplicaState
 from allspan.protos.api.errors import ConfigError, QueueFull, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import ResultQueue
@@ -71,7 +72,7 @@ class Replicas:
 
 @pytest.fixture(autouse=True)
 def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allspan.client.cluster.replica.REVIVE_POLL_S", 0.002)
+    monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 0.002)
     monkeypatch.setattr("allspan.client.cluster.replica.CAUSE_POLL_S", 0.001)
 
 
@@ -186,12 +187,10 @@ async def test_when_all_are_down_each_ones_cause_is_told(two: Replicas) -> None:
         await two.start()
 
 
-async def test_a_cause_that_names_its_replica_names_it_once(two: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    causes = iter(["rank 0 was killed", "replica 1 is down: six failures"])
-    for replica in two.session._router.replicas:
-        cause = next(causes)
-        monkeypatch.setattr(type(replica), "down_cause", property(lambda self: self._told))
-        replica._told = cause  # type: ignore[attr-defined]
+async def test_a_cause_that_names_its_replica_names_it_once(two: Replicas) -> None:
+    first, second = two.session._router.replicas
+    first.status.move(ReplicaState.LOST, "rank 0 was killed")
+    second.status.move(ReplicaState.LOST, "replica 1 is down: six failures")
     assert two.session.down_cause == "replica 0: rank 0 was killed; replica 1 is down: six failures"
 
 

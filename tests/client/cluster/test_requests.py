@@ -256,7 +256,7 @@ async def test_the_next_epoch_is_found_without_being_asked(cluster: Cluster) -> 
 async def test_a_request_finds_the_next_epoch_before_the_poll_does(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allspan.client.cluster.replica.REVIVE_POLL_S", 60.0)
+    monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 60.0)
     cluster.ranks[1].break_stream()
     cluster.source.info = cluster.ranks.info("down", "rank 1 was killed")
     await until(lambda: cluster.session.down_cause == "rank 1 was killed")

@@ -19,7 +19,7 @@ from support.mortal_cluster import KILLED, MortalCluster, tokens_of, until
 
 @pytest.fixture(autouse=True)
 def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allspan.client.cluster.replica.REVIVE_POLL_S", 0.002)
+    monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 0.002)
     monkeypatch.setattr("allspan.client.cluster.replica.CAUSE_POLL_S", 0.001)
 
 
@@ -349,7 +349,7 @@ async def test_closing_ends_requests_that_wait_for_a_world(cluster: MortalCluste
 async def test_a_leader_that_never_answers_about_a_request_does_not_keep_it_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("allspan.client.cluster.requests.LAST_WORDS_S", 0.01)
+    monkeypatch.setattr("allspan.client.cluster.requests.FINAL_OUTPUT_S", 0.01)
     cluster = MortalCluster(call_timeout=0.05)
     await cluster.session.attach(5)
     cluster.ranks[0].replies["StartRequest"] = 60.0

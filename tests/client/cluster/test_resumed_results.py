@@ -16,7 +16,7 @@ from support.mortal_cluster import MortalCluster, tokens_of, until
 
 @pytest.fixture(autouse=True)
 def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allspan.client.cluster.replica.REVIVE_POLL_S", 0.002)
+    monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 0.002)
     monkeypatch.setattr("allspan.client.cluster.replica.CAUSE_POLL_S", 0.001)
 
 

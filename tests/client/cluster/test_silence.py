@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from allspan.client.cluster import world
+from allspan.client.cluster import health, world
 from allspan.client.cluster.requests import Session
 from allspan.protos.api.errors import Unavailable
 from allspan.protos.api.results import ResultQueue
@@ -36,10 +36,10 @@ class Replicas:
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("QUIET_S", "WATCH_S", "GRACE_S"):
-        monkeypatch.setattr(world, name, getattr(world, name) * SCALE)
+    for module, name in ((health, "QUIET_S"), (world, "WATCH_S"), (world, "GRACE_S")):
+        monkeypatch.setattr(module, name, getattr(module, name) * SCALE)
     monkeypatch.setattr(world, "HEARTBEAT_MS", int(world.HEARTBEAT_MS * SCALE))
-    monkeypatch.setattr("allspan.client.cluster.replica.REVIVE_POLL_S", 0.002)
+    monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 0.002)
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ async def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
 
 
 def test_silence_is_noticed_within_two_seconds() -> None:
-    assert (world.QUIET_S + world.WATCH_S) / SCALE < 2.0
-    assert world.HEARTBEAT_MS / SCALE / 1000 * 2 < world.QUIET_S / SCALE  # one that is late is no silence
+    assert (health.QUIET_S + world.WATCH_S) / SCALE < 2.0
+    assert world.HEARTBEAT_MS / SCALE / 1000 * 2 < health.QUIET_S / SCALE  # one that is late is no silence
 
 
 @pytest.mark.parametrize("rank", [0, 1])
