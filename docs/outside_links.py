@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links to files outside of docs/ become the file's path, since the site does not hold those files."""
+"""A hook of mkdocs that replaces links to files outside of docs/ by their paths: the site does not hold those files."""
 
 from __future__ import annotations
 

@@ -21,9 +21,8 @@ def ask(engine: Engine, question: str, options: RequestOptions | None = None) ->
     timings = queue.timings
     engine.release_request(handle)
     assert timings is not None  # it came with the end
-    print(
-        f"{timings.cached_tokens} of {timings.prompt_tokens} prompt tokens cached, {timings.ttft_s * 1e3:.0f} ms to the first token"
-    )
+    known = f"{timings.cached_tokens} of {timings.prompt_tokens} prompt tokens cached"
+    print(f"{known}, {timings.ttft_s * 1e3:.0f} ms to the first token")
     return timings.cached_tokens
 
 

@@ -1,4 +1,4 @@
-"""The documentation builds as a site: every page is in the menu, every link leads somewhere, the search has an index."""
+"""The documentation builds as a site with every page in its menu, no dead link, and an index for the search."""
 
 from __future__ import annotations
 
