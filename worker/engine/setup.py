@@ -169,7 +169,7 @@ def _host_tier(config: WorkerConfig, model: Model, collectives: Collectives) -> 
         return KVCache(model.cache_spec, pages)
     if 0 < (left := available_bytes(config.parallel.cpus)) < pages * page_bytes:
         raise ConfigError(f"host_kv_cache_bytes is {budget}, but {left} bytes of memory are available: set it lower")
-    modules.driver().prepare(variants_of(["move_pages"], modules.gpu(torch.device(device)).capability))
+    modules.driver().prepare(variants_of(["cache.move_pages"], modules.gpu(torch.device(device)).capability))
     host = HostPages(model.cache_spec, pages, device, cuda_lanes())
     host.pin()
     return host

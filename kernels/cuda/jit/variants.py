@@ -22,11 +22,13 @@ and what knows no elements of 16 bits."""
 @cache
 def all_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
     """In order of the modules' names, each kernel once."""
-    return variants_of([info.name for info in pkgutil.iter_modules([str(FOLDER)])], capability)
+    rooms = [info.name for info in pkgutil.iter_modules([str(FOLDER)]) if info.ispkg]
+    modules = [f"{room}.{info.name}" for room in rooms for info in pkgutil.iter_modules([str(FOLDER / room)])]
+    return variants_of(modules, capability)
 
 
 def variants_of(modules: Iterable[str], capability: tuple[int, int]) -> tuple[Kernel, ...]:
-    """Those of some modules, each kernel once."""
+    """Those of some modules ("cache.move_pages"), each kernel once."""
     found: dict[Kernel, None] = {}
     for name in modules:
         module = importlib.import_module(f"allspan.kernels.cuda.{name}")

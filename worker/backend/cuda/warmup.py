@@ -22,7 +22,7 @@ from allspan.worker.step.inputs import StepInputs
 
 OpenSampling = Callable[[], DeviceSampling | None]
 
-_SAMPLING = ("sampling", "changes")
+_SAMPLING = ("sampling.sampling", "sampling.changes")
 _PROMPTS = (2, 9, 17, 33, 65, 257, 513, 1025, 4097)
 """Tokens of a step: few are multiplied by other kernels than many."""
 _MOST_CHUNK = 128
