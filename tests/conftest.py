@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from support import node_client
+from support import artefacts, node_client
+
+HERE = Path(__file__).parent
+ALONE = (HERE / "cluster", HERE / "faults")
+"""Folders whose tests want the machine to themselves: real clusters that keep to deadlines."""
 
 _skipped: pytest.StashKey[Counter[str]] = pytest.StashKey()
 
@@ -36,6 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Skips(config.stash[_skipped]))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in ALONE):
+            item.add_marker("alone")
+
+
 @pytest.fixture(scope="session")
 def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Node.js scripts of the tests beside their packages; skips where that cannot be had."""
@@ -48,6 +59,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if not hasattr(session.config, "workerinput"):  # once, not in every process of xdist
+        artefacts.prune()
     wanting = [reason for reason in session.config.stash[_skipped] if not _is_excused(reason)]
     if wanting and exitstatus == 0 and os.environ.get("ALLSPAN_REQUIRE_TOOLS") == "1":
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

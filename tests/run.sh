@@ -24,9 +24,11 @@ if [ "$#" -gt 0 ]; then
     python -m pytest "$@"
     exit
 fi
-# What only computes, or waits for scripted engines, shares the processors out, the longest folders first; clusters, which
-# keep to deadlines, come after it, undisturbed.
-computing=(tests/kernels tests/client tests/static tests/worker/{backend,cache,load,models,quant,sampling,scheduler,weights})
-python -m pytest --durations 15 -n logical --dist loadfile --no-loadscope-reorder "${computing[@]}"
-python -m pytest --durations 15 "${computing[@]/#/--ignore=}"
-"$root/tests/other_pythons.sh"
+# What only computes, or waits for scripted engines, shares the processors out, the longest folders first; real clusters,
+# which keep to deadlines, come after it, undisturbed.
+folders=(tests/kernels tests/worker tests/client)
+for folder in tests/[a-z]*/; do
+    case " ${folders[*]} tests/support " in *" ${folder%/} "*) ;; *) folders+=("${folder%/}") ;; esac
+done
+python -m pytest --durations 15 -m "not alone and not nightly" -n logical --dist loadfile --no-loadscope-reorder "${folders[@]}"
+python -m pytest --durations 15 -m "alone and not nightly" "${folders[@]}"

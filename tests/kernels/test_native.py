@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from support.artefacts import entry, files_below, key
+
 ROOT = Path(__file__).parents[2]
+SOURCES = (".cpp", ".h", ".inc", ".txt", ".cmake")
 AARCH64 = ROOT / "cmake/aarch64-linux-gnu.cmake"
 
 pytestmark = pytest.mark.timeout(600)  # the first test of each kind compiles
@@ -27,15 +30,20 @@ def need(*tools: str, other_cpu: bool = False) -> None:
 
 @functools.cache
 def built(folder: str, *options: str) -> str:
-    """The driver's path. Builds under build/, so that a second run compiles only what has changed."""
-    there = ROOT / "build/op_check" / folder
-    generator = ("-G", "Ninja") if shutil.which("ninja") else ()
-    source = ROOT / "tests/kernels/native"
-    configure = ["cmake", "-S", source, "-B", there, *generator, "-DCMAKE_BUILD_TYPE=Release", *options]
-    for command in (configure, ["cmake", "--build", there, "--parallel", "4"]):
-        made = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-        assert made.returncode == 0, made.stdout + made.stderr
-    return str(there / "op_check")
+    """The driver's path. Builds under build/, where only what has changed is compiled, and keeps the program."""
+    there, source = ROOT / "build/op_check" / folder, ROOT / "tests/kernels/native"
+
+    def build(target: Path) -> None:
+        generator = ("-G", "Ninja") if shutil.which("ninja") else ()
+        configure = ["cmake", "-S", source, "-B", there, *generator, "-DCMAKE_BUILD_TYPE=Release", *options]
+        for command in (configure, ["cmake", "--build", there, "--parallel", "4"]):
+            made = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+            assert made.returncode == 0, made.stdout + made.stderr
+        shutil.copy(there / "op_check", target)
+
+    made_of = [file for file in files_below(source, ROOT / "kernels/cpu", ROOT / "cmake") if file.suffix in SOURCES]
+    version = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=True).stdout
+    return str(entry("op_check", f"{folder}-{key(version, options, *made_of)}", build))
 
 
 def native() -> list[str]:
@@ -76,6 +84,7 @@ def test_every_variant_that_runs_here_agrees_with_double_precision() -> None:
     assert re.search(r"checks: \d{3,}, failures: 0\n", report)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cpu", "variants"),
     [
@@ -91,6 +100,7 @@ def test_aarch64_runs_what_a_cpu_has_and_nothing_else(cpu: str, variants: str) -
     assert variants_in(run(played(cpu))) == variants
 
 
+@pytest.mark.nightly
 def test_integer_products_are_the_same_bits_on_x86_and_aarch64() -> None:
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("cpu: this machine is no x86")

@@ -19,10 +19,8 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @pytest.fixture(scope="session")
-def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EmulatorDriver:
-    """What it compiled stays with pytest's cache, if it keeps one, for the next session."""
-    cache: pytest.Cache | None = getattr(request.config, "cache", None)
-    return EmulatorDriver(cache.mkdir("emulated") if cache else tmp_path_factory.mktemp("emulated"))
+def emulator() -> EmulatorDriver:
+    return EmulatorDriver()
 
 
 @pytest.fixture(autouse=True)

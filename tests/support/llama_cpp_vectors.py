@@ -1,14 +1,12 @@
 """llama.cpp's own tokenizer vectors, out of llama-cpp-python's source package, as the configured package index has it.
 
-Fetched once into the user's cache; nothing of it is in this repository.
+Fetched once into the cache of the tests; nothing of it is in this repository.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
-from allspan.protos.config.home import home
+from support import artefacts
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -44,17 +42,12 @@ class _Hashing:
 
 def folder(wanted: set[str]) -> Path:
     """Holds ggml-vocab-NAME.gguf with its .inp and .out for every wanted NAME. Raises NotToBeHad."""
-    target = home() / "tests" / f"{PACKAGE}-{VERSION}"
-    if not all((target / f"ggml-vocab-{name}.gguf.out").is_file() for name in wanted):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=target.parent))
-        try:
-            _fetch(_address(), temporary, wanted)
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return target
+
+    def fetch(target: Path) -> None:
+        target.mkdir()
+        _fetch(_address(), target, wanted)
+
+    return artefacts.entry(PACKAGE, f"{VERSION}-{artefacts.key(sorted(wanted))}", fetch)
 
 
 def vectors(vocabulary: Path) -> list[tuple[str, list[int]]]:

@@ -97,11 +97,8 @@ def test_levels_some_of_whose_groups_share_nothing(device: str) -> None:
     check([[(6, 1040)], [(2, 48), (1, 0), (3, 16)]], [5, 40, 0, 17, 2, 33], (1, 7), 64, device)
 
 
-def test_on_hopper_its_own_prefill_takes_the_parts(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache: pytest.Cache = request.config.cache
-    emulator = EmulatorDriver(cache.mkdir("emulated"), capability=(9, 0))
+def test_on_hopper_its_own_prefill_takes_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = EmulatorDriver(capability=(9, 0))
     monkeypatch.setattr(modules, "driver", lambda: emulator)
     check([[(3, 1600)], [(1, 0), (2, 16)]], [17, 0, 1], (1, 2), 64, "cpu")
     assert [launched.name for launched in emulator.launched] == ["prefill_sm90"] * 2 + ["decode", "merge_states"]

@@ -17,6 +17,7 @@ from allspan.kernels.cuda.jit.modules import Kernel, kernel
 from allspan.kernels.cuda.jit.nvrtc import CompilationError, Compiled, Nvrtc, Usage, architecture, nvrtc, usage
 from allspan.kernels.cuda.jit.variants import all_variants
 from allspan.kernels.errors import BackendUnavailable
+from support import artefacts
 
 DOUBLE = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] *= TWO; }\n'
 
@@ -27,13 +28,6 @@ def compiler() -> Nvrtc:
         return nvrtc()
     except BackendUnavailable as error:
         pytest.skip(f"NVRTC is not installed: {error}")
-
-
-@pytest.fixture(scope="session")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What it compiled stays with pytest's cache, if it keeps one, for the next session."""
-    kept: pytest.Cache | None = getattr(request.config, "cache", None)
-    return kept.mkdir("cubins") if kept else tmp_path_factory.mktemp("cubins")
 
 
 @pytest.fixture
@@ -51,26 +45,33 @@ def first_and_last(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
     return tuple(end for found in of_name.values() for end in (found[0], found[-1]))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)], ids=architecture)
-def test_every_kernel_compiles(
-    capability: tuple[int, int], compiler: Nvrtc, folder: Path, capsys: pytest.CaptureFixture[str]
+def check_compiled(
+    kernels: Sequence[Kernel], capability: tuple[int, int], compiler: Nvrtc, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With all macros for Hopper but those of half precision; these, and elsewhere all, with the first and the last,
-    which is what a minute of two processors is enough for. sm_75 has half precision alone."""
     name = architecture(capability)
-    kernels = all_variants(capability)
-    if capability == (9, 0):
-        halves = [one for one in kernels if ("FP16", 1) in one.defines]
-        kernels = (*(one for one in kernels if one not in halves), *first_and_last(halves))
-    else:
-        kernels = first_and_last(kernels)
-    for what, cubin in compile_all(kernels, name, compiler, folder):
+    for what, cubin in compile_all(kernels, name, compiler, artefacts.FOLDER / "cubins"):
+        artefacts.use(cubin.path)
         assert cubin.path.read_bytes()[:4] == b"\x7fELF"
         for function, used in cubin.usage.items():
             if used.spilled_bytes:
                 with capsys.disabled():
                     print(f"\n{label(what)}, {function}, {name}: {used.spilled_bytes} bytes of registers spilled")
+
+
+@pytest.mark.timeout(600)
+def test_every_source_compiles_for_hopper(compiler: Nvrtc, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first set of macros and the last of each kernel."""
+    check_compiled(first_and_last(all_variants((9, 0))), (9, 0), compiler, capsys)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)], ids=architecture)
+def test_every_kernel_compiles_for_every_architecture(
+    capability: tuple[int, int], compiler: Nvrtc, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With all its macros. sm_75 has half precision alone."""
+    check_compiled(all_variants(capability), capability, compiler, capsys)
 
 
 def test_what_was_compiled_is_found_again(

@@ -13,7 +13,7 @@ from torch import Tensor
 from allspan.kernels.cuda.jit.modules import Kernel
 from support.emulator.driver import EmulatedFault, EmulatorDriver
 
-KERNEL = '#include "ptx.cuh"\nextern "C" __global__ void f(float* out, const float* in) {{\n  {body}\n}}\n'
+KERNEL = '#include "ptx/ptx.cuh"\nextern "C" __global__ void f(float* out, const float* in) {{\n  {body}\n}}\n'
 STAGE = "DYNAMIC_SHARED(held); copy16(smem(held) + 16 * threadIdx.x, in + 4 * threadIdx.x, true); commit(); "
 TAKE = "out[threadIdx.x] = reinterpret_cast<float*>(held)[threadIdx.x ^ 32];"
 
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Run:
         source.write_text(KERNEL.format(body=body))
         out, given = torch.zeros(threads * cluster), torch.arange(4.0 * threads)
         kernel = Kernel(str(source), "f", (("CLUSTER", cluster),))
-        EmulatorDriver(tmp_path).launch(kernel, (cluster,), threads, [out, given], shared)
+        EmulatorDriver().launch(kernel, (cluster,), threads, [out, given], shared)
         return out
 
     return run

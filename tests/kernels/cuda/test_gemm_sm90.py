@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +23,8 @@ BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
-def emulator(request: pytest.FixtureRequest) -> EmulatorDriver:
-    cache: pytest.Cache = request.config.cache
-    return EmulatorDriver(cache.mkdir("emulated"), multiprocessors=2, capability=(9, 0))
+def emulator() -> EmulatorDriver:
+    return EmulatorDriver(multiprocessors=2, capability=(9, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -228,8 +226,8 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
             gemm_sm90(*arguments)
 
 
-def test_other_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules, "driver", lambda: EmulatorDriver(tmp_path))
+def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "driver", EmulatorDriver)
     x = torch.zeros(70, 64, dtype=BF16)
     with pytest.raises(BackendUnavailable, match=r"compute capability 9\.0, not 8\.0"):
         gemm_sm90(x, x, None, None, torch.zeros(70, 70, dtype=BF16), STORE)

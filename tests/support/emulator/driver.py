@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import functools
 import os
 import random
-import shutil
+import re
 import struct
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ import torch
 
 from allspan.kernels.cuda.jit.modules import FOLDER, Gpu, Kernel, Matrix, shared_limit
 from allspan.kernels.cuda.jit.variants import all_variants
+from support import artefacts
 
 HERE = Path(__file__).parent
 
 _GXX = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 _STUB = """{first}
 #include "emulator.h"
@@ -93,10 +96,9 @@ class Streams:
 
 class EmulatorDriver:
     """Takes the place of `allspan.kernels.cuda.jit.modules.driver()`; tensors are the CPU's. Compiled kernels are
-    kept in `folder`. A GPU of few multiprocessors, so that work is shared out over blocks in small cases, too."""
+    kept by `support.artefacts`. The GPU has few multiprocessors, so that small cases, too, are split over blocks."""
 
-    def __init__(self, folder: Path, multiprocessors: int = 5, capability: tuple[int, int] = (8, 0)) -> None:
-        self._folder = folder
+    def __init__(self, multiprocessors: int = 5, capability: tuple[int, int] = (8, 0)) -> None:
         self._gpu = Gpu(multiprocessors, shared_limit((9, 0)), capability)
         self._libraries: dict[Kernel, Any] = {}
         self._streams: Streams | None = None
@@ -126,9 +128,7 @@ class EmulatorDriver:
         """A launch ends before the next begins, early or not."""
         if shared_bytes > self._gpu.shared_bytes or not 0 < threads <= 1024 or min(blocks) < 1:
             raise EmulatedFault(f"{kernel}: {blocks} blocks of {threads} threads, {shared_bytes} bytes each")
-        if not Path(kernel.file).is_absolute() and _shape(kernel) not in map(
-            _shape, all_variants(self._gpu.capability)
-        ):
+        if not Path(kernel.file).is_absolute() and _shape(kernel) not in _shapes(self._gpu.capability):
             raise EmulatedFault(f"{kernel} is not among the `kernel_variants` of its module in kernels/cuda: list it")
         self.launched.append(kernel)
         library = self._libraries.get(kernel) or self._compile(kernel)
@@ -156,14 +156,15 @@ class EmulatorDriver:
         macros = "\n".join(f"#define {macro} {value}" for macro, value in kernel.defines)
         first = "#define FP16 1" if ("FP16", 1) in kernel.defines else ""  # the one that headers depend on
         text = _STUB.format(file=FOLDER / kernel.file, name=kernel.name, macros=macros, first=first)
-        library = self._folder / f"{kernel.name}-{_key(text, FOLDER / kernel.file)}.so"
-        if not library.exists():
-            built = library.with_suffix(f".{os.getpid()}")
-            words = [*_GXX, f"-I{self._headers()}", f"-I{HERE}", f"-I{FOLDER}", "-x", "c++", "-", "-o", str(built)]
+        source = FOLDER / kernel.file
+
+        def build(target: Path) -> None:
+            words = [*_GXX, f"-I{_headers()}", f"-I{HERE}", f"-I{FOLDER}", "-x", "c++", "-", "-o", str(target)]
             done = subprocess.run(words, input=text, capture_output=True, text=True)
             if done.returncode:
                 raise EmulatedFault(f"{kernel} does not compile:\n{done.stderr[:4000]}")
-            built.rename(library)
+
+        library = artefacts.entry("emulated", f"{kernel.name}-{_key(text, *_included(source))}.so", build)
         opened = ctypes.CDLL(str(library))
         call = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_ulong, ctypes.c_void_p]
         opened.emulated_launch.restype, opened.emulated_launch.argtypes = ctypes.c_char_p, call
@@ -173,30 +174,48 @@ class EmulatorDriver:
         self._libraries[kernel] = opened
         return opened
 
-    def _headers(self) -> Path:
-        """A folder with emulator.h as GCC has read it once: a third of what a kernel takes to compile."""
-        folder = self._folder / f"headers-{_key()}"
-        if not folder.exists():
-            for old in self._folder.glob("headers-*"):  # 50 MB each
-                shutil.rmtree(old, ignore_errors=True)
-            built = self._folder / f"headers-{os.getpid()}"
-            built.mkdir(exist_ok=True)
-            words = [*_GXX, f"-I{FOLDER}", "-x", "c++-header", str(HERE / "emulator.h")]
-            subprocess.run([*words, "-o", str(built / "emulator.h.gch")], capture_output=True)
-            with suppress(OSError):  # another process was faster
-                built.rename(folder)
-        return folder
+
+@functools.cache
+def _headers() -> Path:
+    """A folder with emulator.h as GCC has read it once: a third of what a kernel takes to compile."""
+
+    def build(target: Path) -> None:
+        target.mkdir()
+        words = [*_GXX, f"-I{FOLDER}", "-x", "c++-header", str(HERE / "emulator.h")]
+        subprocess.run([*words, "-o", str(target / "emulator.h.gch")], capture_output=True, check=True)
+
+    return artefacts.entry("emulator", _key(), build)
 
 
 def _key(text: str = "", *sources: Path) -> str:
-    """Of what is compiled, with all headers."""
-    read = [path.read_bytes() for path in (*sources, *sorted(FOLDER.glob("*.cuh")), *sorted(HERE.glob("*.h")))]
-    return hashlib.sha256(repr((_GXX, text, read)).encode()).hexdigest()[:24]
+    """Changes with the compiler, the text that it is given, these sources and the emulator."""
+    return artefacts.key(_GXX, _compiler_version(), text, *sources, *_included(HERE / "emulator.h"))
 
 
-def _shape(kernel: Kernel) -> tuple[str, str, list[str]]:
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run([_GXX[0], "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def _included(source: Path) -> tuple[Path, ...]:
+    """The source and the headers in kernels/cuda that it includes, directly or not."""
+    found = [source]
+    for path in found:  # grows meanwhile
+        names = _INCLUDE.findall(path.read_text())
+        named = [folder / name for name in names for folder in (FOLDER, path.parent)]
+        found += [header for header in dict.fromkeys(named) if header.is_file() and header not in found]
+    return tuple(found)
+
+
+@functools.cache
+def _shapes(capability: tuple[int, int]) -> frozenset[tuple[str, str, tuple[str, ...]]]:
+    return frozenset(map(_shape, all_variants(capability)))
+
+
+def _shape(kernel: Kernel) -> tuple[str, str, tuple[str, ...]]:
     """Tests may have other values of a macro, to make a case small."""
-    return kernel.file, kernel.name, [macro for macro, _ in kernel.defines]
+    return kernel.file, kernel.name, tuple(macro for macro, _ in kernel.defines)
 
 
 def _cell(argument: Any) -> Any:

@@ -2,7 +2,7 @@
 #pragma once
 
 #define ALLSPAN_PTX
-#include "e4m3.cuh"
+#include "ptx/e4m3.cuh"
 
 #ifndef FP16
 #define FP16 0

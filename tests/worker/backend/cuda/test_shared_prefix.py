@@ -151,11 +151,8 @@ def test_uneven_heads_and_padding_see_shared_and_own_tokens_once_each(device: st
     check_step(device)
 
 
-def test_on_hopper_tiles_of_none_are_passed_over_as_well(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache: pytest.Cache = request.config.cache
-    emulator = EmulatorDriver(cache.mkdir("emulated"), capability=(9, 0))
+def test_on_hopper_tiles_of_none_are_passed_over_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = EmulatorDriver(capability=(9, 0))
     monkeypatch.setattr(modules, "driver", lambda: emulator)
     check_step("cpu")
     assert [launched.name for launched in emulator.launched] == ["prefill_sm90", "decode", "merge_states"]
