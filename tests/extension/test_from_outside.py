@@ -12,13 +12,22 @@ from torch import Tensor
 
 from allspan.kernels.packing import Packer
 from allspan.kernels.table import BACKENDS, Backend
-from allspan.worker.load.foreign import ForeignConfig
 from allspan.worker.load.registry import FAMILIES
-from allspan.worker.models.families.common import Family, Features, dense_spec
+from allspan.worker.models.families.common import (
+    Family,
+    alike,
+    model_spec,
+    read_context,
+    read_gated_mlp,
+    read_gqa,
+    read_rotary,
+)
+from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.program.program import ProgramBuilder, Slot
-from allspan.worker.quant.base import Epilogue, HeldTensor, LinearShape, Source
+from allspan.worker.quant.base import Epilogue, LinearShape, Source
 from allspan.worker.quant.table import METHODS
+from allspan.worker.weights.held_tensor import HeldTensor
 from support import toy_kernels
 from support.tiny_models import logits_on_ranks, save_tiny
 
@@ -38,7 +47,9 @@ def expected(tiny: Path) -> Tensor:
 
 def test_a_family_from_outside_runs(tiny: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(config: ForeignConfig) -> ModelSpec:
-        return dense_spec(config, "toy", Features())
+        rotary = read_rotary(config, 2048)
+        layers = alike(config, read_gqa(config, rotary), read_gated_mlp(config))
+        return model_spec(config, "toy", layers, read_context(config, rotary, 2048))
 
     monkeypatch.setitem(FAMILIES, "toy", Family("toy", "ToyForCausalLM", read))
     config = json.loads((tiny / "config.json").read_text())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.backend.cuda.capture import GpuSteps
 from allspan.worker.load import loader
 from allspan.worker.models.model import Model
-from allspan.worker.models.spec import ModelSpec
+from allspan.worker.models.spec_json import difference as spec_difference
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.process.release_memory import can_give_back, give_back, take_again
 
@@ -122,7 +121,7 @@ class Weights:
         """What lies at the path now. Raises CheckpointError unless it is a model like the one that was loaded."""
         config = self._config
         prepared = loader.prepare(config, self._cache, self._collectives.rank, self._collectives.size)
-        difference = _difference(self._model.spec, prepared.source.spec)
+        difference = spec_difference(self._model.spec, prepared.source.spec)
         if not difference and prepared.holding.stored != self._model.holding.stored:
             difference = "its tensors are of other types"
         if difference:
@@ -142,9 +141,3 @@ class Weights:
             message = bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
             if message:
                 raise CheckpointError(message if self._collectives.size == 1 else f"rank {rank}: {message}")
-
-
-def _difference(before: ModelSpec, now: ModelSpec) -> str:
-    """The first field in which they differ; "" when the weights of one fit the other."""
-    old, new = asdict(before), asdict(now)
-    return next((f"{name} is {new[name]}, was {old[name]}" for name in old if new[name] != old[name]), "")

@@ -14,10 +14,12 @@ from allspan.kernels.packed import LAYOUT
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.converted_manifest import Manifest, check_ranks, check_source, read_manifest, sha256_of
 from allspan.protos.config.settings import HELD_FIELDS, ModelConfig
-from allspan.worker.models.layout import Holding, Progress, layout
-from allspan.worker.models.spec import ModelSpec, RotarySpec
+from allspan.worker.models.holding import Holding, Progress
+from allspan.worker.models.layout import layout
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.models.spec_json import SpecMismatch, spec_of
 from allspan.worker.process.release_memory import num_memory_nodes
-from allspan.worker.quant.base import HeldTensor
+from allspan.worker.weights.held_tensor import HeldTensor
 from allspan.worker.weights.rank_file import RankFile
 
 logger = logging.getLogger(__name__)
@@ -91,26 +93,17 @@ class ConvertedWeights:
 
 def declared(holding: Holding) -> dict[str, HeldTensor]:
     """Everything that a rank holds, by canonical name."""
-    return {name: tensor for piece in layout(holding.shard.spec) for name, tensor in holding.tensors(piece).items()}
+    return {name: tensor for piece in layout(holding.spec) for name, tensor in holding.tensors(piece).items()}
 
 
 def _spec(folder: Path, manifest: Manifest) -> ModelSpec:
-    values = dict(manifest.spec)
-    rotary = values.pop("rotary", None)
-    found = {*values, "rotary"}, set(rotary or ())
-    known = tuple({field.name for field in fields(cls)} for cls in (ModelSpec, RotarySpec))
-    if not isinstance(rotary, dict) or found != known:
-        differ = sorted((found[0] ^ known[0]) | (found[1] ^ known[1]))
+    try:
+        return spec_of(manifest.spec)
+    except SpecMismatch as error:
         raise CheckpointError(
             f"{folder}: allspan {manifest.version} described the model otherwise than this version does "
-            f"({', '.join(differ)}): convert the model again"
-        )
-    return ModelSpec(rotary=RotarySpec(**_frozen(rotary)), **_frozen(values))
-
-
-def _frozen(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON's lists are tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            f"({', '.join(error.names)}): convert the model again"
+        ) from error
 
 
 def _default(name: str) -> Any:

@@ -18,20 +18,21 @@ from allspan.kernels.packing import Packer
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfig
-from allspan.worker.cache.spec import ITEM_BITS, CacheSpec
+from allspan.worker.cache.spec import ITEM_BITS, CacheGroup, CacheSpec
 from allspan.worker.load.converted import ConvertedWeights
 from allspan.worker.load.registry import ModelSource, find_model
+from allspan.worker.models.holding import Holding, Progress
 from allspan.worker.models.layout import (
     IGNORED_TENSORS,
-    Holding,
-    Progress,
-    Vector,
-    canonical_names,
+    cache_groups,
+    check_ranks,
     expected_shapes,
+    foreign_tensors,
     layout,
 )
 from allspan.worker.models.model import Model
-from allspan.worker.models.shard import Shard, make_shard
+from allspan.worker.models.pieces import Vector
+from allspan.worker.models.shard import make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.quant.gguf import native
@@ -58,7 +59,7 @@ class Prepared:
 
     source: ModelSource
     holding: Holding
-    cache_spec: CacheSpec
+    cache_groups: tuple[CacheGroup, ...]
     max_model_len: int
     held: Mapping[str, str | int]
     """The settings of HELD_FIELDS, "auto" and 0 made definite."""
@@ -66,6 +67,12 @@ class Prepared:
     @property
     def weight_bytes(self) -> int:
         return self.holding.num_bytes
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """That of the only group."""
+        (group,) = self.cache_groups
+        return group.spec
 
 
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
@@ -75,7 +82,8 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
         source = replace(source, quantised=None)
     if source.converted is not None:
         config = replace(config, **source.converted.held(config))
-    shard = make_shard(source.spec, rank, size)
+    check_ranks(source.spec, size)
+    shard = make_shard(rank, size)
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization, config.device)
     memory = memory_of(config.device, dtype)
@@ -99,10 +107,12 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             f"{config.path} is converted, and converted weights lie in panels, for CPUs; device is {config.device}: "
             "load the model that it was made from"
         )
+    pages = _page_dtype(cache.kv_cache_dtype, dtype)
     method = METHODS[quantization](getattr(torch, dtype), config.quantization_group)
     return Prepared(
         source=source,
         holding=Holding(
+            source.spec,
             shard,
             source.family.weights,
             QuantisedHead(method, getattr(torch, dtype)) if config.quantize_lm_head else method,
@@ -111,13 +121,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
             quantization,
             memory=memory,
         ),
-        cache_spec=CacheSpec(
-            page_size=cache.page_size,
-            num_layers=source.spec.num_layers,
-            num_kv_heads=len(shard.kv_heads),
-            head_dim=source.spec.head_dim,
-            dtype=_page_dtype(cache.kv_cache_dtype, dtype),
-        ),
+        cache_groups=cache_groups(source.spec, shard, cache.page_size, pages),
         max_model_len=context_length(config.max_model_len, source.spec),
         held={
             "dtype": dtype,
@@ -184,7 +188,7 @@ def open_weights(source: ModelSource, holding: Holding, config: ModelConfig) -> 
     """Those that were converted, or the slices of a checkpoint. Raises CheckpointError or ConfigError."""
     if source.converted is not None:
         return ConvertedWeights(source.converted, holding, config.verify)
-    return CheckpointWeights(holding, open_checkpoint(source, holding.shard, config.load_format))
+    return CheckpointWeights(holding, open_checkpoint(source, config.load_format))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +247,11 @@ def check_capability(dtype: str, capability: tuple[int, int]) -> None:
 
 def _gpu_backend(prepared: Prepared) -> str:
     """The kernels are for 16 bits and some shapes of heads; whatever else runs on the reference ops, which is slow."""
-    spec, held, pages = prepared.source.spec, prepared.held["dtype"], prepared.cache_spec.dtype
-    group = -(-spec.num_heads // spec.num_kv_heads)
-    if held in _HALVES and runs(spec.head_dim, group, pages):
+    held, pages = prepared.held["dtype"], prepared.cache_spec.dtype
+    kinds = {(block.heads, block.kv_heads) for block in (layer.attention for layer in prepared.source.spec.layers)}
+    heads, kv_heads = next(iter(kinds))
+    group = -(-heads.count // kv_heads.count)
+    if held in _HALVES and len(kinds) == 1 and runs(heads.unit, group, pages):
         return "cuda"
     logger.warning(
         "the CUDA kernels are for bfloat16 and float16, up to %d query heads a KV head and, by the format of KV pages, "
@@ -256,19 +262,18 @@ def _gpu_backend(prepared: Prepared) -> str:
         held,
         pages,
         group,
-        spec.head_dim,
+        heads.unit,
     )
     return "reference"
 
 
-def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Checkpoint:
+def open_checkpoint(source: ModelSource, load_format: str) -> Checkpoint:
     """Opens the weights and checks that they are those of the config; nothing is read yet."""
-    weights = source.family.weights
+    spec, weights = source.spec, source.family.weights
     if load_format == "dummy":
-        names = {
-            weights.foreign(name, "gguf"): weights.foreign(name, "hugging_face") for name in canonical_names(shard.spec)
-        }
-        shapes = expected_shapes(shard, weights, RandomWeights.naming)
+        ours, theirs = (foreign_tensors(spec, weights, naming) for naming in (RandomWeights.naming, "gguf"))
+        names = {each.name: own.name for own, each in zip(ours, theirs, strict=True)}
+        shapes = expected_shapes(spec, weights, RandomWeights.naming)
         return RandomWeights(shapes, {names[name]: kind for name, kind in source.stored.items() if name in names})
     if load_format != "auto":
         raise ConfigError(f"load_format {load_format!r} is not known (auto, dummy)")
@@ -279,7 +284,7 @@ def open_checkpoint(source: ModelSource, shard: Shard, load_format: str) -> Chec
                 f"{checkpoint.where(name)}: tensor {name!r} is of a quantised checkpoint, and there is no "
                 "quantization_config in its config.json"
             )
-    expected = expected_shapes(shard, weights, checkpoint.naming)
+    expected = expected_shapes(spec, weights, checkpoint.naming)
     ignored = IGNORED_TENSORS + (("lm_head.weight",) if source.spec.tie_word_embeddings else ())
     if source.quantised is not None:
         ignored += source.quantised.idle_biases(expected)
@@ -331,7 +336,7 @@ def memory_of(device: str, dtype: str) -> str:
 
 def note_decoded(path: str, holding: Holding) -> None:
     """Says which types of a quantised checkpoint are not computed with as they are."""
-    pieces = [piece for piece in layout(holding.shard.spec) if not isinstance(piece, Vector)]
+    pieces = [piece for piece in layout(holding.spec) if not isinstance(piece, Vector)]
     kinds = {(kind, shape) for shape in map(holding.shape_of, pieces) for kind in shape.stored}
     is_gguf = holding.quantization == "gguf"
     decoded = sorted(

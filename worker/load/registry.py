@@ -11,10 +11,11 @@ from allspan.protos.api.errors import CheckpointError, ModelNotFound
 from allspan.protos.config.converted_manifest import MANIFEST, is_converted
 from allspan.protos.config.json_file import read_json_object
 from allspan.worker.load.converted import ConvertedModel
-from allspan.worker.load.foreign import ForeignConfig
 from allspan.worker.load.gguf_config import gguf_values
 from allspan.worker.models.families.common import Family
-from allspan.worker.models.families.llama import LLAMA, MISTRAL
+from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.families.llama import LLAMA
+from allspan.worker.models.families.mistral import MISTRAL
 from allspan.worker.models.families.qwen2 import QWEN2
 from allspan.worker.models.families.qwen3 import QWEN3
 from allspan.worker.models.spec import ModelSpec
@@ -47,11 +48,6 @@ class ModelSource:
             return self.converted.manifest.stored
         checkpoint = self.gguf or self.quantised
         return {} if checkpoint is None else checkpoint.kinds()
-
-
-def inspect_model(path: str) -> ModelSpec:
-    """What a model is, from its config or GGUF header alone. Raises ModelNotFound or CheckpointError."""
-    return find_model(path).spec
 
 
 def find_model(path: str) -> ModelSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,32 +15,31 @@ from allspan.kernels.cuda.attention.cascade_rule import CascadeRule, tile_token
 from allspan.kernels.cuda.attention.decode import decode_workspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, Tiling
 from allspan.kernels.cuda.cache.pages import PageTable
-from allspan.kernels.ops import OpSet
-from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.models.shard import Shard
-from allspan.worker.step.buffer_sizes import ModelLimits
+from allspan.worker.models.step_meta import MetaContext, StepMeta
 from allspan.worker.step.inputs import PlanTiles, StepInputs
 
 
-class StepMeta(Protocol):
-    """Makes the op's `meta`."""
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """One rank's heads of an attention layer."""
 
-    @property
-    def plan_tiles(self) -> PlanTiles | None:
-        """See `allspan.worker.models.model.Model.plan_tiles`."""
+    kv_head_of: tuple[int, ...]
+    """For each query head, the index of its KV head."""
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """The factor of scores before the softmax."""
+    most_kv_heads: int
+    """Of any rank."""
+    group: int
+    """Query heads that read a KV head, in the whole model."""
 
-    @property
-    def cascade_rule(self) -> CascadeRule | None:
-        """See `allspan.worker.models.model.Model.cascade_rule`."""
 
-    def of(self, inputs: StepInputs) -> Any: ...
-
-
-def attention_of(shard: Shard, cache: CacheSpec, limits: ModelLimits, ops: OpSet, device: str) -> StepMeta:
+def attention_meta(heads: AttentionHeads, context: MetaContext) -> StepMeta:
     """That of the op set."""
-    if ops.name.startswith("cuda/"):
-        return _Gpu(shard, cache, limits, torch.device(device))
-    return _Plain(shard, device)
+    if context.ops.name.startswith("cuda/"):
+        return _Gpu(heads, context)
+    return _Plain(heads, context.device)
 
 
 @dataclass(slots=True)
@@ -59,9 +58,9 @@ class _Plain:
     plan_tiles: PlanTiles | None = None
     cascade_rule: CascadeRule | None = None
 
-    def __init__(self, shard: Shard, device: str) -> None:
-        self._kv_head_of = torch.tensor(shard.kv_head_of, dtype=torch.int32, device=device)
-        self._scale = shard.spec.head_dim**-0.5
+    def __init__(self, heads: AttentionHeads, device: str) -> None:
+        self._kv_head_of = torch.tensor(heads.kv_head_of, dtype=torch.int32, device=device)
+        self._scale = heads.scale
 
     def of(self, inputs: StepInputs) -> _Attention:
         return _Attention(
@@ -72,20 +71,21 @@ class _Plain:
 class _Gpu:
     """The kernels want requests with one new token apart from the others, which come in tiles."""
 
-    def __init__(self, shard: Shard, cache: CacheSpec, limits: ModelLimits, device: torch.device) -> None:
-        kv_heads, dim, most = len(shard.kv_heads), shard.spec.head_dim, limits.max_requests
-        first_heads = np.searchsorted(np.asarray(shard.kv_head_of), np.arange(kv_heads + 1)).astype(np.int32)
+    def __init__(self, heads: AttentionHeads, context: MetaContext) -> None:
+        kv_heads, dim, most = heads.num_kv_heads, heads.head_dim, context.limits.max_requests
+        device = torch.device(context.device)
+        first_heads = np.searchsorted(np.asarray(heads.kv_head_of), np.arange(kv_heads + 1)).astype(np.int32)
         self._first_heads = torch.from_numpy(first_heads).to(device)
         self._group = int(np.diff(first_heads).max())
-        self._scale = dim**-0.5
+        self._scale = heads.scale
         self._workspace = decode_workspace(most, kv_heads, dim, device)
         self._rule: CascadeRule | None = None
         self._states: CascadeWorkspace | None = None
-        if limits.uses_cascades:
-            self._rule = rule = _rule(shard, cache, limits, device)
+        if context.limits.uses_cascades:
+            self._rule = rule = _rule(heads, context, device)
             states = max((rule.parts(rows) * rows for rows in range(1, most + 1) if rule.may_pay(rows)), default=0)
-            heads = len(shard.query_heads), kv_heads
-            self._states = cascade_workspace(most, heads, dim, -(-states // most), device) if states else None
+            all_heads = len(heads.kv_head_of), kv_heads
+            self._states = cascade_workspace(most, all_heads, dim, -(-states // most), device) if states else None
 
     @property
     def plan_tiles(self) -> PlanTiles | None:
@@ -115,9 +115,7 @@ class _Gpu:
         return StepAttention(decodes, prefills, self._scale, self._workspace)
 
 
-def _rule(shard: Shard, cache: CacheSpec, limits: ModelLimits, device: torch.device) -> CascadeRule:
+def _rule(heads: AttentionHeads, context: MetaContext, device: torch.device) -> CascadeRule:
     """The same on every rank, whatever heads it has: rows must stand in one order, and ranks capture steps together."""
-    spec = shard.spec
-    kv_heads, group = -(-spec.num_kv_heads // shard.size), -(-spec.num_heads // spec.num_kv_heads)
-    cost = tile_token(cache.dtype, cache.page_size, spec.head_dim, device)
-    return CascadeRule(kv_heads, group, spec.head_dim, cost, limits.max_model_len, device)
+    cost = tile_token(context.cache.dtype, context.cache.page_size, heads.head_dim, device)
+    return CascadeRule(heads.most_kv_heads, heads.group, heads.head_dim, cost, context.limits.max_model_len, device)

@@ -15,12 +15,11 @@ from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cuda.graphs import Graph
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.models.attention import attention_of
-from allspan.worker.models.decoder import build_decoder, has_centers
-from allspan.worker.models.layout import Holding, qkv_linear
-from allspan.worker.models.rope import cos_sin_table, mean_rotated
+from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.holding import Holding
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
+from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.native_program import NativeProgram
 from allspan.worker.program.program import Interpreter, Rows, with_fused_sums, with_whole_logits
@@ -45,14 +44,15 @@ class Model:
         self.holding = holding
         self.weights = dict(tensors)
         """By their canonical names."""
-        self.spec: ModelSpec = shard.spec
+        self.spec: ModelSpec = holding.spec
         self.max_model_len = limits.max_model_len
         self.cache_spec = cache_spec
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.vocab_widths = tuple(len(rows) for rows in split(shard.spec.vocab_size, shard.size))
+        self.vocab_widths = tuple(len(rows) for rows in split(self.spec.vocab_size, shard.size))
         """Columns of each rank's logits; a single number where every rank has all of them."""
         capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
-        program = build_decoder(holding, cache_spec.is_quantised)
+        decoder = build_decoder(holding, cache_spec.is_quantised)
+        program = decoder.program
         activations = activations_of(ops, holding.dtype)
         if activations in getattr(collectives, "norms", ()):
             program = with_fused_sums(program)
@@ -60,17 +60,21 @@ class Model:
         """Raises what a GPU cannot: that a peer did not come in an earlier step."""
         if shard.size > 1 and getattr(collectives, "gathers_columns", False):
             program = with_whole_logits(program, self.vocab_widths)
-            self.vocab_widths = (shard.spec.vocab_size,)
+            self.vocab_widths = (self.spec.vocab_size,)
         self._interpreter: Interpreter | NativeProgram
         if device == "cpu" and getattr(ops, "program", None) is not None:
             self._interpreter = NativeProgram(program, ops, collectives, capacity)
         else:
             self._interpreter = Interpreter(program, ops, collectives, capacity, device, activations)
         self._interpreter.bind(tensors)
-        self._cos_sin = cos_sin_table(shard.spec.rotary, shard.spec.head_dim, limits.max_model_len).to(device)
-        self._interpreter.bind({"cos_sin": self._cos_sin})
+        made = decoder.bindings.constants.items()
+        self._constants = {name: make(limits.max_model_len).to(device) for name, make in made}
+        self._interpreter.bind(self._constants)
+        self._derived = decoder.bindings.derived
         self.weights_changed()
-        self._attention = attention_of(shard, cache_spec, limits, ops, device)
+        context = MetaContext(cache_spec, limits, ops, device)
+        self._metas = {name: make(context) for name, (_, make) in decoder.bindings.metas.items()}
+        self._attention = next(iter(self._metas.values()))
         self._cache: KVCache | None = None
         self._inputs: StepInputs | None = None
         self._is_profiling = False
@@ -81,11 +85,8 @@ class Model:
 
     def weights_changed(self) -> None:
         """Computes anew what is derived from `weights`; to be called when their tensors have been filled again."""
-        if self.cache_spec.is_quantised and has_centers(self.spec):
-            heads = (self.cache_spec.num_kv_heads, self.spec.head_dim)
-            for layer in range(self.spec.num_layers):
-                bias = self.holding.bias(self.weights, qkv_linear(self.spec, layer), 1).view(heads)
-                self._interpreter.bind({f"k_center.{layer}": mean_rotated(bias, self._cos_sin)})
+        tensors = self.weights | self._constants
+        self._interpreter.bind({name: derive(tensors) for name, derive in self._derived.items()})
 
     @property
     def plan_tiles(self) -> PlanTiles | None:
@@ -107,7 +108,7 @@ class Model:
         if kv.spec != self.cache_spec:
             raise InternalError(f"a cache of {kv.spec} for a model of {self.cache_spec}")
         self._cache = kv
-        for layer in range(self.spec.num_layers):
+        for layer in range(len(self.spec.layers)):
             self._interpreter.bind(
                 {
                     f"k_cache.{layer}": kv.keys[layer],
@@ -156,7 +157,7 @@ class Model:
             "positions": inputs.positions,
             "slots": inputs.slots,
             "logits_rows": inputs.logits_rows,
-            "attention": self._attention.of(inputs),
+            **{name: meta.of(inputs) for name, meta in self._metas.items()},
         }
 
     def start_profile(self) -> None:

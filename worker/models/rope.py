@@ -6,17 +6,42 @@ Computed in float32 step by step as transformers does (`modeling_rope_utils`), s
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from allspan.worker.models.spec import RotarySpec
-
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def cos_sin_table(rotary: RotarySpec, head_dim: int, max_positions: int) -> Tensor:
-    """float32 [max_positions, rot]: cosines in the first half of a row, sines in the second."""
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Rotary embedding. `kind` is "default", "llama3", "yarn" or "linear"; the rest are that kind's parameters
+    (Hugging Face names)."""
+
+    theta: float
+    kind: str = "default"
+    rotary_dim: int = 0
+    """Elements of a head that turn; 0: all."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+    """YaRN's scale of cos and sin; 0: 0.1 · ln(factor) + 1."""
+    truncate: bool = True
+    """YaRN: whether the ends of the ramp are rounded outwards to whole elements."""
+    freq_factors: tuple[float, ...] = ()
+    """Divisors of the inverse frequencies, one a pair of elements (how GGUF files carry llama3 scaling)."""
+
+
+def cos_sin_table(rotary: RotarySpec | None, head_dim: int, max_positions: int) -> Tensor:
+    """float32 [max_positions, rot]: cosines in the first half of a row, sines in the second; without a rotary embedding
+    rot is 0."""
+    if rotary is None:
+        return torch.zeros((max_positions, 0))
     inverse, scale = inverse_frequencies(rotary, head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse[None, :]
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).contiguous()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from allspan.protos.api.errors import ConfigError
-from allspan.worker.models.spec import ModelSpec
-from allspan.worker.weights.weight_map import Dim
+from allspan.worker.models.pieces import EP, TP, Axis
 
 
 def split(total: int, size: int) -> tuple[range, ...]:
@@ -18,64 +17,38 @@ def split(total: int, size: int) -> tuple[range, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank's part. Ranges count heads, MLP columns and vocabulary rows of the whole model."""
+class Place:
+    """A rank within a process group."""
 
-    spec: ModelSpec
     rank: int
     size: int
-    query_heads: range
-    kv_heads: range
-    """Every KV head that this rank's query heads read; neighbouring ranks may hold the same one."""
-    kv_head_of: tuple[int, ...]
-    """For each query head of this rank, the index of its KV head within `kv_heads`."""
-    intermediate: range
-    vocabulary: range
 
-    def full(self, dim: Dim) -> int:
-        """Elements along a dimension in the whole model."""
-        spec = self.spec
-        return {
-            Dim.HIDDEN: spec.hidden_size,
-            Dim.QUERY: spec.num_heads * spec.head_dim,
-            Dim.KEY_VALUE: spec.num_kv_heads * spec.head_dim,
-            Dim.HEAD: spec.head_dim,
-            Dim.INTERMEDIATE: spec.intermediate_size,
-            Dim.VOCABULARY: spec.vocab_size,
-        }[dim]
 
-    def part(self, dim: Dim) -> range:
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part: its number in the world, and its place in each process group that axes name."""
+
+    rank: int
+    size: int
+    groups: Mapping[str, Place]
+
+    def units(self, axis: Axis) -> range:
+        """This rank's units (heads, columns, experts) along a dimension."""
+        if not axis.group:
+            return range(axis.count)
+        place = self.groups[axis.group]
+        if not axis.readers:
+            return split(axis.count, place.size)[place.rank]
+        run, readers = axis.readers // axis.count, split(axis.readers, place.size)[place.rank]
+        return range(readers.start // run, -(-readers.stop // run)) if readers else range(0)
+
+    def part(self, axis: Axis) -> range:
         """This rank's elements along a dimension."""
-        if dim is Dim.QUERY:
-            return self._elements(self.query_heads)
-        if dim is Dim.KEY_VALUE:
-            return self._elements(self.kv_heads)
-        if dim is Dim.INTERMEDIATE:
-            return self.intermediate
-        if dim is Dim.VOCABULARY:
-            return self.vocabulary
-        return range(self.full(dim))
-
-    def _elements(self, heads: range) -> range:
-        return range(heads.start * self.spec.head_dim, heads.stop * self.spec.head_dim)
+        units = self.units(axis)
+        return range(units.start * axis.unit, units.stop * axis.unit)
 
 
-def make_shard(spec: ModelSpec, rank: int, size: int) -> Shard:
-    """Raises ConfigError for more ranks than query heads: a rank without heads would only wait for the others."""
-    if size > spec.num_heads:
-        raise ConfigError(
-            f"ranks {size} is more than the model's {spec.num_heads} query heads: use at most {spec.num_heads} ranks"
-        )
-    group = spec.num_heads // spec.num_kv_heads
-    query_heads = split(spec.num_heads, size)[rank]
-    kv_heads = range(query_heads[0] // group, query_heads[-1] // group + 1)
-    return Shard(
-        spec=spec,
-        rank=rank,
-        size=size,
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        kv_head_of=tuple(head // group - kv_heads.start for head in query_heads),
-        intermediate=split(spec.intermediate_size, size)[rank],
-        vocabulary=split(spec.vocab_size, size)[rank],
-    )
+def make_shard(rank: int, size: int) -> Shard:
+    """One of `size` ranks that share all that is split: each process group holds all of them."""
+    place = Place(rank, size)
+    return Shard(rank, size, {TP: place, EP: place})

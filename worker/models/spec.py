@@ -1,31 +1,38 @@
-"""ModelSpec: a family is data. A foreign config is read once, in its family's file; from then on these values count."""
+"""ModelSpec: a model as data, layer by layer. A foreign config is read once, in its family's file; from then on these
+values count."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allspan.worker.models.blocks.base import AttentionBlock, MlpBlock
+
 
 @dataclass(frozen=True, slots=True)
-class RotarySpec:
-    """Rotary embedding. `kind` is "default", "llama3", "yarn" or "linear"; the rest are that kind's parameters
-    (Hugging Face names)."""
+class NormSpec:
+    """An RMSNorm over the hidden size. Its weight is `scale` times the checkpoint's."""
 
-    theta: float
-    kind: str = "default"
-    rotary_dim: int = 0
-    """Elements of a head that turn; 0: all."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 0.0
-    """YaRN's scale of cos and sin; 0: 0.1 · ln(factor) + 1."""
-    truncate: bool = True
-    """YaRN: whether the ends of the ramp are rounded outwards to whole elements."""
-    freq_factors: tuple[float, ...] = ()
-    """Divisors of the inverse frequencies, one a pair of elements (how GGUF files carry llama3 scaling)."""
+    eps: float
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Where a sublayer is normed: residual += after(sublayer(before(residual))). Llama has `before` alone, OLMo 2
+    `after` alone, Gemma 2 both; None: no norm there."""
+
+    before: NormSpec | None
+    after: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A layer: an attention block, then an MLP block, each with its norms and added to the residual stream."""
+
+    attention: AttentionBlock
+    mlp: MlpBlock
+    attention_norms: Norms
+    mlp_norms: Norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +41,13 @@ class ModelSpec:
 
     family: str
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    rotary: RotarySpec
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """A bias on the attention output projection."""
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    """Before the head."""
+    embedding_scale: float = 1.0
+    """The embedding is held as so many times the checkpoint's."""
     tie_word_embeddings: bool = False
     dtype: str = "float32"
     """Of the checkpoint: "float32", "bfloat16" or "float16"."""

@@ -22,10 +22,6 @@ from allspan.worker.program.program import COLLECTIVE_OPS, Buffer, Op, Program, 
 _REFERENCE_OPS = frozenset({"gather_columns"})
 """Those that have no compiled kernel."""
 
-_STEP_INPUTS = ("ids", "positions", "slots", "logits_rows", "attention")
-_ROWS = {"logits_rows": Rows.LOGITS}
-"""What the rows of a step's input count; the others count tokens."""
-
 
 class NativeProgram:
     """Runs a program as `allspan.worker.program.program.Interpreter` does, on the threads of a CPU op set."""
@@ -50,8 +46,8 @@ class NativeProgram:
                 self._native.bind(i, self._buffers[i][1])
             else:
                 self._names[slot.name] = i
-                if slot.name in _STEP_INPUTS:
-                    self._native.declare_input(i, slot.name, _ROWS.get(slot.name) is Rows.LOGITS)
+                if slot.input_rows is not None:
+                    self._native.declare_input(i, slot.name, slot.input_rows is Rows.LOGITS)
         foreign = _REFERENCE_OPS | (COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset())
         self._stretches: list[tuple[int, int] | _Foreign] = []
         self._timer = OpTimer("cpu")

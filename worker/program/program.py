@@ -59,6 +59,8 @@ class Named:
     """A tensor (or, for attention, its metadata) that somebody else provides under this name."""
 
     name: str
+    input_rows: Rows | None = None
+    """An input of every step, and what its rows count; None: it stays where it is bound."""
 
 
 Value = Slot | PackedSpec | float | int | None
@@ -142,25 +144,36 @@ class ProgramBuilder:
     def buffer(self, name: str, rows: Rows, *shape: int, is_exact: bool = False) -> Slot:
         return self._add(Buffer(name, rows, shape, name, is_exact))
 
-    def view(self, name: str, slot: Slot, *shape: int) -> Slot:
+    def view(self, slot: Slot, *shape: int) -> Slot:
         """The buffer `slot` with rows of another shape."""
-        buffer = self._slots[slot.index]
-        if not isinstance(buffer, Buffer) or math.prod(shape) != math.prod(buffer.shape):
-            raise InternalError(f"slot {name!r}: {buffer} has no view of shape {shape}")
+        buffer = self._buffer(slot)
+        if math.prod(shape) != math.prod(buffer.shape):
+            raise InternalError(f"slot {buffer.name!r} of shape {buffer.shape} has no view of shape {shape}")
+        name = f"{buffer.name} as {' x '.join(map(str, shape))}"
         return self._add(Buffer(name, buffer.rows, shape, buffer.storage, buffer.is_exact))
+
+    def width(self, slot: Slot) -> int:
+        """Elements in a row of a buffer."""
+        return math.prod(self._buffer(slot).shape)
+
+    def rows(self, slot: Slot) -> Rows:
+        """What the rows of a buffer count."""
+        return self._buffer(slot).rows
 
     def scratch(self, label: str, like: Slot, width: int = 0) -> Slot:
         """A buffer in the shape of another, or with rows of `width`, for what an op needs only until the next one: same
         label, same memory."""
-        buffer = self._slots[like.index]
-        if not isinstance(buffer, Buffer):
-            raise InternalError(f"slot {buffer.name!r} is no buffer")
+        buffer = self._buffer(like)
         shape = (width,) if width else buffer.shape
         return self.buffer(f"{label} like {buffer.rows.value} {shape}", buffer.rows, *shape)
 
     def named(self, name: str) -> Slot:
-        """A weight, an input or a cache tensor."""
+        """A weight, a constant or a cache tensor."""
         return self._add(Named(name))
+
+    def input(self, name: str, rows: Rows = Rows.TOKENS) -> Slot:
+        """A tensor or metadata of the step."""
+        return self._add(Named(name, rows))
 
     def op(self, name: str, *arguments: Argument) -> None:
         used = [self._slots[value.index] for value in flat(arguments) if isinstance(value, Slot)]
@@ -169,6 +182,12 @@ class ProgramBuilder:
 
     def build(self, output: Slot) -> Program:
         return Program(tuple(self._slots), tuple(self._ops), output)
+
+    def _buffer(self, slot: Slot) -> Buffer:
+        buffer = self._slots[slot.index]
+        if not isinstance(buffer, Buffer):
+            raise InternalError(f"slot {buffer.name!r} is no buffer")
+        return buffer
 
     def _add(self, slot: Buffer | Named) -> Slot:
         known = self._by_name.get(slot.name)

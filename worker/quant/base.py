@@ -12,6 +12,7 @@ from torch import Tensor
 
 from allspan.kernels.packing import Packer
 from allspan.worker.program.program import ProgramBuilder, Slot
+from allspan.worker.weights.held_tensor import HeldTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,6 @@ class LinearShape:
     @property
     def outputs(self) -> int:
         return sum(self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """A tensor that a method keeps in memory."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class Source(Protocol):

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from allspan.kernels.packing import Packer
 from allspan.worker.program.program import ProgramBuilder, Slot
-from allspan.worker.quant.base import Epilogue, HeldTensor, LinearMethod, LinearShape, Source
+from allspan.worker.quant.base import Epilogue, LinearMethod, LinearShape, Source
 from allspan.worker.quant.instant import SCHEMES, InstantQuant
 from allspan.worker.quant.packed import PackedMethod
+from allspan.worker.weights.held_tensor import HeldTensor
 
 
 class QuantisedHead:

@@ -13,7 +13,8 @@ from torch import Tensor
 from allspan.kernels.packed import FEATURES, PackedSpec
 from allspan.kernels.packing import Packer, Target
 from allspan.worker.program.program import ProgramBuilder, Slot
-from allspan.worker.quant.base import Epilogue, HeldTensor, LinearShape, Source
+from allspan.worker.quant.base import Epilogue, LinearShape, Source
+from allspan.worker.weights.held_tensor import HeldTensor
 
 _CHUNK = 1 << 20
 """Elements that are read at a time: bounds the temporaries and keeps them near the processor."""

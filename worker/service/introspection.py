@@ -14,9 +14,11 @@ import allspan
 from allspan.protos.api.errors import CheckpointError, InvalidRequest
 from allspan.protos.config.json_file import read_json_object
 from allspan.protos.config.settings import ModelConfig
-from allspan.worker.models.layout import Holding, expected_shapes, layout
+from allspan.worker.models.holding import Holding
+from allspan.worker.models.layout import expected_shapes, layout
 from allspan.worker.models.model import Model
 from allspan.worker.models.shard import make_shard
+from allspan.worker.models.spec_json import spec_json
 
 _LIBRARIES = ("torch", "numpy", "grpcio", "mpi4py")
 _WEIGHT_FORMATS = {".safetensors": "safetensors", ".gguf": "gguf"}
@@ -49,8 +51,8 @@ class Inspection:
     def model(self) -> dict[str, Any]:
         """The whole model's shape, and each rank's part: its heads and its tensors."""
         holding = self._model.holding
-        spec, size = holding.shard.spec, holding.shard.size
-        parts = [replace(holding, shard=make_shard(spec, rank, size)) for rank in range(size)]
+        spec, size = holding.spec, holding.shard.size
+        parts = [replace(holding, shard=make_shard(rank, size)) for rank in range(size)]
         return {
             "name": self._config.name,
             "path": self._config.path,
@@ -58,7 +60,7 @@ class Inspection:
             "quantization": holding.quantization,
             "max_model_len": self._model.max_model_len,
             "parameters": _parameters(holding),
-            "spec": asdict(spec),
+            "spec": spec_json(spec),
             "cache": asdict(self._model.cache_spec),
             "ranks": [_part(part) for part in parts],
         }
@@ -99,15 +101,16 @@ class Inspection:
 
 
 def _part(holding: Holding) -> dict[str, Any]:
-    shard = holding.shard
+    shard, block = holding.shard, holding.spec.layers[0].attention
+    heads, kv_heads = shard.units(block.heads), shard.units(block.kv_heads)
     return {
         "rank": shard.rank,
-        "query_heads": [shard.query_heads.start, shard.query_heads.stop],
-        "kv_heads": [shard.kv_heads.start, shard.kv_heads.stop],
+        "query_heads": [heads.start, heads.stop],
+        "kv_heads": [kv_heads.start, kv_heads.stop],
         "weight_bytes": holding.num_bytes,
         "tensors": [
             {"name": name, "shape": list(tensor.shape), "dtype": _dtype(tensor.dtype), "bytes": tensor.num_bytes}
-            for piece in layout(shard.spec)
+            for piece in layout(holding.spec)
             for name, tensor in holding.tensors(piece).items()
         ],
     }
@@ -115,7 +118,7 @@ def _part(holding: Holding) -> dict[str, Any]:
 
 def _parameters(holding: Holding) -> int:
     """Weights of the model, each counted once."""
-    return sum(map(math.prod, expected_shapes(holding.shard, holding.weights, "hugging_face").values()))
+    return sum(map(math.prod, expected_shapes(holding.spec, holding.weights, "hugging_face").values()))
 
 
 def _dtype(dtype: object) -> str:

@@ -36,6 +36,7 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.text.tokenizers.gguf_metadata import metadata_part
 from allspan.worker.load.converted import declared
 from allspan.worker.load.loader import Prepared, note_decoded, open_checkpoint, open_ops, prepare
+from allspan.worker.models.spec_json import spec_json
 from allspan.worker.process import host
 from allspan.worker.process.load_progress import LoadProgress
 from allspan.worker.weights.rank_file import new_rank_file
@@ -56,7 +57,7 @@ def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
     source = prepared[0].source
     copied = _to_copy(source.path)
     _check_room(into, sum(rank.weight_bytes for rank in prepared) + sum(path.stat().st_size for path in copied))
-    checkpoint = open_checkpoint(source, prepared[0].holding.shard, config.model.load_format)
+    checkpoint = open_checkpoint(source, config.model.load_format)
     dummy = config.model.load_format == "dummy"
     files = [] if dummy else sorted({checkpoint.where(name) for name in checkpoint.names()})
     packer = Packer(getattr(open_ops(config), "runtime", None))
@@ -69,7 +70,7 @@ def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
         written = tuple(_convert_rank(config, each, packer, into) for each in prepared)
         described: tuple[SourceFile, ...] = hashed.result()
     manifest = Manifest(
-        FORMAT, LAYOUT, allspan.__version__, prepared[0].held, asdict(source.spec), source.stored, described, written
+        FORMAT, LAYOUT, allspan.__version__, prepared[0].held, spec_json(source.spec), source.stored, described, written
     )
     (into / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -78,7 +79,7 @@ def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
 def _convert_rank(config: WorkerConfig, prepared: Prepared, packer: Packer, into: Path) -> RankWeights:
     holding = replace(prepared.holding, packer=packer)
     shard, ranks = holding.shard, holding.shard.size
-    checkpoint = open_checkpoint(prepared.source, shard, config.model.load_format)
+    checkpoint = open_checkpoint(prepared.source, config.model.load_format)
     path = into / f"rank-{shard.rank}.safetensors"
     metadata = {"writer": f"allspan {allspan.__version__}", "rank": str(shard.rank), "ranks": str(ranks)}
     title = f"converting {config.model.name}" + (f", rank {shard.rank} of {ranks}" if ranks > 1 else "")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,8 +25,10 @@ from allspan.worker.cache.available_memory import room
 from allspan.worker.cache.budget import CacheDemand, Room, num_kv_pages, pages_of
 from allspan.worker.load.loader import Prepared, check_device, prepare
 from allspan.worker.models.decoder import build_decoder
-from allspan.worker.models.layout import Linear, layer_pieces
+from allspan.worker.models.layout import layer_pieces
+from allspan.worker.models.pieces import Linear
 from allspan.worker.models.spec import ModelSpec
+from allspan.worker.models.spec_json import spec_json
 from allspan.worker.program.program import Rows, buffer_bytes
 from allspan.worker.scheduler.limits import most_logits_rows
 
@@ -48,7 +51,8 @@ class MemoryPlan:
     """`max_model_len` is what a request may use; `largest_model_len` what would fit into the same budget of KV (no more
     than the model's context). `num_pages` 0 and `refusal` when a full context does not fit."""
 
-    model: ModelSpec
+    model: dict[str, Any]
+    """Its spec, and `num_layers`, `num_heads` and `num_kv_heads`."""
     dtype: str
     quantization: str
     page_size: int
@@ -88,7 +92,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     if tiered and not host_pages:
         refusal = refusal or f"host_kv_cache_bytes is {tiered}, must be at least a page's ({widest} bytes), or 0"
     return MemoryPlan(
-        model=first.source.spec,
+        model=_described(first.source.spec),
         dtype=str(first.holding.dtype).removeprefix("torch."),
         quantization=first.holding.quantization,
         page_size=page_size,
@@ -122,13 +126,20 @@ def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
     capacity = {Rows.TOKENS: most.max_num_batched_tokens, Rows.LOGITS: most_logits_rows(most.max_num_seqs)}
     shapes = [
         (sum(shape.parts), len(shape.inputs))
-        for piece in layer_pieces(prepared.source.spec, "layers.0.")
+        for layer in range(len(prepared.source.spec.layers))
+        for piece in layer_pieces(prepared.source.spec, layer)
         if isinstance(piece, Linear)
         for shape in [holding.shape_of(piece)]
     ]
     is_packed = holding.quantization != "none"
     widest = max(outputs * (most.max_num_batched_tokens + inputs * is_packed) for outputs, inputs in shapes)
-    return buffer_bytes(build_decoder(holding), capacity, dtype) + widest * dtype.itemsize
+    return buffer_bytes(build_decoder(holding).program, capacity, dtype) + widest * dtype.itemsize
+
+
+def _described(spec: ModelSpec) -> dict[str, Any]:
+    block = spec.layers[0].attention
+    heads = {"num_heads": block.heads.count, "num_kv_heads": block.kv_heads.count}
+    return spec_json(spec) | {"num_layers": len(spec.layers)} | heads
 
 
 def _largest(pages: Callable[[int], int], limit: int, page_size: int) -> int:

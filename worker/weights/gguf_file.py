@@ -21,7 +21,6 @@ from allspan.worker.weights.mapped_file import MappedFile
 _PLAIN = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}
 _CHUNK = 1 << 20
 """Elements decoded at a time: bounds the temporaries and keeps them near the processor."""
-_PERMUTED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -44,11 +43,7 @@ class _Stored:
 
 
 class GgufFile:
-    """See `allspan.worker.weights.checkpoint.Checkpoint`. `metadata` is the header's but for the vocabulary.
-
-    Files of the "llama" architecture hold q and k with the rows of each head reordered for the interleaved rotary
-    embedding of llama.cpp; `read` puts them back.
-    """
+    """See `allspan.worker.weights.checkpoint.Checkpoint`. `metadata` is the header's but for the vocabulary."""
 
     naming = "gguf"
 
@@ -60,11 +55,6 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         for part in _parts(path):
             self._open(part)
-        architecture = self.metadata.get("general.architecture")
-        heads = self.metadata.get("llama.attention.head_count")
-        self._heads: dict[str, Any] = {}
-        if architecture == "llama":
-            self._heads = {"q": heads, "k": self.metadata.get("llama.attention.head_count_kv", heads)}
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -97,15 +87,10 @@ class GgufFile:
         stored = self._tensors[name]
         rows, columns = (range(1), ranges[0]) if len(ranges) == 1 else ranges
         target = out.view(1, -1) if out.ndim == 1 else out
-        order = self._row_order(name, stored)
-        if len(ranges) == 1 and order is not None:
-            whole = self._decode(stored, np.arange(1), range(stored.shape[0]))
-            out.copy_(torch.from_numpy(whole[0, order[columns.start : columns.stop]]))
-            return
         step = max(1, _CHUNK // max(1, len(columns)))
         for start in range(0, len(rows), step):
-            wanted = np.arange(rows.start + start, min(rows.start + start + step, rows.stop))
-            decoded = self._decode(stored, wanted if order is None else order[wanted], columns)
+            wanted = range(rows.start + start, min(rows.start + start + step, rows.stop))
+            decoded = self._decode(stored, wanted, columns)
             target[start : start + len(wanted)].copy_(torch.from_numpy(decoded))
 
     def kinds(self) -> dict[str, str]:
@@ -117,38 +102,25 @@ class GgufFile:
         return any(stored.kind not in _PLAIN for stored in self._tensors.values() if len(stored.shape) > 1)
 
     def blocks(self, name: str, rows: range, inputs: range) -> Tensor:
-        stored = self._tensors[name]
-        order = self._row_order(name, stored)
-        wanted = np.arange(rows.start, rows.stop) if order is None else order[rows.start : rows.stop]
-        return torch.from_numpy(self._raw(stored, wanted, inputs))
+        return torch.from_numpy(self._raw(self._tensors[name], rows, inputs))
 
     def release(self) -> None:
         for file in self._files:
             file.release()
 
-    def _decode(self, stored: _Stored, rows: npt.NDArray[np.int64], columns: range) -> npt.NDArray[np.float32]:
+    def _decode(self, stored: _Stored, rows: range, columns: range) -> npt.NDArray[np.float32]:
         """float32 [rows, columns]; along a row, whole quantisation blocks are decoded and then cut."""
         raw = self._raw(stored, rows, columns)
         decoded = np.asarray(gguf.dequantize(raw, stored.kind), dtype=np.float32).reshape(len(rows), -1)
         start = columns.start % stored.block
         return np.ascontiguousarray(decoded[:, start : start + len(columns)])
 
-    def _raw(self, stored: _Stored, rows: npt.NDArray[np.int64], columns: range) -> npt.NDArray[np.uint8]:
+    def _raw(self, stored: _Stored, rows: range, columns: range) -> npt.NDArray[np.uint8]:
         """[rows, bytes]: the whole blocks that hold these columns."""
         data = stored.file.view(stored.offset, stored.num_rows * stored.row_bytes).reshape(stored.num_rows, -1)
         first, last = columns.start // stored.block, -(-columns.stop // stored.block)
-        return np.ascontiguousarray(data[rows, first * stored.block_bytes : last * stored.block_bytes])
-
-    def _row_order(self, name: str, stored: _Stored) -> npt.NDArray[np.int64] | None:
-        """For each row of the original, where the file has it: within a head, (half, pair) became (pair, half)."""
-        match = _PERMUTED.fullmatch(name)
-        if not self._heads or match is None:
-            return None
-        heads = int(self._heads[match[1]])
-        rows = np.arange(stored.shape[0], dtype=np.int64)
-        if stored.shape[0] % (2 * heads):
-            raise CheckpointError(f"{self._path}: tensor {name!r} has {stored.shape[0]} rows for {heads} heads")
-        return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        taken = slice(first * stored.block_bytes, last * stored.block_bytes)
+        return np.ascontiguousarray(data[rows.start : rows.stop, taken])
 
     def _open(self, path: Path) -> None:
         file = MappedFile(path)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
-from allspan.worker.quant.base import HeldTensor
+from allspan.worker.weights.held_tensor import HeldTensor
 from allspan.worker.weights.mapped_file import MappedFile
 from allspan.worker.weights.safetensors_folder import Stored, read_entry, read_header
 

@@ -1,54 +1,67 @@
-"""Weight maps: canonical tensor names, the names that checkpoint formats give them, and how each splits over ranks.
-
-A weight names the meaning of its dimensions; the split follows from that alone (`allspan.worker.models.shard.Shard`):
-query heads, KV heads, the intermediate size and the vocabulary are split, everything else is replicated.
-"""
+"""Weight maps: canonical tensor names, and the names that checkpoint formats give them."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-class Dim(enum.Enum):
-    """What the elements along one dimension of a weight are."""
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A checkpoint's tensor. `name` holds `{i}` where the layer's number goes, `{e}` where that of an expert does, and
+    lacks the suffix (".weight", ".bias"). Neighbouring parts of a layer that have the same name are one tensor, below
+    each other."""
 
-    HIDDEN = "hidden"
-    QUERY = "query heads × head size"
-    KEY_VALUE = "KV heads × head size"
-    HEAD = "head size"
-    INTERMEDIATE = "intermediate"
-    VOCABULARY = "vocabulary"
+    name: str
+    offset: float = 0.0
+    """The canonical tensor is that much larger: 1 for norms that are stored as their distance from 1."""
+    has_suffix: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One weight. Names hold `{i}` where the layer's number goes, and lack the suffix (".weight", ".bias")."""
+    """One weight. `name` as in `Foreign`, with `{i}` alone."""
 
     name: str
-    hugging_face: str
-    gguf: str
-    dims: tuple[Dim, ...]
-    """Of ".weight", [out, in] for a matrix; a ".bias" has the first one only."""
+    hugging_face: str | Foreign
+    gguf: str | Foreign
+
+    def foreign(self, naming: str) -> Foreign:
+        found: str | Foreign = getattr(self, naming)
+        return Foreign(found) if isinstance(found, str) else found
 
 
 class WeightMap:
     """The entries of a family, found by canonical name. `naming` is "hugging_face" or "gguf"."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[Entry], interleaved: Iterable[str] = ()) -> None:
+        """`interleaved`: namings of checkpoints whose heads have the pairs that rotary embedding turns side by side
+        (0, 1), (2, 3) …, not half a head apart."""
         self._entries = {entry.name: entry for entry in entries}
+        self._interleaved = frozenset(interleaved)
 
-    def dims(self, name: str) -> tuple[Dim, ...]:
-        """Dimensions of a canonical tensor such as "layers.3.q.weight"; KeyError if there is none."""
-        entry, _, suffix = self._find(name)
-        return entry.dims[:1] if suffix == "bias" else entry.dims
+    def with_entries(self, *entries: Entry, interleaved: Iterable[str] = ()) -> WeightMap:
+        """Another map, in which these are instead of those of the same names, or new."""
+        merged = self._entries | {entry.name: entry for entry in entries}
+        return WeightMap(merged.values(), self._interleaved | frozenset(interleaved))
 
-    def foreign(self, name: str, naming: str) -> str:
-        """The checkpoint's name of a canonical tensor."""
+    def is_interleaved(self, naming: str) -> bool:
+        return naming in self._interleaved
+
+    def foreign(self, name: str, naming: str, expert: int = 0) -> str:
+        """The checkpoint's name of a canonical tensor such as "layers.3.q.weight"; KeyError if there is none."""
         entry, layer, suffix = self._find(name)
-        pattern: str = getattr(entry, naming)
-        return f"{pattern.replace('{i}', layer)}.{suffix}"
+        foreign = entry.foreign(naming)
+        filled = foreign.name.replace("{i}", layer).replace("{e}", str(expert))
+        return f"{filled}.{suffix}" if foreign.has_suffix else filled
+
+    def offset(self, name: str, naming: str) -> float:
+        """See `Foreign`."""
+        return self._find(name)[0].foreign(naming).offset
+
+    def is_by_expert(self, name: str, naming: str) -> bool:
+        """Whether every expert has a tensor of its own."""
+        return "{e}" in self._find(name)[0].foreign(naming).name
 
     def _find(self, name: str) -> tuple[Entry, str, str]:
         stem, _, suffix = name.rpartition(".")
@@ -62,20 +75,20 @@ _LAYER = "model.layers.{i}."
 
 DENSE = WeightMap(
     (
-        Entry("embedding", "model.embed_tokens", "token_embd", (Dim.VOCABULARY, Dim.HIDDEN)),
-        Entry("norm", "model.norm", "output_norm", (Dim.HIDDEN,)),
-        Entry("lm_head", "lm_head", "output", (Dim.VOCABULARY, Dim.HIDDEN)),
-        Entry("layers.{i}.input_norm", _LAYER + "input_layernorm", "blk.{i}.attn_norm", (Dim.HIDDEN,)),
-        Entry("layers.{i}.q", _LAYER + "self_attn.q_proj", "blk.{i}.attn_q", (Dim.QUERY, Dim.HIDDEN)),
-        Entry("layers.{i}.k", _LAYER + "self_attn.k_proj", "blk.{i}.attn_k", (Dim.KEY_VALUE, Dim.HIDDEN)),
-        Entry("layers.{i}.v", _LAYER + "self_attn.v_proj", "blk.{i}.attn_v", (Dim.KEY_VALUE, Dim.HIDDEN)),
-        Entry("layers.{i}.q_norm", _LAYER + "self_attn.q_norm", "blk.{i}.attn_q_norm", (Dim.HEAD,)),
-        Entry("layers.{i}.k_norm", _LAYER + "self_attn.k_norm", "blk.{i}.attn_k_norm", (Dim.HEAD,)),
-        Entry("layers.{i}.o", _LAYER + "self_attn.o_proj", "blk.{i}.attn_output", (Dim.HIDDEN, Dim.QUERY)),
-        Entry("layers.{i}.mlp_norm", _LAYER + "post_attention_layernorm", "blk.{i}.ffn_norm", (Dim.HIDDEN,)),
-        Entry("layers.{i}.gate", _LAYER + "mlp.gate_proj", "blk.{i}.ffn_gate", (Dim.INTERMEDIATE, Dim.HIDDEN)),
-        Entry("layers.{i}.up", _LAYER + "mlp.up_proj", "blk.{i}.ffn_up", (Dim.INTERMEDIATE, Dim.HIDDEN)),
-        Entry("layers.{i}.down", _LAYER + "mlp.down_proj", "blk.{i}.ffn_down", (Dim.HIDDEN, Dim.INTERMEDIATE)),
+        Entry("embedding", "model.embed_tokens", "token_embd"),
+        Entry("norm", "model.norm", "output_norm"),
+        Entry("lm_head", "lm_head", "output"),
+        Entry("layers.{i}.input_norm", _LAYER + "input_layernorm", "blk.{i}.attn_norm"),
+        Entry("layers.{i}.q", _LAYER + "self_attn.q_proj", "blk.{i}.attn_q"),
+        Entry("layers.{i}.k", _LAYER + "self_attn.k_proj", "blk.{i}.attn_k"),
+        Entry("layers.{i}.v", _LAYER + "self_attn.v_proj", "blk.{i}.attn_v"),
+        Entry("layers.{i}.q_norm", _LAYER + "self_attn.q_norm", "blk.{i}.attn_q_norm"),
+        Entry("layers.{i}.k_norm", _LAYER + "self_attn.k_norm", "blk.{i}.attn_k_norm"),
+        Entry("layers.{i}.o", _LAYER + "self_attn.o_proj", "blk.{i}.attn_output"),
+        Entry("layers.{i}.mlp_norm", _LAYER + "post_attention_layernorm", "blk.{i}.ffn_norm"),
+        Entry("layers.{i}.gate", _LAYER + "mlp.gate_proj", "blk.{i}.ffn_gate"),
+        Entry("layers.{i}.up", _LAYER + "mlp.up_proj", "blk.{i}.ffn_up"),
+        Entry("layers.{i}.down", _LAYER + "mlp.down_proj", "blk.{i}.ffn_down"),
     )
 )
 """Llama, Mistral, Qwen2 and Qwen3 name their weights alike."""

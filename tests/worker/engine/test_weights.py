@@ -18,7 +18,8 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.engine import weights as weights_of_ranks
 from allspan.worker.engine.weights import Weights
 from allspan.worker.load.loader import load_model
-from allspan.worker.models.layout import Holding, layout
+from allspan.worker.models.holding import Holding
+from allspan.worker.models.layout import layout
 from allspan.worker.models.model import Model
 from allspan.worker.process.release_memory import empty, give_back, resident_bytes, take_again
 from allspan.worker.weights.safetensors_folder import SafetensorsFolder
@@ -181,7 +182,7 @@ def test_a_gpu_s_memory_is_freed_once_no_step_runs_and_steps_are_captured_again(
     """On the CPU, with storages as a GPU's tensors have them."""
 
     def memory(holding: Holding) -> dict[str, torch.Tensor]:
-        pieces = (holding.tensors(piece) for piece in layout(holding.shard.spec))
+        pieces = (holding.tensors(piece) for piece in layout(holding.spec))
         return {name: torch.zeros(t.shape, dtype=t.dtype) for held in pieces for name, t in held.items()}
 
     monkeypatch.setattr(Holding, "_memory", memory)

@@ -12,7 +12,9 @@ from allspan.protos.api.errors import CheckpointError, ConfigError, ModelNotFoun
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.engine.setup import ends_of
 from allspan.worker.load.loader import context_length, prepare, weight_dtype
-from allspan.worker.load.registry import inspect_model
+from allspan.worker.load.registry import find_model
+from allspan.worker.models.blocks.gqa import Gqa
+from allspan.worker.models.rope import RotarySpec
 from allspan.worker.models.spec import ModelSpec
 
 LLAMA = {
@@ -38,11 +40,18 @@ SCALING = {
 }
 
 
+def rotary_of(spec: ModelSpec) -> RotarySpec:
+    attention = spec.layers[0].attention
+    assert isinstance(attention, Gqa)
+    assert attention.rotary is not None
+    return attention.rotary
+
+
 def spec_of(folder: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(values))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return inspect_model(str(folder))
+    return find_model(str(folder)).spec
 
 
 def without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -56,13 +65,13 @@ def test_rope_theta_and_rope_parameters_read_alike(scaling: dict[str, Any], tmp_
     nested = spec_of(tmp_path, bare | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0} | scaling})
     both = spec_of(tmp_path, LLAMA | {"rope_parameters": {"rope_theta": 500000.0} | scaling})
     assert flat == nested == both
-    assert flat.rotary.theta == 500000.0
-    assert flat.rotary.kind == ("llama3" if scaling else "default")
+    assert rotary_of(flat).theta == 500000.0
+    assert rotary_of(flat).kind == ("llama3" if scaling else "default")
 
 
 def test_the_old_key_type_names_a_scaling_as_well(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert (spec.rotary.kind, spec.rotary.factor) == ("linear", 2.0)
+    assert (rotary_of(spec).kind, rotary_of(spec).factor) == ("linear", 2.0)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -81,8 +90,8 @@ def test_eos_ids_of_both_files_are_merged(tmp_path: Path) -> None:
 
 
 def test_a_null_head_dim_is_hidden_over_heads_and_a_number_is_itself(tmp_path: Path) -> None:
-    assert spec_of(tmp_path, LLAMA | {"head_dim": None}).head_dim == 16
-    assert spec_of(tmp_path, LLAMA | {"head_dim": 24}).head_dim == 24
+    assert spec_of(tmp_path, LLAMA | {"head_dim": None}).layers[0].attention.heads.unit == 16
+    assert spec_of(tmp_path, LLAMA | {"head_dim": 24}).layers[0].attention.heads.unit == 24
 
 
 def test_yarn_extends_the_context(tmp_path: Path) -> None:
@@ -165,18 +174,18 @@ def test_an_old_quantised_folder_is_recognised_by_its_own_file(tmp_path: Path) -
 
 def test_a_path_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="nowhere: no such file or folder"):
-        inspect_model(str(tmp_path / "nowhere"))
+        find_model(str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"no config.json and no \*.gguf file"):
-        inspect_model(str(tmp_path))
+        find_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json cannot be read as JSON"):
-        inspect_model(str(tmp_path))
+        find_model(str(tmp_path))
 
 
 def test_a_config_file_of_any_name_is_a_model_too(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, LLAMA)
     (tmp_path / "config.json").rename(tmp_path / "shape-7b.json")
-    assert inspect_model(str(tmp_path / "shape-7b.json")) == spec
+    assert find_model(str(tmp_path / "shape-7b.json")).spec == spec
 
 
 def test_auto_dtype_is_the_checkpoints_with_float16_held_as_float32_on_cpus(tmp_path: Path) -> None:

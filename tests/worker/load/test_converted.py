@@ -224,7 +224,7 @@ def test_what_is_stale_or_foreign_is_refused_with_the_reason(what: str, out: Pat
 
 
 def test_a_missing_tensor_is_named(out: Path) -> None:
-    change(out, lambda values: values["spec"].update(num_layers=3))
+    change(out, lambda values: values["spec"]["layers"][0].update(count=3))
     with pytest.raises(CheckpointError, match=r"tensor 'layers\.2\..*' is missing"):
         load(out)
 

@@ -19,7 +19,8 @@ from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
 from allspan.worker.load import loader
 from allspan.worker.load.loader import note_decoded, open_checkpoint, prepare
-from allspan.worker.models.layout import Vector, layout
+from allspan.worker.models.layout import layout
+from allspan.worker.models.pieces import Vector
 from allspan.worker.quant.packed import PackedMethod
 from allspan.worker.tools.convert import convert
 from support.quantised_checkpoints import (
@@ -81,10 +82,10 @@ def weights_of(folder: Path, rank: int, size: int) -> dict[str, tuple[str, Tenso
     float64."""
     prepared = prepare(ModelConfig(str(folder), "tiny", dtype="bfloat16"), CacheConfig(), rank, size)
     holding = prepared.holding
-    tensors = holding.read(open_checkpoint(prepared.source, holding.shard, "auto"), "cpu")
+    tensors = holding.read(open_checkpoint(prepared.source, "auto"), "cpu")
     method, found = holding.method, {}
     assert isinstance(method, PackedMethod)
-    for piece in layout(holding.shard.spec):
+    for piece in layout(holding.spec):
         if isinstance(piece, Vector):
             continue
         for packed in method.packed(holding.shape_of(piece)):
@@ -93,7 +94,7 @@ def weights_of(folder: Path, rank: int, size: int) -> dict[str, tuple[str, Tenso
                 values = values[:, tensors[f"{piece.name}.{packed.order}"].argsort()]
             parts = zip(piece.parts[packed.first_part :], torch.split(values, list(packed.spec.parts)), strict=False)
             for part, held in parts:
-                found[holding.weights.foreign(f"{part}.weight", "hugging_face")] = packed.spec.format, held
+                found[holding.weights.foreign(f"{part.name}.weight", "hugging_face")] = packed.spec.format, held
     return found
 
 

@@ -15,8 +15,9 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.cache.spec import ITEM_BITS
 from allspan.worker.load.loader import load_model, prepare
 from allspan.worker.models.decoder import build_decoder
-from allspan.worker.models.layout import qkv_linear
+from allspan.worker.models.layout import layout
 from allspan.worker.models.model import Model
+from allspan.worker.models.pieces import Linear
 from allspan.worker.models.rope import mean_rotated
 from allspan.worker.program.program import Named
 from support.threads import ThreadWorld
@@ -110,7 +111,9 @@ def test_a_large_bias_of_the_keys_leaves_the_scale_to_what_differs(tmp_path: Pat
     exact = prefill(load(tmp_path, "float32"), [IDS], 90)[0]
     model = load(tmp_path, "int8")
     centered = far_off(prefill(model, [IDS], 90)[0], exact)
-    parts = list(model.holding.shape_of(qkv_linear(model.spec, 0)).parts)
+    (qkv,) = (piece for piece in layout(model.spec) if piece.name == "layers.0.qkv")
+    assert isinstance(qkv, Linear)
+    parts = list(model.holding.shape_of(qkv).parts)
     biases = [torch.split(model.weights[f"layers.{layer}.qkv.bias"], parts)[1] for layer in range(2)]
     kept = [bias.clone() for bias in biases]
     for bias in biases:
@@ -136,7 +139,7 @@ def test_only_keys_of_a_quantised_cache_are_spread(tmp_path: Path) -> None:
     save_tiny(tmp_path / "plain", "llama2")
     for folder, centers in (("biased", 2), ("plain", 0)):
         prepared = prepare(ModelConfig(path=str(tmp_path / folder), name="tiny"), CacheConfig(), 0, 1)
-        plain, quantised = build_decoder(prepared.holding), build_decoder(prepared.holding, quantised_cache=True)
+        plain, quantised = (build_decoder(prepared.holding, quantised).program for quantised in (False, True))
         for program, spreads in ((plain, 0), (quantised, 1)):
             assert [op.arguments[4][0] for op in program.ops if op.name == "rotary_append"] == [spreads] * 2
         names = [slot.name for slot in quantised.slots if isinstance(slot, Named)]

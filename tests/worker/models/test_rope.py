@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from allspan.worker.load.registry import inspect_model
+from allspan.worker.load.registry import find_model
+from allspan.worker.models.blocks.gqa import Gqa
 from allspan.worker.models.rope import cos_sin_table
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -42,10 +43,11 @@ def test_tables_equal_transformers(kind: str, tmp_path: Path) -> None:
         rope_parameters=KINDS[kind] | {"rope_theta": 20000.0},
     )
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    spec = inspect_model(str(tmp_path))
+    attention = find_model(str(tmp_path)).spec.layers[0].attention
+    assert isinstance(attention, Gqa)
     positions = torch.arange(4096)[None]
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float32), positions)
-    table = cos_sin_table(spec.rotary, spec.head_dim, 4096)
+    table = cos_sin_table(attention.rotary, attention.head_dim, 4096)
     expected = torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=1)
     assert table.shape == (4096, 64)
     torch.testing.assert_close(table, expected, rtol=0, atol=1e-6)

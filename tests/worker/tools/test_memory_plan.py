@@ -92,7 +92,7 @@ def test_what_steps_take_of_a_gpu_is_taken_off_too(tmp_path: Path) -> None:
 
 def test_buffers_take_what_is_planned(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    program = build_decoder(prepare(config_for(tmp_path).model, CacheConfig(), 0, 1).holding)
+    program = build_decoder(prepare(config_for(tmp_path).model, CacheConfig(), 0, 1).holding).program
     capacity = {Rows.TOKENS: 100, Rows.LOGITS: 7}
     buffers = Interpreter(program, op_set("reference"), LocalCollectives(), capacity, "cpu").buffers
     held = {buffer.untyped_storage().data_ptr(): buffer.nbytes for buffer in buffers}

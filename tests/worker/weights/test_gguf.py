@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from allspan.protos.api.errors import CheckpointError
-from allspan.worker.load.registry import inspect_model
+from allspan.worker.load.registry import find_model
 from allspan.worker.weights.gguf_file import GgufFile
 from support.tiny_gguf import save_gguf
 from support.tiny_models import LLAMA3_SCALING, logits_on_ranks, prompt, reference_logits, relative_error, save_tiny
@@ -108,8 +108,9 @@ def test_llama3_scaling_comes_as_a_tensor_of_divisors(tmp_path: Path) -> None:
 def test_the_header_says_what_the_config_said(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "qwen3", **SIZES, rms_norm_eps=1e-5)
     save_gguf(tmp_path / "model.gguf", model, Type.BF16)
-    read, original = (inspect_model(str(path)) for path in (tmp_path / "model.gguf", tmp_path))
-    assert (read.rms_norm_eps, read.head_dim, read.rotary) == (1e-5, 24, original.rotary)
+    read, original = (find_model(str(path)).spec for path in (tmp_path / "model.gguf", tmp_path))
+    assert read.norm.eps == 1e-5
+    assert read.layers == original.layers
     assert read.dtype == "bfloat16"
     assert read.tie_word_embeddings
     assert read.eos_token_ids == (2, 5)
@@ -155,10 +156,10 @@ def tiny_file(folder: Path, metadata: dict[str, Any] | None = None) -> Path:
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
     path = tiny_file(tmp_path)
     (tmp_path / "config.json").unlink()
-    assert inspect_model(str(tmp_path)) == inspect_model(str(path))
+    assert find_model(str(tmp_path)).spec == find_model(str(path)).spec
     path.with_name("other.gguf").write_bytes(path.read_bytes())
     with pytest.raises(CheckpointError, match="2 GGUF files: name one"):
-        inspect_model(str(tmp_path))
+        find_model(str(tmp_path))
 
 
 def test_a_truncated_file_names_tensor_and_sizes(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_truncated_file_names_tensor_and_sizes(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=rf"model.gguf: truncated: tensor '.*' ends at byte \d+, .* has {len(data) // 2} bytes"
     ):
-        inspect_model(str(path))
+        find_model(str(path))
 
 
 @pytest.mark.parametrize("length", [0, 3, 20, 500])
@@ -176,7 +177,7 @@ def test_a_file_cut_within_its_header_is_refused_in_one_line(length: int, tmp_pa
     path = tiny_file(tmp_path)
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(CheckpointError, match=re.escape(str(path))) as caught:
-        inspect_model(str(path))
+        find_model(str(path))
     assert "\n" not in str(caught.value)
 
 
@@ -184,7 +185,7 @@ def test_another_file_is_no_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\3\4" + bytes(100))
     with pytest.raises(CheckpointError, match="is no GGUF file"):
-        inspect_model(str(path))
+        find_model(str(path))
 
 
 def test_a_random_flip_in_the_header_never_escapes_as_another_error(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_a_random_flip_in_the_header_never_escapes_as_another_error(tmp_path: Pa
         damaged[place] ^= int(generator.integers(1, 256))
         path.write_bytes(damaged)
         try:
-            inspect_model(str(path))
+            find_model(str(path))
         except CheckpointError as error:
             refused += str(path) in str(error)
     assert refused > 20  # many flips change a name or a value that nothing reads
@@ -213,7 +214,7 @@ def test_a_random_flip_in_the_header_never_escapes_as_another_error(tmp_path: Pa
 )
 def test_metadata_beyond_the_dense_decoder_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        inspect_model(str(tiny_file(tmp_path, metadata)))
+        find_model(str(tiny_file(tmp_path, metadata)))
 
 
 def test_another_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_another_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(CheckpointError, match=r"'gemma3' is not supported \(supported: llama, qwen2, qwen3\)"):
-        inspect_model(str(tmp_path / "model.gguf"))
+        find_model(str(tmp_path / "model.gguf"))
 
 
 def test_an_undecodable_type_is_refused_by_name(tmp_path: Path) -> None:
@@ -238,11 +239,11 @@ def test_an_undecodable_type_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match=f"'blk.0.attn_q.weight' has type {name}, which the gguf package cannot"
         ):
-            inspect_model(str(path))
+            find_model(str(path))
 
 
 def test_a_missing_part_of_a_split_file_is_named(tmp_path: Path) -> None:
     path = tiny_file(tmp_path)
     first = path.rename(tmp_path / "model-00001-of-00002.gguf")
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002.gguf: part 2 of 2 is missing"):
-        inspect_model(str(first))
+        find_model(str(first))

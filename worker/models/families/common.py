@@ -1,13 +1,17 @@
-"""What the configs of all dense decoders share, read once into a ModelSpec."""
+"""What the configs of most decoders have in common, read once into a ModelSpec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from allspan.worker.load.foreign import ForeignConfig
-from allspan.worker.models.rope import KINDS, yarn_scale
-from allspan.worker.models.spec import ModelSpec, RotarySpec
+from allspan.worker.models.blocks.base import AttentionBlock, MlpBlock
+from allspan.worker.models.blocks.gated_mlp import GatedMlp
+from allspan.worker.models.blocks.gqa import Gqa
+from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.rope import KINDS, RotarySpec, yarn_scale
+from allspan.worker.models.spec import LayerSpec, ModelSpec, Norms, NormSpec
 from allspan.worker.weights.weight_map import DENSE, WeightMap
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
@@ -25,69 +29,83 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
-    """In what a dense family differs from plain Llama."""
+class Context:
+    """Tokens that a request may have, and what the user should hear about it."""
 
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int = 0
-    """When the config gives none; 0: hidden size / heads."""
-    max_position_embeddings: int = 2048
-    """When the config gives none."""
-    sliding_window: int = 0
-    """Tokens that a layer sees back; 0: all."""
-
-
-def dense_spec(config: ForeignConfig, family: str, features: Features) -> ModelSpec:
-    """Raises CheckpointError naming the file and the key for anything that the decoder would not compute exactly."""
-    _refuse_unsupported(config)
-    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_kv_heads = config.size("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise config.error(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
-    if not config.get("head_dim") and not features.head_dim and hidden_size % num_heads:
-        raise config.error(f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
-    head_dim = config.size("head_dim", features.head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise config.error(f"head size {head_dim} is odd: rotary embedding turns pairs of elements")
-    rotary = read_rotary(config, features.max_position_embeddings)
-    if len(rotary.freq_factors) not in (0, head_dim // 2):
-        raise config.error(f"{len(rotary.freq_factors)} rope frequency factors for a head size of {head_dim}")
-    context = config.size("max_position_embeddings", features.max_position_embeddings)
-    if rotary.kind == "yarn":
-        context = max(context, int(rotary.factor * rotary.original_max_position_embeddings))
+    tokens: int
     notes: tuple[str, ...] = ()
-    if 0 < features.sliding_window < context:
-        notes = (
-            f"context cut from {context} to {features.sliding_window} tokens: the model's sliding-window attention "
-            "beyond that is not supported",
-        )
-        context = features.sliding_window
+
+
+def model_spec(
+    config: ForeignConfig, family: str, layers: Sequence[LayerSpec], context: Context, norm: NormSpec | None = None
+) -> ModelSpec:
+    """What every decoder's config says beside its layers. `norm` is the last one, by default as `read_norm` has it."""
     bos = config.token_ids("bos_token_id")
     return ModelSpec(
         family=family,
-        hidden_size=hidden_size,
-        num_layers=config.size("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=config.size("intermediate_size"),
+        hidden_size=config.size("hidden_size"),
         vocab_size=config.size("vocab_size"),
-        max_position_embeddings=context,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rotary=rotary,
-        qkv_bias=features.qkv_bias,
-        output_bias=features.output_bias,
-        mlp_bias=features.mlp_bias,
-        qk_norm=features.qk_norm,
+        max_position_embeddings=context.tokens,
+        layers=tuple(layers),
+        norm=norm or read_norm(config),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         dtype=_read_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(config.token_ids("eos_token_id"))),
-        notes=notes,
+        notes=context.notes,
     )
+
+
+def alike(config: ForeignConfig, attention: AttentionBlock, mlp: MlpBlock) -> list[LayerSpec]:
+    """`num_hidden_layers` equal layers whose blocks have a norm before them."""
+    norms = Norms(read_norm(config))
+    return [LayerSpec(attention, mlp, norms, norms)] * config.size("num_hidden_layers")
+
+
+def read_norm(config: ForeignConfig) -> NormSpec:
+    return NormSpec(config.number("rms_norm_eps", 1e-6))
+
+
+def read_gqa(config: ForeignConfig, rotary: RotarySpec | None, head_dim: int = 0, **features: Any) -> Gqa:
+    """Heads and their size, which is `head_dim` when the config gives none (0: hidden size / heads); `features` are
+    further fields of `Gqa`."""
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    num_kv_heads = config.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+    if not config.get("head_dim") and not head_dim and hidden_size % num_heads:
+        raise config.error(f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
+    size = config.size("head_dim", head_dim or hidden_size // num_heads)
+    turned = size if rotary is None else rotary.rotary_dim or size
+    if turned % 2 or turned > size:
+        named = f"head size {size}" if turned == size else f"rotary dimension {turned} of a head of {size}"
+        raise config.error(f"{named} is odd: rotary embedding turns pairs of elements")
+    if rotary is not None and len(rotary.freq_factors) not in (0, turned // 2):
+        raise config.error(f"{len(rotary.freq_factors)} rope frequency factors for a head size of {size}")
+    return Gqa(num_heads, num_kv_heads, size, rotary, **features)
+
+
+def read_gated_mlp(config: ForeignConfig, bias: bool = False) -> GatedMlp:
+    """Raises CheckpointError for another activation than the kernels have."""
+    activation = config.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise config.error(f"hidden_act {activation!r} is not supported (supported: silu)")
+    return GatedMlp(config.size("intermediate_size"), bias)
+
+
+def read_context(config: ForeignConfig, rotary: RotarySpec, default: int, window: int = 0) -> Context:
+    """The model's context (`default` where the config gives none), cut to the sliding window of any of its layers: no
+    backend's attention has one yet."""
+    tokens = config.size("max_position_embeddings", default)
+    if rotary.kind == "yarn":
+        tokens = max(tokens, int(rotary.factor * rotary.original_max_position_embeddings))
+    if not 0 < window < tokens:
+        return Context(tokens)
+    note = (
+        f"context cut from {tokens} to {window} tokens: the model's sliding-window attention beyond that is not "
+        "supported"
+    )
+    return Context(window, (note,))
 
 
 def sliding_window(config: ForeignConfig, window: int) -> int:
@@ -146,12 +164,6 @@ def _attention_factor(scaling: ForeignConfig, factor: float) -> float:
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return yarn_scale(factor, scaling.number("mscale")) / yarn_scale(factor, scaling.number("mscale_all_dim"))
     return yarn_scale(factor)
-
-
-def _refuse_unsupported(config: ForeignConfig) -> None:
-    activation = config.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise config.error(f"hidden_act {activation!r} is not supported (supported: silu)")
 
 
 def _read_dtype(config: ForeignConfig) -> str:

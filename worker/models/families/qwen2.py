@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from allspan.worker.load.foreign import ForeignConfig
-from allspan.worker.models.families.common import Family, Features, dense_spec, sliding_window
+from allspan.worker.models.families.common import (
+    Family,
+    alike,
+    model_spec,
+    read_context,
+    read_gated_mlp,
+    read_gqa,
+    read_rotary,
+    sliding_window,
+)
+from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
+
+CONTEXT = 32768
+"""Tokens, when the config gives none."""
 
 
 def _read(config: ForeignConfig) -> ModelSpec:
-    features = Features(qkv_bias=True, max_position_embeddings=32768, sliding_window=qwen_window(config))
-    return dense_spec(config, "qwen2", features)
+    rotary = read_rotary(config, CONTEXT)
+    layers = alike(config, read_gqa(config, rotary, qkv_bias=True), read_gated_mlp(config))
+    return model_spec(config, "qwen2", layers, read_context(config, rotary, CONTEXT, qwen_window(config)))
 
 
 def qwen_window(config: ForeignConfig) -> int:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from allspan.worker.load.foreign import ForeignConfig
-from allspan.worker.models.families.common import Family, Features, dense_spec
-from allspan.worker.models.families.qwen2 import qwen_window
+from allspan.worker.models.families.common import (
+    Family,
+    alike,
+    model_spec,
+    read_context,
+    read_gated_mlp,
+    read_gqa,
+    read_norm,
+    read_rotary,
+)
+from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.families.qwen2 import CONTEXT, qwen_window
 from allspan.worker.models.spec import ModelSpec
+
+_HEAD_DIM = 128
+"""When the config gives none."""
 
 
 def _read(config: ForeignConfig) -> ModelSpec:
-    bias = config.flag("attention_bias")
-    features = Features(
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
-        head_dim=128,
-        max_position_embeddings=32768,
-        sliding_window=qwen_window(config),
-    )
-    return dense_spec(config, "qwen3", features)
+    bias, rotary, eps = config.flag("attention_bias"), read_rotary(config, CONTEXT), read_norm(config).eps
+    attention = read_gqa(config, rotary, _HEAD_DIM, qkv_bias=bias, output_bias=bias, qk_norm_eps=eps)
+    layers = alike(config, attention, read_gated_mlp(config))
+    return model_spec(config, "qwen3", layers, read_context(config, rotary, CONTEXT, qwen_window(config)))
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read, gguf_architectures=("qwen3",))

@@ -21,9 +21,11 @@ from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.modules import Gpu
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.models.attention import attention_of
+from allspan.worker.models.attention import attention_meta
+from allspan.worker.models.blocks.gqa import Gqa
+from allspan.worker.models.rope import RotarySpec
 from allspan.worker.models.shard import make_shard
-from allspan.worker.models.spec import ModelSpec, RotarySpec
+from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.step.buffer_sizes import ModelLimits
 from support.cuda_pages import expected, random_queries
 from support.emulator.driver import EmulatorDriver
@@ -136,14 +138,14 @@ def test_the_kernel_that_runs_is_the_one_that_is_counted_with() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_ranks_with_other_heads_decide_alike() -> None:
-    rotary = RotarySpec(theta=1e4)
-    spec = ModelSpec("llama", 1152, 1, 9, 3, 128, 64, 64, 4096, 1e-5, rotary)
-    cache, limits = CacheSpec(PAGE, 1, 2, 128, "bfloat16"), ModelLimits(64, 64, 4096)
-    ops = SimpleNamespace(name="cuda/sm90")
-    first, second = (attention_of(make_shard(spec, rank, 2), cache, limits, ops, "cpu") for rank in range(2))  # type: ignore[arg-type]
+    limits, ops = ModelLimits(64, 64, 4096), SimpleNamespace(name="cuda/sm90")
+    context = MetaContext(CacheSpec(PAGE, 1, 2, 128, "bfloat16"), limits, ops, "cpu")  # type: ignore[arg-type]
+    block = Gqa(9, 3, 128, RotarySpec(theta=1e4))
+    first, second = (attention_meta(block.on_rank(make_shard(rank, 2)), context) for rank in range(2))
     assert first.cascade_rule is not None
     assert first.cascade_rule == second.cascade_rule
-    without = attention_of(make_shard(spec, 0, 2), cache, replace(limits, uses_cascades=False), ops, "cpu")  # type: ignore[arg-type]
+    alone = replace(context, limits=replace(limits, uses_cascades=False))
+    without = attention_meta(block.on_rank(make_shard(0, 2)), alone)
     assert without.cascade_rule is None
 
 

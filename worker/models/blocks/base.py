@@ -1,0 +1,57 @@
+"""What a block of a layer is to the decoder. A block is a frozen dataclass: its fields are the whole of it, so that a
+converted model's manifest can hold it (`allspan.worker.models.blocks.table`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.models.pieces import Axis, Piece
+
+if TYPE_CHECKING:
+    from allspan.worker.models.sublayer import Sublayer
+    from allspan.worker.program.program import Slot
+
+
+class AttentionBlock(Protocol):
+    """Mixes the tokens of each request, and keeps their keys and values in the pages of its layer. Layers with equal
+    pages and lifetimes are a cache group."""
+
+    @property
+    def lifetime(self) -> PageLifetime:
+        """How long a request keeps the pages of its layer."""
+        ...
+
+    @property
+    def heads(self) -> Axis:
+        """Query heads. No more ranks than these can share the model."""
+        ...
+
+    @property
+    def kv_heads(self) -> Axis:
+        """What a page holds of each token: so many heads of so many elements, for keys and for values."""
+        ...
+
+    def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
+        """Its weights, in the order in which they are read; canonical names begin with `prefix`."""
+        ...
+
+    def mix(self, sub: Sublayer, x: Slot) -> Slot:
+        """Appends the ops from x [n, hidden] to what every token gets of the others, and returns its buffer."""
+        ...
+
+    def project(self, sub: Sublayer, attended: Slot) -> None:
+        """Appends the ops from (some rows of) that buffer to the residual stream; they look at each row alone."""
+        ...
+
+
+class MlpBlock(Protocol):
+    """Computes each row alone."""
+
+    def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
+        """As in `AttentionBlock`."""
+        ...
+
+    def emit(self, sub: Sublayer, x: Slot) -> None:
+        """Appends the ops from x [rows, hidden] to the residual stream."""
+        ...

@@ -1,0 +1,133 @@
+"""Grouped-query attention: several query heads read one KV head. Multi-head and multi-query attention are cases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
+from allspan.worker.models.attention import AttentionHeads, attention_meta
+from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
+from allspan.worker.models.rope import RotarySpec, cos_sin_table, mean_rotated
+
+if TYPE_CHECKING:
+    from allspan.worker.models.shard import Shard
+    from allspan.worker.models.sublayer import Sublayer
+    from allspan.worker.program.program import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Gqa:
+    """An AttentionBlock. Weights: qkv (q, k and v stacked), o, and with `qk_norm_eps` q_norm and k_norm."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotarySpec | None
+    """None: positions do not turn queries and keys."""
+    scale: float = 0.0
+    """The factor of scores before the softmax; 0: 1 / √head_dim."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm_eps: float = 0.0
+    """With it an RMSNorm of each head of q and k, before the rotary embedding; 0: no norm."""
+
+    @property
+    def lifetime(self) -> PageLifetime:
+        return ALL_TOKENS
+
+    @property
+    def heads(self) -> Axis:
+        return Axis(self.num_heads, self.head_dim, TP)
+
+    @property
+    def kv_heads(self) -> Axis:
+        return Axis(self.num_kv_heads, self.head_dim, TP, readers=self.num_heads)
+
+    @property
+    def has_centers(self) -> bool:
+        """Whether keys have a bias of their own that reaches the cache."""
+        return self.qkv_bias and not self.qk_norm_eps
+
+    def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
+        norms: tuple[Piece, ...] = ()
+        if self.qk_norm_eps:
+            one_head = Axis(1, self.head_dim)
+            norms = tuple(Vector(f"{prefix}{x}_norm.weight", one_head, rotary_dim=self._rotary_dim) for x in "qk")
+        output = Linear(prefix + "o", (Part(prefix + "o", hidden),), self.heads, self.output_bias)
+        return (self._qkv(prefix, hidden), *norms, output)
+
+    def mix(self, sub: Sublayer, x: Slot) -> Slot:
+        """New keys and values go to the cache before queries read it.
+
+        A quantised cache gets keys that are spread over their elements, less what a bias adds to all of them, and the
+        queries are spread alike: see `OpSet.hadamard`. One large element would take the scale from all others.
+        """
+        program, size = sub.program, self.head_dim
+        heads, kv_heads = len(sub.shard.units(self.heads)), len(sub.shard.units(self.kv_heads))
+        qkv = sub.buffer("qkv", (heads + 2 * kv_heads) * size)
+        attended = sub.buffer("attended", heads * size)
+        sub.linear("qkv", x, qkv)
+        qkv_heads = program.view(qkv, heads + 2 * kv_heads, size)
+        norms = [sub.weight(f"{each}_norm.weight") if self.qk_norm_eps else None for each in "qk"]
+        turns = sub.constant("cos_sin", (self.rotary, size), self._cos_sin)
+        center = self._center(sub) if sub.quantised_cache and self.has_centers else None
+        cache = tuple(sub.cache(part) for part in ("k_cache", "v_cache", "k_scales", "v_scales"))
+        program.op(
+            "rotary_append",
+            qkv_heads,
+            heads,
+            (*norms, self.qk_norm_eps),
+            (program.input("positions"), turns),
+            (int(sub.quantised_cache), center),
+            cache,
+            sub.slots,
+        )
+        own = self.on_rank(sub.shard)
+        meta = sub.meta("attention", own, lambda context: attention_meta(own, context))
+        program.op("attention", qkv_heads, *cache, meta, program.view(attended, heads, size))
+        return attended
+
+    def project(self, sub: Sublayer, attended: Slot) -> None:
+        sub.add_linear("o", attended)
+
+    def on_rank(self, shard: Shard) -> AttentionHeads:
+        """The heads of one rank."""
+        group, own = self.num_heads // self.num_kv_heads, shard.units(self.kv_heads)
+        return AttentionHeads(
+            kv_head_of=tuple(head // group - own.start for head in shard.units(self.heads)),
+            num_kv_heads=len(own),
+            head_dim=self.head_dim,
+            scale=self.scale or self.head_dim**-0.5,
+            most_kv_heads=-(-self.num_kv_heads // shard.groups[TP].size),
+            group=group,
+        )
+
+    @property
+    def _rotary_dim(self) -> int:
+        return 0 if self.rotary is None else self.rotary.rotary_dim or self.head_dim
+
+    def _qkv(self, prefix: str, hidden: Axis) -> Linear:
+        turned = self._rotary_dim
+        parts = (
+            Part(prefix + "q", self.heads, turned),
+            Part(prefix + "k", self.kv_heads, turned),
+            Part(prefix + "v", self.kv_heads),
+        )
+        return Linear(prefix + "qkv", parts, hidden, self.qkv_bias)
+
+    def _cos_sin(self, max_positions: int) -> Tensor:
+        return cos_sin_table(self.rotary, self.head_dim, max_positions)
+
+    def _center(self, sub: Sublayer) -> Slot:
+        """What the keys' bias is on average over all positions."""
+        turns = sub.constant_name("cos_sin", (self.rotary, self.head_dim))
+        qkv, holding = sub.piece("qkv"), sub.holding
+
+        def center(tensors: Mapping[str, Tensor]) -> Tensor:
+            return mean_rotated(holding.bias(tensors, qkv, 1).view(-1, self.head_dim), tensors[turns])
+
+        return sub.derived("k_center", center)

@@ -1,0 +1,34 @@
+"""Mistral: Llama with a sliding window, which the context is cut to."""
+
+from __future__ import annotations
+
+from allspan.worker.models.families.common import (
+    Family,
+    alike,
+    model_spec,
+    read_context,
+    read_gated_mlp,
+    read_gqa,
+    read_rotary,
+    sliding_window,
+)
+from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.spec import ModelSpec
+
+_CONTEXT = 131072
+_WINDOW = 4096
+"""Tokens, when the config does not speak of it: as transformers has it."""
+
+
+def _read(config: ForeignConfig) -> ModelSpec:
+    if config.get("num_key_value_heads") is None:
+        raise config.error("num_key_value_heads is missing")
+    is_off = config.has("sliding_window") and not config.get("sliding_window")
+    window = 0 if is_off else config.size("sliding_window", _WINDOW)
+    rotary = read_rotary(config, _CONTEXT)
+    layers = alike(config, read_gqa(config, rotary), read_gated_mlp(config))
+    context = read_context(config, rotary, _CONTEXT, sliding_window(config, window))
+    return model_spec(config, "mistral", layers, context)
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", _read)

@@ -1,0 +1,174 @@
+"""Holding: what one rank holds of a model, and reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.packing import Packer
+from allspan.worker.models.layout import embedding_of, head_of, layout
+from allspan.worker.models.pieces import Linear, Piece, Table, Vector
+from allspan.worker.models.shard import Shard
+from allspan.worker.models.source import PieceSource, read_vector
+from allspan.worker.models.spec import ModelSpec
+from allspan.worker.process.release_memory import anonymous
+from allspan.worker.program.program import ProgramBuilder, Slot
+from allspan.worker.quant.base import Epilogue, LinearMethod, LinearShape
+from allspan.worker.weights.checkpoint import Checkpoint
+from allspan.worker.weights.held_tensor import HeldTensor
+from allspan.worker.weights.weight_map import WeightMap
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes) of this rank's weights."""
+
+_ALIGNMENT = 128
+"""Bytes: of a pair of cache lines, which the processor fetches together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One rank's part of a model: what it holds under which name, without holding it yet."""
+
+    spec: ModelSpec
+    shard: Shard
+    weights: WeightMap
+    method: LinearMethod
+    dtype: torch.dtype
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """The type of each tensor of a quantised checkpoint, by its own names; empty for others."""
+    quantization: str = "none"
+    """The name of `method`."""
+    packer: Packer = field(default_factory=Packer)
+    """Packs the weights that are read, on its threads."""
+    memory: str = "panels"
+    """How packed weights lie: `allspan.kernels.packed.MEMORIES`."""
+
+    def shape_of(self, piece: Linear | Table) -> LinearShape:
+        """What this rank holds of a layer; of one that every expert has, what it holds of one of them."""
+        linear = piece if isinstance(piece, Linear) else None
+        has_bias = linear is not None and linear.has_bias and not (linear.sums_ranks and self.shard.rank > 0)
+        embedding, head = embedding_of(self.spec), head_of(self.spec)
+        return LinearShape(
+            parts=tuple(len(self.shard.part(part.rows)) for part in piece.parts),
+            inputs=self.shard.part(piece.inputs),
+            all_inputs=piece.inputs.size,
+            has_bias=has_bias,
+            interleaved=linear is not None and linear.is_gated,
+            is_vocabulary=piece.name in (embedding.name, head.name),
+            is_head=piece.name == (embedding if self.spec.tie_word_embeddings else head).name,
+            stored=tuple(self._kind(piece, f"{part.name}.weight") for part in piece.parts) if self.stored else (),
+            memory=self.memory,
+        )
+
+    def _kind(self, piece: Linear | Table, name: str) -> str:
+        """How the checkpoint has stored a canonical tensor; a table that is scaled is read as floats."""
+        if isinstance(piece, Table) and piece.scale != 1.0:
+            return ""
+        foreign = (self.weights.foreign(name, naming) for naming in ("gguf", "hugging_face"))
+        return next((self.stored[each] for each in foreign if each in self.stored), "")
+
+    def _num_experts(self, piece: Piece) -> int:
+        """This rank's; 0 for a piece that is not of experts."""
+        return len(self.shard.units(piece.experts)) if isinstance(piece, Linear) and piece.experts is not None else 0
+
+    def tensors(self, piece: Piece) -> dict[str, HeldTensor]:
+        """Canonical name → shape and dtype."""
+        if isinstance(piece, Vector):
+            return {piece.name: HeldTensor((len(self.shard.part(piece.axis)),), torch.float32)}
+        held = self.method.tensors(self.shape_of(piece))
+        if isinstance(piece, Linear) and piece.experts is not None:
+            experts = self._num_experts(piece)
+            held = {name: HeldTensor((experts, *tensor.shape), tensor.dtype) for name, tensor in held.items()}
+        return {f"{piece.name}.{suffix}": tensor for suffix, tensor in held.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        pieces = layout(self.spec)
+        return sum(tensor.num_bytes for piece in pieces for tensor in self.tensors(piece).values())
+
+    def emit(
+        self,
+        program: ProgramBuilder,
+        piece: Linear | Table,
+        x: Slot,
+        out: Slot,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        """Appends the product of x and the layer's weight; of the embedding, that with the head that is tied to it."""
+        self.method.emit(program, self.shape_of(piece), self._slots(program, piece), x, out, epilogue)
+
+    def emit_embedding(self, program: ProgramBuilder, ids: Slot, out: Slot) -> None:
+        """Appends out = this rank's rows of the embedding, 0 for ids of others."""
+        table = embedding_of(self.spec)
+        first, slots = self.shard.part(table.rows).start, self._slots(program, table)
+        self.method.emit_embedding(program, self.shape_of(table), slots, ids, first, out)
+
+    def bias(self, tensors: Mapping[str, Tensor], piece: Linear, part: int) -> Tensor:
+        """The bias of one part, float32 [outputs], of the tensors that `read` gave."""
+        start = f"{piece.name}.bias"
+        biases = torch.cat([tensors[name] for name in self.tensors(piece) if name.startswith(start)])
+        return torch.split(biases, list(self.shape_of(piece).parts))[part]
+
+    def _slots(self, program: ProgramBuilder, piece: Linear | Table) -> dict[str, Slot]:
+        return {name.removeprefix(piece.name + "."): program.named(name) for name in self.tensors(piece)}
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        device: str,
+        on_progress: Progress | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Reads this rank's slices: canonical name → tensor on `device`; `into` are the tensors of an earlier reading,
+        to be filled again where they lie."""
+        done, total = 0, self.num_bytes
+        held: dict[str, Tensor] = {}
+        if into is None and device == "cpu":
+            into = self._memory()
+        for piece in layout(self.spec):
+            declared = self.tensors(piece)
+            tensors: dict[str, Tensor] = {}
+            for name, t in declared.items():
+                place = self._place(t, device)
+                is_there = into is not None and into[name].device.type == place
+                tensors[name] = into[name] if into and is_there else torch.zeros(t.shape, dtype=t.dtype, device=place)
+            self._fill(piece, checkpoint, tensors)
+            checkpoint.release()
+            done += sum(tensor.nbytes for tensor in tensors.values())
+            for name, tensor in tensors.items():
+                is_copied = into is not None and into[name] is not tensor
+                held[name] = into[name].copy_(tensor) if into and is_copied else tensor.to(device)
+            if on_progress is not None:
+                on_progress(done, total)
+        return held
+
+    def _place(self, tensor: HeldTensor, device: str) -> str:
+        """Where a tensor is filled: packed rows on the device itself."""
+        return device if self.memory == "rows" and tensor.dtype is torch.uint8 else "cpu"
+
+    def _memory(self) -> dict[str, Tensor]:
+        """Zeros for all that this rank holds, by name, in one stretch of memory."""
+        declared = [item for piece in layout(self.spec) for item in self.tensors(piece).items()]
+        sizes = [-(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in declared]
+        parts = torch.split(anonymous(sum(sizes)), sizes)
+        return {
+            name: part[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), part in zip(declared, parts, strict=True)
+        }
+
+    def _fill(self, piece: Piece, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+        if isinstance(piece, Vector):
+            read_vector(self.shard, self.weights, checkpoint, piece, tensors[piece.name])
+            return
+        shape = self.shape_of(piece)
+        by_suffix = {name.removeprefix(piece.name + "."): tensor for name, tensor in tensors.items()}
+        if not isinstance(piece, Linear) or piece.experts is None:
+            self.method.load(shape, PieceSource(self.shard, self.weights, checkpoint, piece), by_suffix, self.packer)
+            return
+        for place, expert in enumerate(self.shard.units(piece.experts)):
+            own = {suffix: tensor[place] for suffix, tensor in by_suffix.items()}
+            source = PieceSource(self.shard, self.weights, checkpoint, piece, expert)
+            self.method.load(shape, source, own, self.packer)

@@ -1,0 +1,126 @@
+"""PieceSource: this rank's rows of a checkpoint's tensors, wherever and in whatever order they lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from allspan.protos.api.errors import InternalError
+from allspan.worker.models.pieces import Axis, Linear, Table, Vector
+from allspan.worker.models.shard import Shard
+from allspan.worker.weights.checkpoint import BlockCheckpoint, Checkpoint, QuantisedCheckpoint
+from allspan.worker.weights.weight_map import WeightMap
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows to read of a checkpoint's tensor, and which of those are wanted, in order (None: all, as they come)."""
+
+    read: range
+    order: Tensor | None = None
+
+
+def _foreign_rows(wanted: range, axis: Axis, rotary_dim: int, first: int) -> _Rows:
+    """Where these rows (of the whole weight, each unit's pairs half a rotary dimension apart) lie in a tensor that has
+    pairs side by side and whose first row of the weight is `first`."""
+    if not rotary_dim or not wanted:
+        return _Rows(range(first + wanted.start, first + wanted.stop))
+    unit, half = axis.unit, rotary_dim // 2
+    row = torch.arange(wanted.start, wanted.stop)
+    element = row % unit
+    turned = torch.where(element < half, 2 * element, 2 * (element - half) + 1)
+    there = row - element + torch.where(element < rotary_dim, turned, element)
+    start, stop = int(there.min()), int(there.max()) + 1
+    return _Rows(range(first + start, first + stop), there - start)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSource:
+    """See `allspan.worker.quant.base.Source`."""
+
+    shard: Shard
+    weights: WeightMap
+    checkpoint: Checkpoint
+    piece: Linear | Table
+    expert: int = 0
+    """Of a piece that every expert has, which one's; a number in the whole model."""
+
+    def bias(self, part: int, out: Tensor) -> None:
+        axis = self.piece.parts[part].rows
+        name, rows = self._find(part, range(len(self.shard.part(axis))), "bias")
+        self._read(name, [rows.read], rows.order, out)
+
+    def floats(self, part: int, rows: range, inputs: range, out: Tensor) -> None:
+        name, found = self._find(part, rows)
+        self._read(name, [found.read, inputs], found.order, out)
+        if isinstance(self.piece, Table) and self.piece.scale != 1.0:
+            out.mul_(self.piece.scale)
+
+    def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
+        name, found = self._find(part, rows)
+        if not isinstance(self.checkpoint, BlockCheckpoint):
+            raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no blocks")
+        blocks = self.checkpoint.blocks(name, found.read, inputs)
+        return blocks if found.order is None else blocks[found.order]
+
+    def fields(self, part: int, rows: range, inputs: range, device: torch.device) -> Mapping[str, Tensor]:
+        name, found = self._find(part, rows)
+        fields = self._quantised(name).fields(name, found.read, inputs, device)
+        if found.order is None:
+            return fields
+        order = found.order.to(device)
+        return {field: values[order] for field, values in fields.items()}
+
+    def order(self, part: int) -> Tensor:
+        name, _ = self._find(part, range(0))
+        return self._quantised(name).order(name)
+
+    def _quantised(self, name: str) -> QuantisedCheckpoint:
+        if not isinstance(self.checkpoint, QuantisedCheckpoint):
+            raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no codes")
+        return self.checkpoint
+
+    def _read(self, name: str, ranges: list[range], order: Tensor | None, out: Tensor) -> None:
+        """Of the expert's matrix, where all experts' are one tensor."""
+        target = out if order is None else torch.empty((len(ranges[0]), *out.shape[1:]), dtype=out.dtype)
+        if self._is_stacked:
+            self.checkpoint.read(name, [range(self.expert, self.expert + 1), *ranges], target.unsqueeze(0))
+        else:
+            self.checkpoint.read(name, ranges, target)
+        if order is not None:
+            torch.index_select(target, 0, order, out=out)
+
+    @property
+    def _is_stacked(self) -> bool:
+        has_experts = isinstance(self.piece, Linear) and self.piece.experts is not None
+        name, naming = f"{self.piece.parts[0].name}.weight", self.checkpoint.naming
+        return has_experts and not self.weights.is_by_expert(name, naming)
+
+    def _find(self, part: int, rows: range, suffix: str = "weight") -> tuple[str, _Rows]:
+        """The checkpoint's name of a part, and which of its rows these are: parts that are one tensor there lie below
+        each other."""
+        naming, parts = self.checkpoint.naming, self.piece.parts
+        names = [self.weights.foreign(f"{each.name}.{suffix}", naming, self.expert) for each in parts]
+        above = sum(each.rows.size for each, name in zip(parts[:part], names, strict=False) if name == names[part])
+        axis, start = parts[part].rows, self.shard.part(parts[part].rows).start
+        wanted = range(start + rows.start, start + rows.stop)
+        turned = parts[part].rotary_dim if self.weights.is_interleaved(naming) else 0
+        return names[part], _foreign_rows(wanted, axis, turned, above)
+
+
+def read_vector(shard: Shard, weights: WeightMap, checkpoint: Checkpoint, vector: Vector, out: Tensor) -> None:
+    """A norm's weight into `out`."""
+    naming, stem = checkpoint.naming, vector.name
+    turned = vector.rotary_dim if weights.is_interleaved(naming) else 0
+    found = _foreign_rows(shard.part(vector.axis), vector.axis, turned, 0)
+    target = out if found.order is None else torch.empty(len(found.read), dtype=out.dtype)
+    checkpoint.read(weights.foreign(stem, naming), [found.read], target)
+    if found.order is not None:
+        torch.index_select(target, 0, found.order, out=out)
+    if offset := weights.offset(stem, naming):
+        out.add_(offset)
+    if vector.scale != 1.0:
+        out.mul_(vector.scale)

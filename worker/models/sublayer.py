@@ -1,0 +1,202 @@
+"""Sublayer: what a block writes its ops with, from the normed residual stream and back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from allspan.worker.models.holding import Holding
+from allspan.worker.models.pieces import Linear, Piece
+from allspan.worker.models.shard import Shard
+from allspan.worker.models.spec import Norms, NormSpec
+from allspan.worker.models.step_meta import MakeMeta
+from allspan.worker.program.program import ProgramBuilder, Rows, Slot
+from allspan.worker.quant.base import Epilogue
+
+MakeConstant = Callable[[int], Tensor]
+"""From the most positions of a request to a tensor."""
+Derive = Callable[[Mapping[str, Tensor]], Tensor]
+"""From the weights and constants, by name, to what follows from them; called again when weights have changed."""
+
+
+@dataclass(slots=True)
+class Bindings:
+    """What a program's named slots are to be bound to beside weights, caches and the step's own inputs."""
+
+    constants: dict[str, MakeConstant] = field(default_factory=dict)
+    derived: dict[str, Derive] = field(default_factory=dict)
+    metas: dict[str, tuple[int, MakeMeta]] = field(default_factory=dict)
+    """With the cache group whose pages it is of."""
+    names: dict[tuple[str, Hashable], str] = field(default_factory=dict)
+    """By label and key."""
+
+    def name(self, label: str, key: Hashable) -> str:
+        """The label for its first key, and with a number for others: "cos_sin", "cos_sin.1"."""
+        count = sum(known == label for known, _ in self.names)
+        return self.names.setdefault((label, key), f"{label}.{count}" if count else label)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream, and what is normed of it or added to it next, for one kind of rows."""
+
+    rows: Rows
+    residual: Slot
+    x: Slot
+
+
+class Sublayer:
+    """Of one layer, an attention or an MLP block. `program` takes ops beside those that it appends itself."""
+
+    def __init__(
+        self,
+        builder: StreamBuilder,
+        number: int,
+        group: int,
+        norms: tuple[str, Norms],
+        pieces: tuple[Piece, ...],
+        stream: Stream,
+    ) -> None:
+        """`number` is the layer's, `group` that of its cache; `norms` have a name."""
+        self.program, self.holding = builder.program, builder.holding
+        self.quantised_cache = builder.quantised_cache
+        self._builder = builder
+        self._number, self._group = number, group
+        self._prefix = f"layers.{number}."
+        self._name, self._norms = norms
+        self._pieces = {piece.name.removeprefix(self._prefix): piece for piece in pieces}
+        self.stream = stream
+
+    @property
+    def shard(self) -> Shard:
+        return self.holding.shard
+
+    @property
+    def slots(self) -> Slot:
+        """int32 [n]: where each token's keys and values go in the pages of the layer's cache group."""
+        return self.program.input(slots_name(self._group))
+
+    def piece(self, name: str) -> Linear:
+        """A linear layer of the block."""
+        piece = self._pieces[name]
+        assert isinstance(piece, Linear), name
+        return piece
+
+    def weight(self, name: str) -> Slot:
+        """A tensor that the rank holds of the block."""
+        return self.program.named(self._prefix + name)
+
+    def cache(self, part: str) -> Slot:
+        """The layer's "k_cache", "v_cache", "k_scales" or "v_scales"."""
+        return self.program.named(f"{part}.{self._number}")
+
+    def buffer(self, name: str, width: int) -> Slot:
+        """[rows of the stream, width]; blocks of other layers that ask for the same get the same memory."""
+        return self._builder.buffer(name, self.stream.rows, width)
+
+    def constant_name(self, label: str, key: Hashable) -> str:
+        return self._builder.bindings.name(label, key)
+
+    def constant(self, label: str, key: Hashable, make: MakeConstant) -> Slot:
+        """A tensor that is made once for all blocks that ask for it with this key."""
+        name = self.constant_name(label, key)
+        self._builder.bindings.constants.setdefault(name, make)
+        return self.program.named(name)
+
+    def derived(self, label: str, make: Derive) -> Slot:
+        """A tensor of this layer that follows from its weights."""
+        name = f"{label}.{self._number}"
+        self._builder.bindings.derived[name] = make
+        return self.program.named(name)
+
+    def meta(self, label: str, key: Hashable, make: MakeMeta) -> Slot:
+        """Metadata of the step, for all blocks of the cache group that ask for it with this key."""
+        name = self._builder.bindings.name(label, (self._group, key))
+        self._builder.bindings.metas.setdefault(name, (self._group, make))
+        return self.program.input(name)
+
+    def linear(self, name: str, x: Slot, out: Slot, epilogue: Epilogue = Epilogue.STORE) -> None:
+        """Appends the product of x and a linear layer of the block."""
+        self.holding.emit(self.program, self.piece(name), x, out, epilogue)
+
+    def add_linear(self, name: str, x: Slot) -> None:
+        """Appends the product of x and the block's last linear layer, and its way to the residual stream. Where nothing
+        lies between, the product is added at once."""
+        piece = self.piece(name)
+        if self._norms.after is None and not self._sums(piece.sums_ranks):
+            self.linear(name, x, self.stream.residual, Epilogue.ADD)
+        else:
+            self.linear(name, x, self.stream.x)
+            self.add(piece.sums_ranks)
+
+    @property
+    def output(self) -> Slot:
+        """Where a block without a last linear layer writes what `add` adds."""
+        return self.stream.x
+
+    def add(self, sums_ranks: bool) -> None:
+        """Has `output` normed and added to the residual stream, its sum over the ranks if each has a part of it."""
+        if self._sums(sums_ranks):
+            self.program.op("all_reduce", self.stream.x)
+        if (norm := self._norms.after) is not None:
+            self._builder.norm(self.stream.x, f"{self._prefix}{self._name}_post_norm.weight", norm, self.stream.x)
+        self._builder.is_pending = True
+
+    def normed(self) -> Slot:
+        """What the block reads: the residual stream, with what the last sublayer added, normed."""
+        if (norm := self._norms.before) is None:
+            self._builder.flush(self.stream)
+            return self.stream.residual
+        self._builder.norm_stream(self.stream, f"{self._prefix}{self._name}_norm.weight", norm)
+        return self.stream.x
+
+    def _sums(self, sums_ranks: bool) -> bool:
+        return sums_ranks and self.shard.size > 1
+
+
+class StreamBuilder:
+    """What the sublayers of a model share while its program is built."""
+
+    def __init__(self, holding: Holding, quantised_cache: bool) -> None:
+        self.holding = holding
+        self.quantised_cache = quantised_cache
+        self.program = ProgramBuilder()
+        self.bindings = Bindings()
+        self.is_pending = False
+        """Whether `x` is still to be added to the residual stream: the next norm does both."""
+        self._widths: dict[str, int] = {}
+
+    def buffer(self, name: str, rows: Rows, width: int, is_exact: bool = False) -> Slot:
+        prefix = "last." if rows is Rows.LOGITS else ""
+        if self._widths.setdefault(prefix + name, width) != width:
+            name = f"{name} {width}"
+        return self.program.buffer(prefix + name, rows, width, is_exact=is_exact)
+
+    def stream(self, rows: Rows) -> Stream:
+        width = self.holding.spec.hidden_size
+        return Stream(rows, self.buffer("residual", rows, width, is_exact=True), self.buffer("x", rows, width))
+
+    def norm(self, x: Slot, name: str, norm: NormSpec, out: Slot) -> None:
+        self.program.op("rms_norm", x, self.program.named(name), norm.eps, out)
+
+    def norm_stream(self, stream: Stream, name: str, norm: NormSpec) -> None:
+        """x = the norm of the residual stream, to which x may first be added."""
+        if self.is_pending:
+            weight = self.program.named(name)
+            self.program.op("add_rms_norm", stream.x, stream.residual, weight, norm.eps, stream.x)
+            self.is_pending = False
+        else:
+            self.norm(stream.residual, name, norm, stream.x)
+
+    def flush(self, stream: Stream) -> None:
+        """Adds what is still to be added to the residual stream."""
+        if self.is_pending:
+            self.program.op("add", stream.x, stream.residual)
+            self.is_pending = False
+
+
+def slots_name(group: int) -> str:
+    """The step input with the slots of a cache group."""
+    return f"slots.{group}" if group else "slots"
