@@ -17,7 +17,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Sizes(Protocol):
-    """What bounds a prompt."""
+    """The sizes of a model that bound a prompt."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -59,29 +59,36 @@ def checked_options(options: RequestOptions | None) -> RequestOptions:
 
 
 def checked_ids(prompt: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
-    """Token ids as integers. Raises InvalidRequest naming the first that is none, or is not in the vocabulary."""
+    """The token ids of a prompt as integers. Raises InvalidRequest naming the first bad entry, or the length."""
     _must_be_a_list("prompt", prompt)
-    if len(prompt) == 0:
-        raise InvalidRequest("prompt is empty, must have at least one token", "prompt")
-    if len(prompt) >= sizes.max_model_len:
+    check_length(len(prompt), sizes)
+    ids = tuple(prompt)
+    if set(map(type, ids)) != {int}:
+        for position, entry in enumerate(ids):
+            if not _is_id(entry):
+                raise InvalidRequest(f"prompt[{position}] is {entry!r}, must be a token id (an integer)", "prompt")
+        ids = tuple(map(operator.index, ids))
+    check_ids(ids, sizes)
+    return ids
+
+
+def check_length(length: int, sizes: Sizes, field: str = "prompt") -> None:
+    """Raises InvalidRequest for a prompt of no tokens, and for one that leaves no room for a new token."""
+    if length == 0:
+        raise InvalidRequest(f"{field} is empty, must have at least one token", field)
+    if length >= sizes.max_model_len:
         raise InvalidRequest(
-            f"prompt has {len(prompt)} tokens, at most {sizes.max_model_len - 1} fit beside one new token in "
-            f"max_model_len ({sizes.max_model_len})",
-            "prompt",
+            f"{field} has {length} tokens, at most {sizes.max_model_len - 1} leave room for a new one in the context "
+            f"(max_model_len) of {sizes.max_model_len}",
+            field,
         )
-    given = tuple(prompt)
-    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) < sizes.vocab_size:
-        return given  # as most are; one by one, a long prompt would take a millisecond for every 5,000 tokens
-    ids = []
-    for position, entry in enumerate(given):
-        if not _is_id(entry):
-            raise InvalidRequest(f"prompt[{position}] is {entry!r}, must be a token id (an integer)", "prompt")
-        token_id = operator.index(entry)
-        if not 0 <= token_id < sizes.vocab_size:
-            last = sizes.vocab_size - 1
-            raise InvalidRequest(f"prompt[{position}] is {token_id}, must be from 0 to {last}", "prompt")
-        ids.append(token_id)
-    return tuple(ids)
+
+
+def check_ids(ids: Sequence[int], sizes: Sizes, field: str = "prompt") -> None:
+    """Raises InvalidRequest naming the first token id that is not in the vocabulary."""
+    if ids and not 0 <= min(ids) <= max(ids) < sizes.vocab_size:
+        index, bad = next((i, token_id) for i, token_id in enumerate(ids) if not 0 <= token_id < sizes.vocab_size)
+        raise InvalidRequest(f"{field}[{index}] is token id {bad}, must be from 0 to {sizes.vocab_size - 1}", field)
 
 
 def parse_request_id(request_id: str | None) -> bytes:

@@ -125,7 +125,7 @@ class SamplingParams:
         for token_id, _ in self.biases:
             if token_id >= vocab_size:
                 raise InvalidRequest(
-                    f"logit_bias token id is {token_id}, must be less than the vocabulary size ({vocab_size})",
+                    f"logit_bias has token id {token_id}, must be from 0 to {vocab_size - 1}",
                     "logit_bias",
                 )
 
@@ -246,7 +246,7 @@ def _biases(field: str, values: object) -> tuple[tuple[int, float], ...]:
 def _below(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
     if ids and max(ids) >= vocab_size:
         i = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
-        raise _refusal(f"{field}[{i}]", f"is {ids[i]}, must be less than the vocabulary size ({vocab_size})")
+        raise _refusal(f"{field}[{i}]", f"is {ids[i]}, must be from 0 to {vocab_size - 1}")
 
 
 def _strings(field: str, values: object) -> tuple[str, ...]:

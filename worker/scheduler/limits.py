@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from allspan.protos.api.errors import ConfigError, InvalidRequest
+from allspan.protos.api.prompts import check_ids, check_length
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.scheduler.request import Request
@@ -51,7 +51,8 @@ class Limits:
         """Sets `request.max_tokens`: what was asked for, cut to what the context leaves. Raises InvalidRequest, naming
         the first bad field, for a request that can never run."""
         ids = request.prompt_token_ids
-        self._check_prompt(ids)
+        check_length(len(ids), self, "prompt_token_ids")
+        check_ids(ids, self, "prompt_token_ids")
         request.params.check_vocabulary(self.vocab_size)
         request.max_tokens = min(request.params.max_tokens, self.max_model_len - len(ids))
         self._check_resumed(request)
@@ -74,23 +75,7 @@ class Limits:
                 f"({request.max_tokens})",
                 "output_token_ids",
             )
-        self._check_ids("output_token_ids", ids)
-
-    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
-            i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < self.vocab_size)
-            raise InvalidRequest(f"{field}[{i}] is {ids[i]}, must be from 0 to {self.vocab_size - 1}", field)
-
-    def _check_prompt(self, ids: tuple[int, ...]) -> None:
-        if not ids:
-            raise InvalidRequest("prompt_token_ids is empty, must have at least 1 token", "prompt_token_ids")
-        if len(ids) >= self.max_model_len:
-            raise InvalidRequest(
-                f"prompt_token_ids has {len(ids)} tokens, must be at most {self.max_model_len - 1}: the context "
-                f"(max_model_len) is {self.max_model_len} tokens, prompt and output together",
-                "prompt_token_ids",
-            )
-        self._check_ids("prompt_token_ids", ids)
+        check_ids(ids, self, "output_token_ids")
 
 
 def limits_of(config: WorkerConfig, vocab_size: int, max_model_len: int, num_pages: int) -> Limits:

@@ -27,6 +27,7 @@ from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.protos.api.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
 from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.prompts import check_ids, check_length
 from allspan.protos.api.results import RequestHandle
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.text import Tokenizer
@@ -117,7 +118,7 @@ class Submitter:
             if "\0" in prompt:
                 raise InvalidRequest(f"{field} has a NUL character at {prompt.index(chr(0))}", field)
             if not prompt and not options.only_counted:
-                raise InvalidRequest(f"{field} is empty, must hold at least one token", field)
+                raise InvalidRequest(f"{field} is empty, must have at least one token", field)
             special = options.add_special_tokens is not False
             ids: Sequence[int] = await off_loop(len(prompt), self.tokenizer.encode, prompt, special)
         else:
@@ -126,8 +127,8 @@ class Submitter:
             ids = prompt
         ids = options.truncated(ids, self.model.max_model_len)
         if not options.only_counted:
-            self._check_length(ids, field)
-        self._check_ids(ids, field)
+            check_length(len(ids), self.model, field)
+        check_ids(ids, self.model, field)
         return ids
 
     async def encode_chat(
@@ -150,8 +151,8 @@ class Submitter:
         ids: Sequence[int] = await self.chat.encode(messages, how, chars, special)
         ids = options.truncated(ids, self.model.max_model_len)
         if not options.only_counted:
-            self._check_length(ids, "messages")
-        self._check_ids(ids, "messages")
+            check_length(len(ids), self.model, "messages")
+        check_ids(ids, self.model, "messages")
         return ids
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +178,7 @@ class Submitter:
                 "max_tokens",
             )
         self._check_limits(params, num_prompt_tokens)
-        self._check_vocabulary(params)
+        params.check_vocabulary(self.model.vocab_size)
         return params
 
     @contextlib.asynccontextmanager
@@ -301,24 +302,6 @@ class Submitter:
         if chars > self.max_chars:
             raise InvalidRequest(f"{field} has {chars} characters, at most {self.max_chars}", field)
 
-    def _check_length(self, ids: Sequence[int], field: str) -> None:
-        if not ids:
-            raise InvalidRequest(f"{field} has no tokens, must hold at least one", field)
-        most = self.model.max_model_len - 1
-        if len(ids) > most:
-            raise InvalidRequest(
-                f"{field} has {len(ids)} tokens, at most {most} leave room for one more in the context of "
-                f"{self.model.max_model_len}",
-                field,
-            )
-
-    def _check_ids(self, ids: Sequence[int], field: str) -> None:
-        if min(ids, default=0) < 0 or max(ids, default=0) >= self.model.vocab_size:
-            index, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self.model.vocab_size)
-            raise InvalidRequest(
-                f"{field}[{index}] is token id {bad}, must be from 0 to {self.model.vocab_size - 1}", field
-            )
-
     def _check_limits(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """What this server allows of what any engine could do."""
         told = num_prompt_tokens * (1 + (params.prompt_logprobs or 0))
@@ -335,21 +318,6 @@ class Submitter:
         for field in ("logprobs", "prompt_logprobs"):
             if (count := getattr(params, field) or 0) > self.limits.max_logprobs:
                 raise InvalidRequest(f"{field} is {count}, must be from 0 to {self.limits.max_logprobs}", field)
-
-    def _check_vocabulary(self, params: SamplingParams) -> None:
-        """Every token id that a field names is one of the model's."""
-        named: list[tuple[str, str, Sequence[int]]] = [
-            (field, field, getattr(params, field)) for field in ("stop_token_ids", "allowed_token_ids")
-        ]
-        for field in ("bad_words_ids", "stop_words_ids"):
-            named += [(field, f"{field}[{i}]", ids) for i, ids in enumerate(getattr(params, field))]
-        last = self.model.vocab_size - 1
-        for field, place, ids in named:
-            if (highest := max(ids, default=0)) > last:
-                raise InvalidRequest(f"{place}[{ids.index(highest)}] is {highest}, must be from 0 to {last}", field)
-        for token_id, _ in params.biases:
-            if token_id > last:
-                raise InvalidRequest(f"logit_bias has token id {token_id}, must be from 0 to {last}", "logit_bias")
 
 
 def spread(job: Job, count: int) -> list[Job]:

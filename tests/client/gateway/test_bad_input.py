@@ -90,7 +90,7 @@ PROMPTS: list[tuple[Any, str]] = [
     (None, "missing"),
     ("", "empty"),
     ([], "empty list"),
-    ([[]], "no tokens"),
+    ([[]], "is empty"),
     ([""], "empty"),
     ([97, 261], "prompt[1] is token id 261, must be from 0 to 260"),
     ([97, -1], "prompt[1] is token id -1"),

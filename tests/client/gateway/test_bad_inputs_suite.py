@@ -80,7 +80,7 @@ ROWS: dict[str, list[Bad]] = {
     "3 nothing": [
         field("empty", prompt=""),
         field("empty list", prompt=[]),
-        field("no tokens", prompt=[[]]),
+        field("is empty", prompt=[[]]),
         Bad({"messages": []}, "messages is missing or empty", path=CHAT),
     ],
     "4 too much": [

@@ -23,11 +23,11 @@ LIMITS = Limits(
     ("prompt", "params", "words"),
     [
         ([], {}, ["prompt_token_ids is empty"]),
-        ([1, 2, 100, 101], {}, ["prompt_token_ids[2] is 100", "99"]),
-        ([1, -3], {}, ["prompt_token_ids[1] is -3"]),
+        ([1, 2, 100, 101], {}, ["prompt_token_ids[2] is token id 100", "99"]),
+        ([1, -3], {}, ["prompt_token_ids[1] is token id -3"]),
         ([1] * 32, {}, ["32 tokens", "31", "max_model_len"]),
         ([1] * 40, {}, ["40 tokens", "31"]),
-        ([1], {"stop_token_ids": (5, 100)}, ["stop_token_ids[1] is 100", "100"]),
+        ([1], {"stop_token_ids": (5, 100)}, ["stop_token_ids[1] is 100", "99"]),
         ([1], {"logit_bias": {100: 1.0}}, ["logit_bias", "100"]),
         ([1], {"allowed_token_ids": (1, 100)}, ["allowed_token_ids[1] is 100"]),
         ([1], {"bad_words_ids": ((1,), (2, 100))}, ["bad_words_ids[1][1] is 100"]),
@@ -46,7 +46,7 @@ def test_a_bad_request_is_refused_by_name(prompt, params, words):
     [
         ([1, 2], [3] * 4, "output_token_ids has 4 tokens, must have fewer than the request may get (4)"),
         ([1] * 30, [3] * 2, "output_token_ids has 2 tokens, must have fewer than the request may get (2)"),
-        ([1, 2], [3, 100], "output_token_ids[1] is 100, must be from 0 to 99"),
+        ([1, 2], [3, 100], "output_token_ids[1] is token id 100, must be from 0 to 99"),
     ],
     ids=["all of max_tokens", "all of the context", "no such token"],
 )
@@ -98,7 +98,7 @@ def test_a_budget_smaller_than_the_rows_is_refused():
 @pytest.mark.parametrize(
     ("resumed", "words"),
     [
-        ([5, 100], ["output_token_ids[1] is 100", "99"]),
+        ([5, 100], ["output_token_ids[1] is token id 100", "99"]),
         ([1] * 7, ["output_token_ids has 7 tokens", "7"]),
         ([1] * 8, ["output_token_ids has 8 tokens", "7"]),
     ],

@@ -58,7 +58,7 @@ async def test_an_example_streams_and_complains_with_details(
 
         code, text, lines = await run(command, server, "", ca)
         assert (code, text) == (1, "")
-        assert lines == ["INVALID_ARGUMENT: text is empty, must hold at least one token", "  field text"]
+        assert lines == ["INVALID_ARGUMENT: text is empty, must have at least one token", "  field text"]
 
         server.engine.refusal = QueueFull("1024 wait")
         assert (await run(command, server, "Hi", ca))[2] == ["RESOURCE_EXHAUSTED: 1024 wait", "  try again in 1 s"]

@@ -23,7 +23,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": ""}, "text is empty"),
     ({"text": "x" * 300}, "text has 300 tokens, at most 255"),
     ({"token_ids": pb.TokenIds(ids=[1, VOCAB_SIZE])}, f"token_ids[1] is token id {VOCAB_SIZE}, must be from 0 to"),
-    ({"token_ids": pb.TokenIds()}, "token_ids has no tokens"),
+    ({"token_ids": pb.TokenIds()}, "token_ids is empty"),
     ({"chat": pb.Messages()}, "chat.messages has 0 entries"),
     ({"chat": pb.Messages(messages=[pb.Message(role="imp", content="x")])}, "chat.messages[0].role is 'imp'"),
     ({"text": "x", "request_id": "y" * 129}, "(129 characters), must be 1 to 128 printable ASCII characters"),
