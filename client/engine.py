@@ -13,19 +13,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from allspan.client.cluster.batch_calls import SessionCalls
 from allspan.client.cluster.discovery import Attach, sources_of
 from allspan.client.cluster.requests import ResumePolicy, Session
 from allspan.client.cluster.snapshot import ClusterView
 from allspan.client.event_loop import HomeLoop, LoopThread
-from allspan.client.generate import Generation
 from allspan.client.process import ClusterProcess
 from allspan.client.transport.base import Connect
+from allspan.protos.api.batch_generate import AsyncWaits, BatchGenerate, wait_all_finished
 from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt
 from allspan.protos.api.errors import (
     AllspanError,
     CheckpointError,
     ConfigError,
-    DeadlineExceeded,
     ModelNotFound,
     Unavailable,
 )
@@ -216,12 +216,8 @@ class ClientEngine:
         return await self._loop.arun(self._start(*self._request(prompt, sampling_params, request_id, options)))
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
         request_id = None if handle is None else parse_request_id(handle.request_id)
-        for queue in self._loop.run(_now(self._session.queues, request_id)):
-            if not queue.wait_finished(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                what = "requests run" if handle is None else f"request {handle.request_id} runs"
-                raise DeadlineExceeded(f"{what} still after timeout ({timeout:g} s)")
+        wait_all_finished(self._loop.run(_now(self._session.queues, request_id)), handle, timeout)
 
     def stop_request(self, handle: RequestHandle) -> None:
         self._loop.run(self._session.stop(parse_request_id(handle.request_id)))
@@ -326,7 +322,9 @@ class ClientEngine:
         seeded = params_list(params, len(listed))
         encoded = [self._encode(prompt) for prompt in listed]
         needs_text = any(isinstance(prompt, str) for prompt in listed) or any(entry.stop for entry in seeded)
-        return Generation(self._session, self._tokenizer_for(needs_text), checked_options(options)).run(encoded, seeded)
+        calls = SessionCalls(self._session, self.model, checked_options(options))
+        generation = BatchGenerate(calls, AsyncWaits(), self._tokenizer_for(needs_text))
+        return generation.run(list(zip(encoded, seeded, strict=True)))
 
     def _tokenizer_for(self, needs_text: bool) -> Tokenizer | None:
         """None when the model has none and nobody needs it: then completions carry token ids and an empty text."""

@@ -102,7 +102,7 @@ def test_a_full_queue_is_waited_for_by_generate_but_not_by_start_request(
 def test_generate_gives_up_when_the_queue_stays_full(
     cluster: FakeCluster, engine: ClientEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allspan.client.generate.QUEUE_WAIT_S", 0.1)
+    monkeypatch.setattr("allspan.protos.api.batch_generate.QUEUE_WAIT_S", 0.1)
     cluster.ranks[1].refusal = QueueFull("full")
     with pytest.raises(QueueFull, match="full"):
         engine.generate([[1], [2]])
@@ -131,11 +131,11 @@ def test_one_refused_prompt_ends_the_call_and_the_others(cluster: FakeCluster, e
     [
         ([], "prompt is empty"),
         ("", "prompt is empty"),
-        ([1, -1], r"prompt\[1\] is -1, must be from 0 to 999"),
-        ([1000], r"prompt\[0\] is 1000, must be from 0 to 999"),
+        ([1, -1], r"prompt\[1\] is token id -1, must be from 0 to 999"),
+        ([1000], r"prompt\[0\] is token id 1000, must be from 0 to 999"),
         ([1, 2.5], r"prompt\[1\] is 2.5, must be a token id"),
         ([True], r"prompt\[0\] is True, must be a token id"),
-        ([1] * 256, r"prompt has 256 tokens, at most 255 fit"),
+        ([1] * 256, r"prompt has 256 tokens, at most 255 leave room"),
         (None, "prompts? is None, must be text or a list of token ids"),
     ],
 )

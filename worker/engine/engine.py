@@ -7,17 +7,26 @@ import functools
 import logging
 import os
 import threading
-import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
 from allspan.kernels.table import op_set
+from allspan.protos.api.batch_generate import (
+    AsyncWaits,
+    BatchGenerate,
+    BlockingWaits,
+    Started,
+    Waits,
+    Work,
+    run_blocking,
+    wait_all_finished,
+)
 from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt, RankStatistics
-from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, DeadlineExceeded, ModelNotFound
+from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, ModelNotFound, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.prompts import (
     Params,
@@ -33,7 +42,6 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.text.tokenizers.loading import load_tokenizer
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.engine.generation import Generation
 from allspan.worker.engine.requests import OpenRequests
 from allspan.worker.engine.settings import EngineSettings, worker_config
 from allspan.worker.engine.setup import load_engine
@@ -140,13 +148,9 @@ class Engine:
         return self._start(self._encode(prompt), params, checked_options(options), parse_request_id(request_id))
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
         queue = None if handle is None else self._open.queue(parse_request_id(handle.request_id))
         queues = self._open.queues() if handle is None else [] if queue is None else [queue]
-        for queue in queues:
-            if not queue.wait_finished(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                what = "requests run" if handle is None else f"request {handle.request_id} runs"
-                raise DeadlineExceeded(f"{what} still after timeout ({timeout:g} s)")
+        wait_all_finished(queues, handle, timeout)
 
     def stop_request(self, handle: RequestHandle) -> None:
         self._core.cancel([parse_request_id(handle.request_id)])
@@ -208,8 +212,8 @@ class Engine:
         sampling_params: Params = None,
         options: RequestOptions | None = None,
     ) -> list[Completion]:
-        generation, ids, params = self._generation(prompts, sampling_params, options)
-        return generation.run(ids, params)
+        generation, work = self._generation(BlockingWaits(), prompts, sampling_params, options)
+        return run_blocking(generation.run(work))
 
     async def agenerate(
         self,
@@ -217,10 +221,10 @@ class Engine:
         sampling_params: Params = None,
         options: RequestOptions | None = None,
     ) -> list[Completion]:
-        generation, ids, params = self._generation(prompts, sampling_params, options)
-        for grammar in {each.grammar for each in params if each.grammar is not None}:
+        generation, work = self._generation(AsyncWaits(), prompts, sampling_params, options)
+        for grammar in {params.grammar for _, params in work if params.grammar is not None}:
             await asyncio.to_thread(self._core.grammars.compiled, grammar)
-        return await generation.arun(ids, params)
+        return await generation.run(work)
 
     def __enter__(self) -> Engine:
         return self
@@ -231,14 +235,18 @@ class Engine:
         self.close()
 
     def _generation(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params, options: RequestOptions | None
-    ) -> tuple[Generation, list[tuple[int, ...]], list[SamplingParams]]:
+        self,
+        waits: Waits,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params,
+        options: RequestOptions | None,
+    ) -> tuple[BatchGenerate, list[Work]]:
         """Checks and tokenises everything before any request starts."""
         listed = prompt_list(prompts)
         params = params_list(sampling_params, len(listed))
-        ids = [self._encode(prompt) for prompt in listed]
+        work: list[Work] = [(self._encode(prompt), each) for prompt, each in zip(listed, params, strict=True)]
         start = functools.partial(self._start, options=checked_options(options))
-        return Generation(start, self.release_request, self._tokenizer_or_none()), ids, params
+        return BatchGenerate(_Calls(start, self.release_request), waits, self._tokenizer_or_none()), work
 
     def _start(
         self,
@@ -266,6 +274,32 @@ class Engine:
         except (CheckpointError, ModelNotFound) as error:
             logger.debug("completions carry no text: %s", error)
             return None
+
+
+class _Calls:
+    """An engine of this process as `BatchGenerate` uses it: starting a request only puts it into the inbox."""
+
+    def __init__(
+        self, start: Callable[[Sequence[int], SamplingParams], Started], release: Callable[[RequestHandle], None]
+    ) -> None:
+        self._start = start
+        self.release = release
+
+    async def start(self, work: Sequence[Work]) -> list[Started | AllspanError]:
+        """Starts them in order; after a refusal it starts none of the rest, which get the same reply."""
+        replies: list[Started | AllspanError] = []
+        for prompt, params in work:
+            if replies and isinstance(replies[-1], AllspanError):
+                replies.append(replies[-1])
+                continue
+            try:
+                replies.append(self._start(prompt, params))
+            except AllspanError as error:
+                replies.append(error)
+        return replies
+
+    async def outlast(self, error: Unavailable) -> None:
+        raise error
 
 
 def _run(core: EngineCore) -> None:

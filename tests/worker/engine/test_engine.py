@@ -218,8 +218,8 @@ def test_a_chosen_request_id_is_kept_and_refused_twice(engine):
     ("prompt", "words"),
     [
         ([], "empty"),
-        ([1, 256], r"prompt\[1\] is 256"),
-        ([1, -1], r"prompt\[1\] is -1"),
+        ([1, 256], r"prompt\[1\] is token id 256"),
+        ([1, -1], r"prompt\[1\] is token id -1"),
         ([1, 2.5], r"prompt\[1\] is 2.5"),
         ([1] * 256, "256 tokens.*255"),
         (7, "prompt"),
