@@ -45,6 +45,8 @@ from allspan.protos.cluster.cluster_file import ClusterInfo
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 from allspan.protos.text import Tokenizer, load_tokenizer
 
+STARTUP_TIMEOUT_S = 600.0
+ANSWER_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
@@ -93,7 +95,8 @@ class ClientEngine:
     several replicas: such a list for each).
     `tls`: with `attach`, the certificates of this side for ranks that listen over TCP; a run directory names its own.
     `tokenizer`: folder or GGUF file, when the model's own path cannot be read from here.
-    `startup_timeout`: seconds until the cluster must be ready.
+    `startup_timeout`: seconds until the cluster must be ready, 600 by default. Ranks at addresses in `attach` that do
+    not answer are waited for as long, by default 30 s; the log (INFO) and the error say which rank does not.
     `quiet`: keep the log of a cluster started here off this process's standard error.
     `resume`: when a rank dies, its unfinished requests go on in another replica, or in the world that is started next,
     for which they wait up to `resume_timeout` seconds; without repeating or missing a token. A request that loses
@@ -110,7 +113,7 @@ class ClientEngine:
         attach: Attach | None = None,
         tls: TlsFiles = NO_TLS,
         tokenizer: str | Path | None = None,
-        startup_timeout: float = 600.0,
+        startup_timeout: float | None = None,
         resume: bool = True,
         resume_timeout: float = 30.0,
         max_resumes: int = 5,
@@ -122,6 +125,8 @@ class ClientEngine:
             raise ConfigError(f"{', '.join(serve_options)}: options for starting a cluster, not for attaching to one")
         policy = ResumePolicy(resume, resume_timeout, max_resumes)
         quiet = serve_options.pop("quiet", False)
+        answer_timeout = ANSWER_TIMEOUT_S if startup_timeout is None else startup_timeout
+        startup_timeout = STARTUP_TIMEOUT_S if startup_timeout is None else startup_timeout
         deadline = time.monotonic() + startup_timeout
         options = {"start_timeout_s": max(1, math.ceil(startup_timeout)), "oversubscribe": True, **serve_options}
         process = None if model is None else ClusterProcess(str(model), options, quiet)
@@ -140,7 +145,7 @@ class ClientEngine:
             raise
         self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._session, process)
         try:
-            self._loop.run(self._session.attach(max(deadline - time.monotonic(), 1.0)))
+            self._loop.run(self._session.attach(max(deadline - time.monotonic(), 1.0), answer_timeout))
         except BaseException:
             self.close()
             raise

@@ -58,6 +58,12 @@ class Addresses:
 
     async def read(self) -> ClusterInfo:
         statuses = await asyncio.gather(*(self._status(address) for address in self._addresses))
+        for index, (status, address) in enumerate(zip(statuses, self._addresses, strict=True)):
+            if status.rank != index:
+                raise ConfigError(
+                    f"attach[{index}] ({address}) is rank {status.rank}; give the addresses in order of rank, the "
+                    "leader's first"
+                )
         leader = statuses[0]
         if leader.world_size != len(statuses):
             raise ConfigError(

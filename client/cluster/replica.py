@@ -12,7 +12,7 @@ from allspan.client.cluster.snapshot import RankView, ReplicaView
 from allspan.client.cluster.state import ReplicaState, ReplicaStatus
 from allspan.client.cluster.world import World
 from allspan.client.transport.base import Connect
-from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailable
+from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailable, from_code
 from allspan.protos.cluster.cluster_file import ClusterInfo
 
 OPEN_TIMEOUT_S = 10.0
@@ -72,21 +72,33 @@ class Replica:
         world = self.world
         return sum(request.work for request in world.requests.values()) if world is not None else 0
 
-    async def attach(self) -> None:
-        """Waits for a world that is starting, without a limit. Raises ConfigError (nothing there) or Unavailable."""
+    async def attach(self, answer_timeout: float = 0.0) -> None:
+        """Waits for a world that is starting, without a limit; for ranks that do not answer, `answer_timeout` seconds.
+        Raises ConfigError (nothing there), Unavailable or DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + answer_timeout
         while True:
-            info = await settled(self._source)
-            if info.state != "ready":
-                raise Unavailable(f"the cluster of {info.model} is {info.state}: {info.cause or 'no cause is known'}")
+            info: ClusterInfo | None = None
             try:
-                async with self._attaching:
-                    await self._adopt(info)
-                return
-            except (DeadlineExceeded, Unavailable):
+                info = await settled(self._source)
+                if info.state == "ready":
+                    async with self._attaching:
+                        await self._adopt(info)
+                    return
+            except (DeadlineExceeded, Unavailable) as error:
+                if loop.time() < deadline:
+                    self.status.move(ReplicaState.DOWN, error.message)
+                    logger.info("waiting for the ranks, %.0f s at most: %s", deadline - loop.time(), error.message)
+                    await asyncio.sleep(RECONNECT_POLL_S)
+                    continue
                 # It may have died just now, which nobody has written down yet.
-                later = await self._news_of(info)
-                if later is None or not _is_over(info, later):
-                    raise
+                later = await self._news_of(info) if info is not None else None
+                if info is not None and later is not None and _is_over(info, later):
+                    continue
+                if answer_timeout:
+                    raise _waited(error, answer_timeout) from None
+                raise
+            raise Unavailable(f"the cluster of {info.model} is {info.state}: {info.cause or 'no cause is known'}")
 
     async def try_attach(self) -> None:
         """Attaches to a world that is ready at this moment, without waiting for one."""
@@ -206,6 +218,12 @@ async def settled(source: ClusterSource) -> ClusterInfo:
     while (info := await source.read()).state == "starting" or (info.state == "down" and info.will_restart):
         await asyncio.sleep(CAUSE_POLL_S)
     return info
+
+
+def _waited(error: AllspanError, seconds: float) -> AllspanError:
+    """The error with how long was waited, and how to wait longer."""
+    waited = f"waited {seconds:g} s for the ranks to answer; startup_timeout=SECONDS gives them longer"
+    return from_code(error.code, f"{error.message} ({waited})")
 
 
 def _is_over(info: ClusterInfo, later: ClusterInfo) -> bool:

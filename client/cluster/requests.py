@@ -91,9 +91,9 @@ class Session:
         """Why no replica is READY: `down_cause`, a stopped model, a step loop that stands still; "" while one is."""
         return self._router.unready_cause
 
-    async def attach(self, timeout: float) -> None:
-        """Waits for a cluster that is starting. Raises ConfigError (nothing there), Unavailable, DeadlineExceeded."""
-        await self._router.attach(timeout)
+    async def attach(self, timeout: float, answer_timeout: float = 0.0) -> None:
+        """See `Router.attach`."""
+        await self._router.attach(timeout, answer_timeout)
 
     async def start(
         self,

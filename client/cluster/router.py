@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from allspan.client.cluster.affinity import Bid, ranking
-from allspan.client.cluster.discovery import ClusterSource, RunDirectory
+from allspan.client.cluster.discovery import Addresses, ClusterSource, RunDirectory
 from allspan.client.cluster.replica import Replica, settled
 from allspan.client.cluster.request import OpenRequest
 from allspan.client.cluster.snapshot import ClusterView
@@ -65,14 +65,18 @@ class Router:
         """Whether a request that finds no replica may wait for one."""
         return any(replica.status.state.may_return for replica in self.replicas)
 
-    async def attach(self, timeout: float) -> None:
-        """Waits for a cluster that is starting; one replica that is up will do. Raises ConfigError (nothing there, or
-        replicas that differ), Unavailable, DeadlineExceeded."""
+    async def attach(self, timeout: float, answer_timeout: float = 0.0) -> None:
+        """Waits for a cluster that is starting, and `answer_timeout` seconds for ranks at given addresses that do not
+        answer; one replica that is up will do. Raises ConfigError (nothing there, or replicas that differ),
+        Unavailable, DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout):
-                await self._attach()
+                await self._attach(answer_timeout)
         except TimeoutError:
-            raise DeadlineExceeded(f"the cluster was not ready within {timeout:g} s") from None
+            cause = self.down_cause
+            raise DeadlineExceeded(
+                f"the cluster was not ready within {timeout:g} s (startup_timeout): {cause}"
+            ) from None
         for replica in self.replicas:
             replica.keep()
         self._check_alike()
@@ -177,15 +181,18 @@ class Router:
                 failures.append(reply)
         return answers, failures
 
-    async def _attach(self) -> None:
+    async def _attach(self, answer_timeout: float) -> None:
+        sources = await self._expanded()
         self.replicas = [
             Replica(index, source, self._connect, self._call_timeout, self._announce)
-            for index, source in enumerate(await self._expanded())
+            for index, source in enumerate(sources)
         ]
         if len(self.replicas) > 1:
             await asyncio.gather(*(replica.try_attach() for replica in self.replicas))
         if not any(replica.world for replica in self.replicas):
-            attempts = (replica.attach() for replica in self.replicas)
+            # A run directory says itself whether its ranks are starting.
+            waits = (answer_timeout if isinstance(source, Addresses) else 0.0 for source in sources)
+            attempts = (replica.attach(wait) for replica, wait in zip(self.replicas, waits, strict=True))
             failures = await asyncio.gather(*attempts, return_exceptions=True)
             if all(failures) and isinstance(failures[0], BaseException):
                 raise failures[0]

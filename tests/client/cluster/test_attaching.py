@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -77,15 +78,30 @@ def test_wrong_places_to_attach_to_are_refused_at_once(cluster: FakeCluster, tmp
         ClientEngine(attach=tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="attach has 1 addresses, the world has 2 ranks"):
         ClientEngine(attach=cluster.addresses[:1])
-    with pytest.raises(Unavailable, match="answers as"):
+    with pytest.raises(ConfigError, match=r"attach\[0\] \(unix:.*\) is rank 1; give the addresses in order of rank"):
         ClientEngine(attach=cluster.addresses[::-1])
     with pytest.raises(Unavailable, match=r"no rank answers at unix:.*nobody"):
-        ClientEngine(attach=[f"unix:{tmp_path}/nobody"])
+        ClientEngine(attach=[f"unix:{tmp_path}/nobody"], startup_timeout=0)
     with pytest.raises(ConfigError, match="either a model"):
         ClientEngine()
     with pytest.raises(ConfigError, match="ranks"):
         ClientEngine(attach=cluster.run_dir, ranks=2)
     assert time.monotonic() - started < 10
+
+
+def test_ranks_that_do_not_answer_yet_are_waited_for(cluster: FakeCluster, tmp_path: Path) -> None:
+    """As when they are started by hand, on a machine that is busy."""
+    address = tmp_path / "late.sock"
+    where = [f"unix:{address}", cluster.addresses[1]]
+    started = time.monotonic()
+    with pytest.raises(
+        Unavailable, match=r"no rank answers at unix:.*late.*\(waited 0\.6 s for the ranks to answer; startup_timeout="
+    ):
+        ClientEngine(attach=where, startup_timeout=0.6)
+    assert time.monotonic() - started >= 0.6
+    threading.Timer(0.5, lambda: address.symlink_to(cluster.addresses[0].removeprefix("unix:"))).start()
+    with ClientEngine(attach=where, startup_timeout=60) as engine:
+        assert engine.generate([1], SamplingParams(max_tokens=1))[0].token_ids == (2,)
 
 
 def test_a_model_that_cannot_be_read_here_still_takes_token_ids(cluster: FakeCluster, tmp_path: Path) -> None:
