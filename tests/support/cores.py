@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 from allspan.kernels.cuda.attention.cascade_rule import CascadeRule
 from allspan.protos.api.errors import AllspanError
@@ -12,6 +13,7 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerCo
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.scheduler.lookahead import DEPTH
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome
 from support.fake_model import FakeGpuModel, FakeModel, FakeTiers
@@ -83,18 +85,20 @@ def fake_gpu_core(
     rule: CascadeRule | None = None,
     collectives: Collectives | None = None,
     channel: PlanChannel | None = None,
+    depth: int = DEPTH,
     **scheduler: int,
 ) -> tuple[EngineCore, FakeGpuModel]:
-    """Its steps come as a GPU's, and rows go on ahead; every rank has whole rows of logits."""
+    """Its steps come as a GPU's, with lookahead of `depth` steps; every rank has whole rows of logits."""
     model = FakeGpuModel(num_pages, PAGE_SIZE)
     model.cascade_rule = rule
-    core = EngineCore(config(**scheduler), model, num_pages, collectives or LocalCollectives(), channel, eos)
+    with patch("allspan.worker.engine.core.DEPTH", depth):
+        core = EngineCore(config(**scheduler), model, num_pages, collectives or LocalCollectives(), channel, eos)
     core.on_outputs = collected or Collected()
     return core, model
 
 
 def step_until_idle(core: EngineCore, most: int = 100_000) -> int:
-    """Steps until there is nothing to do, checking the books after each; returns how many."""
+    """Steps until there is nothing to do, checking the invariants after each; returns how many."""
     for count in range(most):
         if not core.step():
             core.check()

@@ -7,6 +7,7 @@ a plan reads must be what the request's tokens would have written, and what it w
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from allspan.protos.api.errors import AllspanError
@@ -14,8 +15,9 @@ from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import Output, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.lookahead import Lookahead
 from allspan.worker.scheduler.page_manager import PrefixSettings
-from allspan.worker.scheduler.plan import Join, Run, StepPlan, StepResult
+from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
 from support.cores import request
@@ -52,24 +54,17 @@ class _Row:
         self.num_computed = num_computed
         self.pages: list[int] = []
 
-    def copy(self) -> _Row:
-        """The same pages, whoever adds to them."""
-        copy = _Row(self.request, list(self.tokens), self.num_computed)
-        copy.pages = self.pages
-        return copy
-
 
 @dataclasses.dataclass
 class _Flight:
-    """A step that was begun before the one before was over."""
+    """A step that was carried out and is not told yet."""
 
-    runs: tuple[Run, ...]
+    result: StepResult
     rows: dict[int, _Row]
-    """As they are after it."""
-    sampled: dict[int, tuple[int, ...]]
+    """Those that ran."""
 
 
-def may_launch(params: SamplingParams) -> bool:
+def samples_ahead(params: SamplingParams) -> bool:
     return params.prompt_logprobs is None
 
 
@@ -77,11 +72,10 @@ class SimulatedRank:
     """`step()` runs one round of the scheduler's loop. `tokens`, `prompt_logprobs` and `ends` are what callers were
     told, by request id; saying anything after an end fails."""
 
-    def __init__(self, scheduler: Scheduler, num_host_pages: int = 0, runs_ahead: bool = False) -> None:
-        """`runs_ahead`: as a GPU does, it begins the step after one before it tells what that one made."""
+    def __init__(self, scheduler: Scheduler, num_host_pages: int = 0) -> None:
         self.scheduler = scheduler
-        self.runs_ahead = runs_ahead
-        self.flight: _Flight | None = None
+        self.flights: deque[_Flight] = deque()
+        """What steps made is told as late as the scheduler's lookahead lets it."""
         self.size = scheduler.limits.page_size
         self.device = [[0] * self.size for _ in range(scheduler.limits.num_pages)]
         self.host = [[0] * self.size for _ in range(num_host_pages)]
@@ -111,21 +105,28 @@ class SimulatedRank:
 
     def step(self) -> StepPlan | None:
         self.take(self.scheduler.expire())
-        launches = self.runs_ahead and all(may_launch(row.request.params) for row in self.rows.values())
-        plan = self.scheduler.schedule(may_launch=may_launch if launches else None)
-        if plan is None:
-            assert self.flight is None, "what runs is awaited"
+        newest = None
+        while len(self.flights) < self.scheduler.lookahead.depth and (plan := self.scheduler.schedule()) is not None:
+            assert plan.in_flight == len(self.flights)
+            self.plans.append(plan)
+            self._apply(plan)
+            result = self._run(plan)
+            self.flights.append(_Flight(result, {run.row: self.rows[run.row] for run in plan.runs}))
+            newest = plan
+        if not self.flights:
             return None
-        self.plans.append(plan)
-        self._apply(plan)
-        flight, self.flight = self.flight, None
-        result = self._land(plan, flight) if flight and plan.runs else self._run(plan)
-        if plan.ahead:
-            self._go_ahead(plan)
         self.between()
-        self.take(self.scheduler.apply(result))
+        self._land()
         self.scheduler.check()
-        return plan
+        return newest or self.plans[-1]
+
+    def _land(self) -> None:
+        """Tells what the oldest step made of rows that are still the same request's."""
+        flight = self.flights.popleft()
+        mine = {row for row, state in flight.rows.items() if self.rows.get(row) is state}
+        kept = {row: tokens for row, tokens in flight.result.tokens.items() if row in mine}
+        prompt = {row: entries for row, entries in flight.result.prompt_logprobs.items() if row in mine}
+        self.take(self.scheduler.apply(dataclasses.replace(flight.result, tokens=kept, prompt_logprobs=prompt)))
 
     def run(self, most: int = 20_000) -> int:
         for count in range(most):
@@ -157,7 +158,8 @@ class SimulatedRank:
         for join in plan.joins:
             self._join(join)
         for grant in plan.grants:
-            self.rows[grant.row].pages.extend(grant.pages)
+            pages = self.rows[grant.row].pages
+            pages[grant.first :] = grant.pages
         for copy in plan.saves:
             self.host[copy.target] = list(self.device[copy.source])
         for copy in plan.loads:
@@ -172,25 +174,6 @@ class SimulatedRank:
         assert join.num_computed < len(tokens), "the last token is always computed"
         assert join.num_computed % self.size == 0
         self.rows[join.row] = _Row(request, list(tokens), join.num_computed)
-
-    def _land(self, plan: StepPlan, flight: _Flight) -> StepResult:
-        assert set(plan.runs) <= set(flight.runs), "nobody joins a step that runs already"
-        mine = [run.row for run in plan.runs]
-        ended = {run.row for run in flight.runs} - set(mine)
-        assert not any(row in self.rows and self.rows[row].request is flight.rows[row].request for row in ended)
-        self.rows |= {row: flight.rows[row] for row in mine}
-        return StepResult(
-            plan.step, {row: flight.sampled[row] for row in mine if row in flight.sampled}, tokens_hash=plan.step
-        )
-
-    def _go_ahead(self, plan: StepPlan) -> None:
-        assert self.runs_ahead
-        assert plan.runs
-        before = self.rows
-        self.rows = {number: row.copy() for number, row in before.items()}
-        result = self._run(dataclasses.replace(plan, runs=plan.ahead, ahead=()))
-        self.flight = _Flight(plan.ahead, self.rows, result.tokens)
-        self.rows = before
 
     def _run(self, plan: StepPlan) -> StepResult:
         limits = self.scheduler.limits
@@ -250,11 +233,12 @@ class Clock:
 
 
 def rank(
-    host: int = 0, clock: Clock | None = None, enabled: bool = True, runs_ahead: bool = False, **limits: int
+    host: int = 0, clock: Clock | None = None, enabled: bool = True, depth: int = 1, **limits: int
 ) -> SimulatedRank:
     settings = PrefixSettings(enabled, "model", host)
-    scheduler = Scheduler(dataclasses.replace(LIMITS, **limits), (), prefix=settings, clock=clock or Clock())
-    return SimulatedRank(scheduler, host, runs_ahead)
+    sizes, lookahead = dataclasses.replace(LIMITS, **limits), Lookahead(depth, samples_ahead)
+    scheduler = Scheduler(sizes, (), prefix=settings, clock=clock or Clock(), lookahead=lookahead)
+    return SimulatedRank(scheduler, host)
 
 
 def asked(

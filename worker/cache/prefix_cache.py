@@ -143,7 +143,7 @@ class PrefixCache:
 
     def settle(self) -> None:
         """The copies that were taken have been made everywhere: what they read may be given up again."""
-        if self._pinned and self.host is not None:
+        if self._pinned and not self._loads and self.host is not None:
             self.host.release(self._pinned)
             self._pinned.clear()
 

@@ -28,6 +28,7 @@ from allspan.worker.backend.cuda.sampling import DeviceSampling
 from allspan.worker.backend.cuda.step_inputs import buffers_for, is_on_gpu
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.loop import StepLoop
 from allspan.worker.engine.pending import Pending
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
@@ -36,8 +37,8 @@ from allspan.worker.sampling.grammar import MaskMaker
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.sampler import Sampler
-from allspan.worker.scheduler.codec import decode, encode
 from allspan.worker.scheduler.limits import limits_of
+from allspan.worker.scheduler.lookahead import DEPTH, Lookahead
 from allspan.worker.scheduler.page_manager import PrefixSettings
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
@@ -85,6 +86,7 @@ class EngineCore:
         self.within_step: Callable[[], int] = lambda: 0
         self.weights_version, self.weights_loaded = 1, True
         self._operations: deque[Pending] = deque()
+        self._operating: Pending | None = None
         self._epoch = config.service.epoch
         self._rank = collectives.rank
         self._model = model
@@ -92,7 +94,6 @@ class EngineCore:
         prefix = PrefixSettings(
             config.cache.enable_prefix_caching, config.model.name, tiers.num_host_pages if tiers else 0
         )
-        self._scheduler = Scheduler(self.limits, eos_token_ids, self._epoch, prefix)
         # The leader's queue is the limit that callers meet; the inbox also holds what runs and what was just withdrawn.
         self._inbox = Inbox(2 * (most.max_queued_requests + most.max_num_seqs))
         rows, length = self.limits.max_logits_rows, self.limits.max_model_len
@@ -102,15 +103,18 @@ class EngineCore:
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
         sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience, masks)
         self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device, patience), tiers)
-        self._runner = Runner(model, sampler, self._batch, most.async_scheduling and is_on_gpu(model))
+        depth = DEPTH if most.async_scheduling and is_on_gpu(model) else 1
+        runner = Runner(model, sampler, self._batch)
+        self._loop = StepLoop(runner, self._inbox, self._operate, channel, self._epoch, depth)
+        lookahead = Lookahead(depth, sampler.samples_ahead)
+        self._scheduler = Scheduler(self.limits, eos_token_ids, self._epoch, prefix, lookahead=lookahead)
         self._changed = threading.Condition()
         self._outbox: list[Outcome] = []
         self._accepts, self._stopped_because = True, ""
-        self._stopping = self._is_over = self._is_executing = False
+        self._stopping = self._is_over = False
         self._failure: BaseException | None = None
         self._operation_error: AllspanError | None = None
-        self._refused = self._step = self._checked_step = 0
-        self._host_s = 0.0
+        self._refused = self._checked_step = 0
         self._progressed_at = time.monotonic()
 
     def capture(self) -> None:
@@ -229,12 +233,12 @@ class EngineCore:
     @property
     def is_busy(self) -> bool:
         """A step is being executed, or work waits for one. Takes no lock: a loop that hangs may hold it."""
-        return self._is_executing or (self.is_leader and (self._scheduler.has_work or bool(self._operations)))
+        return self._loop.is_executing or (self.is_leader and (self._scheduler.has_work or bool(self._operations)))
 
     @property
     def steps(self) -> int:
         """Plans executed so far."""
-        return self._step
+        return self._loop.steps
 
     @property
     def advance(self) -> int:
@@ -251,9 +255,9 @@ class EngineCore:
         own: dict[str, Any] = {
             "page_size": self.limits.page_size,
             "refused_requests": self._refused,
-            "steps": self._step,
-            "host_s": self._host_s,
-            "model_s": self._runner.model_s,
+            "steps": self._loop.steps,
+            "host_s": self._loop.host_s,
+            "model_s": self._loop.runner.model_s,
             "weights_version": self.weights_version,
             "weights_loaded": self.weights_loaded,
         }
@@ -275,70 +279,44 @@ class EngineCore:
         self._end(None)
 
     def step(self) -> bool:
-        """One round of the plain loop; False when there was nothing to do."""
-        return self._lead() if self.is_leader else self._follow()
+        """One round of the loop; False when there was nothing to do."""
+        return self._loop.lead(self) if self.is_leader else self._loop.follow(IDLE_SECONDS)
 
     def check(self) -> None:
-        """Raises InternalError unless the scheduler's books agree. For tests and idle moments."""
+        """Raises InternalError unless the scheduler's invariants hold. For tests and idle moments."""
         with self._changed:
             self._scheduler.check()
 
-    def _lead(self) -> bool:
-        started = time.perf_counter()
+    def plan(self) -> StepPlan | None:
+        """Leader: the next step; None when none can be planned now. An operation waits until no step is in flight."""
         with self._changed:
             ended, self._outbox = self._outbox + self._expire(), []
             pending = self._operations[0] if self._operations and not self._stopping else None
             operation = Operation.SHUTDOWN if self._stopping else pending.operation if pending else Operation.NONE
-            plan = self._scheduler.schedule(operation, self._runner.may_launch)
-            if pending:
-                pending.is_planned = True
+            plan = self._scheduler.schedule(operation)
+            if pending and plan:
+                pending.is_planned, self._operating = True, pending
         if ended:
             self.on_outputs(ended)
-        if plan is None:
-            return False
-        if self._channel is not None:
-            self._channel.publish(encode(plan))
-        model_s = self._runner.model_s
-        result = self._execute(plan)
+        return plan
+
+    def finish(self, result: StepResult) -> None:
+        """Leader: takes a step's tokens in and reports them."""
         with self._changed:
             outcomes = self._scheduler.apply(result)
-            if pending:
+            if pending := self._operating:
                 self._operations.popleft()
+                self._operating = None
                 pending.is_done, pending.error = True, self._operation_error
             self._changed.notify_all()
         if outcomes:
             self.on_outputs(outcomes)
-        self._host_s += time.perf_counter() - started - (self._runner.model_s - model_s)
-        return True
 
     def _expire(self) -> list[Outcome]:
         expired = self._scheduler.expire()
         for request, _ in expired:
             self._inbox.retire(request.request_id)
         return expired
-
-    def _follow(self) -> bool:
-        assert self._channel is not None
-        data = self._channel.receive(IDLE_SECONDS)
-        if data is None:
-            return False
-        started, model_s = time.perf_counter(), self._runner.model_s
-        self._execute(decode(data))
-        self._host_s += time.perf_counter() - started - (self._runner.model_s - model_s)
-        return True
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        if plan.epoch != self._epoch or plan.step != self._step + 1:
-            raise InternalError(
-                f"rank {self._rank} got the plan of epoch {plan.epoch}, step {plan.step}; "
-                f"it awaits epoch {self._epoch}, step {self._step + 1}"
-            )
-        self._step = plan.step
-        self._is_executing = True
-        try:
-            return self._runner.run(plan, self._inbox, self._operate)
-        finally:
-            self._is_executing = False
 
     def _operate(self, operation: Operation) -> None:
         if operation is Operation.SHUTDOWN:
@@ -350,7 +328,7 @@ class EngineCore:
             self.weights_loaded = False
             self.weights_version += operation is Operation.RELOAD_WEIGHTS
             with self._changed:
-                self._scheduler.memory.void(self.weights_version)
+                self._scheduler.memory.invalidate(self.weights_version)
         try:
             self.on_operation(operation)
         except AllspanError as error:
@@ -372,8 +350,8 @@ class EngineCore:
             woken = self._changed.wait_for(
                 lambda: self._scheduler.has_work or bool(self._operations) or self._stopping, IDLE_SECONDS
             )
-            if not woken and self._checked_step != self._step:  # once an idle spell: it looks at every page
-                self._checked_step = self._step
+            if not woken and self._checked_step != self._loop.steps:  # once an idle spell: it looks at every page
+                self._checked_step = self._loop.steps
                 self._scheduler.check()
 
     @property

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from allspan.protos.api.errors import InternalError
 from allspan.protos.api.results import TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
@@ -67,6 +68,24 @@ class _Wanted:
     def share(self, rank: int, size: int) -> _Wanted:
         parts = (self.rows, self.positions, self.targets, self.counts)
         return _Wanted(*(np.ascontiguousarray(part[rank::size]) for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """Logits that are sampled when their tokens are asked for."""
+
+    sampler: Sampler
+    logits: Tensor
+    rows: Rows
+    positions: Rows
+    targets: Rows | None
+
+    @property
+    def tokens(self) -> Tensor:
+        raise InternalError("the tokens of rows that are sampled on the host were asked for on the device")
+
+    def result(self) -> Sampled:
+        return self.sampler.sample(self.logits, self.rows, self.positions, self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,21 +246,20 @@ class Sampler:
         world.all_gather_rows(torch.from_numpy(part), result)
         return _unpack(result.numpy(), wanted)
 
-    @property
-    def can_launch(self) -> bool:
-        """Whether `launch` can sample for all rows that are here."""
-        return self._collectives.size == 1 and not self._waiting
-
-    def may_launch(self, params: SamplingParams) -> bool:
-        """Whether it could if somebody joined who asks for this."""
-        if params.prompt_logprobs is not None or params.grammar is not None:
+    def samples_ahead(self, params: SamplingParams) -> bool:
+        """Whether rows that ask for this need not know their last token on the host to sample the next one: `launch`
+        does not wait for them, in a batch of such rows alone."""
+        if self._collectives.size > 1 or params.prompt_logprobs is not None or params.grammar is not None:
             return False
         if self._device:
             return not needs_tokens(params)
         return params.is_greedy and params.logprobs is None and not changes_of(self._asked(params, 0, self._no_tokens))
 
-    def launch(self, logits: Tensor, rows: Rows, positions: Rows) -> Launched:
-        """As `sample`, for logits on a GPU: returns while they are still being computed."""
+    def launch(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Launched:
+        """As `sample`, for logits on a GPU: returns while they are still being computed. Where a row is not
+        `samples_ahead`, it samples when the result is asked for."""
+        if self._collectives.size > 1 or self._waiting or targets is not None:
+            return _Deferred(self, logits, rows, positions, targets)
         if self._device:
             wanted = _Wanted(rows, positions, np.full(len(rows), -1, dtype=np.int64), self._num_logprobs[rows])
             return self._launch_on(self._device, logits, wanted)

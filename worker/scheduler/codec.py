@@ -1,11 +1,11 @@
 """StepPlan to bytes and back: a fixed little-endian layout, never pickle.
 
-    header   "ASP4", epoch u32, step u64, tokens_hash u32, operation u32, ten counts u32:
-             leaves, drops, joins, grants, saves, loads, runs, drafts, ahead, numbers
+    header   "ASP5", epoch u32, step u64, tokens_hash u32, operation u32, in_flight u32, nine counts u32:
+             leaves, drops, joins, grants, saves, loads, runs, drafts, numbers
     drops    16 bytes each
     joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter u32
-    numbers  u32 each: leaves; row and page count of each grant; source and target of each save and each load; row and
-             token count of each run, of each draft and of each run ahead; then the pages of all grants and the tokens
+    numbers  u32 each: leaves; row, page count, group and first place of each grant; source and target of each save and
+             each load; row and token count of each run and of each draft; then the pages of all grants and the tokens
              of all drafts
 
 Every count is checked against the length before anything is read.
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from allspan.protos.api.errors import InternalError
 from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
 
-_MAGIC = b"ASP4"
-_HEADER = struct.Struct("<4sIQII10I")
+_MAGIC = b"ASP5"
+_HEADER = struct.Struct("<4sIQIII9I")
 _JOIN = struct.Struct("<I16sQIII")
 _ID_BYTES = 16
 _OPERATIONS = frozenset(int(operation) for operation in Operation)
@@ -31,27 +31,23 @@ def encode(plan: StepPlan) -> bytes:
     """Raises InternalError for a value that its field cannot hold."""
     numbers: list[int] = [*plan.leaves]
     for grant in plan.grants:
-        numbers += (grant.row, len(grant.pages))
+        numbers += (grant.row, len(grant.pages), grant.group, grant.first)
     for copy in itertools.chain(plan.saves, plan.loads):
         numbers += (copy.source, copy.target)
     for run in plan.runs:
         numbers += (run.row, run.num_tokens)
     for row, tokens in plan.drafts:
         numbers += (row, len(tokens))
-    for run in plan.ahead:
-        numbers += (run.row, run.num_tokens)
     numbers.extend(itertools.chain.from_iterable(grant.pages for grant in plan.grants))
     numbers.extend(itertools.chain.from_iterable(tokens for _, tokens in plan.drafts))
     if any(len(request_id) != _ID_BYTES for request_id in (*plan.drops, *(join.request_id for join in plan.joins))):
         raise InternalError(f"a plan names a request id that is not {_ID_BYTES} bytes: {plan}")
     parts = (
-        plan.leaves, plan.drops, plan.joins, plan.grants, plan.saves, plan.loads, plan.runs, plan.drafts, plan.ahead,
-        numbers,
+        plan.leaves, plan.drops, plan.joins, plan.grants, plan.saves, plan.loads, plan.runs, plan.drafts, numbers
     )  # fmt: skip
+    counts = (len(part) for part in parts)
     try:
-        head = _HEADER.pack(
-            _MAGIC, plan.epoch, plan.step, plan.tokens_hash, plan.operation, *(len(part) for part in parts)
-        )
+        head = _HEADER.pack(_MAGIC, plan.epoch, plan.step, plan.tokens_hash, plan.operation, plan.in_flight, *counts)
         joins = b"".join(
             _JOIN.pack(j.row, j.request_id, j.digest, j.num_computed, j.num_output, j.adapter) for j in plan.joins
         )
@@ -64,21 +60,21 @@ def decode(data: bytes) -> StepPlan:
     """Raises InternalError for bytes that `encode` cannot have made."""
     if len(data) < _HEADER.size:
         raise InternalError(f"malformed plan: {len(data)} bytes, the header alone has {_HEADER.size}")
-    magic, epoch, step, tokens_hash, operation, *counts = _HEADER.unpack_from(data)
+    magic, epoch, step, tokens_hash, operation, in_flight, *counts = _HEADER.unpack_from(data)
     if magic != _MAGIC or operation not in _OPERATIONS:
         raise InternalError(f"malformed plan: starts with {magic!r}, operation {operation}")
-    leaves, drops, joins, grants, saves, loads, runs, drafts, ahead, total = counts
+    leaves, drops, joins, grants, saves, loads, runs, drafts, total = counts
     joins_at = _HEADER.size + _ID_BYTES * drops
     numbers_at = joins_at + _JOIN.size * joins
     if len(data) != numbers_at + 4 * total:
         raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {numbers_at + 4 * total}")
     numbers = struct.unpack_from(f"<{total}I", data, numbers_at)
-    fixed = leaves + 2 * (grants + saves + loads + runs + drafts + ahead)
-    pairs = zip(numbers[leaves:fixed:2], numbers[leaves + 1 : fixed : 2], strict=False)
-    granted, saved, loaded, ran, drafted, follow = (
-        list(itertools.islice(pairs, count)) for count in (grants, saves, loads, runs, drafts, ahead)
-    )
-    if fixed + sum(count for _, count in (*granted, *drafted)) != total:
+    granted_at = leaves + 4 * grants
+    fixed = granted_at + 2 * (saves + loads + runs + drafts)
+    granted = list(zip(*[iter(numbers[leaves:granted_at])] * 4, strict=False))
+    pairs = zip(numbers[granted_at:fixed:2], numbers[granted_at + 1 : fixed : 2], strict=False)
+    saved, loaded, ran, drafted = (list(itertools.islice(pairs, count)) for count in (saves, loads, runs, drafts))
+    if fixed + sum(grant[1] for grant in granted) + sum(count for _, count in drafted) != total:
         raise InternalError(f"malformed plan: its counts {counts} do not add up")
     rest = iter(numbers[fixed:])
     return StepPlan(
@@ -88,11 +84,11 @@ def decode(data: bytes) -> StepPlan:
         leaves=numbers[:leaves],
         drops=tuple(data[at : at + _ID_BYTES] for at in range(_HEADER.size, joins_at, _ID_BYTES)),
         joins=tuple(Join(*values) for values in _JOIN.iter_unpack(data[joins_at:numbers_at])),
-        grants=tuple(Grant(row, _take(rest, count)) for row, count in granted),
+        grants=tuple(Grant(row, _take(rest, count), group, first) for row, count, group, first in granted),
         saves=tuple(itertools.starmap(Copy, saved)),
         loads=tuple(itertools.starmap(Copy, loaded)),
         runs=tuple(itertools.starmap(Run, ran)),
-        ahead=tuple(itertools.starmap(Run, follow)),
+        in_flight=in_flight,
         drafts=tuple((row, _take(rest, count)) for row, count in drafted),
         operation=Operation(operation),
     )

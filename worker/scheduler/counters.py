@@ -41,6 +41,17 @@ class SchedulerCounters:
             self.step_tokens_sum += tokens
 
 
+class Throughput:
+    """Prompt tokens that were taken in and tokens that were generated, a second."""
+
+    def __init__(self) -> None:
+        self.prompt, self.generation = Rate(), Rate()
+
+    def per_second(self, now: float) -> tuple[float, float]:
+        """Prompt tokens and generated ones."""
+        return self.prompt.per_second(now), self.generation.per_second(now)
+
+
 class Rate:
     """Things a second over the last WINDOW_S seconds, or since the first if that is less."""
 

@@ -12,7 +12,7 @@ _ENDED = (RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class Standing:
     """Where requests stand."""
 
     running: Sequence[Request]
@@ -21,13 +21,15 @@ class Books:
     free_rows: Collection[int]
 
 
-def check_books(books: Books, requests: Mapping[bytes, Request], place: Callable[[Request], tuple[int, int]]) -> None:
+def check_standing(
+    standing: Standing, requests: Mapping[bytes, Request], place: Callable[[Request], tuple[int, int]]
+) -> None:
     """Raises InternalError for the rules that are broken. `place` orders requests."""
-    running, waiting = books.running, books.waiting
-    in_rows = [request for request in books.rows if request is not None]
+    running, waiting = standing.running, standing.waiting
+    in_rows = [request for request in standing.rows if request is not None]
     rules = {
         "running requests have the rows": {id(r) for r in in_rows} == {id(r) for r in running},
-        "rows are free or taken": sorted(books.free_rows) == [i for i, r in enumerate(books.rows) if r is None],
+        "rows are free or taken": sorted(standing.free_rows) == [i for i, r in enumerate(standing.rows) if r is None],
         "all stand in their places": list(running) == sorted(running, key=place)
         and list(waiting) == sorted(waiting, key=place),
         "nobody is lost": len(waiting) + len(running) == len(requests),

@@ -1,56 +1,78 @@
-"""The step after one that still runs, so that a GPU need not wait for the next plan."""
+"""Lookahead (asynchronous scheduling): steps are planned while others are in flight, so that a device need not wait for
+the host. At most `depth` steps are in flight; a row of a later one may run a token that an earlier one still samples.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from allspan.protos.api.sampling import SamplingParams
-from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.plan import StepPlan
 from allspan.worker.scheduler.request import Request
-from allspan.worker.scheduler.step_builder import Draft
 
-MayLaunch = Callable[[SamplingParams], bool]
-"""Whether a GPU can sample for a request without the host's knowing the tokens before."""
+DEPTH = 2
+"""Steps in flight on a device that runs beside the host: one that runs, and one that waits for it."""
+
+SamplesAhead = Callable[[SamplingParams], bool]
+"""Whether a request's next token can be sampled before its last one is known on the host."""
 
 
-class AheadDraft(Draft):
-    """What runs once the step `before` is over: decodes with tokens that nobody here knows yet, the next chunks of
-    prompts, and newcomers, who join with the plan of `before`. It puts nobody out."""
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was planned and whose tokens are not known yet."""
 
-    def __init__(self, limits: Limits, before: Draft, may_launch: MayLaunch) -> None:
-        super().__init__(limits)
-        self.joins, self.grants = before.joins, before.grants
-        self.is_impossible = False
-        """Pages are short, or somebody may join who cannot sample ahead: that is for a plan of its own."""
-        self._begun = {run.row: run.num_tokens for run in before.runs}
-        self._may_launch = may_launch
+    plan: StepPlan
+    requests: Sequence[Request]
+    """Of the plan's runs, in their order. Some may have ended since."""
+    may_be_followed: bool
+    """Whether a step may be planned before this one's tokens are known."""
 
-    @property
-    def is_full(self) -> bool:
-        return self.is_impossible or super().is_full
 
-    def begun(self, request: Request) -> int:
-        return self._begun.get(request.row, 0)
+class Lookahead:
+    """The steps in flight, and the only rules on when another one may be planned behind them.
 
-    def pending(self, request: Request) -> int:
-        """Whoever samples in the step before has one token more by then, or has ended with it for certain; who ends
-        otherwise is passed over."""
-        left = request.num_pending - self._begun.get(request.row, 0)
-        return left or int(len(request.output_token_ids) + 1 < request.max_tokens)
+    A step that is planned ahead preempts nobody and takes in no request that needs its last token on the host: when it
+    would have to, the steps in flight are awaited first.
+    """
+
+    def __init__(self, depth: int = 1, samples_ahead: SamplesAhead = lambda params: False) -> None:
+        """`depth` 1: every step is planned when the one before is over (the plain loop)."""
+        self.depth = depth
+        self._samples_ahead = samples_ahead
+        self._flights: deque[Flight] = deque()
+        self._synchronous: set[bytes] = set()
+        """Running requests that need their last token on the host before the next one is sampled."""
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def may_plan(self) -> bool:
+        """Whether a step can be planned now. Behind a step that samples nothing none is planned early: nobody waits
+        for it, so the next plan, which newcomers may join, comes at once anyway."""
+        flights = self._flights
+        return not flights or (flights[-1].may_be_followed and not self._synchronous)
 
     def may_join(self, request: Request) -> bool:
-        if not self._may_launch(request.params):
-            self.is_impossible = True
-        return not self.is_impossible
+        """Whether a waiting request may join the step that is being planned."""
+        return not self._flights or self._samples_ahead(request.params)
 
-    def may_preempt(self) -> bool:
-        self.is_impossible = True
-        return False
+    def join(self, request: Request) -> None:
+        """The request runs from now on."""
+        if self.depth > 1 and not self._samples_ahead(request.params):
+            self._synchronous.add(request.request_id)
 
+    def leave(self, request: Request) -> None:
+        """The request does not run any more."""
+        self._synchronous.discard(request.request_id)
 
-def may_follow(draft: Draft, rows: Sequence[Request | None], may_launch: MayLaunch) -> bool:
-    """Whether the step after the one of `draft` may begin before its tokens are known. Not where it has none: nobody
-    waits for it, so that the next plan comes as early. `rows`: the requests that have them."""
-    if not all((who := rows[join.row]) and may_launch(who.params) for join in draft.joins):
-        return False
-    return any((who := rows[run.row]) and run.num_tokens >= who.num_pending for run in draft.runs)
+    def launch(self, plan: StepPlan, requests: Sequence[Request], samples: bool) -> None:
+        """A step has been planned for `requests`, those of its runs; `samples`: some of them get a token."""
+        self._flights.append(Flight(plan, requests, samples and not self._synchronous))
+
+    def land(self, step: int) -> Flight | None:
+        """The oldest step in flight, which is over; None when it is not `step`."""
+        if not self._flights or self._flights[0].plan.step != step:
+            return None
+        return self._flights.popleft()

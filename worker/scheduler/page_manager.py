@@ -1,4 +1,4 @@
-"""Memory: the pages of requests. Which ones a request may begin with, what it gets, and what it leaves for others."""
+"""PageManager: which pages a request may begin with, which ones it gets, and what it leaves for others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PrefixSettings:
     num_host_pages: int = 0
 
 
-class Memory:
+class PageManager:
     """Pages for requests, from the prefix cache or fresh. Not thread-safe."""
 
     def __init__(self, page_size: int, num_pages: int, settings: PrefixSettings) -> None:
@@ -66,7 +66,7 @@ class Memory:
             keys = self._keys(request, request.num_tokens // self._page_size)
             self.cache.announce(keys[match.num_pages :], request)
 
-    def has_room(self, request: Request, tokens: int = 1) -> bool:
+    def has_capacity(self, request: Request, tokens: int = 1) -> bool:
         """Whether its pages hold so many tokens more than are computed."""
         return request.num_computed + tokens <= len(request.pages) * self._page_size
 
@@ -78,7 +78,7 @@ class Memory:
         request.pages.extend(page)
         return page
 
-    def has_computed(self, request: Request) -> None:
+    def commit_computed(self, request: Request) -> None:
         """The KV of `num_computed` tokens lies in its pages: those that have become full can be found from now on."""
         if request.generation != self.cache.generation:
             return
@@ -98,7 +98,7 @@ class Memory:
         request.num_computed = 0
         request.num_inserted = 0
 
-    def void(self, weights_version: int) -> None:
+    def invalidate(self, weights_version: int) -> None:
         """Other weights: nothing that was computed holds any longer."""
         self._weights_version = weights_version
         self.cache.reset()
@@ -110,7 +110,7 @@ class Memory:
         pool = self.cache.device
         if len(holds) != pool.num_used or any(pool.references(page) != count for page, count in holds.items()):
             raise InternalError(f"the requests hold {len(holds)} pages, the pool knows of {pool.num_used}")
-        beyond = [request for request in running if not self.has_room(request, 0)]
+        beyond = [request for request in running if not self.has_capacity(request, 0)]
         if beyond:
             raise InternalError(f"request {beyond[0].request_id.hex()} has computed more than its pages hold")
         if not self.cache.owners() <= {id(request) for request in running}:

@@ -43,10 +43,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Pages that a row gets, appended to those it has."""
+    """Pages that a row gets in one cache group."""
 
     row: int
     pages: tuple[int, ...]
+    group: int = 0
+    first: int = 0
+    """The place of the first one in the row's page table: pages of equally many tokens, from the prompt's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class StepPlan:
     epoch: int
     step: int
     tokens_hash: int
-    """32 bits over the tokens of the last step: a rank that sampled others sees the divergence at once."""
+    """32 bits over the tokens that were known when this was planned: a rank that sampled others sees the divergence."""
     leaves: tuple[int, ...] = ()
     """Rows that become free. The request's tokens are kept, in case it joins again."""
     drops: tuple[bytes, ...] = ()
@@ -81,9 +84,10 @@ class StepPlan:
     loads: tuple[Copy, ...] = ()
     """Host page → device page."""
     runs: tuple[Run, ...] = ()
-    ahead: tuple[Run, ...] = ()
-    """What runs in the step after, which is begun before this one's tokens are known on the host: those who sample now
-    go on with that token. The next plan with runs has these and no others, less those who have ended meanwhile."""
+    """A row whose last token is still being sampled by the newest step in flight runs that token."""
+    in_flight: int = 0
+    """Steps whose tokens were not known yet when this one was planned: a rank that carries the plan out has landed all
+    others."""
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     operation: Operation = Operation.NONE
 

@@ -54,7 +54,11 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     row: int = -1
     num_computed: int = 0
-    """Tokens whose KV lies in `pages`."""
+    """Tokens whose KV lies in `pages`, as far as is known: steps in flight are not counted."""
+    num_in_flight: int = 0
+    """Tokens that the steps in flight compute."""
+    num_unknown: int = 0
+    """Tokens that the steps in flight sample."""
     pages: list[int] = field(default_factory=list)
     max_tokens: int = 0
     """`params.max_tokens`, cut to what the context leaves; set on admission."""
@@ -91,9 +95,17 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_scheduled(self) -> int:
+        """Tokens whose KV is computed when the steps in flight are over."""
+        return self.num_computed + self.num_in_flight
+
+    @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be computed; 1 is a decode."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed
+        """Tokens that are still to be computed when the steps in flight are over; 1 is a decode, 0: the request ends
+        with them for certain."""
+        output, unknown = len(self.output_token_ids), self.num_unknown
+        pending = len(self.prompt_token_ids) + output - self.num_computed - self.num_in_flight
+        return pending + unknown if not unknown or output + unknown < self.max_tokens else pending + unknown - 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:

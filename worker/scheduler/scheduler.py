@@ -22,23 +22,26 @@ from allspan.protos.api.results import Output
 from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.cache.prefix_cache import Match
 from allspan.worker.sampling.failure import failure
-from allspan.worker.scheduler.counters import Rate, SchedulerCounters
+from allspan.worker.scheduler.counters import SchedulerCounters, Throughput
 from allspan.worker.scheduler.finish import finish, timings
-from allspan.worker.scheduler.invariants import Books, check_books
+from allspan.worker.scheduler.invariants import Standing, check_standing
 from allspan.worker.scheduler.limits import Limits
-from allspan.worker.scheduler.lookahead import AheadDraft, MayLaunch, may_follow
-from allspan.worker.scheduler.page_manager import Memory, PrefixSettings
+from allspan.worker.scheduler.lookahead import Lookahead
+from allspan.worker.scheduler.next_plan import NextPlan
+from allspan.worker.scheduler.page_manager import PageManager, PrefixSettings
 from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
-from allspan.worker.scheduler.step_builder import Draft
+from allspan.worker.scheduler.slots import Slots
+from allspan.worker.scheduler.step_builder import StepBuilder
 from allspan.worker.scheduler.waiting import Deadlines, WaitingQueue
 
 Outcome = tuple[Request, Output | AllspanError]
-"""News of a request, or the error that ended it."""
+"""What is new of a request, or the error that ended it."""
 
 
 class Scheduler:
-    """`schedule()` makes a plan, `apply(result)` takes in what it made; the two alternate. Not thread-safe."""
+    """`schedule()` makes a plan, `apply(result)` takes in what the oldest one in flight made; without lookahead the two
+    alternate. Not thread-safe."""
 
     def __init__(
         self,
@@ -47,29 +50,24 @@ class Scheduler:
         epoch: int = 1,
         prefix: PrefixSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        lookahead: Lookahead | None = None,
     ) -> None:
-        """`prefix` None: no prefix cache."""
+        """`prefix` None: no prefix cache. `lookahead` None: every step is planned when the one before is over."""
         self.limits = limits
-        self.memory = Memory(limits.page_size, limits.num_pages, prefix or PrefixSettings())
+        self.memory = PageManager(limits.page_size, limits.num_pages, prefix or PrefixSettings())
+        self.lookahead = Lookahead() if lookahead is None else lookahead
         self.counters = SchedulerCounters()
-        self._prompt_rate, self._generation_rate = Rate(), Rate()
+        self.throughput = Throughput()
         self._eos = frozenset(eos_token_ids)
-        self._epoch = epoch
         self._clock = clock
-        self._step = self._tokens_hash = self._arrivals = 0
+        self._next = NextPlan(epoch)
+        self._arrivals = 0
         self._requests: dict[bytes, Request] = {}
         self._waiting = WaitingQueue()
         self._deadlines = Deadlines()
         self._running: list[Request] = []
         """By priority, then by arrival: the last one makes room."""
-        self._rows: list[Request | None] = [None] * limits.max_num_seqs
-        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._decodes = [Run(row, 1) for row in range(limits.max_num_seqs)]
-        self._leaves: list[int] = []
-        self._drops: list[bytes] = []
-        self._in_flight: StepPlan | None = None
-        self._ahead: list[tuple[Request, Run]] = []
-        """What runs already in the next step."""
+        self._slots = Slots(limits.max_num_seqs)
 
     @property
     def pool(self) -> PagePool:
@@ -86,17 +84,16 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """False: `schedule()` would return None."""
-        return bool(self._requests or self._leaves or self._drops)
+        """False: `schedule()` would return None, and nothing is in flight."""
+        return bool(self._requests or self._next.has_ends or self.lookahead)
 
     def requests(self) -> tuple[Request, ...]:
         """Those that have not ended, oldest first."""
         return tuple(self._requests.values())
 
     def tokens_per_s(self) -> tuple[float, float]:
-        """Prompt tokens that were taken in and tokens that were generated, of late."""
-        now = self._clock()
-        return self._prompt_rate.per_second(now), self._generation_rate.per_second(now)
+        """Prompt tokens that were taken in and tokens that were generated, over the last ten seconds or so."""
+        return self.throughput.per_second(self._clock())
 
     def submit(self, request: Request) -> None:
         """Takes a request in. Raises InvalidRequest, AlreadyExists or QueueFull; then nothing has changed."""
@@ -146,86 +143,67 @@ class Scheduler:
             self._end(request, RequestStatus.FAILED)
         return [(request, error) for request in requests]
 
-    def schedule(self, operation: Operation = Operation.NONE, may_launch: MayLaunch | None = None) -> StepPlan | None:
-        """The next step, or None when there is nothing to do. `apply` must be called with its result. A step with an
-        operation runs no tokens. `may_launch` None: the plan never has the step after."""
-        if self._in_flight is not None:
-            raise InternalError(f"step {self._in_flight.step} is still in flight")
+    def schedule(self, operation: Operation = Operation.NONE) -> StepPlan | None:
+        """The next step; `apply` must be called with its result. None when there is nothing to do, or nothing that can
+        be planned before the steps in flight are over. A step with an operation runs no tokens, and none is in flight
+        beside it."""
+        in_flight = len(self.lookahead)
+        if in_flight >= self.lookahead.depth:
+            raise InternalError(f"{in_flight} steps are in flight, the most is {self.lookahead.depth}")
+        if in_flight and (operation is not Operation.NONE or not self.lookahead.may_plan()):
+            return None
         self.memory.cache.settle()
-        draft = Draft(self.limits)
-        ahead: tuple[Run, ...] = ()
+        step = StepBuilder(self.limits, is_ahead=in_flight > 0)
         if operation is Operation.NONE:
-            self._fill(draft)
-            if not (draft.runs or self._leaves or self._drops):
+            self._fill(step)
+            if not step.runs and (in_flight or not self._next.has_ends):
                 return None
-            if may_launch is not None:
-                ahead = self._go_ahead(draft, may_launch)
-        self._ahead = [(request, run) for run in ahead if (request := self._rows[run.row])]
-        self._step += 1
-        saves, loads = self.memory.cache.take_copies()
-        plan = StepPlan(
-            epoch=self._epoch,
-            step=self._step,
-            tokens_hash=self._tokens_hash,
-            leaves=tuple(self._leaves),
-            drops=tuple(self._drops),
-            joins=tuple(draft.joins),
-            grants=tuple(draft.grants),
-            saves=saves,
-            loads=loads,
-            runs=tuple(draft.runs),
-            ahead=ahead,
-            operation=operation,
-        )
-        self._leaves.clear()
-        self._drops.clear()
-        self._in_flight = plan
+        plan = self._next.make(step.runs, self.memory.cache.take_copies(), in_flight, operation)
+        self.lookahead.launch(plan, step.requests, bool(step.sampled))
         return plan
 
     def apply(self, result: StepResult) -> list[Outcome]:
-        """Takes in what the step in flight made. Requests that ended meanwhile are passed over."""
-        plan = self._in_flight
-        if plan is None or plan.step != result.step:
-            raise InternalError(f"a result for step {result.step}, in flight is {plan and plan.step}")
-        self._in_flight = None
-        self._tokens_hash = result.tokens_hash
-        self.counters.count_step(plan.runs)
+        """Takes in what the oldest step in flight made. Requests that ended meanwhile are passed over."""
+        flight = self.lookahead.land(result.step)
+        if flight is None:
+            raise InternalError(f"a result for step {result.step}, which is not the oldest one in flight")
+        self._next.tokens_hash = result.tokens_hash
+        self.counters.count_step(flight.plan.runs)
         now = self._clock()
         before = self.counters.generated_tokens
         outcomes: list[Outcome] = []
-        for run in plan.runs:
-            request = self._rows[run.row]
-            if request is None:
+        for run, request in zip(flight.plan.runs, flight.requests, strict=True):
+            if request.status is not RequestStatus.RUNNING:
                 continue
+            request.num_in_flight -= run.num_tokens
             request.num_computed += run.num_tokens
-            self.memory.has_computed(request)
+            self.memory.commit_computed(request)
             tokens = result.tokens.get(run.row, ())
             if tokens or run.row in result.prompt_logprobs:
+                request.num_unknown = max(request.num_unknown - len(tokens), 0)
                 news = self._extend(request, run, tokens, result, now)
                 if news is not None:
                     outcomes.append((request, news))
-        self._generation_rate.count(now, self.counters.generated_tokens - before)
+        self.throughput.generation.count(now, self.counters.generated_tokens - before)
         return outcomes
 
-    def _fill(self, draft: Draft) -> None:
-        if self._ahead:  # it runs already, so nobody can join
-            draft.runs += [run for request, run in self._ahead if request.row >= 0]
-            return
-        self._yield_to_better()
-        self._schedule_prefills(self._schedule_decodes(draft), draft)
+    def _fill(self, step: StepBuilder) -> None:
+        """Puts runs into the step. One that is ahead of others stays empty where these must be awaited."""
+        if not step.is_ahead:
+            self._yield_to_better()
+        self._schedule_prefills(self._schedule_decodes(step), step)
+        if step.is_ahead and (step.must_wait or self._is_outranked()):
+            step.withdraw()
 
-    def _go_ahead(self, draft: Draft, may_launch: MayLaunch) -> tuple[Run, ...]:
-        """The step after the one of `draft`, as far as it can be known; none where a plan of its own is due."""
-        if not may_follow(draft, self._rows, may_launch):
-            return ()
-        after = AheadDraft(self.limits, draft, may_launch)
-        self._schedule_prefills(self._schedule_decodes(after), after)
-        outranked = self._waiting and self._waiting[0].options.priority < self._running[-1].options.priority
-        return () if after.is_impossible or outranked else tuple(after.runs)
+    def _is_outranked(self) -> bool:
+        """Whether a waiting request goes before a running one by priority."""
+        if not (self._waiting and self._running):
+            return False
+        return self._waiting[0].options.priority < self._running[-1].options.priority
 
     def _yield_to_better(self) -> None:
-        """Makes place for the first waiting request that goes before a running one by priority and finds none."""
-        for i in range(min(len(self._waiting), len(self._rows))):
+        """Preempts running requests for the first waiting one that goes before them by priority and finds no place."""
+        for i in range(min(len(self._waiting), len(self._slots))):
             request = self._waiting[i]
             if not self._running or self._running[-1].options.priority <= request.options.priority:
                 return
@@ -233,43 +211,43 @@ class Scheduler:
             if match is None:
                 continue
             worse = [r for r in self._running if r.options.priority > request.options.priority]
-            # Were all of them put out in vain, nothing would be gained.
+            # Were all of them preempted in vain, nothing would be gained.
             spare = len(self._running) - sum(len(r.pages) + 1 for r in worse)
             if self.memory.fits(request, match, spare):
                 while worse and not self._has_place(request, match):
                     self._preempt(worse.pop())
             return
 
-    def _schedule_decodes(self, draft: Draft) -> list[Request]:
+    def _schedule_decodes(self, step: StepBuilder) -> list[Request]:
         """Returns the running requests that have more than one token to compute."""
         prefills = []
         for request in tuple(self._running):
-            pending = draft.pending(request)
+            pending = request.num_pending
             if pending > 1:
                 prefills.append(request)
-            elif pending and request.row >= 0 and self._make_room(request, draft):
-                draft.decode(self._decodes[request.row])
+            elif pending and request.row >= 0 and self._make_room(request, step):
+                step.decode(request, self._slots.decodes[request.row])
         return prefills
 
-    def _schedule_prefills(self, prefills: Sequence[Request], draft: Draft) -> None:
+    def _schedule_prefills(self, prefills: Sequence[Request], step: StepBuilder) -> None:
         """Chunks of running requests, and newcomers between them, each in its place."""
         for request in prefills:
-            self._admit(draft, request.options.priority)
-            if draft.is_full:
+            self._admit(step, request.options.priority)
+            if step.is_full:
                 return
-            if request.row >= 0:  # else a decode has put it out
-                draft.prefill(request)
-        self._admit(draft, None)
+            if request.row >= 0:  # else it was preempted for a decode
+                step.prefill(request)
+        self._admit(step, None)
 
-    def _admit(self, draft: Draft, before: int | None) -> None:
+    def _admit(self, step: StepBuilder, before: int | None) -> None:
         """Lets waiting requests in, those that go before priority `before` alone, while there is place. Whoever finds
         none holds up those behind it, but who waits for pages that are being computed does not, unless there are as
         many of them as there are rows."""
         index = 0
         while (
-            index < min(len(self._waiting), len(self._rows))
-            and self._free_rows
-            and not (draft.is_full or draft.has_preempted)
+            index < min(len(self._waiting), len(self._slots))
+            and self._slots.free
+            and not (step.is_full or step.has_preempted)
         ):
             request = self._waiting[index]
             if before is not None and request.options.priority >= before:
@@ -278,28 +256,31 @@ class Scheduler:
             if match is None:
                 index += 1
                 continue
-            if not (self._has_place(request, match) and draft.may_join(request)):
+            if not self._has_place(request, match):
+                return
+            if not self.lookahead.may_join(request):
+                step.must_wait = True
                 return
             self._waiting.remove(request)
-            self._join(request, match, draft)
-            draft.prefill(request)
+            self._join(request, match)
+            step.prefill(request)
 
     def _has_place(self, request: Request, match: Match) -> bool:
         """A row is free, and so are the pages, with one left for each running request, else the newcomer would soon
         have to make room again. Rows that leave in this plan are free in it."""
-        return bool(self._free_rows) and self.memory.fits(request, match, len(self._running))
+        return bool(self._slots.free) and self.memory.fits(request, match, len(self._running))
 
-    def _join(self, request: Request, match: Match, draft: Draft) -> None:
+    def _join(self, request: Request, match: Match) -> None:
         now = self._clock()
         if request.status is RequestStatus.WAITING:
             self._count_join(request, match, now)
         request.move(RequestStatus.RUNNING)
-        request.row = self._free_rows.pop()
-        self._rows[request.row] = request
+        self._slots.take(request)
+        self.lookahead.join(request)
         insort(self._running, request, key=_place)
         self.memory.join(request, match)
-        draft.grants.append(Grant(request.row, tuple(request.pages)))
-        draft.joins.append(
+        self._next.grants.append(Grant(request.row, tuple(request.pages)))
+        self._next.joins.append(
             Join(
                 row=request.row,
                 request_id=request.request_id,
@@ -316,25 +297,27 @@ class Scheduler:
         request.cached_tokens = min(match.num_pages * size, prompt)
         request.host_cached_tokens = min(match.num_host_pages * size, prompt)
         self.counters.prompt_tokens += prompt
-        self._prompt_rate.count(now, prompt)
+        self.throughput.prompt.count(now, prompt)
         if self.memory.looks_up(request):
             self.counters.prefix_query_tokens += prompt
             self.counters.prefix_hit_tokens += request.cached_tokens
             self.counters.prefix_host_hit_tokens += request.host_cached_tokens
 
-    def _make_room(self, request: Request, draft: Draft) -> bool:
-        """Sees to a page for the next token. False when the request had to leave for want of one."""
-        if self.memory.has_room(request, draft.begun(request) + 1):
+    def _make_room(self, request: Request, step: StepBuilder) -> bool:
+        """Sees to a page for the next token. False when there is none: the request was preempted, or the step must
+        wait for those in flight."""
+        if self.memory.has_capacity(request, request.num_in_flight + 1):
             return True
         while (pages := self.memory.extend(request)) is None:
-            if not draft.may_preempt():
+            if step.is_ahead:
+                step.must_wait = True
                 return False
             victim = self._running[-1]
             self._preempt(victim)
-            draft.has_preempted = True
+            step.has_preempted = True
             if victim is request:
                 return False
-        draft.grants.append(Grant(request.row, pages))
+        self._next.grants.append(Grant(request.row, pages, first=len(request.pages) - 1))
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -347,10 +330,10 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         self._running.remove(request)
-        self._rows[request.row] = None
-        self._free_rows.append(request.row)
-        self._leaves.append(request.row)
-        request.row = -1
+        self._next.vacate(request.row)
+        self._slots.give_back(request)
+        self.lookahead.leave(request)
+        request.num_in_flight = request.num_unknown = 0
         self.memory.release(request)
 
     def _end(self, request: Request, status: RequestStatus) -> None:
@@ -360,7 +343,7 @@ class Scheduler:
             self._waiting.remove(request)
         request.move(status)
         del self._requests[request.request_id]
-        self._drops.append(request.request_id)
+        self._next.drops.append(request.request_id)
         self.counters.finished_requests += 1
         self.counters.cancelled_requests += status is RequestStatus.CANCELLED
         self.counters.failed_requests += status is RequestStatus.FAILED
@@ -372,7 +355,7 @@ class Scheduler:
             failed = failure(tokens[-1], request.num_tokens)
             self._end(request, RequestStatus.FAILED if failed else RequestStatus.FINISHED)
             return failed or Output(finish_reason="stop", timings=timings(request, now))
-        # A request that was put out in the midst of its prompt goes through the beginning again: it is told once.
+        # A request that was preempted in the midst of its prompt goes through the beginning again: it is told once.
         before = request.num_computed - run.num_tokens
         prompt_logprobs = result.prompt_logprobs.get(run.row, ())[max(0, request.num_prompt_logprobs - before) :]
         request.num_prompt_logprobs += len(prompt_logprobs)
@@ -392,7 +375,8 @@ class Scheduler:
     def check(self) -> None:
         """Raises InternalError unless pages, rows, queue and states agree. For tests and idle moments."""
         self.memory.check(self._running)
-        check_books(Books(self._running, self._waiting.requests(), self._rows, self._free_rows), self._requests, _place)
+        standing = Standing(self._running, self._waiting.requests(), self._slots.requests, self._slots.free)
+        check_standing(standing, self._requests, _place)
 
 
 def _place(request: Request) -> tuple[int, int]:

@@ -1,67 +1,75 @@
-"""Draft: a step while it is put together, within its budgets of tokens and of rows of logits."""
+"""StepBuilder: a step while it is put together, within its budgets of tokens and of rows of logits."""
 
 from __future__ import annotations
 
 from allspan.worker.scheduler.limits import Limits
-from allspan.worker.scheduler.plan import Grant, Join, Run
+from allspan.worker.scheduler.plan import Run
 from allspan.worker.scheduler.request import Request
 
 
-class Draft:
+class StepBuilder:
     """`budget` tokens and `logits` rows of logits are left."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, is_ahead: bool = False) -> None:
+        """`is_ahead`: other steps are in flight."""
+        self.is_ahead = is_ahead
         self.budget = limits.max_num_batched_tokens
         self.logits = limits.max_logits_rows
-        self.joins: list[Join] = []
-        self.grants: list[Grant] = []
         self.runs: list[Run] = []
+        self.requests: list[Request] = []
+        """Of the runs."""
+        self.sampled: list[Request] = []
+        """Those of the requests that get a token in this step."""
         self.has_preempted = False
+        self.must_wait = False
+        """A step ahead that cannot be planned before those in flight are over."""
 
     @property
     def is_full(self) -> bool:
-        return self.budget <= 0 or self.logits <= 0
+        return self.budget <= 0 or self.logits <= 0 or self.must_wait
 
-    def begun(self, request: Request) -> int:
-        """So many tokens of the request are computed before this step, beside those that are known to be."""
-        return 0
-
-    def pending(self, request: Request) -> int:
-        """Tokens of the request whose KV is still to be computed when this step begins; 1 is a decode, 0: it has
-        ended."""
-        return request.num_pending
-
-    def may_join(self, request: Request) -> bool:
-        """Whether a newcomer may run in this step."""
-        return True
-
-    def may_preempt(self) -> bool:
-        """Whether somebody may be put out for this step."""
-        return True
-
-    def decode(self, run: Run) -> None:
-        """One token of a row, of which it is the last."""
-        self.runs.append(run)
+    def decode(self, request: Request, run: Run) -> None:
+        """One token of a request, of which it is the last."""
+        self._add(request, run, samples=True)
         self.budget -= 1
         self.logits -= 1
 
     def prefill(self, request: Request) -> None:
         """As many of the request's tokens as the budgets allow, if any."""
-        count = min(self.pending(request), self.budget)
-        rows = self._rows_of_logits(request, count)
+        pending = request.num_pending
+        count = min(pending, self.budget)
+        rows = _rows_of_logits(request, count, pending)
         while count > 0 and rows > self.logits:
             count -= rows - self.logits
-            rows = self._rows_of_logits(request, count)
+            rows = _rows_of_logits(request, count, pending)
         if count > 0:
-            self.runs.append(Run(request.row, count))
+            self._add(request, Run(request.row, count), samples=count >= pending)
             self.budget -= count
             self.logits -= rows
 
-    def _rows_of_logits(self, request: Request, count: int) -> int:
-        """How many the request's next `count` tokens need: one to sample after its last token, one for each prompt
-        token that follows and whose log-probability is asked for."""
-        rows = int(count >= self.pending(request))
-        if request.wants_prompt_logprobs:
-            start, last = request.num_computed + self.begun(request), len(request.prompt_token_ids) - 1
-            rows += max(0, min(start + count, last) - start)
-        return rows
+    def withdraw(self) -> None:
+        """Takes all runs out again."""
+        for request, run in zip(self.requests, self.runs, strict=True):
+            request.num_in_flight -= run.num_tokens
+        for request in self.sampled:
+            request.num_unknown -= 1
+        for part in (self.runs, self.requests, self.sampled):
+            part.clear()
+
+    def _add(self, request: Request, run: Run, samples: bool) -> None:
+        self.runs.append(run)
+        self.requests.append(request)
+        request.num_in_flight += run.num_tokens
+        if samples:
+            self.sampled.append(request)
+            request.num_unknown += 1
+
+
+def _rows_of_logits(request: Request, count: int, pending: int) -> int:
+    """Rows of logits for the request's next `count` of `pending` tokens: one to sample after its last token, one for
+    each prompt token that follows and whose log-probability is asked for."""
+    rows = int(count >= pending)
+    if request.wants_prompt_logprobs:
+        start, last = request.num_scheduled, len(request.prompt_token_ids) - 1
+        rows += max(0, min(start + count, last) - start)
+    return rows

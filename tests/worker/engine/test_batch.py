@@ -32,9 +32,13 @@ def joined(inbox, number, prompt, row, **more):
     return Join(row, one.request_id, one.digest(), **more)
 
 
-def lists(inputs):
+def tokens(*sampled):
+    return Sampled(np.array(sampled, dtype=np.int32), {})
+
+
+def lists(step):
     names = ("ids", "positions", "slots", "qo_indptr", "page_indptr", "page_indices", "kv_lens", "logits_rows")
-    return {name: getattr(inputs, name).tolist() for name in names}
+    return {name: getattr(step.inputs, name).tolist() for name in names}
 
 
 def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
@@ -46,7 +50,8 @@ def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
         grants=(Grant(2, (7, 3)), Grant(0, (9,))),
         runs=(Run(2, 5), Run(0, 2)),
     )
-    assert lists(batch.apply(plan, inbox)) == {
+    step = batch.apply(plan, inbox)
+    assert lists(step) == {
         "ids": [10, 11, 12, 13, 14, 20, 21],
         "positions": [0, 1, 2, 3, 4, 0, 1],
         "slots": [28, 29, 30, 31, 12, 36, 37],
@@ -56,9 +61,9 @@ def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
         "kv_lens": [5, 2],
         "logits_rows": [6],
     }
-    logits = batch.logits
+    logits = step.logits
     assert (logits.rows.tolist(), logits.positions.tolist(), logits.targets) == ([0], [2], None)
-    result = batch.commit(Sampled(np.array([50], dtype=np.int32), {}))
+    result = batch.commit(step, tokens(50))
     assert result.tokens == {0: (50,)}
     following = StepPlan(1, 2, result.tokens_hash, runs=(Run(0, 1), Run(2, 1)))
     inputs = lists(batch.apply(following, inbox))
@@ -69,7 +74,7 @@ def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
     assert inputs["logits_rows"] == [0, 1]
 
 
-def test_in_the_step_after_those_who_sample_now_come_first(batch, inbox):
+def test_behind_a_step_in_flight_rows_whose_token_is_unknown_come_first(batch, inbox):
     """Whatever the plan's order: a newcomer, the last token of a prompt, one that is not known yet, a chunk."""
     plan = StepPlan(
         1,
@@ -83,12 +88,12 @@ def test_in_the_step_after_those_who_sample_now_come_first(batch, inbox):
         ),
         grants=(Grant(2, (7, 3)), Grant(0, (9,)), Grant(1, (8,)), Grant(3, (2,))),
         runs=(Run(2, 5), Run(0, 2)),
-        ahead=(Run(3, 2), Run(1, 1), Run(2, 1), Run(0, 1)),
     )
-    batch.apply(plan, inbox)
-    ahead = batch.ahead(plan, batch.logits.rows)
-    assert ahead.num_unknown == 1
-    assert lists(ahead.inputs) == {
+    first = batch.apply(plan, inbox)
+    ahead = StepPlan(1, 2, 0, runs=(Run(3, 2), Run(1, 1), Run(2, 1), Run(0, 1)), in_flight=1)
+    second = batch.apply(ahead, inbox, first)
+    assert second.num_unknown == 1
+    assert lists(second) == {
         "ids": [0, 30, 15, 40, 41],
         "positions": [2, 0, 5, 0, 1],
         "slots": [38, 32, 13, 8, 9],
@@ -98,25 +103,24 @@ def test_in_the_step_after_those_who_sample_now_come_first(batch, inbox):
         "kv_lens": [3, 1, 6, 2],
         "logits_rows": [0, 1, 2],
     }
-    assert (ahead.logits.rows.tolist(), ahead.logits.positions.tolist()) == ([0, 1, 2], [3, 1, 6])
-    result = batch.commit(Sampled(np.array([50], dtype=np.int32), {}))
+    assert (second.logits.rows.tolist(), second.logits.positions.tolist()) == ([0, 1, 2], [3, 1, 6])
+    result = batch.commit(first, tokens(50))
     assert result.tokens == {0: (50,)}
-    # Row 3 has ended meanwhile, and somebody else has its place for the step after that.
+    # Row 1 has ended meanwhile, and another request has it: what is still in flight for it is passed over.
     following = StepPlan(
-        1,
-        2,
-        result.tokens_hash,
-        leaves=(3,),
-        joins=(joined(inbox, 5, [60], 3),),
-        runs=(Run(1, 1), Run(2, 1), Run(0, 1)),
-    )
-    assert batch.apply(following, inbox, is_running=True) is None
-    assert sorted(batch.logits.rows.tolist()) == [0, 1, 2]
+        1, 3, result.tokens_hash, leaves=(1,), joins=(joined(inbox, 5, [60], 1),), grants=(Grant(1, (4,)),),
+        runs=(Run(1, 1), Run(0, 1)), in_flight=1,
+    )  # fmt: skip
+    third = batch.apply(following, inbox, second)
+    assert third.num_unknown == 1
+    assert lists(third)["ids"] == [0, 60]
+    assert batch.commit(second, tokens(70, 71, 72)).tokens == {0: (70,), 2: (72,)}
+    assert batch.commit(third, tokens(80, 81)).tokens == {0: (80,), 1: (81,)}
 
 
 def test_inputs_are_int32_views(batch, inbox):
     plan = StepPlan(1, 1, 0, joins=(joined(inbox, 1, [1], 0),), grants=(Grant(0, (0,)),), runs=(Run(0, 1),))
-    inputs = batch.apply(plan, inbox)
+    inputs = batch.apply(plan, inbox).inputs
     assert inputs.ids.dtype is torch.int32
     assert inputs.page_indices.dtype is torch.int32
     assert inputs.ids.is_contiguous()
@@ -126,8 +130,7 @@ def run_once(batch, inbox, tokens_hash=0, token=50):
     plan = StepPlan(
         1, 1, tokens_hash, joins=(joined(inbox, 1, [1, 2], 0),), grants=(Grant(0, (5,)),), runs=(Run(0, 2),)
     )
-    batch.apply(plan, inbox)
-    return batch.commit(Sampled(np.array([token], dtype=np.int32), {}))
+    return batch.commit(batch.apply(plan, inbox), tokens(token))
 
 
 def test_a_row_that_leaves_without_a_drop_comes_back_with_its_output(batch, inbox):
@@ -161,13 +164,13 @@ def test_a_hash_of_other_tokens_is_a_divergence(batch, inbox):
 
 
 def test_the_hash_tells_tokens_rows_and_history_apart():
-    def after(*tokens):
+    def after(*sampled):
         inbox = Inbox(10)
         batch = Batch(SIZES, Sampler(4, (97,), LocalCollectives()), StepBuffers(SIZES, torch.device("cpu")))
-        result = run_once(batch, inbox, token=tokens[0])
-        for step, token in enumerate(tokens[1:], start=2):
-            batch.apply(StepPlan(1, step, result.tokens_hash, runs=(Run(0, 1),)), inbox)
-            result = batch.commit(Sampled(np.array([token], dtype=np.int32), {}))
+        result = run_once(batch, inbox, token=sampled[0])
+        for step, token in enumerate(sampled[1:], start=2):
+            made = batch.apply(StepPlan(1, step, result.tokens_hash, runs=(Run(0, 1),)), inbox)
+            result = batch.commit(made, tokens(token))
         return result.tokens_hash
 
     assert len({after(5), after(6), after(5, 7), after(6, 7), after(5, 8)}) == 5
@@ -204,18 +207,18 @@ def test_every_token_before_a_prompt_token_needs_logits_where_its_log_probabilit
         inbox.put(each)
     joins = (Join(0, one.request_id, one.digest()), Join(1, other.request_id, other.digest()))
     grants = (Grant(0, (7,)), Grant(1, (9,)))
-    inputs = batch.apply(StepPlan(1, 1, 0, joins=joins, grants=grants, runs=(Run(0, 2), Run(1, 2))), inbox)
-    assert inputs.logits_rows.tolist() == [0, 1, 3]
-    logits = batch.logits
+    step = batch.apply(StepPlan(1, 1, 0, joins=joins, grants=grants, runs=(Run(0, 2), Run(1, 2))), inbox)
+    assert step.inputs.logits_rows.tolist() == [0, 1, 3]
+    logits = step.logits
     assert logits.rows.tolist() == [0, 0, 1]
     assert logits.positions.tolist() == [1, 2, 2]
     assert logits.targets.tolist() == [11, 12, -1]
-    result = batch.commit(Sampled(np.array([11, 12, 50], dtype=np.int32), {}))
+    result = batch.commit(step, tokens(11, 12, 50))
     assert result.tokens == {1: (50,)}
-    inputs = batch.apply(StepPlan(1, 2, result.tokens_hash, runs=(Run(0, 2),)), inbox)
-    assert inputs.logits_rows.tolist() == [0, 1]
-    assert (batch.logits.positions.tolist(), batch.logits.targets.tolist()) == ([3, 4], [13, -1])
-    result = batch.commit(Sampled(np.array([-1, 60], dtype=np.int32), {}))
+    step = batch.apply(StepPlan(1, 2, result.tokens_hash, runs=(Run(0, 2),)), inbox)
+    assert step.inputs.logits_rows.tolist() == [0, 1]
+    assert (step.logits.positions.tolist(), step.logits.targets.tolist()) == ([3, 4], [13, -1])
+    result = batch.commit(step, tokens(-1, 60))
     assert result.tokens == {0: (-1,)}, "the model had no numbers for a prompt token: the request fails"
 
 
@@ -224,10 +227,11 @@ def test_a_prefix_hit_begins_behind_it_and_a_resumption_has_its_output(batch, in
     one.output_token_ids, one.num_resumed = [4, 5], 2
     inbox.put(one)
     join = Join(0, one.request_id, one.digest(), num_computed=4, num_output=2)
-    inputs = lists(batch.apply(StepPlan(1, 1, 0, joins=(join,), grants=(Grant(0, (7, 8)),), runs=(Run(0, 1),)), inbox))
+    step = batch.apply(StepPlan(1, 1, 0, joins=(join,), grants=(Grant(0, (7, 8)),), runs=(Run(0, 1),)), inbox)
+    inputs = lists(step)
     assert (inputs["ids"], inputs["positions"], inputs["slots"]) == ([5], [4], [32])
     assert inputs["page_indices"] == [7, 8]
-    assert batch.logits.positions.tolist() == [5]
+    assert step.logits.positions.tolist() == [5]
 
 
 def test_pages_cannot_move_to_a_tier_that_is_not_there(batch, inbox):

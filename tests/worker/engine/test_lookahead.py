@@ -1,8 +1,8 @@
-"""Rows that go on ahead: a GPU's next step is on its way before this one's tokens are known, and nobody can tell."""
+"""Lookahead: steps are in flight before the tokens of the one before are known, and give the plain loop's tokens."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from allspan.kernels.cuda.jit.modules import Gpu
 from allspan.protos.api.errors import Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers, chunk_buckets
+from allspan.worker.engine.batch_step import BatchStep
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.scheduler.plan import Operation, StepPlan
 from allspan.worker.scheduler.request import Request
@@ -31,17 +32,16 @@ def expected(one: Request, eos: tuple[int, ...] = EOS) -> list[int]:
     return tokens[: ends[0]] if ends and not one.params.ignore_eos else tokens
 
 
-def plans_of(core: object) -> list[StepPlan]:
+def plans_of(core: EngineCore) -> list[StepPlan]:
     """Grows with each plan that the core runs."""
     plans: list[StepPlan] = []
-    runner = core._runner  # type: ignore[attr-defined]
-    run = runner.run
+    apply = core._batch.apply
 
-    def noted(plan: StepPlan, *rest: object) -> object:
+    def noted(plan: StepPlan, *rest: Any) -> BatchStep:
         plans.append(plan)
-        return run(plan, *rest)
+        return apply(plan, *rest)
 
-    runner.run = noted
+    core._batch.apply = noted  # type: ignore[method-assign]
     return plans
 
 
@@ -51,28 +51,28 @@ def buffers_of(core: EngineCore) -> DeviceBuffers:
     return buffers
 
 
-def test_decodes_go_on_ahead_until_their_last_token() -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_decodes_are_planned_before_their_last_token_is_known(depth: int) -> None:
     collected = Collected()
-    core, model = fake_gpu_core(collected=collected)
+    core, model = fake_gpu_core(collected=collected, depth=depth)
     plans = plans_of(core)
     ones = [request(i, [7, 8, 9 + i], max_tokens=9 + i, ignore_eos=True) for i in range(3)]
     for one in ones:
         core.submit(one)
     step_until_idle(core)
     assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
-    # From the prompts' step on, each has all but those that know their end go on.
-    assert [len(plan.ahead) for plan in plans if plan.runs] == [3, 3, 3, 3, 3, 3, 3, 3, 2, 1, 0]
+    steps = [plan for plan in plans if plan.runs]
+    assert [len(plan.runs) for plan in steps] == [3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 1]
+    assert [plan.in_flight for plan in steps] == [*range(depth - 1), *[depth - 1] * (12 - depth)]
     assert model.num_forwards == 11, "no step has run in vain"
 
 
-def runs_of(plans: list[StepPlan]) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
-    """What each step runs, and what the step after, as far as it was begun with it: rows and tokens."""
-    parts = [(plan.runs, plan.ahead) for plan in plans if plan.runs]
-    first, second = ([[(run.row, run.num_tokens) for run in part[i]] for part in parts] for i in (0, 1))
-    return list(zip(first, second, strict=True))
+def runs_of(plans: list[StepPlan]) -> list[tuple[list[tuple[int, int]], int]]:
+    """Rows and tokens of each step, and how many were in flight when it was planned."""
+    return [([(run.row, run.num_tokens) for run in plan.runs], plan.in_flight) for plan in plans if plan.runs]
 
 
-def test_chunks_of_prompts_and_newcomers_are_in_the_step_that_begins_before_the_tokens_are_known() -> None:
+def test_chunks_of_prompts_and_newcomers_join_steps_that_are_planned_ahead() -> None:
     collected = Collected()
     core, model = fake_gpu_core(collected=collected)
     plans = plans_of(core)
@@ -82,17 +82,17 @@ def test_chunks_of_prompts_and_newcomers_are_in_the_step_that_begins_before_the_
     step_until_idle(core)
     assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
     steps = runs_of(plans)
-    assert steps[:3] == [
-        ([(0, 10), (1, 6)], [(0, 1), (1, 15)]),
-        ([(0, 1), (1, 15)], [(0, 1), (1, 9), (2, 6)]),
-        ([(0, 1), (1, 9), (2, 6)], [(1, 1), (2, 1)]),
+    assert steps[:4] == [
+        ([(0, 10), (1, 6)], 0),
+        ([(0, 1), (1, 15)], 1),
+        ([(0, 1), (1, 9), (2, 6)], 1),
+        ([(1, 1), (2, 1)], 1),
     ]
-    assert all(ahead == after for (_, ahead), (after, _) in pairwise(steps))
-    assert [len(plan.joins) for plan in plans[:2]] == [2, 1], "who runs in the step after joins with the plan before"
+    assert [len(plan.joins) for plan in plans[:3]] == [2, 0, 1]
     assert model.num_forwards == len(steps), "no step has run in vain"
 
 
-def test_the_step_after_one_that_samples_nothing_is_planned_on_its_own() -> None:
+def test_nothing_is_planned_ahead_of_a_step_that_samples_nothing() -> None:
     collected = Collected()
     core, _ = fake_gpu_core(collected=collected)
     plans = plans_of(core)
@@ -101,15 +101,15 @@ def test_the_step_after_one_that_samples_nothing_is_planned_on_its_own() -> None
     core.submit(other := request(1, [8] * 5, max_tokens=2, ignore_eos=True))
     step_until_idle(core)
     assert runs_of(plans) == [
-        ([(0, 16)], []),
-        ([(0, 16)], []),
-        ([(0, 8), (1, 5)], [(0, 1), (1, 1)]),
-        ([(0, 1), (1, 1)], []),
+        ([(0, 16)], 0),
+        ([(0, 16)], 0),
+        ([(0, 8), (1, 5)], 0),
+        ([(0, 1), (1, 1)], 1),
     ]
     assert [collected.tokens(each) for each in (one, other)] == [expected(one), expected(other)]
 
 
-def test_who_ends_in_the_midst_of_the_prompt_is_passed_over() -> None:
+def test_a_request_that_ends_within_its_prompt_is_passed_over() -> None:
     collected = Collected()
     core, _ = fake_gpu_core(collected=collected)
     ones = [request(i, [i + 1] * length, max_tokens=9, ignore_eos=True) for i, length in enumerate((4, 40))]
@@ -125,7 +125,7 @@ def test_who_ends_in_the_midst_of_the_prompt_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("asks", [{"prompt_logprobs": 0}, {"logprobs": 1}, {"no_repeat_ngram_size": 3}], ids=str)
-def test_who_cannot_run_ahead_joins_a_step_of_its_own_plan_and_is_not_kept_waiting(asks: dict[str, int]) -> None:
+def test_a_synchronous_request_ends_lookahead_without_waiting_for_the_others(asks: dict[str, int]) -> None:
     collected = Collected()
     core, _ = fake_gpu_core(200, collected)
     plans = plans_of(core)
@@ -136,15 +136,15 @@ def test_who_cannot_run_ahead_joins_a_step_of_its_own_plan_and_is_not_kept_waiti
     core.submit(one := request(1, [4, 5] * 12, max_tokens=2, ignore_eos=True, **asks))
     step_until_idle(core)
     joined = next(i for i, plan in enumerate(plans) if any(join.request_id == one.request_id for join in plan.joins))
-    assert joined == 5, "one step ran already"
+    assert joined == 5, "one step was in flight"
     left = next(i for i, plan in enumerate(plans) if one.request_id in plan.drops)
-    assert not any(plan.ahead for plan in plans[joined - 1 : left + 1])
-    assert any(plan.ahead for plan in plans[left + 1 :])
+    assert not any(plan.in_flight for plan in plans[joined : left + 1])
+    assert all(plan.in_flight for plan in plans[left + 1 : left + 5])
     assert collected.tokens(first) == expected(first)
     assert len(collected.tokens(one)) == 2
 
 
-def test_who_is_more_urgent_puts_others_out_although_they_run_ahead() -> None:
+def test_a_request_of_higher_priority_preempts_rows_with_lookahead() -> None:
     collected = Collected()
     core, _ = fake_gpu_core(collected=collected, max_num_seqs=2)
     ones = [request(i, [i + 1] * 5, max_tokens=20, ignore_eos=True) for i in range(3)]
@@ -190,7 +190,7 @@ def test_a_cancelled_row_leaves_while_its_next_step_runs() -> None:
         assert collected.tokens(one) == expected(one)
 
 
-def test_an_operation_in_between_runs_the_step_again() -> None:
+def test_an_operation_waits_until_no_step_is_in_flight() -> None:
     collected = Collected()
     core, _ = fake_gpu_core(collected=collected)
     done: list[Operation] = []
@@ -212,7 +212,7 @@ def _pending(operation: Operation) -> object:
     return Pending(operation)
 
 
-def test_nobody_goes_ahead_where_pages_are_short_and_nobody_is_put_out_for_it() -> None:
+def test_preemption_waits_until_no_step_is_in_flight() -> None:
     collected = Collected()
     core, _ = fake_gpu_core(16, collected)
     ones = [request(i, [1, i, 1, i, 2], max_tokens=25, ignore_eos=True) for i in range(4)]
@@ -282,16 +282,17 @@ requests = st.lists(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(requests, st.sampled_from([20, 40, 64]), st.sampled_from([(), (2, 8, 16)]))
-def test_whoever_comes_and_goes_gets_the_tokens_of_a_plain_loop(
+@given(requests, st.sampled_from([20, 40, 64]), st.sampled_from([(), (2, 8, 16)]), st.sampled_from([1, 2, 3]))
+def test_both_loops_give_equal_tokens_whoever_comes_and_goes(
     always_pays: CascadeRule,
     days: list[tuple],  # type: ignore[type-arg]
     pages: int,
     chunks: tuple[int, ...],
+    depth: int,
 ) -> None:
     """Prompt, tokens, whether it heeds ends, steps before it comes, and steps after which it is cancelled."""
     collected = Collected()
-    core, _ = fake_gpu_core(pages, collected, EOS, always_pays)
+    core, _ = fake_gpu_core(pages, collected, EOS, always_pays, depth=depth)
     buffers_of(core).chunks = chunks
     ones, cancels = [], []
     for number, (prompt, count, ignore_eos, pause, cancelled) in enumerate(days):
@@ -319,7 +320,7 @@ def test_a_plain_loop_can_be_chosen() -> None:
     plans = plans_of(core)
     core.submit(request(1, [4, 4, 4], max_tokens=10, ignore_eos=True))
     step_until_idle(core)
-    assert not any(plan.ahead for plan in plans)
+    assert not any(plan.in_flight for plan in plans)
     assert model.num_forwards == 10
 
 

@@ -25,11 +25,11 @@ plans = st.builds(
     leaves=tuples(u32),
     drops=tuples(ids),
     joins=tuples(st.builds(Join, u32, ids, u64, u32, u32, u32)),
-    grants=tuples(st.builds(Grant, u32, tuples(u32))),
+    grants=tuples(st.builds(Grant, u32, tuples(u32), u32, u32)),
     saves=tuples(st.builds(Copy, u32, u32)),
     loads=tuples(st.builds(Copy, u32, u32)),
     runs=tuples(st.builds(Run, u32, u32)),
-    ahead=tuples(st.builds(Run, u32, u32)),
+    in_flight=u32,
     drafts=tuples(st.tuples(u32, tuples(u32))),
     operation=st.sampled_from(Operation),
 )

@@ -268,7 +268,7 @@ def test_other_weights_void_everything():
     for number in range(3):
         world.submit(asked(number, [number] * 20, max_tokens=4))
         world.run()
-    world.scheduler.memory.void(2)
+    world.scheduler.memory.invalidate(2)
     cache = world.scheduler.memory.cache
     assert (cache.device.num_free, cache.host.num_free) == (8, 8)
 

@@ -75,9 +75,10 @@ class World:
         tokens = {}
         for run in plan.runs:
             one = self.rows[run.row]
-            assert 1 <= run.num_tokens <= one.num_pending
+            pending = one.num_tokens - one.num_computed
+            assert 1 <= run.num_tokens <= pending
             assert len(one.pages) * 4 >= one.num_computed + run.num_tokens
-            if run.num_tokens == one.num_pending:
+            if run.num_tokens == pending:
                 nth = len(self.tokens[one.request_id])
                 number = int.from_bytes(one.request_id, "little")
                 tokens[run.row] = (self._script.get(number, {}).get(nth, nth),)

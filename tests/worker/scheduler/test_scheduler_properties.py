@@ -143,7 +143,7 @@ def test_busy_days_on_tiny_pools_end_well(seed):
         num_pages=-(-45 // size) + rng.randint(0, 4),
         max_num_seqs=rows,
         max_num_batched_tokens=rows + rng.randint(0, 20),
-        runs_ahead=seed % 2 == 1,
+        depth=1 + seed % 3,
     )
     story = Story(world, clock)
     for _ in range(80):
@@ -161,9 +161,9 @@ def test_busy_days_on_tiny_pools_end_well(seed):
     st.sampled_from([4, 3, 1]),
     st.integers(0, 12),
     st.sampled_from([8, 30, 1, 0]),
-    st.booleans(),
+    st.sampled_from([1, 2, 3]),
 )
-def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, size, extra, rows, budget, host, ahead):
+def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, size, extra, rows, budget, host, depth):
     clock = Clock()
     world = rank(
         host,
@@ -172,7 +172,7 @@ def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, 
         num_pages=-(-(33 + 12) // size) + extra,
         max_num_seqs=rows,
         max_num_batched_tokens=rows + budget,
-        runs_ahead=ahead,
+        depth=depth,
     )
     story = Story(world, clock)
     for kind, what in actions:
@@ -181,21 +181,23 @@ def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, 
     story.check_end()
 
 
-def test_steps_that_begin_early_are_as_full_as_others_and_take_newcomers_along():
-    world = rank(num_pages=200, runs_ahead=True, enabled=False)
+@pytest.mark.parametrize("depth", [2, 3])
+def test_steps_planned_ahead_are_as_full_as_others_and_take_newcomers_along(depth):
+    world = rank(num_pages=200, depth=depth, enabled=False)
     for number in range(12):
         world.submit(asked(number, [number] * (5 + 3 * number), max_tokens=6))
     world.run()
-    early = [plan for plan in world.plans if plan.ahead]
-    assert any({join.row for join in plan.joins} - {run.row for run in plan.runs} for plan in early)
-    assert any(run.num_tokens > 1 for plan in early for run in plan.ahead)
+    early = [plan for plan in world.plans if plan.in_flight]
+    assert max(plan.in_flight for plan in early) == depth - 1
+    assert any(plan.joins for plan in early)
+    assert any(run.num_tokens > 1 for plan in early for run in plan.runs)
     plain = rank(num_pages=200, enabled=False)
     for number in range(12):
         plain.submit(asked(number, [number] * (5 + 3 * number), max_tokens=6))
     plain.run()
     assert world.tokens == plain.tokens
-    # A row that becomes free is taken one step later.
-    assert len(plain.plans) <= len(world.plans) <= len(plain.plans) + 12
+    # A row that becomes free is taken some steps later.
+    assert len(plain.plans) <= len(world.plans) <= len(plain.plans) + 12 * (depth - 1)
 
 
 def test_ten_thousand_cancels_leave_no_page_behind():

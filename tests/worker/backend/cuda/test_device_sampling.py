@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from allspan.kernels.cuda.jit import modules
+from allspan.protos.api.errors import InternalError
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.backend.cuda.sampling import DeviceSampling, device_sampling
 from allspan.worker.parallel.local import LocalCollectives
@@ -83,7 +84,6 @@ def test_greedy_rows_take_the_best_tokens(device: str, small: dict[str, int]) ->
     logits = torch.randn(ROWS, V, generator=torch.Generator().manual_seed(1))
     logits[1, 3], logits[2], logits[4, :] = math.nan, -math.inf, 2.0
     rows = np.arange(ROWS)
-    assert ours.can_launch
     launched = ours.launch(logits.to(device), rows, rows)
     wanted = theirs.sample(logits, rows, rows).tokens.tolist()
     assert launched.result().tokens.tolist() == wanted
@@ -101,7 +101,7 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_known(device: 
     for row in range(ROWS):
         for one, tokens in zip((ours, theirs), prompts, strict=True):
             one.add(row, SamplingParams(seed=row, **asked[row % len(asked)]), 4, tokens[row])
-    assert ours.can_launch
+    assert all(ours.samples_ahead(SamplingParams(seed=0, **each)) for each in asked)
     lengths, flights = np.full(ROWS, 5), []
     for step in range(6):
         rows = rng.permutation(ROWS)[: ROWS - step % 2]
@@ -123,14 +123,20 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_known(device: 
 
 
 @pytest.mark.parametrize("asked", [ASKED[i] for i in (6, 7, 8)], ids=str)
-def test_a_row_whose_next_step_needs_its_last_token_is_not_launched_ahead(
+def test_a_row_whose_next_step_needs_its_last_token_is_sampled_when_that_is_asked_for(
     asked: dict[str, Any], device: str, small: dict[str, int]
 ) -> None:
     one, _ = pair(device, small)
+    assert not one.samples_ahead(SamplingParams(seed=1, **asked))
     one.add(0, SamplingParams(seed=1, **asked), 1, np.zeros(9, dtype=np.int32))
-    assert not one.can_launch
+    one.add(1, SamplingParams(seed=1), 1, np.zeros(9, dtype=np.int32))
+    row, logits = np.array([1]), torch.randn(1, V, generator=torch.Generator().manual_seed(1))
+    late = one.launch(logits.clone().to(device), row, row)
+    with pytest.raises(InternalError, match="were asked for on the device"):
+        _ = late.tokens
     one.remove(0)
-    assert one.can_launch
+    early = one.launch(logits.clone().to(device), row, row)
+    assert early.tokens.tolist() == late.result().tokens.tolist() == early.result().tokens.tolist()
 
 
 def test_rows_that_are_all_masked_and_rows_that_came_bad_are_told_apart(device: str, small: dict[str, int]) -> None:

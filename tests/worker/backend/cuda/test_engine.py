@@ -182,14 +182,15 @@ def test_whoever_comes_while_steps_go_ahead_gets_its_tokens(eager: bool, tmp_pat
     asked = [beginnings[i % 3] + prompt(1 + 7 * i % 41, vocab, 100 + i) for i in range(48)]
     more = {"enforce_eager": eager, "kv_cache_bytes": 300_000, "host_kv_cache_bytes": 1_000_000}
     with Engine(tmp_path / "model", device="cuda", **(SETTINGS | more)) as engine:
-        steps = engine._loaded.core._batch
-        ahead, noted = steps.ahead, []
+        batch = engine._loaded.core._batch
+        apply, noted = batch.apply, []
 
-        def noting(plan: Any, order: Any) -> Any:
-            noted.append(max(run.num_tokens for run in plan.ahead))
-            return ahead(plan, order)
+        def noting(plan: Any, inbox: Any, newest: Any = None) -> Any:
+            if newest is not None:
+                noted.append(max(run.num_tokens for run in plan.runs))
+            return apply(plan, inbox, newest)
 
-        steps.ahead = noting  # type: ignore[method-assign]
+        batch.apply = noting  # type: ignore[method-assign]
         started = []
         for i, one in enumerate(asked):
             params = SamplingParams(max_tokens=1 + i % 9, temperature=0.0, ignore_eos=True)

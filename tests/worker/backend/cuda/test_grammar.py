@@ -41,7 +41,7 @@ def test_rows_with_grammars_get_the_tokens_and_ends_of_the_host(device: str, sma
             grammar = params.grammar and grammars.compiled(params.grammar)
             one.add(row, params, 4, tokens[row], grammar)
     ours, theirs = both
-    assert not ours.can_launch
+    assert [ours.samples_ahead(SamplingParams(seed=0, **asked)) for asked in ASKED].count(False) >= 4
     running, ends = np.arange(len(ASKED)), {}
     for step in range(STEPS):
         positions = np.full(len(running), 4 + step)

@@ -1,0 +1,124 @@
+"""StepLoop: one rank's steps, in two forms that give equal tokens: plain, where the host plans a step when the one
+before is over, and overlapped, where the next steps are planned and launched while a device still runs one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from allspan.protos.api.errors import InternalError
+from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.runner import Operate, Runner
+from allspan.worker.parallel.base import PlanChannel
+from allspan.worker.scheduler.codec import decode, encode
+from allspan.worker.scheduler.plan import StepPlan, StepResult
+
+
+class Planner(Protocol):
+    """What the leader's loop asks for plans."""
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None: none can be planned now."""
+
+    def finish(self, result: StepResult) -> None:
+        """Takes a step's tokens in and reports them."""
+
+
+class StepLoop:
+    """Carries plans out: the leader's own ones (`lead`), or on another rank those that come by the channel
+    (`follow`)."""
+
+    def __init__(
+        self, runner: Runner, inbox: Inbox, operate: Operate, channel: PlanChannel | None, epoch: int, depth: int
+    ) -> None:
+        """`depth`: most steps in flight; 1 is the plain loop. The same on every rank."""
+        self.runner = runner
+        self.depth = depth
+        self.steps = 0
+        """Plans executed so far."""
+        self.host_s = 0.0
+        """Seconds of steps outside the model."""
+        self.is_executing = False
+        self._inbox = inbox
+        self._operate = operate
+        self._channel = channel
+        self._epoch = epoch
+
+    def lead(self, planner: Planner) -> bool:
+        """One round; False when there was nothing to do."""
+        started, model_s = time.perf_counter(), self.runner.model_s
+        has_worked = self.overlapped_round(planner) if self.depth > 1 else self.plain_round(planner)
+        if has_worked:
+            self.host_s += time.perf_counter() - started - (self.runner.model_s - model_s)
+        return has_worked
+
+    def plain_round(self, planner: Planner) -> bool:
+        """Plans, runs and finishes one step."""
+        plan = self._publish(planner)
+        if plan is None:
+            return False
+        planner.finish(self._run(plan))
+        return True
+
+    def overlapped_round(self, planner: Planner) -> bool:
+        """Fills the queue of steps in flight, then finishes the oldest."""
+        runner = self.runner
+        while runner.num_in_flight < self.depth and (plan := self._publish(planner)) is not None:
+            self._launch(plan)
+        if not runner.num_in_flight:
+            return False
+        planner.finish(self._land())
+        return True
+
+    def follow(self, timeout: float) -> bool:
+        """Carries out the next plan of the leader; False when none has come for `timeout` seconds."""
+        assert self._channel is not None
+        data = self._channel.receive(timeout)
+        if data is None:
+            return False
+        started, model_s = time.perf_counter(), self.runner.model_s
+        plan = decode(data)
+        if self.depth > 1:
+            while self.runner.num_in_flight > plan.in_flight:
+                self._land()
+            self._launch(plan)
+        else:
+            self._run(plan)
+        self.host_s += time.perf_counter() - started - (self.runner.model_s - model_s)
+        return True
+
+    def _publish(self, planner: Planner) -> StepPlan | None:
+        plan = planner.plan()
+        if plan is not None and self._channel is not None:
+            self._channel.publish(encode(plan))
+        return plan
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        with self._executing(plan):
+            return self.runner.run(plan, self._inbox, self._operate)
+
+    def _launch(self, plan: StepPlan) -> None:
+        with self._executing(plan):
+            self.runner.launch(plan, self._inbox, self._operate)
+
+    def _land(self) -> StepResult:
+        with self._executing():
+            return self.runner.land()
+
+    @contextmanager
+    def _executing(self, plan: StepPlan | None = None) -> Iterator[None]:
+        """While the loop may wait for the model. `plan`: the one that begins, if any."""
+        if plan is not None:
+            if plan.epoch != self._epoch or plan.step != self.steps + 1:
+                raise InternalError(
+                    f"this rank got the plan of epoch {plan.epoch}, step {plan.step}; "
+                    f"it awaits epoch {self._epoch}, step {self.steps + 1}"
+                )
+            self.steps = plan.step
+        self.is_executing = True
+        try:
+            yield
+        finally:
+            self.is_executing = False

@@ -1,0 +1,56 @@
+"""RowStates: what a rank knows of each row of its batch, in fixed arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allspan.worker.backend.cpu.step_inputs import BatchSizes
+from allspan.worker.cache.budget import pages_of
+from allspan.worker.scheduler.plan import Grant
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+class RowStates:
+    """One entry a row. Steps in flight are counted as if they were over: a token that is still being sampled has its
+    place in `tokens`, and its value there once the step is committed."""
+
+    def __init__(self, sizes: BatchSizes) -> None:
+        rows, pages = sizes.max_rows, pages_of(sizes.max_model_len, sizes.page_size)
+        # The system backs these with memory only where they are written.
+        self.tokens: Ints = np.zeros((rows, sizes.max_model_len), dtype=np.int32)
+        self.pages: Ints = np.zeros((rows, pages), dtype=np.int32)
+        self.num_tokens: Longs = np.zeros(rows, dtype=np.int64)
+        self.num_computed: Longs = np.zeros(rows, dtype=np.int64)
+        self.num_pages: Longs = np.zeros(rows, dtype=np.int64)
+        self.prompt_ends: Longs = np.zeros(rows, dtype=np.int64)
+        """The prompt's last index for rows that want its log-probabilities, else 0."""
+        self.request_ids: list[bytes | None] = [None] * rows
+        self.num_leaves = 0
+        """Requests that have left a row so far."""
+        self._left_at: Longs = np.zeros(rows, dtype=np.int64)
+
+    def enter(self, row: int, request_id: bytes, tokens: Ints, num_computed: int) -> None:
+        """A request gets the row, with no pages yet."""
+        self.request_ids[row] = request_id
+        self.tokens[row, : len(tokens)] = tokens
+        self.num_tokens[row] = len(tokens)
+        self.num_computed[row] = num_computed
+        self.num_pages[row] = 0
+
+    def leave(self, row: int) -> None:
+        self.request_ids[row] = None
+        self.num_leaves += 1
+        self._left_at[row] = self.num_leaves
+
+    def stayed(self, rows: Longs, since: int) -> NDArray[np.bool_]:
+        """Which of `rows` belong to the request that had them when `num_leaves` was `since`."""
+        kept: NDArray[np.bool_] = self._left_at[rows] <= since
+        return kept
+
+    def grant(self, grant: Grant) -> None:
+        last = grant.first + len(grant.pages)
+        self.pages[grant.row, grant.first : last] = grant.pages
+        self.num_pages[grant.row] = last
