@@ -7,8 +7,9 @@ a plan reads must be what the request's tokens would have written, and what it w
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from allspan.protos.api.errors import AllspanError
 from allspan.protos.api.options import RequestOptions
@@ -52,7 +53,8 @@ class _Row:
         self.request = request
         self.tokens = tokens
         self.num_computed = num_computed
-        self.pages: list[int] = []
+        self.pages: dict[int, dict[int, int]] = defaultdict(dict)
+        """By cache group: place → page, of the places that later tokens see."""
 
 
 @dataclasses.dataclass
@@ -77,8 +79,9 @@ class SimulatedRank:
         self.flights: deque[_Flight] = deque()
         """What steps made is told as late as the scheduler's lookahead lets it."""
         self.size = scheduler.limits.page_size
-        self.device = [[0] * self.size for _ in range(scheduler.limits.num_pages)]
-        self.host = [[0] * self.size for _ in range(num_host_pages)]
+        self.groups = scheduler.limits.groups(num_host_pages)
+        self.device = [[[0] * self.size for _ in range(group.num_pages)] for group in self.groups]
+        self.host = [[[0] * self.size for _ in range(group.num_host_pages)] for group in self.groups]
         self.rows: dict[int, _Row] = {}
         self.known: dict[bytes, Request] = {}
         self.parked: dict[bytes, list[int]] = {}
@@ -158,12 +161,11 @@ class SimulatedRank:
         for join in plan.joins:
             self._join(join)
         for grant in plan.grants:
-            pages = self.rows[grant.row].pages
-            pages[grant.first :] = grant.pages
+            self.rows[grant.row].pages[grant.group] |= dict(enumerate(grant.pages, start=grant.first))
         for copy in plan.saves:
-            self.host[copy.target] = list(self.device[copy.source])
+            self.host[copy.group][copy.target] = list(self.device[copy.group][copy.source])
         for copy in plan.loads:
-            self.device[copy.target] = list(self.host[copy.source])
+            self.device[copy.group][copy.target] = list(self.host[copy.group][copy.source])
 
     def _join(self, join: Join) -> None:
         assert join.row not in self.rows
@@ -186,7 +188,7 @@ class SimulatedRank:
         for run in plan.runs:
             row = self.rows[run.row]
             start, row.num_computed = row.num_computed, row.num_computed + run.num_tokens
-            assert self._read(row) == folds(row.tokens[: row.num_computed]), "a page holds another request's KV"
+            self._check(row, start)
             if row.request.wants_prompt_logprobs:
                 ends = min(row.num_computed, len(row.request.prompt_token_ids) - 1)
                 entries = tuple(TokenLogprob(float(position + 1)) for position in range(start, ends))
@@ -202,15 +204,28 @@ class SimulatedRank:
     def _write(self, row: _Row, count: int) -> None:
         assert 1 <= count <= len(row.tokens) - row.num_computed
         values = folds(row.tokens[: row.num_computed + count])
-        for position in range(row.num_computed, row.num_computed + count):
-            page = row.pages[position // self.size]
-            holders = sum(page in other.pages for other in self.rows.values())
-            assert holders == self.scheduler.pool.references(page) == 1, "a page that is shared is written"
-            self.device[page][position % self.size] = values[position]
+        for index, group in enumerate(self.groups):
+            pool = self.scheduler.memory.groups[index].cache.device
+            for position in range(row.num_computed, row.num_computed + count):
+                place = 0 if group.lifetime.is_state else position // self.size
+                page = row.pages[index][place]
+                holders = sum(page in other.pages[index].values() for other in self.rows.values())
+                assert holders == pool.references(page) == 1, "a page that is shared is written"
+                self.device[index][page][position % self.size] = values[position]
 
-    def _read(self, row: _Row) -> list[int]:
-        at = range(row.num_computed)
-        return [self.device[row.pages[position // self.size]][position % self.size] for position in at]
+    def _check(self, row: _Row, start: int) -> None:
+        """What the queries from `start` on see is the request's own; what later ones do not is forgotten."""
+        values = folds(row.tokens[: row.num_computed])
+        for index, group in enumerate(self.groups):
+            pages, last = row.pages[index], row.num_computed
+            if group.lifetime.is_state:
+                assert self.device[index][pages[0]][(last - 1) % self.size] == values[-1]
+                continue
+            for position in range(group.lifetime.first_seen(start), last):
+                found = self.device[index][pages[position // self.size]][position % self.size]
+                assert found == values[position], "a page holds another request's KV"
+            for place in [place for place in pages if place < group.lifetime.first_seen(last) // self.size]:
+                del pages[place]
 
 
 LIMITS = Limits(
@@ -233,7 +248,7 @@ class Clock:
 
 
 def rank(
-    host: int = 0, clock: Clock | None = None, enabled: bool = True, depth: int = 1, **limits: int
+    host: int = 0, clock: Clock | None = None, enabled: bool = True, depth: int = 1, **limits: Any
 ) -> SimulatedRank:
     settings = PrefixSettings(enabled, "model", host)
     sizes, lookahead = dataclasses.replace(LIMITS, **limits), Lookahead(depth, samples_ahead)

@@ -58,7 +58,9 @@ class Match:
 class PrefixCache:
     """All pages of the device, with or without keys, and those of the host tier. Not thread-safe."""
 
-    def __init__(self, num_pages: int, num_host_pages: int = 0) -> None:
+    def __init__(self, num_pages: int, num_host_pages: int = 0, group: int = 0) -> None:
+        """Of the cache group of this index."""
+        self._group = group
         self.device = PagePool(num_pages)
         self.host = PagePool(num_host_pages) if num_host_pages else None
         self.generation = 0
@@ -72,15 +74,19 @@ class PrefixCache:
         """The longest beginning of `keys` that is cached or in use somewhere."""
         found = Match(keys)
         for key in keys:
-            page = self.device.find(key)
-            if page is not None:
-                found.pages.append((page, False))
-                continue
-            page = None if self.host is None else self.host.find(key)
+            page = self.find(key)
             if page is None:
                 break
-            found.pages.append((page, True))
+            found.pages.append(page)
         return found
+
+    def find(self, key: bytes) -> tuple[int, bool] | None:
+        """The page of this key, and whether it is in the host tier."""
+        page = self.device.find(key)
+        if page is not None:
+            return page, False
+        page = None if self.host is None else self.host.find(key)
+        return None if page is None else (page, True)
 
     def fits(self, match: Match, num_pages: int, spare: int) -> bool:
         """Whether a request of `num_pages` pages that begins with `match` can have them, and `spare` pages be left."""
@@ -100,7 +106,7 @@ class PrefixCache:
         for key, (page, is_host) in zip(match.keys, match.pages, strict=False):
             if is_host:
                 (target,) = self.allocate(1)
-                self._loads.append(Copy(page, target))
+                self._loads.append(Copy(page, target, self._group))
                 self.device.insert(key, target)
                 self._computing.pop(key, None)
                 page = target
@@ -192,4 +198,4 @@ class PrefixCache:
         (target,) = self.host.allocate(1)
         self.host.insert(key, target)
         self.host.release((target,))
-        self._saves.append(Copy(page, target))
+        self._saves.append(Copy(page, target, self._group))

@@ -205,7 +205,7 @@ class EngineCore:
         if not self.is_leader:
             raise InvalidRequest(f"this is rank {self._rank}, operations go to rank 0", "operation")
         with self._changed:
-            self._scheduler.memory.cache.reset()
+            self._scheduler.memory.reset()
 
     def beat(self) -> None:
         """Counts progress; a long operation calls it now and then from the loop's thread."""

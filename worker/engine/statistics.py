@@ -51,16 +51,17 @@ class CoreStatistics:
 
 def scheduler_statistics(scheduler: Scheduler) -> dict[str, Any]:
     """The leader's part of CoreStatistics."""
-    cache = scheduler.memory.cache
+    caches = [group.cache for group in scheduler.memory.groups]
+    hosts = [cache.host for cache in caches if cache.host]
     prompt, generated = scheduler.tokens_per_s()
     return {
         "running": scheduler.num_running,
         "waiting": scheduler.num_waiting,
-        "pages_total": cache.device.total,
-        "pages_used": cache.device.num_used,
-        "pages_cached": cache.device.num_cached,
-        "host_pages_total": cache.host.total if cache.host else 0,
-        "host_pages_used": cache.host.total - cache.host.num_free if cache.host else 0,
+        "pages_total": sum(cache.device.total for cache in caches),
+        "pages_used": sum(cache.device.num_used for cache in caches),
+        "pages_cached": sum(cache.device.num_cached for cache in caches),
+        "host_pages_total": sum(host.total for host in hosts),
+        "host_pages_used": sum(host.total - host.num_free for host in hosts),
         "prompt_tokens_per_s": prompt,
         "generated_tokens_per_s": generated,
         **asdict(scheduler.counters),

@@ -4,9 +4,9 @@
              leaves, drops, joins, grants, saves, loads, runs, drafts, numbers
     drops    16 bytes each
     joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter u32
-    numbers  u32 each: leaves; row, page count, group and first place of each grant; source and target of each save and
-             each load; row and token count of each run and of each draft; then the pages of all grants and the tokens
-             of all drafts
+    numbers  u32 each: leaves; row, page count, group and first place of each grant; source, target and group of each
+             save and each load; row and token count of each run and of each draft; then the pages of all grants and
+             the tokens of all drafts
 
 Every count is checked against the length before anything is read.
 """
@@ -33,7 +33,7 @@ def encode(plan: StepPlan) -> bytes:
     for grant in plan.grants:
         numbers += (grant.row, len(grant.pages), grant.group, grant.first)
     for copy in itertools.chain(plan.saves, plan.loads):
-        numbers += (copy.source, copy.target)
+        numbers += (copy.source, copy.target, copy.group)
     for run in plan.runs:
         numbers += (run.row, run.num_tokens)
     for row, tokens in plan.drafts:
@@ -70,10 +70,13 @@ def decode(data: bytes) -> StepPlan:
         raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {numbers_at + 4 * total}")
     numbers = struct.unpack_from(f"<{total}I", data, numbers_at)
     granted_at = leaves + 4 * grants
-    fixed = granted_at + 2 * (saves + loads + runs + drafts)
+    copied_at = granted_at + 3 * (saves + loads)
+    fixed = copied_at + 2 * (runs + drafts)
     granted = list(zip(*[iter(numbers[leaves:granted_at])] * 4, strict=False))
-    pairs = zip(numbers[granted_at:fixed:2], numbers[granted_at + 1 : fixed : 2], strict=False)
-    saved, loaded, ran, drafted = (list(itertools.islice(pairs, count)) for count in (saves, loads, runs, drafts))
+    copied = zip(*[iter(numbers[granted_at:copied_at])] * 3, strict=False)
+    saved, loaded = (list(itertools.islice(copied, count)) for count in (saves, loads))
+    pairs = zip(numbers[copied_at:fixed:2], numbers[copied_at + 1 : fixed : 2], strict=False)
+    ran, drafted = (list(itertools.islice(pairs, count)) for count in (runs, drafts))
     if fixed + sum(grant[1] for grant in granted) + sum(count for _, count in drafted) != total:
         raise InternalError(f"malformed plan: its counts {counts} do not add up")
     rest = iter(numbers[fixed:])

@@ -35,7 +35,7 @@ def check_standing(
         "nobody is lost": len(waiting) + len(running) == len(requests),
         "no ended request is kept": all(r.status not in _ENDED for r in requests.values()),
         "not all is computed": all(r.num_computed < r.num_tokens for r in running),
-        "who waits holds nothing": not any(r.pages or r.row >= 0 or r.num_computed for r in waiting),
+        "who waits holds nothing": not any(r.held or r.row >= 0 or r.num_computed for r in waiting),
     }
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:

@@ -8,6 +8,7 @@ from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.api.prompts import check_ids, check_length
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.budget import pages_of
+from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.scheduler.request import Request
 
 LOGITS_ROWS = 64
@@ -16,6 +17,24 @@ LOGITS_ROWS = 64
 
 def most_logits_rows(max_num_seqs: int) -> int:
     return max(max_num_seqs, LOGITS_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """What the scheduler knows of a cache group."""
+
+    num_pages: int
+    lifetime: PageLifetime = ALL_TOKENS
+    num_host_pages: int = 0
+
+    def most_pages(self, num_tokens: int, page_size: int, step_tokens: int) -> int:
+        """The most pages that a request of `num_tokens` tokens holds at once, in steps of up to `step_tokens`."""
+        if self.lifetime.is_state:
+            return 1
+        pages = pages_of(num_tokens, page_size)
+        if self.lifetime.window:
+            return min(pages, pages_of(self.lifetime.window - 1 + step_tokens, page_size) + 1)
+        return pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +49,14 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queued_requests: int
+    lifetime: PageLifetime = ALL_TOKENS
+    """Of the first cache group, which has `num_pages`."""
+    more_groups: tuple[GroupLimits, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{field.name} is {value}, must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -47,6 +69,10 @@ class Limits:
         """Most rows of logits of a step: every running row's, or those of a chunk whose log-probabilities are asked."""
         return most_logits_rows(self.max_num_seqs)
 
+    def groups(self, num_host_pages: int = 0) -> tuple[GroupLimits, ...]:
+        """All cache groups; `num_host_pages`: the first one's."""
+        return (GroupLimits(self.num_pages, self.lifetime, num_host_pages), *self.more_groups)
+
     def admit(self, request: Request) -> None:
         """Sets `request.max_tokens`: what was asked for, cut to what the context leaves. Raises InvalidRequest, naming
         the first bad field, for a request that can never run."""
@@ -57,14 +83,16 @@ class Limits:
         request.max_tokens = min(request.params.max_tokens, self.max_model_len - len(ids))
         self._check_resumed(request)
         # The last token is sampled, never computed: it takes no place in the cache.
-        pages = pages_of(len(ids) + request.max_tokens - 1, self.page_size)
-        if pages > self.num_pages:
-            raise InvalidRequest(
-                f"prompt_token_ids ({len(ids)}) and max_tokens ({request.max_tokens}) need {pages} pages of "
-                f"{self.page_size} tokens, the whole cache has {self.num_pages}; at most "
-                f"{self.num_pages * self.page_size + 1} tokens fit",
-                "max_tokens",
-            )
+        computed = len(ids) + request.max_tokens - 1
+        for group in self.groups():
+            pages = group.most_pages(computed, self.page_size, self.max_num_batched_tokens)
+            if pages > group.num_pages:
+                raise InvalidRequest(
+                    f"prompt_token_ids ({len(ids)}) and max_tokens ({request.max_tokens}) need {pages} pages of "
+                    f"{self.page_size} tokens, the whole cache has {group.num_pages}; at most "
+                    f"{group.num_pages * self.page_size + 1} tokens fit",
+                    "max_tokens",
+                )
 
     def _check_resumed(self, request: Request) -> None:
         """The output tokens that a request comes with."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_keys, root_key
-from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.page_group import PageGroup
+from allspan.worker.scheduler.plan import Copy, Grant
+from allspan.worker.scheduler.request import HeldPages, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,99 +23,167 @@ class PrefixSettings:
     num_host_pages: int = 0
 
 
-class PageManager:
-    """Pages for requests, from the prefix cache or fresh. Not thread-safe."""
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The cached beginning of a request, in whole pages."""
 
-    def __init__(self, page_size: int, num_pages: int, settings: PrefixSettings) -> None:
-        self.cache = PrefixCache(num_pages, settings.num_host_pages if settings.enabled else 0)
+    num_pages: int
+    """The request begins behind so many."""
+    parts: tuple[Match, ...]
+    """By cache group: the last of them that later tokens still see."""
+
+    @property
+    def num_host_pages(self) -> int:
+        return self.parts[0].num_host_pages
+
+
+class PageManager:
+    """Pages for requests, from the prefix cache or fresh, in every cache group. Not thread-safe."""
+
+    def __init__(self, limits: Limits, settings: PrefixSettings) -> None:
+        groups = limits.groups(settings.num_host_pages if settings.enabled else 0)
+        self.groups = tuple(
+            PageGroup(i, group, limits.page_size, limits.max_num_batched_tokens) for i, group in enumerate(groups)
+        )
         self._weights_version = 1
-        self._page_size = page_size
+        self._page_size = limits.page_size
         self._settings = settings
 
-    def match(self, request: Request) -> Match | None:
-        """What the cache has of a request that is about to join; None when somebody is computing its next page right
+    @property
+    def cache(self) -> PrefixCache:
+        """Of the first group, which also knows the pages that are being computed."""
+        return self.groups[0].cache
+
+    def match(self, request: Request) -> PrefixHit | None:
+        """What the cache has of a request that is about to join; None when another one computes its next page right
         now, so that it had better wait. The last token is never matched: it must be computed to sample."""
         if not self.looks_up(request):
-            return Match(())
+            return self._hit(())
         if request.awaits and self._is_awaited(request.awaits, request):
             return None
         keys = self._keys(request, (request.num_tokens - 1) // self._page_size)
-        match = self.cache.match(keys)
+        hit = self._hit(keys)
         request.awaits = b""
-        for key in keys[match.num_pages :]:  # up to the last one that is being computed: it is looked at next time
+        for key in keys[hit.num_pages :]:  # up to the last one that is being computed: it is looked at next time
             if not self._is_awaited(key, request):
                 break
             request.awaits = key
-        return None if request.awaits else match
+        return None if request.awaits else hit
 
     def looks_up(self, request: Request) -> bool:
         """Whoever wants log-probabilities of the prompt needs every position computed."""
         return self._settings.enabled and request.options.prefix_cache and not request.wants_prompt_logprobs
 
-    def fits(self, request: Request, match: Match, spare: int) -> bool:
-        """Whether all pages of the request's tokens can be had, with `spare` ones left."""
-        return self.cache.fits(match, pages_of(request.num_tokens, self._page_size), spare)
+    def fits(self, request: Request, hit: PrefixHit, spare: int, others: Sequence[Request] = ()) -> bool:
+        """Whether the request can join, with `spare` pages left in each group, once `others` have given theirs back."""
+        for i, (group, part) in enumerate(zip(self.groups, hit.parts, strict=True)):
+            first, last = group.pages_at_join(part, hit.num_pages, request.num_tokens)
+            freed = sum(len(other.held[i].pages) for other in others)
+            if not group.cache.fits(part, last - first, spare - freed):
+                return False
+        return True
 
-    def join(self, request: Request, match: Match) -> None:
-        """Gives a request the pages of all its tokens, those of `match` first. `fits` must have said yes just now."""
-        request.pages.extend(self.cache.take(match, pages_of(request.num_tokens, self._page_size)))
-        request.num_computed = match.num_pages * self._page_size
-        request.num_inserted = match.num_pages
+    def join(self, request: Request, hit: PrefixHit) -> list[Grant]:
+        """Gives a request its first pages, those of `hit` first: all that its tokens need, or as many as the longest
+        step in a window. `fits` must have said yes just now."""
+        grants = []
+        for group, part in zip(self.groups, hit.parts, strict=True):
+            first, last = group.pages_at_join(part, hit.num_pages, request.num_tokens)
+            held = HeldPages(first, group.cache.take(part, last - first), hit.num_pages)
+            request.held.append(held)
+            grants.append(Grant(request.row, tuple(held.pages), group.index, first))
+        request.num_computed = hit.num_pages * self._page_size
         request.generation = -1
         if self._settings.enabled and request.options.prefix_cache:
             request.generation = self.cache.generation
             keys = self._keys(request, request.num_tokens // self._page_size)
-            self.cache.announce(keys[match.num_pages :], request)
+            self.cache.announce(keys[hit.num_pages :], request)
+        return grants
 
-    def has_capacity(self, request: Request, tokens: int = 1) -> bool:
+    def has_capacity(self, request: Request, tokens: int) -> bool:
         """Whether its pages hold so many tokens more than are computed."""
-        return request.num_computed + tokens <= len(request.pages) * self._page_size
+        total = request.num_computed + tokens
+        return not any(group.lacking(held, total) for group, held in zip(self.groups, request.held, strict=True))
 
-    def extend(self, request: Request) -> tuple[int, ...] | None:
-        """One page more, or None when every page is in use."""
-        if self.cache.device.num_available == 0:
+    def extend(self, request: Request, tokens: int) -> list[Grant] | None:
+        """Pages for so many tokens more than are computed, or None when there are not enough."""
+        total = request.num_computed + tokens
+        lacking = [group.lacking(held, total) for group, held in zip(self.groups, request.held, strict=True)]
+        if any(count > group.cache.device.num_available for group, count in zip(self.groups, lacking, strict=True)):
             return None
-        page = self.cache.allocate(1)
-        request.pages.extend(page)
-        return page
+        grants = []
+        for group, held, count in zip(self.groups, request.held, lacking, strict=True):
+            if count:
+                grants.append(Grant(request.row, group.cache.allocate(count), group.index, held.last))
+                held.pages.extend(grants[-1].pages)
+        return grants
 
     def commit_computed(self, request: Request) -> None:
-        """The KV of `num_computed` tokens lies in its pages: those that have become full can be found from now on."""
-        if request.generation != self.cache.generation:
-            return
-        full = request.num_computed // self._page_size
-        if full > request.num_inserted:
-            keys = self._keys(request, full)
-            for i in range(request.num_inserted, full):
-                self.cache.insert(keys[i], request.pages[i])
-            request.num_inserted = full
+        """The KV of `num_computed` tokens lies in its pages: those that have become full can be found from now on, and
+        those that no later token sees are given back."""
+        if request.generation == self.cache.generation:
+            full = request.num_computed // self._page_size
+            if full > request.held[0].num_inserted:
+                keys = self._keys(request, full)
+                for group, held in zip(self.groups, request.held, strict=True):
+                    group.commit(held, keys)
+        for group, held in zip(self.groups, request.held, strict=True):
+            group.release_behind(held, request.num_computed)
 
     def release(self, request: Request) -> None:
         """Takes a request's pages back; the full ones of those who take part stay cached."""
         if request.generation == self.cache.generation:
-            self.cache.withdraw(request.keys[request.num_inserted :], request)
-        self.cache.release(request.pages)
-        request.pages.clear()
+            self.cache.withdraw(request.keys[request.held[0].num_inserted :], request)
+        for group, held in zip(self.groups, request.held, strict=True):
+            group.cache.release(held.pages)
+        request.held.clear()
         request.num_computed = 0
-        request.num_inserted = 0
+
+    def settle(self) -> None:
+        """See `PrefixCache.settle`."""
+        for group in self.groups:
+            group.cache.settle()
+
+    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+        """See `PrefixCache.take_copies`."""
+        if len(self.groups) == 1:
+            return self.cache.take_copies()
+        copies = [group.cache.take_copies() for group in self.groups]
+        return tuple(save for saves, _ in copies for save in saves), tuple(
+            load for _, loads in copies for load in loads
+        )
+
+    def reset(self) -> None:
+        """Forgets every cached page; those in use are forgotten when they are given back."""
+        for group in self.groups:
+            group.cache.reset()
 
     def invalidate(self, weights_version: int) -> None:
         """Other weights: nothing that was computed holds any longer."""
         self._weights_version = weights_version
-        self.cache.reset()
+        self.reset()
 
     def check(self, running: Sequence[Request]) -> None:
         """Raises InternalError unless every hold on a page is a running request's."""
-        self.cache.check()
-        holds = Counter(page for request in running for page in request.pages)
-        pool = self.cache.device
-        if len(holds) != pool.num_used or any(pool.references(page) != count for page, count in holds.items()):
-            raise InternalError(f"the requests hold {len(holds)} pages, the pool knows of {pool.num_used}")
+        for i, group in enumerate(self.groups):
+            group.check(request.held[i] for request in running)
         beyond = [request for request in running if not self.has_capacity(request, 0)]
         if beyond:
             raise InternalError(f"request {beyond[0].request_id.hex()} has computed more than its pages hold")
         if not self.cache.owners() <= {id(request) for request in running}:
             raise InternalError("pages are awaited from a request that does not run")
+
+    def _hit(self, keys: Sequence[bytes]) -> PrefixHit:
+        """The longest beginning behind which every group has what later tokens see of it."""
+        count = len(keys)
+        found: dict[int, list[tuple[int, bool] | None]] = {}
+        for group in sorted(self.groups, key=lambda group: not group.keeps_all):
+            pages = found[group.index] = group.find(keys[:count])
+            count = len(pages)
+        possible = [group.hits(found[group.index]) for group in self.groups if not group.keeps_all]
+        while not all(each[count] for each in possible):
+            count -= 1
+        return PrefixHit(count, tuple(group.part(keys, found[group.index], count) for group in self.groups))
 
     def _is_awaited(self, key: bytes, request: Request) -> bool:
         """Whether somebody computes the page of `key` whom `request` waits for: not one that goes after it."""

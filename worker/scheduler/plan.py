@@ -58,6 +58,7 @@ class Copy:
 
     source: int
     target: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,22 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 """A preempted request waits like a new one, with its output kept; nothing leaves the last three."""
 
 
+@dataclass(slots=True)
+class HeldPages:
+    """The pages that a running request holds in one cache group."""
+
+    first: int
+    """The place of the first one in the request's page table; those before it were given back."""
+    pages: list[int]
+    num_inserted: int = 0
+    """Pages, from the prompt's beginning, that have been offered to the prefix cache."""
+
+    @property
+    def last(self) -> int:
+        """The place behind the last one."""
+        return self.first + len(self.pages)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request. What stands before `grammar` is the payload, equal on every rank; the rest is the leader's record.
@@ -54,12 +70,13 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     row: int = -1
     num_computed: int = 0
-    """Tokens whose KV lies in `pages`, as far as is known: steps in flight are not counted."""
+    """Tokens whose KV lies in its pages, as far as is known: steps in flight are not counted."""
     num_in_flight: int = 0
     """Tokens that the steps in flight compute."""
     num_unknown: int = 0
     """Tokens that the steps in flight sample."""
-    pages: list[int] = field(default_factory=list)
+    held: list[HeldPages] = field(default_factory=list)
+    """By cache group; empty while it waits."""
     max_tokens: int = 0
     """`params.max_tokens`, cut to what the context leaves; set on admission."""
     order: int = 0
@@ -73,8 +90,6 @@ class Request:
     """Of its full pages, as far as they were needed; see `allspan.worker.cache.prefix_cache`."""
     awaits: bytes = b""
     """While it waits for a page that another request computes: the key of the last such page."""
-    num_inserted: int = 0
-    """So many of `pages` have been offered to the prefix cache."""
     generation: int = -1
     """Of the prefix cache when the request joined; -1: it does not take part."""
     cached_tokens: int = 0

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from allspan.protos.api.errors import AllspanError, AlreadyExists, DeadlineExceeded, InternalError, QueueFull
 from allspan.protos.api.results import Output
 from allspan.worker.cache.page_pool import PagePool
-from allspan.worker.cache.prefix_cache import Match
 from allspan.worker.sampling.failure import failure
 from allspan.worker.scheduler.counters import SchedulerCounters, Throughput
 from allspan.worker.scheduler.finish import finish, timings
@@ -28,8 +27,8 @@ from allspan.worker.scheduler.invariants import Standing, check_standing
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.lookahead import Lookahead
 from allspan.worker.scheduler.next_plan import NextPlan
-from allspan.worker.scheduler.page_manager import PageManager, PrefixSettings
-from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan, StepResult
+from allspan.worker.scheduler.page_manager import PageManager, PrefixHit, PrefixSettings
+from allspan.worker.scheduler.plan import Join, Operation, Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
 from allspan.worker.scheduler.slots import Slots
 from allspan.worker.scheduler.step_builder import StepBuilder
@@ -54,7 +53,7 @@ class Scheduler:
     ) -> None:
         """`prefix` None: no prefix cache. `lookahead` None: every step is planned when the one before is over."""
         self.limits = limits
-        self.memory = PageManager(limits.page_size, limits.num_pages, prefix or PrefixSettings())
+        self.memory = PageManager(limits, prefix or PrefixSettings())
         self.lookahead = Lookahead() if lookahead is None else lookahead
         self.counters = SchedulerCounters()
         self.throughput = Throughput()
@@ -152,13 +151,13 @@ class Scheduler:
             raise InternalError(f"{in_flight} steps are in flight, the most is {self.lookahead.depth}")
         if in_flight and (operation is not Operation.NONE or not self.lookahead.may_plan()):
             return None
-        self.memory.cache.settle()
+        self.memory.settle()
         step = StepBuilder(self.limits, is_ahead=in_flight > 0)
         if operation is Operation.NONE:
             self._fill(step)
             if not step.runs and (in_flight or not self._next.has_ends):
                 return None
-        plan = self._next.make(step.runs, self.memory.cache.take_copies(), in_flight, operation)
+        plan = self._next.make(step.runs, self.memory.take_copies(), in_flight, operation)
         self.lookahead.launch(plan, step.requests, bool(step.sampled))
         return plan
 
@@ -212,8 +211,7 @@ class Scheduler:
                 continue
             worse = [r for r in self._running if r.options.priority > request.options.priority]
             # Were all of them preempted in vain, nothing would be gained.
-            spare = len(self._running) - sum(len(r.pages) + 1 for r in worse)
-            if self.memory.fits(request, match, spare):
+            if self.memory.fits(request, match, len(self._running) - len(worse), worse):
                 while worse and not self._has_place(request, match):
                     self._preempt(worse.pop())
             return
@@ -225,7 +223,7 @@ class Scheduler:
             pending = request.num_pending
             if pending > 1:
                 prefills.append(request)
-            elif pending and request.row >= 0 and self._make_room(request, step):
+            elif pending and request.row >= 0 and self._make_room(request, 1, step):
                 step.decode(request, self._slots.decodes[request.row])
         return prefills
 
@@ -235,7 +233,8 @@ class Scheduler:
             self._admit(step, request.options.priority)
             if step.is_full:
                 return
-            if request.row >= 0:  # else it was preempted for a decode
+            # It may have been preempted for a decode. In a window its pages are those of the chunks before.
+            if request.row >= 0 and self._make_room(request, min(request.num_pending, step.budget), step):
                 step.prefill(request)
         self._admit(step, None)
 
@@ -263,14 +262,14 @@ class Scheduler:
                 return
             self._waiting.remove(request)
             self._join(request, match)
-            step.prefill(request)
+            step.prefill(request)  # whose pages it has
 
-    def _has_place(self, request: Request, match: Match) -> bool:
+    def _has_place(self, request: Request, match: PrefixHit) -> bool:
         """A row is free, and so are the pages, with one left for each running request, else the newcomer would soon
         have to make room again. Rows that leave in this plan are free in it."""
         return bool(self._slots.free) and self.memory.fits(request, match, len(self._running))
 
-    def _join(self, request: Request, match: Match) -> None:
+    def _join(self, request: Request, match: PrefixHit) -> None:
         now = self._clock()
         if request.status is RequestStatus.WAITING:
             self._count_join(request, match, now)
@@ -278,8 +277,7 @@ class Scheduler:
         self._slots.take(request)
         self.lookahead.join(request)
         insort(self._running, request, key=_place)
-        self.memory.join(request, match)
-        self._next.grants.append(Grant(request.row, tuple(request.pages)))
+        self._next.grants += self.memory.join(request, match)
         self._next.joins.append(
             Join(
                 row=request.row,
@@ -290,7 +288,7 @@ class Scheduler:
             )
         )
 
-    def _count_join(self, request: Request, match: Match, now: float) -> None:
+    def _count_join(self, request: Request, match: PrefixHit, now: float) -> None:
         """The first time that a request runs. What it finds when it comes back is not counted."""
         prompt, size = len(request.prompt_token_ids), self.limits.page_size
         request.started_at = now
@@ -303,12 +301,13 @@ class Scheduler:
             self.counters.prefix_hit_tokens += request.cached_tokens
             self.counters.prefix_host_hit_tokens += request.host_cached_tokens
 
-    def _make_room(self, request: Request, step: StepBuilder) -> bool:
-        """Sees to a page for the next token. False when there is none: the request was preempted, or the step must
-        wait for those in flight."""
-        if self.memory.has_capacity(request, request.num_in_flight + 1):
+    def _make_room(self, request: Request, count: int, step: StepBuilder) -> bool:
+        """Sees to pages for the next `count` tokens. False when there are none: the request was preempted, or the step
+        must wait for those in flight."""
+        tokens = request.num_in_flight + count
+        if self.memory.has_capacity(request, tokens):
             return True
-        while (pages := self.memory.extend(request)) is None:
+        while (grants := self.memory.extend(request, tokens)) is None:
             if step.is_ahead:
                 step.must_wait = True
                 return False
@@ -317,7 +316,7 @@ class Scheduler:
             step.has_preempted = True
             if victim is request:
                 return False
-        self._next.grants.append(Grant(request.row, pages, first=len(request.pages) - 1))
+        self._next.grants += grants
         return True
 
     def _preempt(self, request: Request) -> None:

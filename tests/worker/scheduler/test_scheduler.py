@@ -77,7 +77,7 @@ class World:
             one = self.rows[run.row]
             pending = one.num_tokens - one.num_computed
             assert 1 <= run.num_tokens <= pending
-            assert len(one.pages) * 4 >= one.num_computed + run.num_tokens
+            assert len(one.held[0].pages) * 4 >= one.num_computed + run.num_tokens
             if run.num_tokens == pending:
                 nth = len(self.tokens[one.request_id])
                 number = int.from_bytes(one.request_id, "little")

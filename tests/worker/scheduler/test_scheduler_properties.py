@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from allspan.protos.api.errors import DeadlineExceeded
 from allspan.protos.api.options import RequestOptions
+from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
+from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
 from support.simulated_kv import Clock, SimulatedRank, asked, continuation, rank
 
@@ -52,6 +54,16 @@ actions = st.lists(
 )
 
 
+def groups(window: int, size: int, rows: int, step: int, kinds: str) -> dict[str, object]:
+    """Limits with a cache group for each letter: "a" keeps all tokens, "w" a window, "s" a state."""
+    lifetimes = {"w": PageLifetime(window), "s": PageLifetime(is_state=True)}
+    more = []
+    for kind in kinds[1:]:
+        least = GroupLimits(1, lifetimes[kind]).most_pages(45, size, step)
+        more.append(GroupLimits(least * (rows if kind == "s" else 1) + 1, lifetimes[kind], num_host_pages=3))
+    return {"lifetime": lifetimes["w"] if kinds.startswith("w") else ALL_TOKENS, "more_groups": tuple(more)}
+
+
 class Story:
     """Carries actions out and remembers what must come of them."""
 
@@ -86,7 +98,7 @@ class Story:
         elif kind == "wait":
             self.clock.now += what
         elif kind == "reset":
-            world.scheduler.memory.cache.reset()
+            world.scheduler.memory.reset()
         world.scheduler.check()
 
     def _cancel(self, one: Request) -> None:
@@ -95,7 +107,7 @@ class Story:
 
     def check_end(self) -> None:
         world = self.world
-        assert world.scheduler.pool.num_used == 0
+        assert not any(group.cache.device.num_used for group in world.scheduler.memory.groups)
         assert not world.rows
         assert not world.parked
         assert world.dropped == {one.request_id for one in self.submitted} == world.ends.keys()
@@ -144,13 +156,15 @@ def test_busy_days_on_tiny_pools_end_well(seed):
         max_num_seqs=rows,
         max_num_batched_tokens=rows + rng.randint(0, 20),
         depth=1 + seed % 3,
+        **groups(rng.randint(1, 12), size, rows, rows + 20, rng.choice(["", "", "aw", "w", "aww", "as", "aws"])),
     )
     story = Story(world, clock)
     for _ in range(80):
         story.act(*drawn(rng))
     world.run()
     story.check_end()
-    assert world.scheduler.counters.prefix_hit_tokens > 0
+    if not any(group.lifetime.is_state for group in world.groups):
+        assert world.scheduler.counters.prefix_hit_tokens > 0
 
 
 @settings(max_examples=160, deadline=None)
@@ -162,8 +176,11 @@ def test_busy_days_on_tiny_pools_end_well(seed):
     st.integers(0, 12),
     st.sampled_from([8, 30, 1, 0]),
     st.sampled_from([1, 2, 3]),
+    st.tuples(st.integers(1, 12), st.sampled_from(["", "w", "aw", "ww", "as", "aws"])),
 )
-def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, size, extra, rows, budget, host, depth):
+def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(
+    actions, size, extra, rows, budget, host, depth, more
+):
     clock = Clock()
     world = rank(
         host,
@@ -173,6 +190,7 @@ def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(actions, 
         max_num_seqs=rows,
         max_num_batched_tokens=rows + budget,
         depth=depth,
+        **groups(more[0], size, rows, rows + budget, more[1]),
     )
     story = Story(world, clock)
     for kind, what in actions:
