@@ -130,6 +130,9 @@ def output_to_wire(request_id: bytes, output: Output) -> pb.RequestOutput:
 
 
 def output_from_wire(message: pb.RequestOutput) -> Output:
+    has_more = message.finish_reason or message.has_stop_token_id or message.logprobs or message.prompt_logprobs
+    if not (has_more or message.HasField("timings")):
+        return Output(tuple(message.token_ids))  # nearly all of them
     timings = None
     if message.HasField("timings"):
         timings = RequestTimings(**{name: getattr(message.timings, name) for name in _TIMINGS})

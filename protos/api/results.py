@@ -107,7 +107,10 @@ class ResultQueue:
     """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
+        self._num_blocked = 0
+        """Threads that wait on the condition."""
         self._pending: Output | None = None
         self._state = RequestState.WAITING
         self._error: AllspanError | None = None
@@ -131,7 +134,7 @@ class ResultQueue:
 
     def put(self, output: Output) -> None:
         """Adds tokens; an output with a finish reason ends the request. Ignored after the end."""
-        with self._condition:
+        with self._lock:
             if self._state.is_final:
                 return
             self._pending = output if self._pending is None else self._pending.merged(output)
@@ -146,7 +149,7 @@ class ResultQueue:
 
     def fail(self, error: AllspanError) -> None:
         """Ends the request with an error. Ignored after the end."""
-        with self._condition:
+        with self._lock:
             if self._state.is_final:
                 return
             self._error = error
@@ -160,24 +163,24 @@ class ResultQueue:
         Raises the request's AllspanError when it failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._condition:
+        with self._lock:
             while self._pending is None and not self._state.is_final:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
-                self._condition.wait(left)
+                self._wait(left)
             return self._take()
 
     def get_nowait(self) -> Output | None:
         """`get` without waiting."""
-        with self._condition:
+        with self._lock:
             return self._take()
 
     async def aget(self, timeout: float | None = None) -> Output | None:
         """`get` for asyncio. Cancelling it loses no tokens: they are taken only on the way out."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            with self._condition:
+            with self._lock:
                 if self._pending is not None or self._state.is_final:
                     return self._take()
                 left = None if deadline is None else deadline - time.monotonic()
@@ -194,7 +197,7 @@ class ResultQueue:
                             await waiter
             finally:
                 if not waiter.done() or waiter.cancelled():  # else a wake has removed it already
-                    with self._condition, contextlib.suppress(ValueError):
+                    with self._lock, contextlib.suppress(ValueError):
                         self._waiters.remove(waiter)
 
     def __iter__(self) -> Iterator[Output]:
@@ -209,8 +212,22 @@ class ResultQueue:
 
     def wait_finished(self, timeout: float | None = None) -> bool:
         """Waits for the end without reading; False when `timeout` seconds ran out first."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self._state.is_final, timeout)
+        with self._lock:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while not self._state.is_final:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._wait(left)
+            return True
+
+    def _wait(self, timeout: float | None) -> None:
+        """Gives the lock up until something has come, or for `timeout` seconds."""
+        self._num_blocked += 1
+        try:
+            self._condition.wait(timeout)
+        finally:
+            self._num_blocked -= 1
 
     def _take(self) -> Output | None:
         output, self._pending = self._pending, None
@@ -219,7 +236,8 @@ class ResultQueue:
         return output
 
     def _wake(self) -> None:
-        self._condition.notify_all()
+        if self._num_blocked:
+            self._condition.notify_all()
         if not self._waiters:
             return
         here = asyncio._get_running_loop()

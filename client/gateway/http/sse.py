@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -24,6 +24,26 @@ def event(data: Any, name: str = "") -> bytes:
     """One event with a JSON payload, and with a name for those who listen by names."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + _encode(data).encode() + b"\n\n"
+
+
+class ChunkWriter:
+    """Writes the events of one stream, which differ in one choice: what they share is encoded once.
+
+    `envelope`: the fields before the choices. `after`: the fields after them.
+    """
+
+    def __init__(self, envelope: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        self._head = b"data: " + _encode(envelope)[:-1].encode() + b',"choices":['
+        self._tail = self._closed(after)
+
+    def chunk(self, choice: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> bytes:
+        """One event; `after`, where it is given, stands in place of the stream's."""
+        tail = self._tail if after is None else self._closed(after)
+        return self._head + _encode(choice).encode() + tail
+
+    def _closed(self, after: Mapping[str, Any]) -> bytes:
+        fields = _encode(after)[1:-1].encode()
+        return b"]" + (b"," + fields if fields else b"") + b"}\n\n"
 
 
 class EventStream(Response):

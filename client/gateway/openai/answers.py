@@ -16,7 +16,7 @@ from allspan.client.gateway.admission.admission import caller_error
 from allspan.client.gateway.context import Front
 from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.http.errors import body_of
-from allspan.client.gateway.http.sse import DONE, EventStream, event, while_connected
+from allspan.client.gateway.http.sse import DONE, ChunkWriter, EventStream, event, while_connected
 from allspan.client.gateway.openai.shapes import Endpoint, Gathered, Json, Plan, usage
 from allspan.client.gateway.telemetry.request_context import Origin, origin_of
 
@@ -87,17 +87,15 @@ class Answers:
         def used() -> Json:
             return usage(generations, plan.jobs_per_prompt) | plan.shape.usage_details()
 
-        extra: Json = {"usage": None} if plan.include_usage else {}
+        writer = ChunkWriter(envelope, {"usage": None} if plan.include_usage else {})
         try:
             for index, generation in enumerate(generations):
                 for choice in plan.shape.opening(index, generation):
-                    yield event({**envelope, "choices": [choice], **extra})
+                    yield writer.chunk(choice)
             async with aclosing(interleave(generations)) as deltas:
                 async for place, delta in deltas:
                     for choice in plan.shape.pieces(place, delta):
-                        if plan.continuous_usage:
-                            extra = {"usage": used()}
-                        yield event({**envelope, "choices": [choice], **extra})
+                        yield writer.chunk(choice, {"usage": used()} if plan.continuous_usage else None)
         except Exception as error:
             shown = caller_error(error, "streaming")
             logger.info("stream %s broke off: %s", envelope["id"], shown.message)
