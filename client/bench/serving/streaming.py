@@ -4,7 +4,8 @@ One run, one machine, the same prompts for all: `generate` of an `Engine` in its
 a cluster of one rank with as many threads; and streams of that cluster's gateway through gRPC Generate, completions and
 chat/completions. The sides take turns within a round, another one first each time, and while one is at work the others
 sleep. Whoever asks runs on the same processors, in a process of its own, and its processor time is told apart, as are
-the gateway's and the ranks'. A ratio is a median over the engine's; its spread is that of the rounds' own ratios.
+the gateway's and the ranks'. A ratio is a median over the engine's; its spread is that of the rounds' own ratios. The
+gap is the time from one chunk to the next as the reader sees it, beside the time of a step of the engine in process.
 """
 
 from __future__ import annotations
@@ -44,25 +45,30 @@ NAMES = {
 class StreamingConfig:
     """What is sent, and how often."""
 
-    streams: int = 32
-    """Requests at once."""
+    streams: tuple[int, ...] = (32,)
+    """Sends this many requests at once. Each of several numbers is measured by itself."""
     input_words: int = 8
-    """Words of each prompt, drawn at random, beside the chat template's."""
+    """Sends prompts of this many words, drawn at random; the chat template adds to them."""
     output_len: int = 96
-    """New tokens of each."""
+    """Asks for this many new tokens a request."""
     repeats: int = 7
-    """Rounds; medians are reported."""
+    """Measures this many rounds, and reports medians."""
     warmup: int = 1
-    """Rounds before those, not counted."""
+    """Plays this many rounds before those that count."""
     sides: tuple[str, ...] = tuple(NAMES)
-    """Which take part, of engine (always, all are compared with it), facade, grpc, completions, chat."""
+    """Measures these of engine, facade, grpc, completions and chat. The engine always takes part: all are compared with
+    it."""
     seed: int = 0
-    """Of the prompts."""
+    """Draws the prompts by this seed."""
     peers_timeout: float = 600.0
-    """Seconds that a side gets to load, and for each of its turns."""
+    """Gives a side this many seconds to load, and for each of its turns."""
 
     def __post_init__(self) -> None:
-        at_least(self, {"streams": 1, "input_words": 1, "output_len": 2, "repeats": 1, "warmup": 0, "peers_timeout": 1})
+        if not self.streams or min(self.streams) < 1:
+            raise ConfigError(
+                f"--streams is {','.join(map(str, self.streams)) or 'empty'}, must be numbers of at least 1"
+            )
+        at_least(self, {"input_words": 1, "output_len": 2, "repeats": 1, "warmup": 0, "peers_timeout": 1})
         if unknown := [side for side in self.sides if side not in NAMES]:
             raise ConfigError(f"--sides has {unknown[0]!r}, known are {', '.join(NAMES)}")
 
@@ -77,6 +83,10 @@ class Turn:
     cpu_s: float
     gateway_cpu_s: float = 0.0
     ranks_cpu_s: float = 0.0
+    gap_s: Mapping[str, float] | None = None
+    """p50, p90 and max of the times between two chunks of a stream; None where nothing is streamed."""
+    step_s: float = 0.0
+    """Time of a decoding step; 0 where it is not known."""
 
     @property
     def rate(self) -> float:
@@ -88,7 +98,7 @@ def prepare(config: StreamingConfig, options: Options) -> Options:
         options = {**options, "threads": len(os.sched_getaffinity(0))}
     if options.setdefault("ranks", 1) != 1:
         raise ConfigError(f"--ranks is {options['ranks']}, must be 1: the engine in process is one rank")
-    options = {"max_num_seqs": config.streams, "enable_prefix_caching": False, **options}
+    options = {"max_num_seqs": max(config.streams), "enable_prefix_caching": False, **options}
     needed = 256 + 4 * config.input_words + config.output_len
     return with_context(options, needed, "256 + 4 x --input-words + --output-len")
 
@@ -115,13 +125,14 @@ class _Run:
             self.close()
             raise
 
-    def rounds(self) -> dict[str, list[Turn]]:
+    def rounds(self, streams: int) -> dict[str, list[Turn]]:
+        """Every side's turns with this many requests at once."""
         config = self._config
         draw = random.Random(config.seed)
         turns: dict[str, list[Turn]] = {side: [] for side in self._peers}
         names = list(self._peers)
         for number in range(-config.warmup, config.repeats):
-            texts = [" ".join(draw.choices(WORDS, k=config.input_words)) for _ in range(config.streams)]
+            texts = [" ".join(draw.choices(WORDS, k=config.input_words)) for _ in range(streams)]
             prompts = [self._tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
             first = number % len(names)
             for side in names[first:] + names[:first]:
@@ -155,7 +166,7 @@ def _load(side: str, model: str, served: str, addresses: Addresses, options: Opt
 
 
 def summary(turns: Mapping[str, Sequence[Turn]]) -> Report:
-    """By side: tokens per second, the ratio to the engine's, messages a token, processor seconds per 1,000 tokens."""
+    """By side: tokens per second, the ratio to the engine's, messages a token, gaps, processor time of 1000 tokens."""
     ours = turns["engine"]
     report: Report = {}
     for side, found in turns.items():
@@ -168,6 +179,8 @@ def summary(turns: Mapping[str, Sequence[Turn]]) -> Report:
             "ratio": statistics.median(rates) / statistics.median(turn.rate for turn in ours),
             "ratio_by_round": spread(pairs),
             "messages_per_token": sum(turn.messages for turn in found) / tokens,
+            "gap_s": _gap(found),
+            "step_s": statistics.median(turn.step_s for turn in found),
             "cpu_s_per_1000_tokens": {
                 who: 1000 * sum(getattr(turn, field) for turn in found) / tokens
                 for who, field in (("asking", "cpu_s"), ("gateway", "gateway_cpu_s"), ("ranks", "ranks_cpu_s"))
@@ -176,16 +189,36 @@ def summary(turns: Mapping[str, Sequence[Turn]]) -> Report:
     return report
 
 
+def _gap(turns: Sequence[Turn]) -> dict[str, float] | None:
+    """Medians of the rounds' p50 and p90, and the longest gap of all; None for a side that does not stream."""
+    gaps = [turn.gap_s for turn in turns if turn.gap_s is not None]
+    if not gaps:
+        return None
+    medians = {name: statistics.median(gap[name] for gap in gaps) for name in ("p50", "p90")}
+    return {**medians, "max": max(gap["max"] for gap in gaps)}
+
+
 def table(report: Report) -> str:
-    heading = "|tokens/s|least|most|of the engine's|round by round|messages/token|asking|gateway|ranks"
+    """A part for each number of streams."""
+    return "\n\n".join(_part(part["streams"], part["sides"]) for part in report["streams"]) + (
+        "\nthe last three: processor seconds per 1,000 tokens (the engine's own under asking)"
+    )
+
+
+def _part(streams: int, sides: Report) -> str:
+    heading = f"{streams} streams|tokens/s|least|most|of the engine's|round by round|messages/token|"
+    heading += "gap p50 ms|p90|max|asking|gateway|ranks"
     rows = [tuple(heading.split("|"))]
-    for side, found in report["sides"].items():
+    for side, found in sides.items():
         rate, pairs, cpu = found["tokens_per_s"], found["ratio_by_round"], found["cpu_s_per_1000_tokens"]
         ratio = (f"{found['ratio']:.3f} x", f"{pairs['median']:.3f} ({pairs['min']:.3f} to {pairs['max']:.3f})")
         rates = (f"{rate[part]:,.1f}" for part in ("median", "min", "max"))
+        gap = found["gap_s"]
+        gaps = [f"{1000 * gap[part]:.1f}" for part in ("p50", "p90", "max")] if gap is not None else ["", "", ""]
         spent = (f"{cpu[who]:.3f}" for who in ("asking", "gateway", "ranks"))
-        rows.append((NAMES[side], *rates, *ratio, f"{found['messages_per_token']:.2f}", *spent))
-    return columns(rows) + "\nthe last three: processor seconds per 1,000 tokens (the engine's own under asking)"
+        rows.append((NAMES[side], *rates, *ratio, f"{found['messages_per_token']:.2f}", *gaps, *spent))
+    step_s = sides["engine"]["step_s"]
+    return columns(rows) + f"\na step of the engine in process: {1000 * step_s:.1f} ms"
 
 
 class StreamingBenchmark(Benchmark):
@@ -196,7 +229,9 @@ class StreamingBenchmark(Benchmark):
         options = self.prepare(config, given)
         run = _Run(model, config, options, quiet)
         try:
-            report = {"sides": summary(run.rounds())}
+            report: Report = {
+                "streams": [{"streams": count, "sides": summary(run.rounds(count))} for count in config.streams]
+            }
         finally:
             run.close()
         settings = {"model": model, **asdict(config), **options}
@@ -209,7 +244,7 @@ def _measured_by_itself(engine: ClientEngine, config: Any, options: Options) -> 
 
 STREAMING = StreamingBenchmark(
     "streaming",
-    "What the facade, gRPC and event streams cost beside the engine in process.",
+    "What the facade, gRPC and event streams cost beside the engine in process, and how smoothly tokens arrive.",
     StreamingConfig,
     prepare,
     _measured_by_itself,

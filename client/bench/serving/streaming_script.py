@@ -5,31 +5,63 @@ Reads one JSON object a line from standard input and answers each with one on st
     {"do": "load", "side": "engine", "model", "settings"}
     {"do": "load", "side": "facade" | "grpc" | "chat" | "completions", "address", "model"}   → {}
     {"do": "round", "prompts": [[id, …], …], "texts": ["…", …], "output_len"}
-                                              → {"tokens", "messages", "seconds", "cpu_s"}
+            → {"tokens", "messages", "seconds", "cpu_s", "gap_s": {"p50", "p90", "max"} | null, "step_s"}
 
-`texts` are the same prompts as user messages. `cpu_s` is this process's own. An error is answered as {"error": "…"}.
+`texts` are the same prompts as user messages. `cpu_s` is this process's own. `gap_s`: the time between a chunk with
+tokens and the next one of the same stream, over all streams; null for a side that does not stream. `step_s`: the time
+of a decoding step by the statistics of the requests, 0 where they are not told. An error is answered as {"error": "…"}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import json
 import os
 import re
+import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allspan.client.bench.serving.load import percentile
 from allspan.client.bench.serving.sse import SseConnection, host_and_port
 from allspan.protos.api.sampling import SamplingParams
 
 Message = dict[str, Any]
-Counts = tuple[int, int]
-"""Tokens, and the messages that they came in."""
+
+
+@dataclass
+class Heard:
+    """What came for one request, or for several."""
+
+    tokens: int = 0
+    messages: int = 0
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between a chunk with tokens and the next."""
+    steps: list[float] = field(default_factory=list)
+    """Seconds of a step, one figure a request, where its statistics are told."""
+
+    def add(self, other: Heard) -> None:
+        self.tokens += other.tokens
+        self.messages += other.messages
+        self.gaps += other.gaps
+        self.steps += other.steps
+
+    def report(self) -> Message:
+        gaps = {"p50": percentile(self.gaps, 50), "p90": percentile(self.gaps, 90), "max": max(self.gaps, default=0.0)}
+        return {
+            "tokens": self.tokens,
+            "messages": self.messages,
+            "gap_s": gaps if self.gaps else None,
+            "step_s": statistics.median(self.steps) if self.steps else 0.0,
+        }
+
 
 _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
@@ -48,9 +80,13 @@ class OfEngine:
         else:
             self._engine = public.ClientEngine(attach=Path(request["address"]))
 
-    def round(self, request: Message) -> Counts:
+    def round(self, request: Message) -> Heard:
         answers = self._engine.generate(request["prompts"], _params(request["output_len"]))
-        return sum(len(answer.token_ids) for answer in answers), len(answers)
+        heard = Heard(sum(len(answer.token_ids) for answer in answers), len(answers))
+        for answer in answers:
+            if answer.timings is not None and (rate := answer.timings.decode_tokens_per_s) > 0:
+                heard.steps.append(1 / rate)
+        return heard
 
 
 class OfGrpc:
@@ -69,8 +105,8 @@ class OfGrpc:
         self._channel = self._loop.run_until_complete(connect())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    def round(self, request: Message) -> Counts:
-        async def all_of() -> list[Counts]:
+    def round(self, request: Message) -> Heard:
+        async def all_of() -> list[Heard]:
             return await asyncio.gather(*(self._one(ids, request["output_len"]) for ids in request["prompts"]))
 
         return _sum(self._loop.run_until_complete(all_of()))
@@ -79,14 +115,17 @@ class OfGrpc:
         self._loop.run_until_complete(self._channel.close())
         self._loop.close()
 
-    async def _one(self, ids: list[int], output_len: int) -> Counts:
+    async def _one(self, ids: list[int], output_len: int) -> Heard:
         message = self._pb.GenerateRequest(token_ids=self._pb.TokenIds(ids=ids))
         message.sampling.max_tokens, message.sampling.temperature, message.sampling.ignore_eos = output_len, 0.0, True
         tokens = messages = 0
+        arrivals = []
         async for response in self._stub.Generate(message):
-            tokens += len(response.token_ids)
             messages += 1
-        return tokens, messages
+            if response.token_ids:
+                tokens += len(response.token_ids)
+                arrivals.append(time.perf_counter())
+        return Heard(tokens, messages, _gaps(arrivals))
 
 
 class OfHttp:
@@ -99,12 +138,12 @@ class OfHttp:
         self._connections: list[SseConnection] = []
         self._loop = _new_loop()
 
-    def round(self, request: Message) -> Counts:
+    def round(self, request: Message) -> Heard:
         asked = request["texts"] if self._is_chat else request["prompts"]
         while len(self._connections) < len(asked):
             self._connections.append(SseConnection(self._host, self._port))
 
-        async def all_of() -> list[Counts]:
+        async def all_of() -> list[Heard]:
             pairs = zip(self._connections, asked, strict=False)
             return await asyncio.gather(*(self._one(*pair, request["output_len"]) for pair in pairs))
 
@@ -116,14 +155,17 @@ class OfHttp:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    async def _one(self, connection: SseConnection, prompt: Any, output_len: int) -> Counts:
+    async def _one(self, connection: SseConnection, prompt: Any, output_len: int) -> Heard:
         messages, last = 0, b""
+        arrivals = []
 
         def count(when: float, data: bytes) -> None:
             nonlocal messages, last
             messages += 1
             if b"completion_tokens" in data:
                 last = data
+            elif self._has_text(data):
+                arrivals.append(when)
 
         named = {"messages": [{"role": "user", "content": prompt}]} if self._is_chat else {"prompt": prompt}
         body = {"model": self._model, "max_tokens": output_len, "temperature": 0, "ignore_eos": True} | named
@@ -134,7 +176,11 @@ class OfHttp:
         found = _TOKENS.search(last)
         if found is None:
             raise RuntimeError(f"{path} told no usage")
-        return int(found[1]), messages
+        return Heard(int(found[1]), messages, _gaps(arrivals))
+
+    def _has_text(self, data: bytes) -> bool:
+        """Whether an event brings text: neither a role nor a finish reason alone."""
+        return (b'"delta":{"content"' if self._is_chat else b'"text":"') in data and b'"text":""' not in data
 
 
 SIDES: dict[str, Callable[[Message], Any]] = {
@@ -151,9 +197,9 @@ def answer(loaded: list[Any], request: Message) -> Message:
         loaded.append(SIDES[request["side"]](request))
         return {}
     cpu, started = time.process_time(), time.perf_counter()
-    tokens, messages = loaded[-1].round(request)
+    heard = loaded[-1].round(request)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    return {"tokens": tokens, "messages": messages, "seconds": seconds, "cpu_s": cpu}
+    return {**heard.report(), "seconds": seconds, "cpu_s": cpu}
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -164,8 +210,15 @@ def _new_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
 
 
-def _sum(counts: list[Counts]) -> Counts:
-    return sum(count[0] for count in counts), sum(count[1] for count in counts)
+def _sum(parts: list[Heard]) -> Heard:
+    whole = Heard()
+    for part in parts:
+        whole.add(part)
+    return whole
+
+
+def _gaps(arrivals: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
 
 
 def main() -> None:
