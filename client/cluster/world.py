@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from allspan.client.cluster.fanout import RankRefused, fan_out, withdraw
 from allspan.client.cluster.health import WorldHealth
+from allspan.client.cluster.pacing import OutputPacer
 from allspan.client.cluster.snapshot import RankView, ReplicaView
 from allspan.client.cluster.state import ReplicaState, ReplicaStatus
 from allspan.client.cluster.statistics import merged, rank_statistics
@@ -78,6 +79,7 @@ class World:
         self._closed = False
         self._first_messages = [asyncio.Event() for _ in info.ranks]
         self._health = WorldHealth(info)
+        self._pacer = OutputPacer(self._deliver, asyncio.get_running_loop())
 
     async def open(self, timeout: float) -> None:
         """Checks that every rank is the expected one, and subscribes to all. Raises Unavailable, DeadlineExceeded."""
@@ -187,6 +189,7 @@ class World:
         """Notes that a rank is gone; the first one ends the world for all its requests."""
         if self._closed or rank in self.lost:
             return
+        self._pacer.flush()
         self.lost[rank] = seen
         self._first_messages[rank].set()
         if len(self.lost) > 1:
@@ -222,9 +225,8 @@ class World:
                     is_news |= self._health.note_leader(message.progress, message.refusal, bool(self.requests))
                 if is_news:
                     self._update()
-                for output in message.outputs:
-                    if (receiver := self.requests.get(output.request_id)) is not None:
-                        receiver.deliver(output)
+                if message.outputs:
+                    self._pacer.put(message.outputs)
             seen = "it ended its stream"
         except AllspanError as error:
             seen = error.message
@@ -232,6 +234,16 @@ class World:
             logger.exception("reading the results of %s failed", self._health.describe(rank))
             seen = f"its results could not be read: {error!r}"
         self.lose(rank, seen)
+
+    def _deliver(self, output: pb.RequestOutput) -> None:
+        """Hands an output to its request, if that still runs here."""
+        if (receiver := self.requests.get(output.request_id)) is None:
+            return
+        try:
+            receiver.deliver(output)
+        except Exception as error:
+            logger.exception("reading an output of %s failed", self._health.describe(0))
+            self.lose(0, f"its results could not be read: {error!r}")
 
     def _update(self) -> None:
         """Moves the replica's status to what the ranks say, while this world is the connected one."""

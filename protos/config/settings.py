@@ -86,8 +86,9 @@ class SchedulerConfig:
     async_scheduling: bool = True
     """Schedules and launches the next step on a GPU before the tokens of this one are known on the host."""
     stream_interval: int = 0
-    """Streams the tokens of a request this many at a time; the first and the last are sent at once. 1 sends each as it
-    comes; 0 joins those of 30 to 125 ms, the longer the more requests run."""
+    """Streams the tokens of a request this many at a time; the first and the last are sent at once. 0 sends each step's
+    tokens with the step, and joins those of several steps only while all processors are busy or the reader lags; 1
+    sends each token as it comes even then."""
 
 
 STEP_SIZES = {"cpu": (64, 512), "cuda": (256, 8192)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from allspan.protos import worker_pb2 as pb
@@ -16,11 +16,13 @@ MAX_CLIENTS = 256
 MAX_BATCH_BYTES = 4 * 2**20
 """A message is closed once it is this long; the rest goes into the next one."""
 
-LEAST_PAUSE_S = 0.03
-PAUSE_PER_REQUEST_S = 0.004
+MESSAGE_S = 0.001
+OUTPUT_S = 0.00012
+"""Processor time of a message on its whole way to the readers (rank, gateway and readers), and of each output in it, as
+measured on two processors that were busy with other work."""
+SHARE = 0.05
+"""What messages may take of processors that are saturated, where they take it from the step."""
 MOST_PAUSE_S = 0.125
-"""Tokens that come faster than this go out together, but for a request's first and last: the more requests, the longer
-each message takes from the step for everyone on its way to its reader, and the rarer it is."""
 
 Outcome = tuple[Request, Output | AllspanError]
 
@@ -119,9 +121,11 @@ def _messages(request_id: bytes, pending: _Pending) -> Iterator[pb.RequestOutput
 class Leases:
     """Every client's lease, by the client's id."""
 
-    def __init__(self, capacity: int, interval: int = 0) -> None:
+    def __init__(self, capacity: int, interval: int = 0, saturated: Callable[[], int] = lambda: 0) -> None:
+        """`interval`: see `Lease`. `saturated`: the number of processors while they are saturated, else 0."""
         self._capacity = capacity
         self._interval = interval
+        self._saturated = saturated
         self._by_client: dict[str, Lease] = {}
         self._closing = False
 
@@ -164,12 +168,14 @@ class Leases:
                 lease.put(request.request_id, result)
 
     def release(self) -> float:
-        """Every stream may carry what could wait. Returns for how many seconds from now on what comes can."""
+        """Lets every stream carry what could wait. Returns for how many seconds from now on new tokens can wait: 0, so
+        that each step's leave with it, unless the processors are saturated."""
         if self._interval:
             return 0.0
-        if not (count := sum(lease.release() for lease in self._by_client.values())):
+        count = sum(lease.release() for lease in self._by_client.values())
+        if not count or not (processors := self._saturated()):
             return 0.0
-        return min(max(count * PAUSE_PER_REQUEST_S, LEAST_PAUSE_S), MOST_PAUSE_S)
+        return min((MESSAGE_S + count * OUTPUT_S) / (SHARE * processors), MOST_PAUSE_S)
 
     def close_all(self) -> None:
         """Streams end by themselves once they have carried what they still hold."""

@@ -4,9 +4,9 @@
 that wakes takes it, and the step loop waits (0.4 ms a step were measured on two processors). Here the bell is rung with
 the lock kept, so the other thread runs when the step loop is next inside a kernel.
 
-Who answers the bell takes a processor from the step for a while, and so does everyone behind it, up to the reader of
-the tokens: 1.3 ms a token were measured where the kernels' threads have all processors. So after a delivery there is a
-pause, and what can wait goes on together at its end.
+Who answers the bell takes a processor, and so does everyone behind it, up to the reader of the tokens. Where the step's
+own threads have all processors (1.3 ms a token were measured for a lone stream), there is a pause after a delivery, and
+what can wait goes on together at its end.
 """
 
 from __future__ import annotations

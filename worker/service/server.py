@@ -19,6 +19,7 @@ from allspan.protos.cluster.tls import TlsFiles, is_loopback
 from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.convert import SERVER_OPTIONS
 from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
+from allspan.worker.process.processors import ProcessorLoad
 from allspan.worker.service.leases import Leases, Outcome, is_urgent
 from allspan.worker.service.mailbox import Mailbox
 from allspan.worker.service.servicer import Core, Inspect, RankFacts, RankServicer
@@ -81,7 +82,8 @@ class RankServer:
         self._host_name = facts.host
         # A follower's inbox holds no more than this; see Lease.add.
         capacity = 2 * (config.scheduler.max_queued_requests + config.scheduler.max_num_seqs)
-        self._leases = Leases(capacity, config.scheduler.stream_interval)
+        load = ProcessorLoad(cpus)
+        self._leases = Leases(capacity, config.scheduler.stream_interval, lambda: load.saturated)
         self._outcomes = Mailbox(self._leases.deliver, self._is_urgent, self._leases.release)
         self._servicer = RankServicer(core, self._leases, facts, config, inspect)
         self._on_failure = on_failure

@@ -6,7 +6,7 @@ import pytest
 
 from allspan.protos.api.errors import InternalError
 from allspan.protos.api.results import Output, RequestTimings
-from allspan.worker.service.leases import LEAST_PAUSE_S, MOST_PAUSE_S, Lease, Leases
+from allspan.worker.service.leases import MESSAGE_S, MOST_PAUSE_S, OUTPUT_S, SHARE, Lease, Leases
 
 FIRST, SECOND = bytes(16), bytes(range(16))
 
@@ -62,17 +62,42 @@ def test_with_an_interval_a_request_waits_for_so_many_tokens(interval: int, mess
     assert seen == messages
 
 
-def test_the_more_requests_the_longer_the_pause() -> None:
-    leases = Leases(1000)
+def test_with_idle_processors_each_steps_tokens_leave_with_it() -> None:
+    leases = Leases(10)
+    lease = leases.open("me")
+    seen = []
+    for token in range(1, 5):
+        lease.put(FIRST, Output((token,)))
+        assert leases.release() == 0.0
+        seen += taken(lease).values()
+    assert seen == [[1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("processors", [2, 16])
+def test_on_saturated_processors_messages_take_a_share_of_them_and_no_more(processors: int) -> None:
+    leases = Leases(1000, saturated=lambda: processors)
     assert leases.release() == 0.0, "nothing was sent, so the next token need not wait"
-    pauses = []
-    for count in (1, 20, 500):
+    for count in (1, 20, 1000):
         lease = leases.open(f"client of {count}")
         for number in range(count):
             lease.put(number.to_bytes(16, "big"), Output((1,)))
+        pause = leases.release()
+        assert len(lease.take()) == count
+        cost = MESSAGE_S + count * OUTPUT_S
+        assert pause == pytest.approx(min(cost / (SHARE * processors), MOST_PAUSE_S))
+
+
+def test_processors_that_become_idle_end_the_pauses() -> None:
+    saturated = iter([2, 0])
+    leases = Leases(10, saturated=lambda: next(saturated))
+    lease = leases.open("me")
+    pauses = []
+    for _ in range(2):
+        lease.put(FIRST, Output((1,)))
         pauses.append(leases.release())
         lease.take()
-    assert pauses == [LEAST_PAUSE_S, pytest.approx(0.08), MOST_PAUSE_S]
+    assert pauses[0] > 0.0
+    assert pauses[1] == 0.0
 
 
 def test_a_stream_that_ends_carries_what_waits() -> None:
