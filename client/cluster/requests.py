@@ -138,7 +138,8 @@ class Session:
         request = self._open.get(request_id)
         if request is not None:
             request.output.cancel()
-            self._spawn(self.stop(request_id))
+            if not request.is_stopping:
+                self._spawn(self.stop(request_id))
 
     def queues(self, request_id: bytes | None = None) -> list[ResultQueue]:
         """Of one open request (empty when it has ended), or of all."""

@@ -194,6 +194,14 @@ async def test_a_cause_that_names_its_replica_names_it_once(two: Replicas) -> No
     assert two.session.down_cause == "replica 0: rank 0 was killed; replica 1 is down: six failures"
 
 
+async def test_a_failed_operation_names_its_replica_once(two: Replicas) -> None:
+    for replica, cause in enumerate(("busy", "replica 1 is down: six failures")):
+        two.ranks[replica][0].replies["Control"] = Unavailable(cause)
+    router = two.session._router
+    _, failures = await router._ask_all(lambda replica, world: world.control("reset_prefix_cache", 1.0))
+    assert [str(failure) for failure in failures] == ["replica 0: busy", "replica 1 is down: six failures"]
+
+
 @pytest.mark.parametrize("will_restart", [False, True])
 async def test_streams_go_on_in_the_other_replica_at_once(two: Replicas, will_restart: bool) -> None:
     queues = [await two.start([10 * i, 10 * i + 1]) for i in range(6)]

@@ -19,7 +19,7 @@ from allspan.protos.api.errors import (
     RequestCancelled,
     Unavailable,
 )
-from allspan.protos.api.results import Output, ResultQueue
+from allspan.protos.api.results import Output, RequestState, ResultQueue
 from allspan.protos.api.sampling import SamplingParams
 from support.fake_transport import FakeRanks, FakeSource
 
@@ -210,6 +210,18 @@ async def test_a_stopped_cluster_says_so(cluster: Cluster) -> None:
     cluster.ranks[0].end_stream()
     with pytest.raises(Unavailable, match="the cluster of tiny was stopped"):
         await queue.aget(5)
+
+
+async def test_a_request_that_is_stopped_and_then_released_is_stopped_once(cluster: Cluster) -> None:
+    request_id, queue = await cluster.start()
+    await cluster.session.stop(request_id)
+    cluster.session.release(request_id)
+    assert queue.state is RequestState.CANCELLED
+    await asyncio.sleep(0.02)
+    assert cluster.ranks.calls.count(("StopRequest", 0)) == 1
+    other, _ = await cluster.start()
+    cluster.session.release(other)
+    await until(lambda: cluster.ranks.calls.count(("StopRequest", 0)) == 2)
 
 
 async def test_requests_are_refused_at_once_while_down(cluster: Cluster) -> None:
