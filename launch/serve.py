@@ -85,8 +85,9 @@ class Interrupt:
 
     def end_gateway(self) -> None:
         """Ends the gateway from any thread; nothing when there is none (any more)."""
-        if self._loop is not None and self._stop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the gateway has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
 
     def done(self) -> None:
         """The end has come in order."""

@@ -1,4 +1,4 @@
-"""What the gateway says of its model, and fills requests up with."""
+"""The served model: its name and sizes, and the defaults that requests are filled up with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
+from allspan.protos.api.errors import ModelNotFound
 from allspan.protos.cluster.cluster_file import ClusterInfo
 from allspan.protos.text import GenerationDefaults, generation_defaults
 
@@ -17,16 +18,21 @@ class ServedModel:
     """The one model behind the gateway."""
 
     name: str
-    """That requests use."""
+    """The name that requests use."""
     root: str
-    """Its own."""
+    """The model's own name."""
     max_model_len: int
     vocab_size: int
     defaults: GenerationDefaults
     created: int
     """Seconds since 1970."""
     fingerprint: str = ""
-    """Another model, version or length has another."""
+    """Differs for another model, version or length."""
+
+    def check_name(self, name: str) -> None:
+        """Raises ModelNotFound for a name that is not the served one, whose case is free; "" is the served one."""
+        if name and name.lower() != self.name.lower():
+            raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {self.name!r}")
 
     @classmethod
     def of(cls, info: ClusterInfo, config: GatewayConfig) -> ServedModel:

@@ -25,7 +25,7 @@ from allspan.client.gateway.offload import off_loop
 from allspan.client.gateway.served_model import ServedModel
 from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.client.gateway.telemetry.request_context import Origin
-from allspan.protos.api.errors import AllspanError, InternalError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
+from allspan.protos.api.errors import AllspanError, InternalError, InvalidRequest, QueueFull, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.prompts import check_ids, check_length
 from allspan.protos.api.results import RequestHandle
@@ -103,11 +103,6 @@ class Submitter:
     def running_requests(self) -> list[Generation]:
         """What runs now."""
         return list(self._running)
-
-    def check_model(self, name: str) -> None:
-        """ModelNotFound for any name but the served one; "" is the served one."""
-        if name and name != self.model.name:
-            raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {self.model.name!r}")
 
     async def encode(
         self, prompt: str | Sequence[int], field: str = "prompt", options: PromptOptions = AS_USUAL

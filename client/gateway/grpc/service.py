@@ -65,7 +65,7 @@ class InferenceService:
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         submitter = self._submitter
-        submitter.check_model(request.model)
+        submitter.model.check_name(request.model)
         options = prompt_options_of(request)
         match request.WhichOneof("prompt"):
             case "text":
@@ -78,7 +78,7 @@ class InferenceService:
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         submitter = self._submitter
-        submitter.check_model(request.model)
+        submitter.model.check_name(request.model)
         ids = await submitter.encode(list(request.token_ids), "token_ids", PromptOptions(only_counted=True))
         decode, skip = submitter.tokenizer.decode, request.skip_special_tokens
         return pb.DetokenizeResponse(
@@ -132,7 +132,7 @@ class InferenceService:
         if request.n > (most := submitter.limits.max_n):
             raise InvalidRequest(f"n is {request.n}, must be at most {most}", "n")
         options_of(request, None)  # what does not fit is refused before anything is tokenised
-        submitter.check_model(request.model)
+        submitter.model.check_name(request.model)
         reading = prompt_options_of(request)
         match request.WhichOneof("prompt"):
             case "text":

@@ -15,7 +15,7 @@ from allspan.client.gateway.openai.shapes import Plan, TokenTexts
 async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
     """Checks everything; nothing runs yet."""
     request = parse(ChatRequest, body, submitter.limits)
-    submitter.check_model(request.model)
+    submitter.model.check_name(request.model)
     job, reading = await chat_job(submitter, request)
     shape = ChatShape(
         TokenTexts(submitter.tokenizer, bool(request.return_tokens_as_token_ids)),

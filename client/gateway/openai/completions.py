@@ -17,7 +17,7 @@ DEFAULT_MAX_TOKENS = 16
 async def plan_completion(submitter: Submitter, body: bytes) -> Plan:
     """Checks everything; nothing runs yet."""
     request = parse(CompletionRequest, body, submitter.limits)
-    submitter.check_model(request.model)
+    submitter.model.check_name(request.model)
     prompts = read_prompts(request.prompt, submitter.limits)
     fields = submitter.sampling(_sampling(request))
     options, reading = request.options(), request.prompt_options()

@@ -77,7 +77,7 @@ class Responder:
     async def _plan(self, body: bytes) -> Turn:
         """Checks everything; nothing runs yet."""
         request = parse(ResponsesRequest, body, self._limits)
-        self._submitter.check_model(request.model)
+        self._submitter.model.check_name(request.model)
         items = read_items(request.input)
         before: list[Json] = []
         if request.previous_response_id is not None:

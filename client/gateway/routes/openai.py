@@ -34,7 +34,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> Response:
-        submitter.check_model(name)
+        submitter.model.check_name(name)
         return JSONResponse(card())
 
     @router.post("/completions")

@@ -66,7 +66,7 @@ def routes(front: Front) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         with _answered(request):
             asked = parse(TokenizeRequest, await read_json_body(request, limits), limits)
-            submitter.check_model(asked.model)
+            submitter.model.check_name(asked.model)
             options = PromptOptions(asked.add_special_tokens, only_counted=True)
             if asked.prompt is not None:
                 ids = await submitter.encode(asked.prompt, "prompt", options)
@@ -89,7 +89,7 @@ def routes(front: Front) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         with _answered(request):
             asked = parse(DetokenizeRequest, await read_json_body(request, limits), limits)
-            submitter.check_model(asked.model)
+            submitter.model.check_name(asked.model)
             ids = await submitter.encode(asked.tokens, "tokens", PromptOptions(only_counted=True))
             decode, skip = submitter.tokenizer.decode, bool(asked.skip_special_tokens)
             return JSONResponse({"prompt": await off_loop(len(ids), lambda: decode(ids, skip))})

@@ -167,11 +167,11 @@ ROWS: dict[str, list[Bad]] = {
     ],
 }
 ELSEWHERE = {
-    "10-13 structured output": ("client/gateway/test_structured.py",),
+    "10-13 structured output": ("client/gateway/openai/test_structured.py",),
     "19, 22 adapters, tensors": (),  # there are none, nor fields for them
-    "21 protobuf": ("client/gateway/test_grpc_product.py", "client/gateway/test_fuzz.py"),
+    "21 protobuf": ("client/gateway/grpc/test_product.py", "client/gateway/test_fuzz.py"),
     "23 names of requests": ("client/gateway/test_abort.py",),
-    "24 slow clients": ("client/gateway/test_slow_clients.py",),
+    "24 slow clients": ("client/gateway/http/test_slow_clients.py",),
 }
 
 
