@@ -20,6 +20,7 @@ from pathlib import Path
 
 import uvicorn
 
+from allspan.client.gateway.application import make_app
 from allspan.client.gateway.auth.tls import Tls
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.context import Front
@@ -27,7 +28,6 @@ from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.grpc.health import EngineHealth
 from allspan.client.gateway.grpc.server import grpc_server
 from allspan.client.gateway.grpc.service import SERVICE
-from allspan.client.gateway.http.application import make_app
 from allspan.client.gateway.http.connections import Connections, GuardedProtocol, keep_alive_options
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.telemetry.status_line import StatusLine

@@ -8,8 +8,8 @@ from allspan.client.gateway.admission.admission import Submitter
 from allspan.client.gateway.auth.keys import Keys, load_keys
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.engine_protocol import GatewayEngine
-from allspan.client.gateway.metrics.snapshot_cache import Glance
 from allspan.client.gateway.served_model import ServedModel
+from allspan.client.gateway.snapshot_cache import Glance
 from allspan.protos.text import Tokenizer
 
 

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from allspan import ClientEngine, SamplingParams
-from allspan.client.gateway.metrics.snapshot_cache import FRESH_S
+from allspan.client.gateway.snapshot_cache import FRESH_S
 from support.serving import Served, runtime_folder
 from support.waiting import wait_until
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from allspan.client.gateway.admission.admission import Job, Submitter, spread
 from allspan.client.gateway.chat.reader import Reading
-from allspan.client.gateway.chat.request import ChatRequest, read_chat
-from allspan.client.gateway.chat.shape import ChatShape
+from allspan.client.gateway.openai.chat_request import ChatRequest, read_chat
+from allspan.client.gateway.openai.chat_shape import ChatShape
 from allspan.client.gateway.openai.schemas import parse
 from allspan.client.gateway.openai.shapes import Plan, TokenTexts
 

@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from allspan.client.gateway.chat.request import ChatRequest
 from allspan.client.gateway.context import Front
+from allspan.client.gateway.openai.chat_request import ChatRequest
 from allspan.client.gateway.openai.schemas import HARMLESS, CompletionRequest
 from allspan.client.gateway.openapi.answers import ANSWERS, ERROR
 from allspan.client.gateway.openapi.fields import described_fields, with_ranges

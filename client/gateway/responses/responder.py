@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 from allspan.client.gateway.admission.active_request import Generation
 from allspan.client.gateway.admission.admission import caller_error
 from allspan.client.gateway.auth.caller import current_caller
-from allspan.client.gateway.chat.request import ChatRequest
 from allspan.client.gateway.context import Front
 from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.http.sse import EventStream, event, while_connected
 from allspan.client.gateway.openai.chat import chat_job
+from allspan.client.gateway.openai.chat_request import ChatRequest
 from allspan.client.gateway.openai.schemas import parse, parse_value
 from allspan.client.gateway.openai.shapes import Json, TokenTexts
 from allspan.client.gateway.responses.items import read_items, to_messages

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.admission.admission import caller_error
 from allspan.client.gateway.admission.prompt import PromptOptions
-from allspan.client.gateway.chat.request import ChatRequest, read_chat
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.context import Front
 from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.offload import off_loop
+from allspan.client.gateway.openai.chat_request import ChatRequest, read_chat
 from allspan.client.gateway.openai.schemas import RequestBody, parse, parse_value
 from allspan.client.gateway.openai.shapes import TokenTexts
 from allspan.client.gateway.telemetry.request_context import origin_of

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from allspan.client.gateway.metrics.snapshot_cache import Glance
+from allspan.client.gateway.snapshot_cache import Glance
 from allspan.protos.api.engine import EngineStatistics
 
 PERIOD_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from allspan.client.gateway.metrics.snapshot_cache import FRESH_S
+from allspan.client.gateway.snapshot_cache import FRESH_S
 from support.gateway import eventually, fake_engine, gateway
 
 

@@ -8,7 +8,7 @@ import logging
 import grpc
 import pytest
 
-from allspan.client.gateway.metrics.snapshot_cache import Glance
+from allspan.client.gateway.snapshot_cache import Glance
 from allspan.client.gateway.telemetry.request_context import trace_id
 from allspan.client.gateway.telemetry.status_line import StatusLine, status
 from allspan.protos import inference_pb2 as pb

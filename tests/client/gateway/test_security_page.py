@@ -11,7 +11,7 @@ import grpc
 import pytest
 from starlette.routing import BaseRoute, Route, Router
 
-from allspan.client.gateway.http.application import make_app
+from allspan.client.gateway.application import make_app
 from allspan.protos import inference_pb2 as pb
 from support.gateway import fake_engine, front, gateway
 

@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from starlette.routing import BaseRoute, Route, Router
 
+from allspan.client.gateway.application import make_app
 from allspan.client.gateway.auth.caller import Caller
 from allspan.client.gateway.auth.keys import Keys, load_keys
 from allspan.client.gateway.config import SecurityConfig
-from allspan.client.gateway.http.application import make_app
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.api.errors import ConfigError, Unauthenticated
 from support.gateway import front, gateway, gateway_config, stub

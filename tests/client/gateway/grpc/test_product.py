@@ -17,8 +17,8 @@ import allspan
 from allspan.client.gateway.auth.caller import Caller, set_caller
 from allspan.client.gateway.context import Front
 from allspan.client.gateway.grpc.service import InferenceService
-from allspan.client.gateway.metrics.snapshot_cache import FRESH_S
 from allspan.client.gateway.openai.schemas import CompletionRequest
+from allspan.client.gateway.snapshot_cache import FRESH_S
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.api.errors import AlreadyExists, InternalError, QueueFull, StreamNotRead, Unavailable
 from support.chat_tokenizer import EOS, VOCAB_SIZE, chat_tokenizer

@@ -8,7 +8,7 @@ import random
 import grpc
 import pytest
 
-from allspan.client.gateway.chat.request import ChatRequest
+from allspan.client.gateway.openai.chat_request import ChatRequest
 from allspan.client.gateway.openai.schemas import NEVER, CompletionRequest
 from allspan.protos import inference_pb2 as pb
 from support.gateway import eventually, fake_engine, gateway, stub

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from allspan.client.gateway.metrics.snapshot_cache import FRESH_S
 from allspan.client.gateway.metrics.table import METRICS, MODEL, PREFIX
+from allspan.client.gateway.snapshot_cache import FRESH_S
 from allspan.client.gateway.telemetry.histogram import Histogram
 from allspan.client.gateway.telemetry.recorder import KEPT_GAPS, Telemetry
 from allspan.client.gateway.telemetry.request_context import Origin
