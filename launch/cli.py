@@ -67,7 +67,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("allspan"):
             raise
-        fail(prog, f"the Python package {error.name!r} is missing; pip install 'allspan[server]'")
+        fail(prog, f"the Python package {error.name!r} is missing; pip install '.[server]' in the checkout")
     except OSError as error:
         fail(prog, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
 

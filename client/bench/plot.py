@@ -14,7 +14,7 @@ def check_plot(path: str) -> None:
     if not path:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {path} needs matplotlib, which is not installed: pip install 'allspan[plots]'")
+        raise ConfigError(f"--plot {path} needs matplotlib, which is missing: pip install '.[plots]' in the checkout")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {Path(path).absolute().parent}")
 

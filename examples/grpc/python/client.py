@@ -1,6 +1,7 @@
 """Streams one answer: python client.py ADDRESS PROMPT [CA_FILE]
 
-pip install allspan grpcio-status. The API key comes from ALLSPAN_API_KEY, the deadline from ALLSPAN_DEADLINE_S (60).
+pip install . grpcio-status (in the checkout). The API key comes from ALLSPAN_API_KEY, the deadline from
+ALLSPAN_DEADLINE_S (60).
 """
 
 import os

@@ -136,7 +136,7 @@ class CupyDriver:
             self._launch, self._encode = library.cuLaunchKernelEx, library.cuTensorMapEncodeTiled
         except ImportError as error:
             raise BackendUnavailable(
-                f"CuPy cannot be had: {error}; pip install 'allspan[cuda13]' (or cuda12)"
+                f"CuPy cannot be had: {error}; pip install '.[cuda13]' in the checkout (or cuda12)"
             ) from error
         except (OSError, AttributeError) as error:
             raise BackendUnavailable(f"no NVIDIA driver for CUDA 12 or later: {error}") from error

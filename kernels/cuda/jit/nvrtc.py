@@ -104,7 +104,7 @@ def nvrtc(major: int | None = None) -> Nvrtc:
             return Nvrtc(path)
         except OSError:
             continue
-    raise BackendUnavailable("there is no NVRTC, CUDA's compiler; pip install 'allspan[cuda13]' (or cuda12)")
+    raise BackendUnavailable("there is no NVRTC, CUDA's compiler; pip install '.[cuda13]' in the checkout (or cuda12)")
 
 
 def _candidates(major: int) -> Iterator[Path | str]:
