@@ -1,7 +1,7 @@
 """Text on the client's side: tokenizers, chat templates, incremental detokenising, stop strings, generation defaults.
 
-Needs only `tokenizers`, `jinja2` and `numpy`: neither torch nor transformers. Lazy: a rank, which asks for generation
-defaults alone, loads none of them but numpy.
+Needs only `tokenizers`, `jinja2` and `numpy`, never torch; transformers only for a folder without a tokenizer.json.
+Lazy: a rank, which asks for generation defaults alone, loads none of them but numpy.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from allspan.protos.text.model_defaults import generation_defaults
 from allspan.protos.text.tokenizers import pretokenizers
 from allspan.protos.text.tokenizers.decoding import PieceDecoder, piece_decoder
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
+from allspan.protos.text.tokenizers.transformers_backend import converted_backend
 
-# Folders with vocab.json and merges.txt alone: what their tokenizer class does to text before merging.
+# Folders with vocab.json and merges.txt alone that need no transformers: what their class does to text before merging.
 _RULES_BY_CLASS = {"Qwen2Tokenizer": "qwen2", "Qwen2TokenizerFast": "qwen2", "GPT2Tokenizer": "gpt-2"}
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -119,23 +120,15 @@ def _check_size(path: Path, backend: Backend) -> None:
 
 def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:
     vocab, merges = path / "vocab.json", path / "merges.txt"
-    way_out = "load it once with transformers' AutoTokenizer and save_pretrained() it, which writes a tokenizer.json"
-    if not (vocab.is_file() and merges.is_file()):
+    name = _RULES_BY_CLASS.get(str(config.get("tokenizer_class")))
+    rule = pretokenizers.rule(name) if name else None
+    if rule is None or not (vocab.is_file() and merges.is_file()):
         if not (path / "config.json").exists():
             raise ModelNotFound(
                 f"{path} holds no model: neither config.json nor tokenizer.json; give a folder in Hugging Face's "
                 "layout, or a GGUF file"
             )
-        raise CheckpointError(f"{path} has no tokenizer.json (nor vocab.json with merges.txt); {way_out}")
-    kind = str(config.get("tokenizer_class"))
-    name = _RULES_BY_CLASS.get(kind)
-    rule = pretokenizers.rule(name) if name else None
-    if rule is None:
-        known = ", ".join(_RULES_BY_CLASS)
-        raise CheckpointError(
-            f"{path} has no tokenizer.json, and how tokenizer_class {kind!r} cuts words is not known "
-            f"(known: {known}); {way_out}"
-        )
+        return converted_backend(path)
     try:
         backend = Backend(BPE.from_file(str(vocab), str(merges)))
     except Exception as error:

@@ -136,16 +136,8 @@ def test_vocab_and_merges_alone_are_enough_for_qwen2(tmp_path: Path) -> None:
     assert ours.eos_token_ids == (3,)
 
 
-def test_a_folder_without_a_tokenizer_says_the_way_out(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"no model: neither config\.json nor tokenizer\.json"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no tokenizer\.json .*save_pretrained"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "vocab.json").write_text("{}")
-    (tmp_path / "merges.txt").write_text("")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "MartianTokenizer"}')
-    with pytest.raises(CheckpointError, match=r"'MartianTokenizer' .*known: .*save_pretrained"):
         load_tokenizer(tmp_path)
 
 
