@@ -86,7 +86,7 @@ CUDA = {
 }
 
 BACKENDS: Mapping[str, Backend] = {
-    "cpu": Backend(CPU, module="allspan.kernels.cpu.runtime", program="allspan.kernels.cpu._native:Program"),
+    "cpu": Backend(CPU, module="allspan.kernels.cpu.backend", program="allspan.kernels.cpu._native:Program"),
     "reference": Backend(REFERENCE),
     "cuda": Backend(
         CUDA, module="allspan.kernels.cuda.jit.runtime", activations=(torch.bfloat16, torch.float16), device="cuda"

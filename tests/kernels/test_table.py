@@ -49,7 +49,7 @@ def test_a_forced_instruction_set_that_cannot_run_is_an_error(backend: str, monk
 def test_without_the_compiled_module_auto_says_so_and_uses_the_reference(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("allspan.kernels.cpu.runtime._MODULE", "allspan.kernels.cpu._never_built")
+    monkeypatch.setattr("allspan.kernels.cpu.backend._MODULE", "allspan.kernels.cpu._never_built")
     with caplog.at_level(logging.WARNING):
         assert op_set().name == "reference"
     assert "the compiled kernels are not installed" in caplog.text

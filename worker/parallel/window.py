@@ -1,5 +1,5 @@
 """Collectives and the plan channel between ranks of one host, in memory that they share; the work is native code
-(`kernels/cpu/window.h`, `plan_ring.h`), which describes the algorithms."""
+(`kernels/cpu/runtime/window.h`, `plan_ring.h`), which describes the algorithms."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class SamplingKernel(Protocol):
 
 
 class NativeKernel:
-    """kernels/cpu/sampling.cpp. `runtime`: an op set's threads, for the rows to be shared among; None: the caller's."""
+    """kernels/cpu/sampling. `runtime`: an op set's threads, for the rows to be shared among; None: the caller's."""
 
     def __init__(self, native: Any, runtime: Any = None) -> None:
         self._native = native

@@ -1,6 +1,6 @@
 """Draws and log-softmax over rows of logits, in numpy: the definition, and what runs where nothing is compiled.
 
-`kernels/cpu/sampling.cpp` gives the same bits. A token's weight is exp(z), z = (logit - the largest) / temperature,
+`kernels/cpu/sampling` gives the same bits. A token's weight is exp(z), z = (logit - the largest) / temperature,
 rounded to a multiple of a power of two so coarse that every sum of weights is exact in float64 (at most 2**53 units; a
 token less likely than about 1e-11 times the most likely one weighs nothing at 50,000 tokens). So no outcome depends on
 the order of a sum. Filters are thresholds: tokens of equal logits stay or go together, and no outcome depends on how a

@@ -20,7 +20,7 @@ SETTINGS = np.dtype(
         ("is_random", np.int32),
     ]
 )
-"""Laid out like `Settings` in kernels/cpu/sampling.cpp. `min_z` is the logarithm of min_p."""
+"""Laid out like `Settings` in kernels/cpu/sampling/sampling.h. `min_z` is the logarithm of min_p."""
 
 Settings = NDArray[np.void]
 

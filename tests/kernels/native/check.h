@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "isa.h"
-#include "runtime.h"
+#include "isa/isa.h"
+#include "runtime/runtime.h"
 
 using allspan::Kernels;
 using allspan::Variant;
@@ -68,7 +68,11 @@ class Checks {
   int64_t count_ = 0, failures_ = 0;
 };
 
+// The choice of variants, for CPUs that are not here.
+void check_isa(Checks& checks);
 void check_elementwise(Checks& checks);
 void check_attention(Checks& checks);
 // Returns a digest of all products with codes, which are the same bits on every CPU.
 uint64_t check_packed(Checks& checks);
+// Returns a digest of the tokens drawn, which are the same on every CPU.
+uint64_t check_sampling(Checks& checks);

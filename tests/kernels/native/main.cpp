@@ -1,5 +1,6 @@
 // op_check [VARIANT …]: checks every op of the variants named, or of all that this CPU can run, against plain double
-// precision. Prints what can run here, each failure, and a digest of the integer products. Exit status 1: a check
+// precision. Prints what can run here, each failure, and digests of the integer products
+// and of sampled tokens. Exit status 1: a check
 // failed; 2: a variant cannot run here.
 #include <cinttypes>
 #include <cstdio>
@@ -25,10 +26,12 @@ int main(int argc, char** argv) {
     return 2;
   }
   Checks checks(chosen);
+  check_isa(checks);
   check_elementwise(checks);
   check_attention(checks);
   const uint64_t digest = check_packed(checks);
   std::printf("integer products: %016" PRIx64 "\n", digest);
+  std::printf("sampled tokens: %016" PRIx64 "\n", check_sampling(checks));
   std::printf("checks: %" PRId64 ", failures: %" PRId64 "\n", checks.count(), checks.failures());
   return checks.failures() > 0;
 }

@@ -1,10 +1,10 @@
-#include "packed.h"
+#include "linear/packed.h"
 
 #include <cmath>
 #include <cstring>
 
 #include "check.h"
-#include "packed_linear.h"
+#include "linear/packed_linear.h"
 
 using allspan::Activation;
 using allspan::Epilogue;

@@ -1,5 +1,0 @@
-#include "simd_generic.h"
-
-#include "kernels.inc"
-
-const allspan::Kernels allspan::kGeneric = make_kernels("generic");

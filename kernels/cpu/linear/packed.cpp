@@ -1,0 +1,80 @@
+#include "linear/packed.h"
+
+#include <stdexcept>
+
+namespace allspan {
+namespace {
+
+struct FormatRow {
+  const char* name;
+  Format format;
+  int64_t bits, block, head_bytes, scale_bytes;  // block 0: the weight's group
+};
+
+// As FORMATS of kernels/packed.py.
+constexpr FormatRow kFormats[] = {
+    {"f32", Format::kF32, 32, 32, 0, 0},
+    {"bf16", Format::kBf16, 16, 32, 0, 0},
+    {"channel8", Format::kChannel8, 8, 32, 128, 0},
+    {"channel4", Format::kChannel4, 4, 32, 128, 0},
+    {"group8", Format::kGroup8, 8, 0, 0, 64},
+    {"group4", Format::kGroup4, 4, 0, 0, 64},
+    {"q8_0", Format::kQ8_0, 8, 32, 0, 32},
+    {"q4_0", Format::kQ4_0, 4, 32, 0, 32},
+    {"q5_0", Format::kQ5_0, 5, 32, 0, 32},
+    {"q5_1", Format::kQ5_1, 5, 32, 0, 64},
+    {"q4_k", Format::kQ4K, 4, 256, 0, 320},
+    {"q5_k", Format::kQ5K, 5, 256, 0, 320},
+    {"q6_k", Format::kQ6K, 6, 256, 0, 288},
+};
+
+const FormatRow& row_of(const std::string& name) {
+  for (const FormatRow& row : kFormats)
+    if (name == row.name) return row;
+  throw std::invalid_argument("format: '" + name + "' is not known");
+}
+
+Activation activation_of(const std::string& name) {
+  constexpr const char* kNames[] = {"f32", "bf16", "a8", "a16"};
+  for (int i = 0; i < 4; ++i)
+    if (name == kNames[i]) return static_cast<Activation>(i);
+  throw std::invalid_argument("activation: '" + name + "' is not known");
+}
+
+}  // namespace
+
+PackedSpec PackedSpec::make(const std::string& format, const std::string& activation, std::vector<int64_t> parts,
+                            int64_t inputs, int64_t lead, int64_t group, bool interleaved) {
+  const FormatRow& row = row_of(format);
+  const auto require = [&](bool holds, const std::string& message) {
+    if (!holds) throw std::invalid_argument(format + ": " + message);
+  };
+  PackedSpec spec{};
+  spec.format = row.format;
+  spec.activation = activation_of(activation);
+  const bool plain = spec.activation == Activation::kF32 || spec.activation == Activation::kBf16;
+  require(row.bits > 8 ? format == activation : !plain, "activation " + activation + " does not go with it");
+  require(row.block || (group >= 32 && group <= 512 && group % 32 == 0),
+          "group " + std::to_string(group) + " is no multiple of 32 up to 512");
+  require(inputs >= 0 && !parts.empty(), "needs inputs and parts");
+  require(!interleaved || (parts.size() == 2 && parts[0] == parts[1]), "interleaved parts are two of one size");
+  spec.block = row.block ? row.block : group;
+  require(lead >= 0 && lead < spec.block, "lead " + std::to_string(lead) + " is not within a block");
+  spec.inputs = inputs;
+  spec.lead = lead;
+  spec.group = row.block ? 0 : group;
+  spec.interleaved = interleaved;
+  spec.blocks = (lead + inputs + spec.block - 1) / spec.block;
+  spec.head_bytes = row.head_bytes;
+  spec.block_bytes = row.scale_bytes + spec.block * kFeatures * row.bits / 8;
+  spec.panel_bytes = row.head_bytes + spec.blocks * spec.block_bytes;
+  for (int64_t part : parts) {
+    require(part >= 0, "a part has fewer than no features");
+    spec.panels += (part + kFeatures - 1) / kFeatures;
+    spec.features += part;
+  }
+  spec.parts = std::move(parts);
+  return spec;
+}
+
+}  // namespace allspan
