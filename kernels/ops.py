@@ -10,14 +10,45 @@ Batch invariance: what an op writes for a row depends on that row's inputs alone
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from allspan.kernels.packed import PackedSpec
 
-Norms = tuple[Tensor | None, Tensor | None, float]
-Pages = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+T = TypeVar("T")
+"""Tensor, or what stands for one while a program is built."""
+
+
+class HeadNorms(NamedTuple, Generic[T]):
+    """RMSNorm of each head of queries and of keys, before they turn; weights float32 [d], None: no norm."""
+
+    q_weight: T | None
+    k_weight: T | None
+    eps: float
+
+
+class Rotation(NamedTuple, Generic[T]):
+    """Rotary embedding as `OpSet.rotary` takes it."""
+
+    positions: T
+    cos_sin: T
+
+
+class HadamardRotation(NamedTuple, Generic[T]):
+    """Whether queries and keys go through `OpSet.hadamard`, and the center of the keys, float32 [Hkv, d], or None."""
+
+    is_on: bool
+    k_center: T | None
+
+
+class KvPages(NamedTuple, Generic[T]):
+    """Pages and their scales as `OpSet.append_kv` takes them."""
+
+    k_cache: T
+    v_cache: T
+    k_scales: T | None
+    v_scales: T | None
 
 
 class OpSet(Protocol):
@@ -118,18 +149,14 @@ class OpSet(Protocol):
         self,
         qkv: Tensor,
         num_heads: int,
-        norms: Norms,
-        rotation: tuple[Tensor, Tensor],
-        spread: tuple[int, Tensor | None],
-        pages: Pages,
+        norms: HeadNorms[Tensor],
+        rotation: Rotation[Tensor],
+        hadamard: HadamardRotation[Tensor],
+        pages: KvPages[Tensor],
         slots: Tensor,
     ) -> None:
         """head_norm, rotary, hadamard and append_kv in one, in place, on qkv [n, Hq + 2·Hkv, d]: a token's queries
         (num_heads of them), keys and values. The bits are those of the single ops.
-
-        norms: float32 [d] for queries and for keys, or None twice for no norm, and eps. rotation: positions, cos_sin.
-        spread: (1, center of the keys or None) for hadamard of queries and keys, or (0, None). pages: k_cache, v_cache,
-        k_scales and v_scales.
         """
 
     def attention(

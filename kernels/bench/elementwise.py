@@ -15,6 +15,7 @@ from allspan.kernels.bench.case import Built, Case, Launch, sets_for
 from allspan.kernels.cuda.rows.elementwise import add_rms_norm, silu_mul
 from allspan.kernels.cuda.rows.quantised_rows import add_rms_norm_quantised, silu_mul_quantised
 from allspan.kernels.cuda.rows.rotary_append import rotary_append
+from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
 from allspan.kernels.reference import elementwise as reference
 from allspan.kernels.reference import rotary_append as reference_append
 
@@ -178,15 +179,17 @@ def build_rotary(tokens: int, device: str) -> Built:
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     angles = positions[:, None] / 1e4 ** (torch.arange(0, DIM, 2, device=device) / DIM)
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1).contiguous()
-    rest = ((None, None, 1e-6), (positions, cos_sin), (0, None))
+    norms: HeadNorms[Tensor] = HeadNorms(None, None, 1e-6)
+    hadamard: HadamardRotation[Tensor] = HadamardRotation(False, None)
+    rest = norms, Rotation(positions, cos_sin), hadamard
 
     def ours(i: int) -> None:
-        rotary_append(qkv[i], HEADS, *rest, (keys, values, None, None), slots)
+        rotary_append(qkv[i], HEADS, *rest, KvPages(keys, values, None, None), slots)
 
     def check(name: str) -> None:
         right = qkv[0].float()
         k, v = (torch.zeros_like(page, dtype=torch.float32) for page in (keys, values))
-        reference_append.rotary_append(right, HEADS, *rest, (k, v, None, None), slots)
+        reference_append.rotary_append(right, HEADS, *rest, KvPages(k, v, None, None), slots)
         ours(0)
         for mine, wanted in zip((qkv[0][:, :HEADS], keys, values), (right[:, :HEADS], k, v), strict=True):
             torch.testing.assert_close(mine.float(), wanted, rtol=2e-2, atol=2e-2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
 from allspan.kernels.table import backends, op_set
 from support.kernel_cases import BF16, F32, I8, U4, pages, poison, randn, rotary
 
@@ -33,14 +34,14 @@ def case(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed"])
-@pytest.mark.parametrize("spread", ["kept", "spread", "centered"])
+@pytest.mark.parametrize("hadamard", ["off", "on", "centered"])
 @pytest.mark.parametrize("backend", backends())
-def test_it_has_the_bits_of_the_single_ops(backend: str, spread: str, has_norms: bool, dtype: torch.dtype) -> None:
+def test_it_has_the_bits_of_the_single_ops(backend: str, hadamard: str, has_norms: bool, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         _, heads, kv_heads, dim, _ = shape
         qkv, positions, cos_sin, cache, slots = case(shape, dtype)
         norms = [randn(dim, seed=8), randn(dim, seed=9)] if has_norms else [None, None]
-        center = randn(kv_heads, dim, seed=4) if spread == "centered" else None
+        center = randn(kv_heads, dim, seed=4) if hadamard == "centered" else None
         ops = op_set(backend)
         parts = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         q, k, v = (part.clone(memory_format=torch.contiguous_format) for part in parts)
@@ -48,16 +49,21 @@ def test_it_has_the_bits_of_the_single_ops(backend: str, spread: str, has_norms:
             if norm is not None:
                 ops.head_norm(x, norm, 1e-6)
         ops.rotary(q, k, positions, cos_sin)
-        if spread != "kept":
+        if hadamard != "off":
             ops.hadamard(q, None)
             ops.hadamard(k, center)
         expected = [None if part is None else part.clone() for part in cache]
         ops.append_kv(k, v, *expected, slots)
         for threads in (1, 3):
             ours, held = qkv.clone(), [None if part is None else part.clone() for part in cache]
-            spreading = (int(spread != "kept"), center)
             op_set(backend, threads).rotary_append(
-                ours, heads, (*norms, 1e-6), (positions, cos_sin), spreading, tuple(held), slots
+                ours,
+                heads,
+                HeadNorms(*norms, 1e-6),
+                Rotation(positions, cos_sin),
+                HadamardRotation(hadamard != "off", center),
+                KvPages(*held),  # type: ignore[arg-type]
+                slots,
             )
             assert same(ours, torch.cat((q, k, v), 1)), shape
             assert all(same(one, other) for one, other in zip(held, expected, strict=True)), shape
@@ -67,10 +73,12 @@ def test_it_has_the_bits_of_the_single_ops(backend: str, spread: str, has_norms:
 def test_what_would_lead_outside_is_refused(backend: str) -> None:
     qkv, positions, cos_sin, cache, slots = case((5, 4, 2, 16, 16), F32)
     ops = op_set(backend)
-    rest = ((None, None, 1e-6), (positions, cos_sin), (0, None), tuple(cache))
+    norms: HeadNorms[Tensor] = HeadNorms(None, None, 1e-6)
+    hadamard: HadamardRotation[Tensor] = HadamardRotation(False, None)
+    pages, rotation = KvPages(*cache), Rotation(positions, cos_sin)
     with pytest.raises(ValueError, match="slots"):
-        ops.rotary_append(qkv, 4, *rest, slots + 10_000)
+        ops.rotary_append(qkv, 4, norms, rotation, hadamard, pages, slots + 10_000)
     with pytest.raises(ValueError, match="values as keys"):
-        ops.rotary_append(qkv, 3, *rest, slots)
+        ops.rotary_append(qkv, 3, norms, rotation, hadamard, pages, slots)
     with pytest.raises(ValueError, match="cos_sin"):
-        ops.rotary_append(qkv, 4, rest[0], (positions, poison(9, 18)), rest[2], rest[3], slots)
+        ops.rotary_append(qkv, 4, norms, Rotation(positions, poison(9, 18)), hadamard, pages, slots)

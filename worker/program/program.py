@@ -286,8 +286,9 @@ class Interpreter:
         for argument in arguments:
             if type(argument) is Slot:
                 values.append(table[argument.index])
-            elif type(argument) is tuple:
-                values.append(tuple(table[a.index] if type(a) is Slot else a for a in argument))
+            elif isinstance(argument, tuple):  # of the same type: ops take named ones
+                filled = [table[a.index] if type(a) is Slot else a for a in argument]
+                values.append(tuple.__new__(type(argument), filled))
             else:
                 values.append(argument)
         return values

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES
-from allspan.kernels.ops import Pages
 
-Cache = tuple[Tensor, Tensor] | Pages
+Cache = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys and values [pages, kv_heads, page_size, e] of one dtype, in any strides but the last, both alike; page_size is a
 power of two. q's own type or float8_e4m3fn (e = head_dim), or, with their zeros and scales as third and fourth (float32
 [pages, kv_heads, 2, page_size], contiguous): int8, or uint8 that holds two elements a byte (see `append_kv` in

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, kernel, launch
 from allspan.kernels.cuda.rows.rows import EARLY, NOTHING, TYPES, check, is_whole
-from allspan.kernels.ops import Norms, Pages
+from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
@@ -37,7 +37,8 @@ _THREADS = 128
 _MANY_ROWS, _EACH = 1 << 16, 4
 """With so many heads of tokens, lanes have 4 heads of one token, not 1: half as many instructions, twice the bytes on
 their way. Fewer heads would leave multiprocessors without work."""
-_NO_NORMS: Norms = (None, None, 0.0)
+_NO_NORMS: HeadNorms[Tensor] = HeadNorms(None, None, 0.0)
+_NO_HADAMARD: HadamardRotation[Tensor] = HadamardRotation(False, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,10 @@ class _Heads:
 def rotary_append(
     qkv: Tensor,
     num_heads: int,
-    norms: Norms,
-    rotation: tuple[Tensor, Tensor],
-    spread: tuple[int, Tensor | None],
-    pages: Pages,
+    norms: HeadNorms[Tensor],
+    rotation: Rotation[Tensor],
+    hadamard: HadamardRotation[Tensor],
+    pages: KvPages[Tensor],
     slots: Tensor,
 ) -> None:
     """See `OpSet.rotary_append`."""
@@ -84,22 +85,22 @@ def rotary_append(
     if rest or kv_heads < 1:
         raise ValueError(f"qkv: {qkv.shape[1]} heads are not {num_heads} of queries and as many values as keys")
     q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], 1)
-    _run(_Heads(q, k, v), norms, rotation, spread, (pages, slots))
+    _run(_Heads(q, k, v), norms, rotation, hadamard, (pages, slots))
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     """See `OpSet.head_norm`."""
-    _run(_Heads(x, None, None), (weight, None, eps), None, (0, None), None)
+    _run(_Heads(x, None, None), HeadNorms(weight, None, eps), None, _NO_HADAMARD, None)
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     """See `OpSet.rotary`."""
-    _run(_Heads(q, k, None), _NO_NORMS, (positions, cos_sin), (0, None), None)
+    _run(_Heads(q, k, None), _NO_NORMS, Rotation(positions, cos_sin), _NO_HADAMARD, None)
 
 
 def hadamard(x: Tensor, center: Tensor | None) -> None:
     """See `OpSet.hadamard`."""
-    _run(_Heads(None, x, None), _NO_NORMS, None, (1, center), None)
+    _run(_Heads(None, x, None), _NO_NORMS, None, HadamardRotation(True, center), None)
 
 
 def append_kv(
@@ -112,16 +113,16 @@ def append_kv(
     slots: Tensor,
 ) -> None:
     """See `OpSet.append_kv`."""
-    pages = (k_cache, v_cache, k_scales, v_scales)
-    _run(_Heads(None, k, v), _NO_NORMS, None, (0, None), (pages, slots))
+    pages = KvPages(k_cache, v_cache, k_scales, v_scales)
+    _run(_Heads(None, k, v), _NO_NORMS, None, _NO_HADAMARD, (pages, slots))
 
 
 def _run(
     heads: _Heads,
-    norms: Norms,
-    rotation: tuple[Tensor, Tensor] | None,
-    spread: tuple[int, Tensor | None],
-    append: tuple[Pages, Tensor] | None,
+    norms: HeadNorms[Tensor],
+    rotation: Rotation[Tensor] | None,
+    hadamard: HadamardRotation[Tensor],
+    append: tuple[KvPages[Tensor], Tensor] | None,
 ) -> None:
     heads.check()
     n, dim = heads.shape
@@ -130,11 +131,11 @@ def _run(
     if n * sum(counts) == 0:
         return
     positions, cos_sin = _checked_rotation(rotation, n, dim)
-    *weights, eps = norms
+    weights = norms.q_weight, norms.k_weight
     for weight in weights:
         if weight is not None:
             check("norm weight", weight, [torch.float32], (dim,))
-    is_spread, center = spread
+    is_hadamard, center = hadamard
     if center is not None:
         check("center", center, [torch.float32], (counts[1], dim))
     pages, slots = append if append else ((None,) * 4, None)
@@ -148,14 +149,14 @@ def _run(
     rot = 0 if cos_sin is None else cos_sin.shape[1]
     arguments = [
         *parts, *(np.int64(0 if x is None else x.stride(0)) for x in parts), np.int32(n), *map(np.int32, counts),
-        np.int32(dim), *weights, np.float32(eps), positions, cos_sin, np.int32(rot),
-        np.float32((dim & -dim) ** -0.5 if is_spread else 0), center, *pages, *map(np.int64, strides),
+        np.int32(dim), *weights, np.float32(norms.eps), positions, cos_sin, np.int32(rot),
+        np.float32((dim & -dim) ** -0.5 if is_hadamard else 0), center, *pages, *map(np.int64, strides),
         np.int32(page_size), slots,
     ]  # fmt: skip
     each = _EACH if whole and n * sum(counts) >= _MANY_ROWS else 1
     blocks = -(-n * sum(-(-count // each) for count in counts) * lanes // _THREADS)
     kind = element_macro(*(x.dtype for x in (*parts, pages[0]) if x is not None))
-    is_plain = each > 1 and rot == lanes * 16 and not is_spread and all(weight is None for weight in weights)
+    is_plain = each > 1 and rot == lanes * 16 and not is_hadamard and all(weight is None for weight in weights)
     launch(
         _kernel(lanes, format_, int(whole), kind, each, int(is_plain)), (blocks,), _THREADS, arguments, is_early=EARLY
     )
@@ -185,7 +186,7 @@ def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int], each: in
     )
 
 
-def _checked_rotation(rotation: tuple[Tensor, Tensor] | None, n: int, dim: int) -> tuple[Tensor | None, Tensor | None]:
+def _checked_rotation(rotation: Rotation[Tensor] | None, n: int, dim: int) -> tuple[Tensor | None, Tensor | None]:
     if rotation is None:
         return None, None
     positions, cos_sin = rotation
@@ -198,7 +199,7 @@ def _checked_rotation(rotation: tuple[Tensor, Tensor] | None, n: int, dim: int) 
 
 
 def _checked_pages(
-    append: tuple[Pages, Tensor] | None, n: int, kv_heads: int, dim: int
+    append: tuple[KvPages[Tensor], Tensor] | None, n: int, kv_heads: int, dim: int
 ) -> tuple[int, tuple[int, ...], int]:
     """Macro FORMAT, strides of pages, heads and tokens, page size."""
     if append is None:

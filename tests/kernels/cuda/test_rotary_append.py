@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.rows.rotary_append import append_kv, hadamard, head_norm, rotary, rotary_append
+from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
 from allspan.kernels.reference import attention as reference_attention
 from allspan.kernels.reference import elementwise as reference
 from support.cuda_rows import BF16, F16, F32, is_kept, poisoned, rows
@@ -172,7 +173,8 @@ def check_fused(
 
     ours, held = poisoned(*qkv.shape, dtype=of, device=device), pages(shape, dtype, device)
     ours.copy_(qkv)
-    rotary_append(ours, heads, (*norms, EPS), turning, (int(spread != "kept"), center), tuple(held), slots)  # type: ignore[arg-type]
+    spreading = HadamardRotation(spread != "kept", center)
+    rotary_append(ours, heads, HeadNorms(*norms, EPS), Rotation(*turning), spreading, KvPages(*held), slots)  # type: ignore[arg-type]
     assert same(ours, torch.cat((q, k, v), 1))
     assert is_kept(ours)
     for one, other in zip(held, right, strict=True):
@@ -186,13 +188,15 @@ def check_many(shape: Shape, dtype: torch.dtype, device: str, monkeypatch: pytes
     slots, turning = slots_of(n, device), (positions(n, device), table(shape.rot, device))
     weight = rows(dim, dtype=F32, device=device, seed=8)
     center = rows(kv_heads, dim, dtype=F32, device=device, seed=4)
-    for norms, spread in (((None, None, EPS), (0, None)), ((None, weight, EPS), (1, center))):
+    plain: tuple[HeadNorms[Tensor], HadamardRotation[Tensor]]
+    plain = HeadNorms(None, None, EPS), HadamardRotation(False, None)
+    for norms, spread in (plain, (HeadNorms(None, weight, EPS), HadamardRotation(True, center))):
         outcomes = []
         for many in (1 << 30, 1):
             monkeypatch.setattr("allspan.kernels.cuda.rows.rotary_append._MANY_ROWS", many)
             qkv, held = poisoned(n, heads + 2 * kv_heads, dim, device=device), pages(shape, dtype, device)
             qkv.copy_(rows(*qkv.shape, device=device))
-            rotary_append(qkv, heads, norms, turning, spread, tuple(held), slots)  # type: ignore[arg-type]
+            rotary_append(qkv, heads, norms, Rotation(*turning), spread, KvPages(*held), slots)  # type: ignore[arg-type]
             assert all(is_kept(x) for x in (qkv, *held) if x is not None)
             outcomes.append((qkv, *held))
         assert all(same(one, other) for one, other in zip(*outcomes, strict=True))
@@ -282,22 +286,23 @@ def test_pages_by_tokens_in_one_tensor(device: str) -> None:
 
 def test_what_does_not_fit_is_refused(device: str) -> None:
     shape = SMALL[0]
-    qkv, cache, slots = rows(5, 7, 128, device=device), tuple(pages(shape, I8, device)), slots_of(5, device)
-    rotation = (positions(5, device), table(128, device))
+    qkv, cache, slots = rows(5, 7, 128, device=device), KvPages(*pages(shape, I8, device)), slots_of(5, device)
+    rotation = Rotation(positions(5, device), table(128, device))
 
     def refused(message: str, x: Tensor = qkv, **other: Any) -> None:
         given = {"num_heads": 3, "rotation": rotation, "pages": cache, "slots": slots} | other
+        norms: HeadNorms[Tensor] = HeadNorms(None, None, EPS)
+        hadamard: HadamardRotation[Tensor] = HadamardRotation(False, None)
         with pytest.raises(ValueError, match=message):
-            rotary_append(
-                x, given["num_heads"], (None, None, EPS), given["rotation"], (0, None), given["pages"], given["slots"]
-            )
+            rotary_append(x, given["num_heads"], norms, given["rotation"], hadamard, given["pages"], given["slots"])
 
     refused("qkv: 7 heads are not 4 of queries", num_heads=4)
     refused("q: torch.float32", qkv.float())
     refused("head_dim: 512", rows(5, 7, 512, device=device))
     refused("slots: ", slots=slots.long())
-    refused("cos_sin: 130 elements", rotation=(rotation[0], table(130, device)))
-    refused("k_cache: .* is not", pages=tuple(pages(Shape(5, 3, 1, 128, 128), I8, device)))
-    refused("k_scales: pages of torch.int8 have scales", pages=(*cache[:2], None, None))
-    refused("k_scales: pages of torch.bfloat16 have no scales", pages=(*pages(shape, BF16, device)[:2], *cache[2:]))
-    refused("v_cache: torch.bfloat16 .* differs", pages=(cache[0], pages(shape, BF16, device)[1], *cache[2:]))
+    refused("cos_sin: 130 elements", rotation=Rotation(rotation.positions, table(130, device)))
+    refused("k_cache: .* is not", pages=KvPages(*pages(Shape(5, 3, 1, 128, 128), I8, device)))
+    refused("k_scales: pages of torch.int8 have scales", pages=KvPages(*cache[:2], None, None))
+    halves = pages(shape, BF16, device)
+    refused("k_scales: pages of torch.bfloat16 have no scales", pages=KvPages(*halves[:2], *cache[2:]))
+    refused("v_cache: torch.bfloat16 .* differs", pages=KvPages(cache[0], halves[1], *cache[2:]))

@@ -140,8 +140,8 @@ def test_only_keys_of_a_quantised_cache_are_spread(tmp_path: Path) -> None:
     for folder, centers in (("biased", 2), ("plain", 0)):
         prepared = prepare(ModelConfig(path=str(tmp_path / folder), name="tiny"), CacheConfig(), 0, 1)
         plain, quantised = (build_decoder(prepared.holding, quantised).program for quantised in (False, True))
-        for program, spreads in ((plain, 0), (quantised, 1)):
-            assert [op.arguments[4][0] for op in program.ops if op.name == "rotary_append"] == [spreads] * 2
+        for program, spreads in ((plain, False), (quantised, True)):
+            assert [op.arguments[4].is_on for op in program.ops if op.name == "rotary_append"] == [spreads] * 2
         names = [slot.name for slot in quantised.slots if isinstance(slot, Named)]
         assert sum(name.startswith("k_center.") for name in names) == centers
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.models.attention import AttentionHeads, attention_meta
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
@@ -72,23 +73,23 @@ class Gqa:
         attended = sub.buffer("attended", heads * size)
         sub.linear("qkv", x, qkv)
         qkv_heads = program.view(qkv, heads + 2 * kv_heads, size)
-        norms = [sub.weight(f"{each}_norm.weight") if self.qk_norm_eps else None for each in "qk"]
+        q_norm, k_norm = (sub.weight(f"{each}_norm.weight") if self.qk_norm_eps else None for each in "qk")
         turns = sub.constant("cos_sin", (self.rotary, size), self._cos_sin)
         center = self._center(sub) if sub.quantised_cache and self.has_centers else None
-        cache = tuple(sub.cache(part) for part in ("k_cache", "v_cache", "k_scales", "v_scales"))
+        pages = KvPages(*(sub.cache(part) for part in ("k_cache", "v_cache", "k_scales", "v_scales")))
         program.op(
             "rotary_append",
             qkv_heads,
             heads,
-            (*norms, self.qk_norm_eps),
-            (program.input("positions"), turns),
-            (int(sub.quantised_cache), center),
-            cache,
+            HeadNorms(q_norm, k_norm, self.qk_norm_eps),
+            Rotation(program.input("positions"), turns),
+            HadamardRotation(sub.quantised_cache, center),
+            pages,
             sub.slots,
         )
         own = self.on_rank(sub.shard)
         meta = sub.meta("attention", own, lambda context: attention_meta(own, context))
-        program.op("attention", qkv_heads, *cache, meta, program.view(attended, heads, size))
+        program.op("attention", qkv_heads, *pages, meta, program.view(attended, heads, size))
         return attended
 
     def project(self, sub: Sublayer, attended: Slot) -> None:
