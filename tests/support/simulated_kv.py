@@ -7,6 +7,7 @@ a plan reads must be what the request's tokens would have written, and what it w
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -183,6 +184,9 @@ class SimulatedRank:
         assert len({run.row for run in plan.runs}) == len(plan.runs)
         sampled: dict[int, tuple[int, ...]] = {}
         prompt: dict[int, tuple[TokenLogprob, ...]] = {}
+        drafts = dict(plan.drafts)
+        for row, proposed in drafts.items():
+            self.rows[row].tokens += proposed
         for run in plan.runs:
             self._write(self.rows[run.row], run.num_tokens)
         for run in plan.runs:
@@ -194,12 +198,32 @@ class SimulatedRank:
                 entries = tuple(TokenLogprob(float(position + 1)) for position in range(start, ends))
                 prompt |= {run.row: entries} if entries else {}
             if row.num_computed == len(row.tokens):
-                token = next_token(row.tokens)
-                row.tokens.append(token)
-                sampled[run.row] = (token,)
-        assert len(sampled) + sum(map(len, prompt.values())) <= limits.max_logits_rows
+                sampled[run.row] = self._sample(row, len(drafts.get(run.row, ())))
+            self._forget(row, run.row in drafts)
+        num_sampled = len(sampled) + sum(map(len, drafts.values()))
+        assert num_sampled + sum(map(len, prompt.values())) <= limits.max_logits_rows
         self.num_computed += plan.num_tokens
         return StepResult(plan.step, sampled, tokens_hash=plan.step, prompt_logprobs=prompt)
+
+    def _sample(self, row: _Row, num_drafts: int) -> tuple[int, ...]:
+        """Keeps the drafts at the row's end that are what it says, and adds the next token."""
+        first = len(row.tokens) - num_drafts
+        drafts, row.tokens = row.tokens[first:], row.tokens[:first]
+        row.tokens.append(next_token(row.tokens))
+        for draft in drafts:
+            if row.tokens[-1] != draft:
+                break
+            row.tokens.append(next_token(row.tokens))
+        row.num_computed = len(row.tokens) - 1
+        return tuple(row.tokens[first:])
+
+    def _forget(self, row: _Row, had_drafts: bool) -> None:
+        """Places before what later tokens see, and those behind drafts that were not kept, were given back."""
+        last = -(-len(row.tokens) // self.size) if had_drafts else sys.maxsize
+        for index, group in enumerate(self.groups):
+            first, pages = group.lifetime.first_seen(row.num_computed) // self.size, row.pages[index]
+            for place in [place for place in pages if not first <= place < last and not group.lifetime.is_state]:
+                del pages[place]
 
     def _write(self, row: _Row, count: int) -> None:
         assert 1 <= count <= len(row.tokens) - row.num_computed
@@ -214,7 +238,7 @@ class SimulatedRank:
                 self.device[index][page][position % self.size] = values[position]
 
     def _check(self, row: _Row, start: int) -> None:
-        """What the queries from `start` on see is the request's own; what later ones do not is forgotten."""
+        """What the queries from `start` on see is the request's own."""
         values = folds(row.tokens[: row.num_computed])
         for index, group in enumerate(self.groups):
             pages, last = row.pages[index], row.num_computed
@@ -224,8 +248,6 @@ class SimulatedRank:
             for position in range(group.lifetime.first_seen(start), last):
                 found = self.device[index][pages[position // self.size]][position % self.size]
                 assert found == values[position], "a page holds another request's KV"
-            for place in [place for place in pages if place < group.lifetime.first_seen(last) // self.size]:
-                del pages[place]
 
 
 LIMITS = Limits(

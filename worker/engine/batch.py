@@ -86,13 +86,15 @@ class Batch:
             stayed = self._rows.stayed(rows, step.num_leaves)
             rows, positions, tokens = rows[stayed], positions[stayed], tokens[stayed]
             logprobs = {row: logprobs[row] for row in rows.tolist() if row in logprobs}
+        made: dict[int, tuple[int, ...]] = {
+            row: (token,) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
+        }
+        for row in step.drafted:
+            made[row] = self._accept(row, tokens[rows == row].tolist())
         self._rows.tokens[rows, positions] = tokens
         if self._decodes is not None:
             self._decodes.sampled = tokens
         self.tokens_hash = zlib.crc32(tokens.tobytes(), zlib.crc32(rows.data, self.tokens_hash))
-        made: dict[int, tuple[int, ...]] = {
-            row: (token,) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
-        }
         return StepResult(step.number, made | failed, logprobs, self.tokens_hash, sampled.prompt_logprobs)
 
     def _begin(self, plan: StepPlan, newest: BatchStep | None) -> BatchStep:
@@ -100,6 +102,8 @@ class Batch:
         token `newest` is still sampling."""
         state = self._rows
         unknown: dict[int, int] = {}
+        for row, drafts in plan.drafts:
+            self._sampler.begin_drafts(row, state.draft(row, drafts))
         if newest is not None:
             sampling = newest.logits.rows
             stayed = state.stayed(sampling, newest.num_leaves)
@@ -115,12 +119,19 @@ class Batch:
         if num_unknown:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         step = BatchStep(plan.step, self.buffers.fill(values, common), logits, state.num_leaves, num_unknown)
+        step.drafted = tuple(row for row, _ in plan.drafts)
         state.num_computed[rows] += counts
         state.num_tokens[logits.sampling] += 1
         if self.buffers.is_shared and logits.targets is None and len(rows) == len(values["ids"]) == len(logits.rows):
             room = self._page_size - 1 - int((values["positions"] % self._page_size).max())
             self._decodes = DecodeRun(plan.runs, step, room)
         return step
+
+    def _accept(self, row: int, sampled: list[int]) -> tuple[int, ...]:
+        """The row's new tokens: drafts that agree with what was sampled, and the first that was sampled instead."""
+        kept = self._rows.accept(row, sampled)
+        self._sampler.retract(row, int(self._rows.num_tokens[row]) - 1)
+        return tuple(sampled[: kept + 1])
 
     def _drop(self, plan: StepPlan, inbox: Inbox) -> None:
         for request_id in plan.drops:
@@ -170,7 +181,9 @@ class Batch:
         starts = state.num_computed[rows]
         kv_lens = starts + counts
         page_counts = -(-kv_lens // self._page_size)
-        if (page_counts > state.num_pages[rows]).any() or (kv_lens > state.num_tokens[rows]).any():
+        if (page_counts > state.num_pages[rows]).any() or (
+            kv_lens > state.num_tokens[rows] + state.num_drafts[rows]
+        ).any():
             raise InternalError(f"step {step}: a row runs past its tokens or its pages")
         qo_indptr, page_indptr = _indptr(counts), _indptr(page_counts)
         token_rows = np.repeat(rows, counts)
@@ -193,17 +206,20 @@ class Batch:
     def _choose_logits(
         self, rows: Longs, token_rows: Longs, positions: Longs, qo_indptr: Longs
     ) -> tuple[Longs, LogitsRows]:
-        """Which of a step's tokens need logits: the last of each row, to sample the next, and those before a prompt
-        token whose log-probabilities are wanted."""
+        """Which of a step's tokens need logits: the last of each row and its drafts, to sample the next, and those
+        before a prompt token whose log-probabilities are wanted."""
         num_tokens, prompt_ends = self._rows.num_tokens, self._rows.prompt_ends
-        if not prompt_ends[rows].any():
+        has_prompts = prompt_ends[rows].any()
+        if not has_prompts and not self._rows.num_drafts[rows].any():
             lasts = qo_indptr[1:] - 1
             samples = positions[lasts] + 1 == num_tokens[rows]
             return lasts[samples], LogitsRows(rows[samples], num_tokens[rows[samples]])
         following = positions + 1
         is_known = positions < prompt_ends[token_rows]
-        chosen = np.flatnonzero(is_known | (following == num_tokens[token_rows]))
+        chosen = np.flatnonzero(is_known | (following >= num_tokens[token_rows]))
         rows, following = token_rows[chosen], following[chosen]
+        if not has_prompts:
+            return chosen, LogitsRows(rows, following)
         # The buffer's place behind the last token is there (the context leaves room for one), and not looked at.
         targets = np.where(is_known[chosen], self._rows.tokens[rows, following], -1).astype(np.int64)
         return chosen, LogitsRows(rows, following, targets)

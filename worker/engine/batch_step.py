@@ -46,6 +46,8 @@ class BatchStep:
     num_unknown: int = 0
     """The first so many token ids are not known on the host yet: in their place is where the newest step in flight
     samples them."""
+    drafted: tuple[int, ...] = ()
+    """Rows whose last tokens are drafts; the first of their rows of logits is that before the first draft."""
 
 
 class DecodeRun:

@@ -37,6 +37,7 @@ from allspan.worker.sampling.grammar import MaskMaker
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.sampler import Sampler
+from allspan.worker.scheduler.drafting import Drafting, drafter_of
 from allspan.worker.scheduler.limits import limits_of
 from allspan.worker.scheduler.lookahead import DEPTH, Lookahead
 from allspan.worker.scheduler.page_manager import PrefixSettings
@@ -101,7 +102,9 @@ class EngineCore:
         patience = Patience(config.service.watchdog_timeout)
         self.masks = masks = MaskMaker(config.parallel.cpus)
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
-        sampler = Sampler(most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience, masks)
+        self._sampler = sampler = Sampler(
+            most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience, masks
+        )
         self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device, patience), tiers)
         depth = DEPTH if most.async_scheduling and is_on_gpu(model) else 1
         runner = Runner(model, sampler, self._batch)
@@ -199,6 +202,11 @@ class EngineCore:
                 self._check_alive()
         if pending.error is not None:
             raise pending.error
+
+    def draft_with(self, drafter: str, most: int) -> None:
+        """Leader, before the first step: verifies up to `most` drafts of a request in a step. ConfigError for a drafter
+        that DRAFTERS does not have."""
+        self._scheduler.drafting = Drafting(drafter_of(drafter), most, self._sampler.verifies_drafts)
 
     def reset_prefix_cache(self) -> None:
         """Leader: forgets every cached page; those in use are forgotten when they are given back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +25,8 @@ class RowStates:
         self.tokens: Ints = np.zeros((rows, sizes.max_model_len), dtype=np.int32)
         self.pages: Ints = np.zeros((rows, pages), dtype=np.int32)
         self.num_tokens: Longs = np.zeros(rows, dtype=np.int64)
+        self.num_drafts: Longs = np.zeros(rows, dtype=np.int64)
+        """Tokens behind the last one that a step in flight verifies."""
         self.num_computed: Longs = np.zeros(rows, dtype=np.int64)
         self.num_pages: Longs = np.zeros(rows, dtype=np.int64)
         self.prompt_ends: Longs = np.zeros(rows, dtype=np.int64)
@@ -39,6 +43,23 @@ class RowStates:
         self.num_tokens[row] = len(tokens)
         self.num_computed[row] = num_computed
         self.num_pages[row] = 0
+
+    def draft(self, row: int, drafts: Sequence[int]) -> int:
+        """Puts drafts behind the row's tokens, and returns how many these are."""
+        count = int(self.num_tokens[row])
+        self.tokens[row, count : count + len(drafts)] = drafts
+        self.num_drafts[row] = len(drafts)
+        return count
+
+    def accept(self, row: int, sampled: Sequence[int]) -> int:
+        """Keeps the drafts that agree with what was sampled in their places; returns how many."""
+        count, first = int(self.num_drafts[row]), int(self.num_tokens[row]) - 1
+        drafts = self.tokens[row, first : first + count].tolist()
+        kept = next((i for i in range(count) if drafts[i] != sampled[i]), count)
+        self.num_drafts[row] = 0
+        self.num_tokens[row] += kept
+        self.num_computed[row] -= count - kept
+        return kept
 
     def leave(self, row: int) -> None:
         self.request_ids[row] = None

@@ -52,6 +52,12 @@ class Matcher(Protocol):
     def consume(self, token_ids: list[int]) -> None:
         """The output's next tokens. Raises MatcherFailed."""
 
+    def accepts(self, token_ids: list[int]) -> int:
+        """How many of these tokens, from the first on, may come next. Consumes none."""
+
+    def rollback(self, count: int) -> None:
+        """Takes the last tokens back. Raises MatcherFailed."""
+
     def fill(self, mask: Words) -> bool:
         """Writes which tokens may come next: token i is bit i % 32 of mask[i // 32]. Ends and ids without a text are
         not among them. Returns whether the text is whole. Raises MatcherFailed."""
@@ -139,6 +145,8 @@ class GrammarRow:
         self._position = -1
         """The mask's."""
         self._is_whole = False
+        self._first_draft = len(tokens)
+        """From this position on, tokens are drafts."""
         self._failure = ""
         self._spent_s = 0.0
 
@@ -173,7 +181,31 @@ class GrammarRow:
         if self._spent_s > allowed_s:
             self.fail(position, f"its masks took {self._spent_s:.2f} s of a processor, {allowed_s:.2f} s are allowed")
 
+    def begin_drafts(self, position: int) -> None:
+        """Tokens from `position` on are drafts, which need not be of the grammar's language."""
+        self._first_draft = position
+
+    def retract(self, position: int) -> None:
+        """Of the tokens that were read, those before `position` hold, and none is a draft any more."""
+        self._first_draft, self._position = len(self._tokens), -1
+        if self._failure or self._consumed <= position:
+            return
+        try:
+            self._matcher.rollback(self._consumed - position)
+            self._consumed = position
+        except MatcherFailed:
+            self._matcher, self._consumed = self._grammar.matcher(), self._prompt_len
+
     def _advance(self, position: int) -> None:
+        drafts = self._tokens[max(self._consumed, self._first_draft) : position].tolist()
+        if drafts:
+            certain = self._tokens[self._consumed : position - len(drafts)].tolist()
+            self._matcher.consume(certain)
+            self._consumed += len(certain)
+            if self._matcher.accepts(drafts) < len(drafts):  # what is sampled behind them is not looked at
+                self._mask.fill(0)
+                self._is_whole = False
+                return
         self._matcher.consume(self._tokens[self._consumed : position].tolist())
         self._consumed = position
         self._is_whole = self._matcher.fill(self._mask)

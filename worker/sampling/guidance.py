@@ -108,6 +108,13 @@ class GuidanceMatcher:
         if token_ids and not self._matcher.consume_tokens(token_ids):
             raise MatcherFailed(one_line(self._matcher.get_error()) or "a token is not of the grammar's language")
 
+    def accepts(self, token_ids: list[int]) -> int:
+        return int(self._matcher.validate_tokens(token_ids))
+
+    def rollback(self, count: int) -> None:
+        if not self._matcher.rollback(count):
+            raise MatcherFailed(one_line(self._matcher.get_error()) or f"{count} tokens cannot be taken back")
+
     def fill(self, mask: Words) -> bool:
         self._matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
         if self._matcher.is_error():

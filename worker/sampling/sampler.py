@@ -140,6 +140,8 @@ class Sampler:
         self._settings = np.zeros(max_rows, dtype=SETTINGS)
         self._changes: dict[int, tuple[Change, ...]] = {}
         """Of those rows that have any."""
+        self._rows: dict[int, Row] = {}
+        """What those rows asked for."""
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._num_prompt_logprobs = np.zeros(max_rows, dtype=np.int64)
         self._demanding: set[int] = set()
@@ -178,7 +180,7 @@ class Sampler:
             self._grammars[row] = GrammarRow(grammar, tokens, prompt_len, ends, self._seen_masks, first_end, on_host)
             asked = replace(asked, grammar=self._grammars[row])
         if changes := changes_of(asked):
-            self._changes[row] = changes
+            self._changes[row], self._rows[row] = changes, asked
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._num_prompt_logprobs[row] = min(params.prompt_logprobs or 0, self._vocab_size)
         if changes or not params.is_greedy or params.logprobs is not None:
@@ -190,11 +192,30 @@ class Sampler:
 
     def remove(self, row: int) -> None:
         self._changes.pop(row, None)
+        self._rows.pop(row, None)
         self._grammars.pop(row, None)
         self._demanding.discard(row)
         self._waiting.discard(row)
         if self._device:
             self._device.remove(row)
+
+    def verifies_drafts(self, params: SamplingParams) -> bool:
+        """Whether several tokens of such a row can be sampled in one step, the later ones behind drafts."""
+        return self._device is None or (
+            params.grammar is None and not changes_of(self._asked(params, 0, self._no_tokens))
+        )
+
+    def begin_drafts(self, row: int, position: int) -> None:
+        """The row's tokens from `position` on are drafts, until `retract`."""
+        if grammar := self._grammars.get(row):
+            grammar.begin_drafts(position)
+
+    def retract(self, row: int, position: int) -> None:
+        """Drafts of the row have been verified: of what it was sampled by, its tokens before `position` hold."""
+        if grammar := self._grammars.get(row):
+            grammar.retract(position)
+        if row in self._changes:  # the others count tokens, and begin anew
+            self._changes[row] = changes_of(self._rows[row])
 
     def _asked(self, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> Row:
         return Row(params, prompt_len, tokens, self._vocab_size, self._eos, self._kernel)
@@ -205,13 +226,12 @@ class Sampler:
             return
         size = 1 if self._device else self._collectives.size
         first = 0 if self._device else self._collectives.rank
-        mine = [
-            (grammar, int(positions[i]))
-            for i in range(first, len(rows), size)
-            if (grammar := self._grammars.get(int(rows[i]))) and (targets is None or targets[i] < 0)
-        ]
+        mine: dict[GrammarRow, int] = {}
+        for i in range(first, len(rows), size):
+            if (grammar := self._grammars.get(int(rows[i]))) and (targets is None or targets[i] < 0):
+                mine.setdefault(grammar, int(positions[i]))  # those behind drafts are made one after the other
         if mine:
-            self._masks.begin(mine)
+            self._masks.begin(list(mine.items()))
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """A token, or its log-probabilities, for each row of logits.
@@ -326,14 +346,10 @@ class Sampler:
         """int32 [m, columns] for whole rows of logits [m, vocabulary]."""
         logits: Logits = np.ascontiguousarray(whole.numpy())
         result = np.zeros((len(wanted.rows), columns), dtype=np.int32)
-        raw = self._change(logits, wanted) if self._changes else {}
+        raw, verdicts = self._change(logits, wanted) if self._changes else ({}, {})
         self._kernel.sample_rows(logits, wanted.rows, wanted.positions, wanted.targets, self._settings, result)
         for i in np.flatnonzero(result[:, 0] == ALL_MASKED).tolist():
-            grammar = self._grammars.get(int(wanted.rows[i]))
-            if i not in raw:  # it came so from the model
-                result[i, 0] = NOT_FINITE
-            elif grammar:
-                result[i, 0] = grammar.verdict
+            result[i, 0] = verdicts.get(i, NOT_FINITE)  # or it came so from the model
         if columns > 1:
             for i, row in raw.items():
                 if row is not None:
@@ -341,9 +357,11 @@ class Sampler:
             self._kernel.log_softmax_rows(logits, wanted.counts, result)
         return result
 
-    def _change(self, logits: Logits, wanted: _Wanted) -> dict[int, Logits | None]:
-        """Applies the rows' changes. Which have been changed, with their raw logits if these are needed later."""
+    def _change(self, logits: Logits, wanted: _Wanted) -> tuple[dict[int, Logits | None], dict[int, int]]:
+        """Applies the rows' changes. Which have been changed, with their raw logits if these are needed later; and what
+        each one gets when no token is left."""
         raw: dict[int, Logits | None] = {}
+        verdicts: dict[int, int] = {}
         self._masks.wait()
         for i, row in enumerate(wanted.rows.tolist()):
             changes = self._changes.get(row)
@@ -353,7 +371,9 @@ class Sampler:
             position = int(wanted.positions[i])
             for change in changes:
                 change(position, logits[i])
-        return raw
+            grammar = self._grammars.get(row)
+            verdicts[i] = grammar.verdict if grammar else ALL_MASKED
+        return raw, verdicts
 
 
 def _unpack(result: NDArray[np.int32], wanted: _Wanted) -> Sampled:
@@ -370,7 +390,7 @@ def _unpack(result: NDArray[np.int32], wanted: _Wanted) -> Sampled:
         top = floats[i, 2 + most : 2 + most + count].tolist()
         entry = TokenLogprob(float(floats[i, 1]), tuple(zip(ids, top, strict=True)))
         if wanted.targets[i] < 0:
-            logprobs[row] = (entry,)
+            logprobs[row] = (*logprobs.get(row, ()), entry)
         else:
             prompt.setdefault(row, []).append(entry)
     return Sampled(tokens, logprobs, {row: tuple(entries) for row, entries in prompt.items()})

@@ -1,11 +1,64 @@
-"""When a request has all its tokens, and what is told of how it went."""
+"""Finish reasons: when a request has all its tokens, and the timings that are reported then."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
-from allspan.protos.api.results import RequestTimings
+from allspan.protos.api.errors import AllspanError
+from allspan.protos.api.results import Output, RequestTimings
+from allspan.worker.sampling.failure import failure
+from allspan.worker.scheduler.plan import Run, StepResult
 from allspan.worker.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What a step's new tokens did to a request."""
+
+    count: int
+    """Tokens that it gets; those behind its end are cut off."""
+    reason: str = ""
+    """The finish reason, "" when it goes on."""
+    stop_token_id: int | None = None
+    error: AllspanError | None = None
+    """What ended it without a finish reason."""
+
+
+NOT_ENDED = End(0)
+
+
+def append(request: Request, tokens: Sequence[int], eos_token_ids: Set[int], now: float) -> End:
+    """Gives a request new tokens, up to the one that ends it. A negative number in the place of a token says why there
+    is none; see `allspan.worker.sampling.failure`."""
+    for count, token in enumerate(tokens):
+        if token < 0:
+            error = failure(token, request.num_tokens)
+            return End(count, "" if error else "stop", error=error)
+        request.first_token_at = request.first_token_at or now
+        request.output_token_ids.append(token)
+        reason, stop_token_id = finish(request, eos_token_ids)
+        if reason:
+            return End(count + 1, reason, stop_token_id)
+    return End(len(tokens))
+
+
+def outputs_of(request: Request, run: Run, end: End, result: StepResult, now: float) -> list[Output | AllspanError]:
+    """What the caller is told of a step: `end.count` tokens, log-probabilities of the prompt, the end."""
+    tokens = result.tokens.get(run.row, ())[: end.count]
+    is_first = bool(tokens) and len(tokens) == len(request.output_token_ids) - request.num_resumed
+    # A request that was preempted in the midst of its prompt goes through the beginning again: it is told once.
+    before = request.num_computed - run.num_tokens
+    prompt_logprobs = result.prompt_logprobs.get(run.row, ())[max(0, request.num_prompt_logprobs - before) :]
+    request.num_prompt_logprobs += len(prompt_logprobs)
+    outputs: list[Output | AllspanError] = []
+    if tokens or end.reason or (prompt_logprobs and not end.error):
+        told = timings(request, now) if end.reason or is_first else None
+        logprobs = result.logprobs.get(run.row, ())[: end.count]
+        outputs.append(Output(tokens, logprobs, end.reason, end.stop_token_id, told, prompt_logprobs))
+    if end.error:
+        outputs.append(end.error)
+    return outputs
 
 
 def finish(request: Request, eos_token_ids: Set[int]) -> tuple[str, int | None]:

@@ -69,7 +69,8 @@ class Lookahead:
 
     def launch(self, plan: StepPlan, requests: Sequence[Request], samples: bool) -> None:
         """A step has been planned for `requests`, those of its runs; `samples`: some of them get a token."""
-        self._flights.append(Flight(plan, requests, samples and not self._synchronous))
+        can_follow = samples and not self._synchronous and not plan.drafts
+        self._flights.append(Flight(plan, requests, can_follow))
 
     def land(self, step: int) -> Flight | None:
         """The oldest step in flight, which is over; None when it is not `step`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
+from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, StepPlan
+from allspan.worker.scheduler.step_builder import StepBuilder
 
 
 @dataclass(slots=True)
@@ -35,7 +36,11 @@ class NextPlan:
         self.joins[:] = joins
 
     def make(
-        self, runs: list[Run], copies: tuple[tuple[Copy, ...], tuple[Copy, ...]], in_flight: int, operation: Operation
+        self,
+        step: StepBuilder,
+        copies: tuple[tuple[Copy, ...], tuple[Copy, ...]],
+        in_flight: int,
+        operation: Operation,
     ) -> StepPlan:
         """The plan of one more step. `copies`: saves and loads."""
         self.step += 1
@@ -49,7 +54,8 @@ class NextPlan:
             grants=tuple(self.grants),
             saves=copies[0],
             loads=copies[1],
-            runs=tuple(runs),
+            runs=tuple(step.runs),
+            drafts=tuple(step.drafts.items()),
             in_flight=in_flight,
             operation=operation,
         )

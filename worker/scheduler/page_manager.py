@@ -118,6 +118,27 @@ class PageManager:
                 held.pages.extend(grants[-1].pages)
         return grants
 
+    def extend_for_drafts(self, request: Request, count: int, running: int) -> tuple[int, list[Grant]]:
+        """How many of `count` drafts behind the next token there are pages for, and those pages. Another page is taken
+        only where `running` more are left in each group: drafts cost nobody a place."""
+        spare = min(group.cache.device.num_available for group in self.groups)
+        if not self.has_capacity(request, 1 + count) and spare > running:
+            grants = self.extend(request, 1 + min(count, self._page_size))
+            return min(count, self._page_size), grants or []
+        while count and not self.has_capacity(request, 1 + count):
+            count -= 1
+        return count, []
+
+    def retract(self, request: Request) -> None:
+        """Gives back pages that were taken for drafts that were not kept."""
+        for group, held in zip(self.groups, request.held, strict=True):
+            group.release_beyond(held, request.num_tokens)
+
+    @property
+    def can_retract(self) -> bool:
+        """Whether tokens can be taken out of the cache again. Not where a page holds a state of all of them."""
+        return not any(group.limits.lifetime.is_state for group in self.groups)
+
     def commit_computed(self, request: Request) -> None:
         """The KV of `num_computed` tokens lies in its pages: those that have become full can be found from now on, and
         those that no later token sees are given back."""

@@ -90,6 +90,8 @@ class StepPlan:
     """Steps whose tokens were not known yet when this one was planned: a rank that carries the plan out has landed all
     others."""
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Row and the last tokens of its run, which are only proposed: every one is sampled as well, and those up to the
+    first that differs are kept."""
     operation: Operation = Operation.NONE
 
     @property

@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterable, Sequence
 from allspan.protos.api.errors import AllspanError, AlreadyExists, DeadlineExceeded, InternalError, QueueFull
 from allspan.protos.api.results import Output
 from allspan.worker.cache.page_pool import PagePool
-from allspan.worker.sampling.failure import failure
 from allspan.worker.scheduler.counters import SchedulerCounters, Throughput
-from allspan.worker.scheduler.finish import finish, timings
+from allspan.worker.scheduler.drafting import Drafting
+from allspan.worker.scheduler.finish import NOT_ENDED, append, outputs_of, timings
 from allspan.worker.scheduler.invariants import Standing, check_standing
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.lookahead import Lookahead
 from allspan.worker.scheduler.next_plan import NextPlan
 from allspan.worker.scheduler.page_manager import PageManager, PrefixHit, PrefixSettings
-from allspan.worker.scheduler.plan import Join, Operation, Run, StepPlan, StepResult
+from allspan.worker.scheduler.plan import Join, Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
 from allspan.worker.scheduler.slots import Slots
 from allspan.worker.scheduler.step_builder import StepBuilder
@@ -67,6 +67,8 @@ class Scheduler:
         self._running: list[Request] = []
         """By priority, then by arrival: the last one makes room."""
         self._slots = Slots(limits.max_num_seqs)
+        self.drafting: Drafting | None = None
+        """None: no drafts. Else no step is planned ahead, as drafts begin with the last token."""
 
     @property
     def pool(self) -> PagePool:
@@ -149,7 +151,7 @@ class Scheduler:
         in_flight = len(self.lookahead)
         if in_flight >= self.lookahead.depth:
             raise InternalError(f"{in_flight} steps are in flight, the most is {self.lookahead.depth}")
-        if in_flight and (operation is not Operation.NONE or not self.lookahead.may_plan()):
+        if in_flight and (operation is not Operation.NONE or self.drafting or not self.lookahead.may_plan()):
             return None
         self.memory.settle()
         step = StepBuilder(self.limits, is_ahead=in_flight > 0)
@@ -157,7 +159,7 @@ class Scheduler:
             self._fill(step)
             if not step.runs and (in_flight or not self._next.has_ends):
                 return None
-        plan = self._next.make(step.runs, self.memory.take_copies(), in_flight, operation)
+        plan = self._next.make(step, self.memory.take_copies(), in_flight, operation)
         self.lookahead.launch(plan, step.requests, bool(step.sampled))
         return plan
 
@@ -171,18 +173,26 @@ class Scheduler:
         now = self._clock()
         before = self.counters.generated_tokens
         outcomes: list[Outcome] = []
+        drafted = dict(flight.plan.drafts)
         for run, request in zip(flight.plan.runs, flight.requests, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue
+            tokens = result.tokens.get(run.row, ())
+            output = len(request.output_token_ids)
+            end = append(request, tokens, self._eos, now) if tokens else NOT_ENDED
+            self.counters.generated_tokens += len(request.output_token_ids) - output
+            request.num_unknown -= bool(tokens)
             request.num_in_flight -= run.num_tokens
             request.num_computed += run.num_tokens
+            if run.row in drafted:  # without the drafts that were not kept
+                request.num_computed = min(request.num_computed, request.num_tokens - 1)
             self.memory.commit_computed(request)
-            tokens = result.tokens.get(run.row, ())
+            if run.row in drafted:
+                self.memory.retract(request)
             if tokens or run.row in result.prompt_logprobs:
-                request.num_unknown = max(request.num_unknown - len(tokens), 0)
-                news = self._extend(request, run, tokens, result, now)
-                if news is not None:
-                    outcomes.append((request, news))
+                outcomes += [(request, news) for news in outputs_of(request, run, end, result, now)]
+                if end.reason or end.error:
+                    self._end(request, RequestStatus.FAILED if end.error else RequestStatus.FINISHED)
         self.throughput.generation.count(now, self.counters.generated_tokens - before)
         return outcomes
 
@@ -193,6 +203,19 @@ class Scheduler:
         self._schedule_prefills(self._schedule_decodes(step), step)
         if step.is_ahead and (step.must_wait or self._is_outranked()):
             step.withdraw()
+        if self.drafting and self.memory.can_retract:
+            self._draft(self.drafting, step)
+
+    def _draft(self, drafting: Drafting, step: StepBuilder) -> None:
+        """Adds drafts to decodes, with what is left of the step's budgets."""
+        for index, (request, run) in enumerate(zip(step.requests, step.runs, strict=True)):
+            if run.num_tokens > 1 or not request.num_unknown or not step.room:
+                continue
+            if drafts := drafting.propose(request, step.room, self.limits.vocab_size):
+                count, grants = self.memory.extend_for_drafts(request, len(drafts), len(self._running))
+                self._next.grants += grants
+                if count:
+                    step.draft(index, drafts[:count])
 
     def _is_outranked(self) -> bool:
         """Whether a waiting request goes before a running one by priority."""
@@ -346,30 +369,6 @@ class Scheduler:
         self.counters.finished_requests += 1
         self.counters.cancelled_requests += status is RequestStatus.CANCELLED
         self.counters.failed_requests += status is RequestStatus.FAILED
-
-    def _extend(
-        self, request: Request, run: Run, tokens: tuple[int, ...], result: StepResult, now: float
-    ) -> Output | AllspanError | None:
-        if tokens and tokens[-1] < 0:
-            failed = failure(tokens[-1], request.num_tokens)
-            self._end(request, RequestStatus.FAILED if failed else RequestStatus.FINISHED)
-            return failed or Output(finish_reason="stop", timings=timings(request, now))
-        # A request that was preempted in the midst of its prompt goes through the beginning again: it is told once.
-        before = request.num_computed - run.num_tokens
-        prompt_logprobs = result.prompt_logprobs.get(run.row, ())[max(0, request.num_prompt_logprobs - before) :]
-        request.num_prompt_logprobs += len(prompt_logprobs)
-        if not tokens:
-            return Output(prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-        is_first = not request.first_token_at
-        if is_first:
-            request.first_token_at = now
-        request.output_token_ids.extend(tokens)
-        self.counters.generated_tokens += len(tokens)
-        reason, stop_token_id = finish(request, self._eos)
-        if reason:
-            self._end(request, RequestStatus.FINISHED)
-        told = timings(request, now) if reason or is_first else None
-        return Output(tokens, result.logprobs.get(run.row, ()), reason, stop_token_id, told, prompt_logprobs)
 
     def check(self) -> None:
         """Raises InternalError unless pages, rows, queue and states agree. For tests and idle moments."""

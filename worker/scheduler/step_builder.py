@@ -20,6 +20,8 @@ class StepBuilder:
         """Of the runs."""
         self.sampled: list[Request] = []
         """Those of the requests that get a token in this step."""
+        self.drafts: dict[int, tuple[int, ...]] = {}
+        """By row: the last tokens of its run, which are only proposed."""
         self.has_preempted = False
         self.must_wait = False
         """A step ahead that cannot be planned before those in flight are over."""
@@ -46,6 +48,20 @@ class StepBuilder:
             self._add(request, Run(request.row, count), samples=count >= pending)
             self.budget -= count
             self.logits -= rows
+
+    @property
+    def room(self) -> int:
+        """Tokens that can still be run and sampled."""
+        return min(self.budget, self.logits)
+
+    def draft(self, index: int, drafts: tuple[int, ...]) -> None:
+        """Adds drafts to the decode that is the run at `index`."""
+        run = self.runs[index]
+        self.runs[index] = Run(run.row, run.num_tokens + len(drafts))
+        self.requests[index].num_in_flight += len(drafts)
+        self.drafts[run.row] = drafts
+        self.budget -= len(drafts)
+        self.logits -= len(drafts)
 
     def withdraw(self) -> None:
         """Takes all runs out again."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from allspan.protos.api.errors import DeadlineExceeded
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
+from allspan.worker.scheduler.drafting import Drafting
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
 from support.simulated_kv import Clock, SimulatedRank, asked, continuation, rank
@@ -62,6 +63,24 @@ def groups(window: int, size: int, rows: int, step: int, kinds: str) -> dict[str
         least = GroupLimits(1, lifetimes[kind]).most_pages(45, size, step)
         more.append(GroupLimits(least * (rows if kind == "s" else 1) + 1, lifetimes[kind], num_host_pages=3))
     return {"lifetime": lifetimes["w"] if kinds.startswith("w") else ALL_TOKENS, "more_groups": tuple(more)}
+
+
+class Guesses:
+    """A drafter that is right, wrong, or right for a while; it proposes too many tokens and ids that do not exist."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        right = continuation(tokens, self._random.randint(0, most + 2))
+        return right + [self._random.choice([0, 5, 96, -1, 97]) for _ in range(self._random.randint(0, 3))]
+
+
+def draft(world: SimulatedRank, most: int) -> None:
+    """Up to `most` drafts of a request in a step; 0: none."""
+    if most:
+        world.scheduler.drafting = Drafting(Guesses(most), most, lambda params: params.prompt_logprobs is None)
 
 
 class Story:
@@ -158,6 +177,7 @@ def test_busy_days_on_tiny_pools_end_well(seed):
         depth=1 + seed % 3,
         **groups(rng.randint(1, 12), size, rows, rows + 20, rng.choice(["", "", "aw", "w", "aww", "as", "aws"])),
     )
+    draft(world, rng.choice([0, 0, 1, 3, 9]))
     story = Story(world, clock)
     for _ in range(80):
         story.act(*drawn(rng))
@@ -176,7 +196,7 @@ def test_busy_days_on_tiny_pools_end_well(seed):
     st.integers(0, 12),
     st.sampled_from([8, 30, 1, 0]),
     st.sampled_from([1, 2, 3]),
-    st.tuples(st.integers(1, 12), st.sampled_from(["", "w", "aw", "ww", "as", "aws"])),
+    st.tuples(st.integers(1, 12), st.sampled_from(["", "w", "aw", "ww", "as", "aws"]), st.sampled_from([0, 0, 2, 7])),
 )
 def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(
     actions, size, extra, rows, budget, host, depth, more
@@ -192,6 +212,7 @@ def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(
         depth=depth,
         **groups(more[0], size, rows, rows + budget, more[1]),
     )
+    draft(world, more[2])
     story = Story(world, clock)
     for kind, what in actions:
         story.act(kind, what)
