@@ -184,6 +184,8 @@ def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: i
     ours = (rows >= 0) & (rows < spec.features)
     rows = rows[ours]
     out.zero_()
+    if not len(rows):
+        return
     if spec.memory == "rows":
         out[ours] = _values(fields_of_rows(weight, spec, rows), spec, out.dtype)
         return
