@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from allspan.worker.models.holding import Holding
-from allspan.worker.models.layout import embedding_of, groups_of, head_of
+from allspan.worker.models.layout import ATTENTION_NORMS, MLP_NORMS, embedding_of, groups_of, head_of
 from allspan.worker.models.pieces import Axis
 from allspan.worker.models.sublayer import Bindings, Stream, StreamBuilder, Sublayer
 from allspan.worker.program.program import Program, Rows, Slot
@@ -63,10 +63,10 @@ class _Decoder:
 
     def _sublayer(self, number: int, stream: Stream, is_attention: bool) -> Sublayer:
         layer, hidden, prefix = self._spec.layers[number], Axis(self._spec.hidden_size), f"layers.{number}."
-        norms = ("input", layer.attention_norms) if is_attention else ("mlp", layer.mlp_norms)
+        names, norms = (ATTENTION_NORMS, layer.attention_norms) if is_attention else (MLP_NORMS, layer.mlp_norms)
         block = layer.attention if is_attention else layer.mlp
         pieces = block.pieces(prefix, hidden)
-        return Sublayer(self._builder, number, self._group_of[number], norms, pieces, stream)
+        return Sublayer(self._builder, number, self._group_of[number], (names, norms), pieces, stream)
 
     def _wanted_rows(self, stream: Stream, attended: Slot) -> tuple[Stream, Slot]:
         """Past the last attention no row is read by another: only those whose logits are wanted go on."""

@@ -9,11 +9,16 @@ from allspan.protos.api.errors import ConfigError
 from allspan.worker.cache.spec import CacheGroup, CacheSpec
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Table, Vector, tensors_of
 from allspan.worker.models.shard import Shard
-from allspan.worker.models.spec import ModelSpec, Norms
+from allspan.worker.models.spec import ModelSpec, NormSpec
 from allspan.worker.weights.weight_map import WeightMap
 
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 """Left over in some checkpoints: tables that are computed (or read with the config) anyway."""
+
+ATTENTION_NORMS = "input_norm", "attention_output_norm"
+"""Names of the norms before and after a layer's attention block."""
+MLP_NORMS = "mlp_norm", "mlp_output_norm"
+"""Those of its MLP block."""
 
 
 def embedding_of(spec: ModelSpec) -> Table:
@@ -46,12 +51,17 @@ def layer_pieces(spec: ModelSpec, number: int) -> list[Piece]:
     """Those of one layer, its norms between its blocks."""
     layer, hidden, prefix = spec.layers[number], Axis(spec.hidden_size), f"layers.{number}."
 
-    def norms(name: str, where: Norms) -> list[Piece]:
-        named = ((f"{name}_norm", where.before), (f"{name}_post_norm", where.after))
-        return [Vector(f"{prefix}{each}.weight", hidden, norm.scale) for each, norm in named if norm is not None]
+    def norm(name: str, spec: NormSpec | None) -> list[Piece]:
+        return [] if spec is None else [Vector(f"{prefix}{name}.weight", hidden, spec.scale)]
 
-    attention, mlp = layer.attention.pieces(prefix, hidden), layer.mlp.pieces(prefix, hidden)
-    return [*norms("input", layer.attention_norms), *attention, *norms("mlp", layer.mlp_norms), *mlp]
+    return [
+        *norm(ATTENTION_NORMS[0], layer.attention_norms.before),
+        *layer.attention.pieces(prefix, hidden),
+        *norm(ATTENTION_NORMS[1], layer.attention_norms.after),
+        *norm(MLP_NORMS[0], layer.mlp_norms.before),
+        *layer.mlp.pieces(prefix, hidden),
+        *norm(MLP_NORMS[1], layer.mlp_norms.after),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,17 +55,17 @@ class Sublayer:
         builder: StreamBuilder,
         number: int,
         group: int,
-        norms: tuple[str, Norms],
+        norms: tuple[tuple[str, str], Norms],
         pieces: tuple[Piece, ...],
         stream: Stream,
     ) -> None:
-        """`number` is the layer's, `group` that of its cache; `norms` have a name."""
+        """`number` is the layer's, `group` that of its cache; `norms` have names, of that before and that after."""
         self.program, self.holding = builder.program, builder.holding
         self.quantised_cache = builder.quantised_cache
         self._builder = builder
         self._number, self._group = number, group
         self._prefix = f"layers.{number}."
-        self._name, self._norms = norms
+        self._norm_names, self._norms = norms
         self._pieces = {piece.name.removeprefix(self._prefix): piece for piece in pieces}
         self.stream = stream
 
@@ -133,7 +133,7 @@ class Sublayer:
 
     @property
     def output(self) -> Slot:
-        """Where a block without a last linear layer writes what `add` adds."""
+        """Where a block without a last linear layer writes what `add` adds; what it read may lie there."""
         return self.stream.x
 
     def add(self, sums_ranks: bool) -> None:
@@ -141,7 +141,7 @@ class Sublayer:
         if self._sums(sums_ranks):
             self.program.op("all_reduce", self.stream.x)
         if (norm := self._norms.after) is not None:
-            self._builder.norm(self.stream.x, f"{self._prefix}{self._name}_post_norm.weight", norm, self.stream.x)
+            self._builder.norm(self.stream.x, f"{self._prefix}{self._norm_names[1]}.weight", norm, self.stream.x)
         self._builder.is_pending = True
 
     def normed(self) -> Slot:
@@ -149,7 +149,7 @@ class Sublayer:
         if (norm := self._norms.before) is None:
             self._builder.flush(self.stream)
             return self.stream.residual
-        self._builder.norm_stream(self.stream, f"{self._prefix}{self._name}_norm.weight", norm)
+        self._builder.norm_stream(self.stream, f"{self._prefix}{self._norm_names[0]}.weight", norm)
         return self.stream.x
 
     def _sums(self, sums_ranks: bool) -> bool:

@@ -193,6 +193,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda out: change(out, lambda values: values["spec"].update(logit_softcap=30.0)),
         r"described the model otherwise .*\(logit_softcap\)",
     ),
+    "a spec without layers": (
+        lambda out: change(out, lambda values: values["spec"].update(layers=None, num_layers=2, qkv_bias=False)),
+        r"described the model otherwise .*\(layers, num_layers, qkv_bias\): convert the model again",
+    ),
     "another family": (
         lambda out: change(out, lambda values: values["spec"].update(family="gpt2")),
         r"model_type 'gpt2' is not supported",

@@ -121,13 +121,17 @@ def sliding_window(config: ForeignConfig, window: int) -> int:
     return window if "sliding_attention" in layers else 0
 
 
-def read_rotary(config: ForeignConfig, default_context: int) -> RotarySpec:
-    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` (transformers 5), which goes first."""
+def read_rotary(config: ForeignConfig, default_context: int, rotary_dim: int = 0, layer_kind: str = "") -> RotarySpec:
+    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` (transformers 5), which goes first.
+    `rotary_dim`: of a family that turns only so many elements of a head; `layer_kind`: of one whose kinds of layers
+    ("full_attention", "sliding_attention") have tables of their own."""
     scaling = config.section("rope_scaling") or config.section("rope_parameters") or ForeignConfig({}, config.source)
+    if layer_kind:
+        scaling = scaling.section(layer_kind) or ForeignConfig({}, config.source)
     if any(isinstance(scaling.get(key), dict) for key in ("full_attention", "sliding_attention")):
         raise scaling.error("a rotary embedding of its own for each kind of layer is not supported")
     partial = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    if partial != 1.0 and not rotary_dim:
         raise config.error(f"partial_rotary_factor {partial} is not supported (supported: 1.0)")
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in KINDS:
@@ -135,7 +139,7 @@ def read_rotary(config: ForeignConfig, default_context: int) -> RotarySpec:
     theta = scaling.number("rope_theta", config.number("rope_theta", 10000.0))
     freq_factors = tuple(config.get("rope_freq_factors") or ())
     if kind == "default":
-        return RotarySpec(theta=theta, freq_factors=freq_factors)
+        return RotarySpec(theta=theta, rotary_dim=rotary_dim, freq_factors=freq_factors)
     own = config.size("original_max_position_embeddings", config.size("max_position_embeddings", default_context))
     if config.get("original_max_position_embeddings") is None:
         own = scaling.size("original_max_position_embeddings", own)
@@ -146,6 +150,7 @@ def read_rotary(config: ForeignConfig, default_context: int) -> RotarySpec:
     return RotarySpec(
         theta=theta,
         kind=kind,
+        rotary_dim=rotary_dim,
         factor=factor,
         low_freq_factor=scaling.number("low_freq_factor", None if kind == "llama3" else 1.0),
         high_freq_factor=scaling.number("high_freq_factor", None if kind == "llama3" else 4.0),
