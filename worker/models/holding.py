@@ -16,7 +16,7 @@ from allspan.worker.models.source import PieceSource, read_vector
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.process.release_memory import anonymous
 from allspan.worker.program.program import ProgramBuilder, Slot
-from allspan.worker.quant.base import Epilogue, LinearMethod, LinearShape
+from allspan.worker.quant.base import Epilogue, LinearDelta, LinearMethod, LinearShape
 from allspan.worker.weights.checkpoint import Checkpoint
 from allspan.worker.weights.held_tensor import HeldTensor
 from allspan.worker.weights.weight_map import WeightMap
@@ -45,6 +45,8 @@ class Holding:
     """Packs the weights that are read, on its threads."""
     memory: str = "panels"
     """How packed weights lie: `allspan.kernels.packed.MEMORIES`."""
+    delta: LinearDelta | None = None
+    """What is added to products of linear layers."""
 
     def shape_of(self, piece: Linear | Table) -> LinearShape:
         """What this rank holds of a layer; of one that every expert has, what it holds of one of them."""
@@ -97,8 +99,17 @@ class Holding:
         out: Slot,
         epilogue: Epilogue = Epilogue.STORE,
     ) -> None:
-        """Appends the product of x and the layer's weight; of the embedding, that with the head that is tied to it."""
-        self.method.emit(program, self.shape_of(piece), self._slots(program, piece), x, out, epilogue)
+        """Appends the product of x and the layer's weight; of the embedding, that with the head that is tied to it. A
+        delta lies between the product and its epilogue, which is an op of its own then."""
+        shape, weights = self.shape_of(piece), self._slots(program, piece)
+        if self.delta is None or not self.delta.has(piece.name):
+            self.method.emit(program, shape, weights, x, out, epilogue)
+            return
+        product = out if epilogue is Epilogue.STORE else program.scratch("adapted", out, shape.outputs)
+        self.method.emit(program, shape, weights, x, product)
+        self.delta.emit(program, piece.name, shape, x, product)
+        if epilogue is not Epilogue.STORE:
+            program.op("add" if epilogue is Epilogue.ADD else "silu_mul", product, out)
 
     def emit_embedding(self, program: ProgramBuilder, ids: Slot, out: Slot) -> None:
         """Appends out = this rank's rows of the embedding, 0 for ids of others."""

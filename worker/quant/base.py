@@ -71,6 +71,21 @@ class Epilogue(enum.Enum):
     GATED = "out = silu(first part) · second part"
 
 
+class LinearDelta(Protocol):
+    """What adapters add to the products of linear layers, whichever method holds the weights."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What its ops read, by slot name, on the model's device."""
+
+    def has(self, layer: str) -> bool:
+        """Whether it adds to this layer, named as its piece ("layers.3.qkv")."""
+
+    def emit(self, program: ProgramBuilder, layer: str, shape: LinearShape, x: Slot, product: Slot) -> None:
+        """Appends the ops of product += delta(x), row by row, before the epilogue. `x` and `product` are buffers of the
+        step's tokens, or, past the last attention, of its rows of logits; x has this rank's inputs."""
+
+
 class LinearMethod(Protocol):
     """A row of `allspan.worker.quant.table.METHODS`. `weights` are the slots of the held tensors, by suffix."""
 
