@@ -23,7 +23,7 @@ import uvicorn
 from allspan.client.gateway.application import make_app
 from allspan.client.gateway.auth.tls import Tls
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.grpc.health import EngineHealth
 from allspan.client.gateway.grpc.server import grpc_server
@@ -58,28 +58,30 @@ async def serve_gateway(
     `sockets`, never `engine`. Raises ConfigError, CheckpointError, InternalError.
     """
     with contextlib.closing(sockets):
-        front = Front.of(engine, with_template(tokenizer, config), config)
-        submitter = front.submitter
-        health = EngineHealth(lambda: submitter.is_ready, ("", SERVICE))
+        context = GatewayContext.of(engine, with_template(tokenizer, config), config)
+        health = EngineHealth(lambda: context.admission.is_ready, ("", SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)
-        async with grpc_server(front, health, sockets, tls), _http_server(front, sockets.http, tls) as http:
-            following = [asyncio.create_task(health.follow()), asyncio.create_task(StatusLine(front.glance).follow())]
+        async with grpc_server(context, health, sockets, tls), _http_server(context, sockets.http, tls) as http:
+            following = [
+                asyncio.create_task(health.follow()),
+                asyncio.create_task(StatusLine(context.snapshots).follow()),
+            ]
             if tls is not None:
                 following.append(asyncio.create_task(tls.follow()))
             try:
-                if not is_loopback(config.host) and not front.keys.has_users:
+                if not is_loopback(config.host) and not context.keys.has_users:
                     logger.warning("no API key is set: whoever reaches %s may use the model", sockets.http_address)
                 if on_started is not None:
                     on_started(sockets.http_address, sockets.grpc_address)
                 await _first(stop, http)
                 await health.enter_graceful_shutdown()
-                await submitter.drain(config.shutdown_timeout)
+                await context.admission.drain(config.shutdown_timeout)
             finally:
                 for task in following:
                     task.cancel()
-                await submitter.drain(0.0)
-                await submitter.grammars.close()
+                await context.admission.drain(0.0)
+                await context.admission.grammars.close()
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -121,11 +123,13 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _http_server(front: Front, sock: socket.socket, tls: Tls | None) -> AsyncIterator[asyncio.Task[None]]:
-    security, limits = front.config.security, front.config.limits
+async def _http_server(
+    context: GatewayContext, sock: socket.socket, tls: Tls | None
+) -> AsyncIterator[asyncio.Task[None]]:
+    security, limits = context.config.security, context.config.limits
     keep_alive_options(sock, limits)
     config = uvicorn.Config(
-        make_app(front),
+        make_app(context),
         http=partial(GuardedProtocol, Connections(limits)),  # type: ignore[arg-type]
         timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
         ws="none",

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from allspan import __version__
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.access import KeyCheck
 from allspan.client.gateway.http.errors import HttpError, response_of, status_of
 from allspan.client.gateway.http.origin import HostCheck, with_cors
@@ -20,7 +20,7 @@ from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.api.errors import AllspanError
 
-ROUTES: tuple[Callable[[Front], APIRouter], ...] = (
+ROUTES: tuple[Callable[[GatewayContext], APIRouter], ...] = (
     openai.routes,
     responses.routes,
     tokens.routes,
@@ -32,19 +32,19 @@ ROUTES: tuple[Callable[[Front], APIRouter], ...] = (
 )
 
 
-def make_app(front: Front) -> FastAPI:
+def make_app(context: GatewayContext) -> FastAPI:
     """All of ROUTES over one gateway."""
     app = FastAPI(title="allspan", version=__version__, docs_url=None, redoc_url=None)
     for make in ROUTES:
-        app.include_router(make(front))
-    describe(app, front)
-    app.add_exception_handler(AllspanError, _refusal(front.submitter.telemetry))
+        app.include_router(make(context))
+    describe(app, context)
+    app.add_exception_handler(AllspanError, _refusal(context.telemetry))
     app.add_exception_handler(HTTPException, _no_such_route)
-    app.add_middleware(KeyCheck, front=front, admin_paths=admin.paths(front))
-    if origins := front.config.security.allowed_origins:
+    app.add_middleware(KeyCheck, context=context, admin_paths=admin.paths(context))
+    if origins := context.config.security.allowed_origins:
         app.add_middleware(with_cors, origins)
-    app.add_middleware(HostCheck, front=front)
-    app.add_middleware(RequestIds, telemetry=front.submitter.telemetry)
+    app.add_middleware(HostCheck, context=context)
+    app.add_middleware(RequestIds, telemetry=context.telemetry)
     return app
 
 

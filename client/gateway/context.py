@@ -1,29 +1,50 @@
-"""What every route of the gateway works with."""
+"""What the parts of the gateway share: each route and each gRPC method is made of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from allspan.client.gateway.admission.admission import Submitter
+from allspan.client.gateway.admission.admission import Admission
+from allspan.client.gateway.admission.prompts import PromptEncoder
+from allspan.client.gateway.admission.validation import SamplingValidator
 from allspan.client.gateway.auth.keys import Keys, load_keys
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.served_model import ServedModel
-from allspan.client.gateway.snapshot_cache import Glance
+from allspan.client.gateway.snapshot_cache import SnapshotCache
+from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.protos.text import Tokenizer
 
 
 @dataclass(frozen=True)
-class Front:
-    """Handed to each maker of routes (`http.ROUTES`)."""
+class GatewayContext:
+    """The objects of one running gateway."""
 
-    submitter: Submitter
+    engine: GatewayEngine
+    tokenizer: Tokenizer
+    model: ServedModel
     config: GatewayConfig
     keys: Keys
-    glance: Glance
+    telemetry: Telemetry
+    prompts: PromptEncoder
+    sampling: SamplingValidator
+    admission: Admission
+    snapshots: SnapshotCache
 
     @classmethod
-    def of(cls, engine: GatewayEngine, tokenizer: Tokenizer, config: GatewayConfig) -> Front:
-        """Over one engine. Raises ConfigError for keys that are none, CheckpointError."""
-        submitter = Submitter(engine, tokenizer, ServedModel.of(engine.cluster, config), config)
-        return cls(submitter, config, load_keys(config.security), Glance(engine))
+    def of(cls, engine: GatewayEngine, tokenizer: Tokenizer, config: GatewayConfig) -> GatewayContext:
+        """Makes them for one engine. Raises ConfigError for keys that are none, CheckpointError."""
+        model = ServedModel.of(engine.cluster, config)
+        telemetry = Telemetry(model.name)
+        return cls(
+            engine=engine,
+            tokenizer=tokenizer,
+            model=model,
+            config=config,
+            keys=load_keys(config.security),
+            telemetry=telemetry,
+            prompts=PromptEncoder(tokenizer, model, config),
+            sampling=SamplingValidator(tokenizer, model, config.limits),
+            admission=Admission(engine, tokenizer, model, config.limits, telemetry),
+            snapshots=SnapshotCache(engine),
+        )

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from allspan import __version__
 from allspan.client.cluster.snapshot import ClusterView, RankView
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.api.grammar import KINDS
 from allspan.protos.api.options import MAX_TIMEOUT_S
 
 
-async def server_info(front: Front) -> pb.ServerInfoResponse:
-    submitter, limits = front.submitter, front.config.limits
-    model, view = submitter.model, await front.glance.look()
-    is_ready = submitter.is_ready
+async def server_info(context: GatewayContext) -> pb.ServerInfoResponse:
+    limits = context.config.limits
+    model, view = context.model, await context.snapshots.look()
+    is_ready = context.admission.is_ready
     return pb.ServerInfoResponse(
         version=__version__,
         model=pb.Model(id=model.name, max_model_len=model.max_model_len),
         vocab_size=model.vocab_size,
-        eos_token_ids=submitter.engine.cluster.eos_token_ids,
+        eos_token_ids=context.engine.cluster.eos_token_ids,
         ready=is_ready,
-        not_ready_cause="" if is_ready else submitter.down_cause or "the engine is not ready",
+        not_ready_cause="" if is_ready else context.admission.down_cause or "the engine is not ready",
         replicas=len(view.replicas),
         replicas_ready=view.num_ready,
         ranks=_ranks(view),
         limits=pb.Limits(
             max_choices=limits.max_n,
-            max_prompt_chars=submitter.max_chars,
-            max_message_bytes=front.config.grpc.grpc_max_message_bytes,
+            max_prompt_chars=context.prompts.max_chars,
+            max_message_bytes=context.config.grpc.grpc_max_message_bytes,
             max_concurrent_requests=limits.max_concurrent_requests,
             max_stop_sequences=limits.max_stop_sequences,
             max_logprobs=limits.max_logprobs,
             max_timeout_s=MAX_TIMEOUT_S,
         ),
         features=[
-            *(["chat"] if submitter.tokenizer.has_chat_template else []),
+            *(["chat"] if context.tokenizer.has_chat_template else []),
             *(f"structured.{kind}" for kind in KINDS),
         ],
     )

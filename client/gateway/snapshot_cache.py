@@ -1,4 +1,4 @@
-"""Looking at the cluster for those who only want to see it: never for long, and once for many who look at a time."""
+"""A cache of the cluster's snapshot, 0.2 s old at most, for metrics, `GET /cluster` and the log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.protos.api.errors import AllspanError
 
 TIMEOUT_S = 0.8
-"""What ranks have to answer; what did not come by then is left out."""
+"""Seconds that ranks have to answer; a snapshot leaves out those that did not."""
 FRESH_S = 0.2
-"""A view so young is shown again."""
+"""Seconds for which a snapshot is returned again."""
 MARGIN_S = 0.4
 
 logger = logging.getLogger("allspan.gateway")
@@ -28,8 +28,8 @@ class Seen:
     at: float
 
 
-class Glance:
-    """Lives on the gateway's loop."""
+class SnapshotCache:
+    """Must be used on the gateway's loop. Callers at the same time share one look."""
 
     def __init__(self, engine: GatewayEngine) -> None:
         self._engine = engine
@@ -37,7 +37,7 @@ class Glance:
         self._looking: asyncio.Task[None] | None = None
 
     async def look(self) -> ClusterView:
-        """The cluster as it is now; an empty view when nothing at all could be learnt in time."""
+        """The cluster as it is now; an empty snapshot when nothing could be learnt in time."""
         if time.monotonic() - self._last.at > FRESH_S:
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._look())

@@ -14,7 +14,7 @@ import httpx
 
 from allspan.client.gateway.app import bind, serve_gateway
 from allspan.client.gateway.config import GROUPS, GatewayConfig
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.protos import inference_pb2_grpc
 from allspan.protos.text import Tokenizer
 from support.chat_tokenizer import EOS, VOCAB_SIZE, chat_tokenizer
@@ -60,9 +60,9 @@ def gateway_config(**settings: Any) -> GatewayConfig:
     return GatewayConfig(**({"port": 0, "grpc_port": 0} | groups | settings))
 
 
-def front(engine: FakeEngine | None = None, **settings: Any) -> Front:
+def front(engine: FakeEngine | None = None, **settings: Any) -> GatewayContext:
     """What routes are made of, without a server."""
-    return Front.of(engine or fake_engine(), chat_tokenizer(), gateway_config(**settings))  # type: ignore[arg-type]
+    return GatewayContext.of(engine or fake_engine(), chat_tokenizer(), gateway_config(**settings))  # type: ignore[arg-type]
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ PromptLogprob = tuple[int, TokenLogprob]
 logger = logging.getLogger("allspan.gateway")
 
 
-class Generation:
+class ActiveRequest:
     """Read `deltas` once; `close` in any case."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Generation:
             self._record.end(self._reason, self.num_output_tokens, self._queue.timings, self._error)
 
 
-async def interleave(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+async def interleave(generations: Sequence[ActiveRequest]) -> AsyncGenerator[tuple[int, TextDelta], None]:
     """(place in `generations`, delta) as they come; the first failure of any ends all."""
     if len(generations) == 1:
         async with aclosing(generations[0].deltas()) as deltas:

@@ -10,7 +10,7 @@ import grpc.aio
 
 from allspan.client.gateway.auth.caller import set_caller
 from allspan.client.gateway.auth.keys import presented_key
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.grpc.status import shown_message, status_code, trailers_of
 from allspan.client.gateway.telemetry.request_context import Origin, plain_label
 from allspan.protos.api.errors import ERRORS, AllspanError, Unauthenticated
@@ -21,9 +21,9 @@ OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Finds out who calls, before a message is read."""
 
-    def __init__(self, front: Front) -> None:
-        self._keys = front.keys
-        self._telemetry = front.submitter.telemetry
+    def __init__(self, context: GatewayContext) -> None:
+        self._keys = context.keys
+        self._telemetry = context.telemetry
 
     async def intercept_service(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from allspan.client.gateway.admission.active_request import Generation, PromptLogprob
-from allspan.client.gateway.admission.prompt import PromptOptions
+from allspan.client.gateway.admission.active_request import ActiveRequest, PromptLogprob
+from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.openai.structured import from_message
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.api.errors import DeadlineExceeded, InvalidRequest
@@ -109,7 +109,7 @@ def options_of(request: pb.GenerateRequest, remaining_s: float | None) -> Reques
 
 
 def responses(
-    request_id: str, index: int, delta: TextDelta, prompt_logprobs: Sequence[PromptLogprob], generation: Generation
+    request_id: str, index: int, delta: TextDelta, prompt_logprobs: Sequence[PromptLogprob], generation: ActiveRequest
 ) -> Iterator[pb.GenerateResponse]:
     """One message, or several where there is too much for one (of a reader that has been slow)."""
     places = len(prompt_logprobs) + len(delta.token_ids)
@@ -138,7 +138,7 @@ def responses(
 
 
 def _response(
-    request_id: str, index: int, delta: TextDelta, prompt_logprobs: Sequence[PromptLogprob], generation: Generation
+    request_id: str, index: int, delta: TextDelta, prompt_logprobs: Sequence[PromptLogprob], generation: ActiveRequest
 ) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
         request_id=request_id,

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from allspan.client.gateway.auth.tls import Pem, Tls
 from allspan.client.gateway.config import GrpcConfig
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.grpc.access import KeyInterceptor
 from allspan.client.gateway.grpc.health import EngineHealth
 from allspan.client.gateway.grpc.reflection import add_reflection
@@ -27,10 +27,12 @@ KEEPALIVE_TIMEOUT_S = 20
 
 
 @contextlib.asynccontextmanager
-async def grpc_server(front: Front, health: EngineHealth, sockets: Sockets, tls: Tls | None) -> AsyncIterator[None]:
+async def grpc_server(
+    context: GatewayContext, health: EngineHealth, sockets: Sockets, tls: Tls | None
+) -> AsyncIterator[None]:
     """Serves inside the block. ConfigError when it cannot listen."""
-    server = grpc.aio.server(options=_options(front.config.grpc), interceptors=(KeyInterceptor(front),))
-    handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(front).handlers())
+    server = grpc.aio.server(options=_options(context.config.grpc), interceptors=(KeyInterceptor(context),))
+    handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(context).handlers())
     server.add_generic_rpc_handlers((handlers,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     add_reflection(server, (inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR))

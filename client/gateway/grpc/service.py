@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError, Message
 
 from allspan.client.gateway.admission.active_request import interleave
 from allspan.client.gateway.admission.admission import Job, caller_error, spread
-from allspan.client.gateway.admission.prompt import PromptOptions
+from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.auth.caller import current_caller
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.grpc.messages import (
     messages_of,
     options_of,
@@ -44,9 +44,8 @@ Request = TypeVar("Request", bound=Message)
 class InferenceService:
     """Handlers on the gateway's loop. A cancelled or expired call cancels its handler, which stops the request."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
-        self._submitter = front.submitter
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
         self._calls: set[Origin] = set()
         """Of Generate, those that gave themselves a name."""
 
@@ -59,38 +58,36 @@ class InferenceService:
                 if origin.is_aborted:
                     raise RequestCancelled("the request was aborted before it began")
                 await self._run(request, jobs, origin, context)
-            self._submitter.telemetry.grpc_calls["Generate", "OK"] += 1
+            self._context.telemetry.grpc_calls["Generate", "OK"] += 1
         except Exception as error:
             await self._refuse(context, origin, error)
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        submitter = self._submitter
-        submitter.model.check_name(request.model)
+        self._context.model.check_name(request.model)
         options = prompt_options_of(request)
         match request.WhichOneof("prompt"):
             case "text":
-                ids = await submitter.encode(request.text, "text", options)
+                ids = await self._context.prompts.encode(request.text, "text", options)
             case "chat":
-                ids = await submitter.encode_chat(messages_of(request.chat), options)
+                ids = await self._context.prompts.encode_chat(messages_of(request.chat), options)
             case _:
                 raise InvalidRequest("prompt is missing: set one of text, chat", "prompt")
-        return pb.TokenizeResponse(token_ids=ids, max_model_len=submitter.model.max_model_len)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._context.model.max_model_len)
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        submitter = self._submitter
-        submitter.model.check_name(request.model)
-        ids = await submitter.encode(list(request.token_ids), "token_ids", PromptOptions(only_counted=True))
-        decode, skip = submitter.tokenizer.decode, request.skip_special_tokens
+        self._context.model.check_name(request.model)
+        ids = await self._context.prompts.encode(list(request.token_ids), "token_ids", PromptOptions(only_counted=True))
+        decode, skip = self._context.tokenizer.decode, request.skip_special_tokens
         return pb.DetokenizeResponse(
             text=decode(ids, skip) if len(ids) <= INLINE_CHARS else await asyncio.to_thread(decode, ids, skip)
         )
 
     async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
-        model = self._submitter.model
+        model = self._context.model
         return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
 
     async def server_info(self, request: pb.ServerInfoRequest) -> pb.ServerInfoResponse:
-        return await server_info(self._front)
+        return await server_info(self._context)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         if not request.request_id:
@@ -99,7 +96,7 @@ class InferenceService:
         for origin in self._calls:  # also those that are not admitted yet
             if origin.name == request.request_id and caller.may_end(origin.owner):
                 origin.is_aborted = True
-        return pb.AbortResponse(aborted=await self._submitter.abort(request.request_id, caller))
+        return pb.AbortResponse(aborted=await self._context.admission.abort(request.request_id, caller))
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """For `grpc.method_handlers_generic_handler`."""
@@ -122,29 +119,28 @@ class InferenceService:
                 reply = await method(_parsed(request, kind))
             except Exception as error:
                 await self._refuse(context, _origin(name, request, context), error)
-            self._submitter.telemetry.grpc_calls[name, "OK"] += 1
+            self._context.telemetry.grpc_calls[name, "OK"] += 1
             return reply
 
         return grpc.unary_unary_rpc_method_handler(handle, _leniently(kind), _serialized)
 
     async def _jobs(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> list[Job]:
-        submitter = self._submitter
-        if request.n > (most := submitter.limits.max_n):
+        if request.n > (most := self._context.config.limits.max_n):
             raise InvalidRequest(f"n is {request.n}, must be at most {most}", "n")
         options_of(request, None)  # what does not fit is refused before anything is tokenised
-        submitter.model.check_name(request.model)
+        self._context.model.check_name(request.model)
         reading = prompt_options_of(request)
         match request.WhichOneof("prompt"):
             case "text":
-                token_ids = await submitter.encode(request.text, "text", reading)
+                token_ids = await self._context.prompts.encode(request.text, "text", reading)
             case "token_ids":
-                token_ids = await submitter.encode(list(request.token_ids.ids), "token_ids", reading)
+                token_ids = await self._context.prompts.encode(list(request.token_ids.ids), "token_ids", reading)
             case "chat":
-                token_ids = await submitter.encode_chat(messages_of(request.chat), reading)
+                token_ids = await self._context.prompts.encode_chat(messages_of(request.chat), reading)
             case _:
                 raise InvalidRequest("prompt is missing: set one of text, token_ids, chat", "prompt")
-        fields = submitter.sampling(sampling_of(request.sampling))
-        params = submitter.params(fields, len(token_ids), default_max_tokens=None)
+        fields = self._context.sampling.fields(sampling_of(request.sampling))
+        params = self._context.sampling.params(fields, len(token_ids), default_max_tokens=None)
         options = options_of(request, context.time_remaining())
         is_chat = request.WhichOneof("prompt") == "chat"
         job = Job(
@@ -156,7 +152,7 @@ class InferenceService:
         self, request: pb.GenerateRequest, jobs: list[Job], origin: Origin, context: grpc.aio.ServicerContext
     ) -> None:
         async with (
-            self._submitter.running(jobs, origin) as generations,
+            self._context.admission.running(jobs, origin) as generations,
             aclosing(interleave(generations)) as deltas,
         ):
             name = request.request_id or generations[0].handle.request_id
@@ -175,7 +171,7 @@ class InferenceService:
 
     async def _write(self, context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
         """Waits while the client does not read and gRPC's window is full; what comes meanwhile is merged behind it."""
-        limit = self._front.config.grpc.grpc_stream_timeout
+        limit = self._context.config.grpc.grpc_stream_timeout
         await asyncio.sleep(0)  # after all that a step brought is ready: what is sent at one go wakes readers less
         try:
             async with asyncio.timeout(limit):
@@ -207,7 +203,7 @@ class InferenceService:
         """Ends the call with the status of the errors table; see `grpc_status`."""
         shown = caller_error(error, origin.label)
         code = status_code(shown)
-        telemetry = self._submitter.telemetry
+        telemetry = self._context.telemetry
         telemetry.refused(origin, shown, code.name)
         telemetry.grpc_calls[origin.label.rpartition("/")[2], code.name] += 1
         await context.abort(code, shown_message(shown), trailers_of(shown, origin.name))

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from allspan.client.gateway.auth.caller import ANYONE, current_caller, set_caller
 from allspan.client.gateway.auth.keys import presented_key
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.errors import response_of
 from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.api.errors import PermissionDenied, Unauthenticated
@@ -22,11 +22,11 @@ METRICS = "/metrics"
 class KeyCheck:
     """ASGI middleware: finds out who calls, and lets nobody else in. Whatever is not named above needs a key."""
 
-    def __init__(self, app: ASGIApp, front: Front, admin_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, context: GatewayContext, admin_paths: frozenset[str]) -> None:
         self._app = app
-        self._keys = front.keys
-        self._telemetry = front.submitter.telemetry
-        self._open = OPEN_PATHS | ({METRICS} if front.config.security.open_metrics else set())
+        self._keys = context.keys
+        self._telemetry = context.telemetry
+        self._open = OPEN_PATHS | ({METRICS} if context.config.security.open_metrics else set())
         self._admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

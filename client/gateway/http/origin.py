@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.errors import HttpError, response_of
 from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.cluster.tls import is_loopback
@@ -25,11 +25,11 @@ class HostCheck:
     Only where that would be enough to get in: without keys, on loopback.
     """
 
-    def __init__(self, app: ASGIApp, front: Front) -> None:
+    def __init__(self, app: ASGIApp, context: GatewayContext) -> None:
         self._app = app
-        self._telemetry = front.submitter.telemetry
-        self._names = frozenset(name.lower() for name in front.config.security.allowed_hosts)
-        self._checks = is_loopback(front.config.host) and not front.keys.has_users
+        self._telemetry = context.telemetry
+        self._names = frozenset(name.lower() for name in context.config.security.allowed_hosts)
+        self._checks = is_loopback(context.config.host) and not context.keys.has_users
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._checks and scope["type"] == "http":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
-from allspan.client.gateway.admission.admission import Submitter
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.telemetry.histogram import Histogram
 from allspan.protos.api.engine import STEP_TOKENS_BOUNDS, EngineStatistics, RankStatistics
 
@@ -22,7 +22,7 @@ Value = float | Buckets | Mean
 class Scene:
     """What is read at one scrape."""
 
-    submitter: Submitter
+    context: GatewayContext
     view: ClusterView
 
 
@@ -38,7 +38,7 @@ def measured(name: str) -> Read:
     """A histogram of the gateway's own."""
 
     def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
-        histogram: Histogram = getattr(scene.submitter.telemetry, name)
+        histogram: Histogram = getattr(scene.context.telemetry, name)
         yield (), (histogram.bounds, tuple(histogram.counts), histogram.total)
 
     return read
@@ -48,7 +48,7 @@ def counted(name: str) -> Read:
     """A Counter of the gateway's own, by its keys."""
 
     def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
-        for key, count in sorted(getattr(scene.submitter.telemetry, name).items()):
+        for key, count in sorted(getattr(scene.context.telemetry, name).items()):
             yield tuple(map(str, key)) if isinstance(key, tuple) else (key,), count
 
     return read

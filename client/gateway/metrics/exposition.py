@@ -61,7 +61,7 @@ class _Families(Collector):
 
 def _family(metric: Metric, scene: Scene) -> Family:
     name, labels = PREFIX + metric.name, (MODEL, *metric.labels)
-    model = scene.submitter.model.name
+    model = scene.context.model.name
     values = [((model, *of), value) for of, value in metric.read(scene)]
     if metric.kind == "info":
         info = InfoMetricFamily(name.removesuffix("_info"), metric.help)

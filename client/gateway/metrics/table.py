@@ -92,14 +92,14 @@ METRICS = (
         "counter",
         "Prompt tokens of requests that have had their first token.",
         (),
-        read.one(lambda scene: scene.submitter.telemetry.prompt_tokens),
+        read.one(lambda scene: scene.context.telemetry.prompt_tokens),
     ),
     Metric(
         "generation_tokens_total",
         "counter",
         "Output tokens.",
         (),
-        read.one(lambda scene: scene.submitter.telemetry.output_tokens),
+        read.one(lambda scene: scene.context.telemetry.output_tokens),
     ),
     Metric(
         "request_success_total", "counter", "Requests that finished.", ("finished_reason",), read.counted("finished")
@@ -124,21 +124,21 @@ METRICS = (
         "gauge",
         "Requests inside the gateway now, each choice counted.",
         (),
-        read.one(lambda scene: scene.submitter.num_open),
+        read.one(lambda scene: scene.context.admission.num_open),
     ),
     Metric(
         "gateway_requests_limit",
         "gauge",
         "Most requests inside the gateway; one more is refused.",
         (),
-        read.one(lambda scene: scene.submitter.most_open),
+        read.one(lambda scene: scene.context.admission.most_open),
     ),
     Metric(
         "ready",
         "gauge",
         "1 while new requests are welcome, as /ready says.",
         (),
-        read.one(lambda scene: scene.submitter.is_ready),
+        read.one(lambda scene: scene.context.admission.is_ready),
     ),
     Metric("build_info", "info", "The version of allspan.", ("version",), lambda scene: [((__version__,), 1)]),
     # Replicas, as their leaders count.

@@ -11,9 +11,9 @@ from contextlib import aclosing
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from allspan.client.gateway.admission.active_request import Generation, interleave
+from allspan.client.gateway.admission.active_request import ActiveRequest, interleave
 from allspan.client.gateway.admission.admission import caller_error
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.http.errors import body_of
 from allspan.client.gateway.http.sse import DONE, ChunkWriter, EventStream, event, while_connected
@@ -29,24 +29,24 @@ logger = logging.getLogger("allspan.gateway")
 class Answers:
     """Of the endpoints whose answers are choices in an envelope."""
 
-    def __init__(self, front: Front) -> None:
-        self._submitter = front.submitter
-        self._limits = front.config.limits
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+        self._limits = context.config.limits
 
     async def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """Reads, checks, runs and answers one request."""
         origin = origin_of(request)
         try:
-            plan = await endpoint(self._submitter, await read_json_body(request, self._limits))
+            plan = await endpoint(self._context, await read_json_body(request, self._limits))
             if not plan.stream:
                 return await while_connected(request.receive, self._whole(plan, origin))
-            generations = await while_connected(request.receive, self._submitter.start(plan.jobs, origin))
+            generations = await while_connected(request.receive, self._context.admission.start(plan.jobs, origin))
         except Exception as error:
             raise caller_error(error, origin.label) from error
-        return EventStream(self._events(plan, generations), lambda: self._submitter.end(generations))
+        return EventStream(self._events(plan, generations), lambda: self._context.admission.end(generations))
 
     async def _whole(self, plan: Plan, origin: Origin) -> Response:
-        async with self._submitter.running(plan.jobs, origin) as generations:
+        async with self._context.admission.running(plan.jobs, origin) as generations:
             gathered = [Gathered() for _ in generations]
             async with aclosing(interleave(generations)) as deltas:
                 async for place, delta in deltas:
@@ -58,29 +58,29 @@ class Answers:
                 return self._written(plan, generations, gathered)
             return await asyncio.to_thread(self._written, plan, generations, gathered)
 
-    def _written(self, plan: Plan, generations: Sequence[Generation], gathered: Sequence[Gathered]) -> Response:
+    def _written(self, plan: Plan, generations: Sequence[ActiveRequest], gathered: Sequence[Gathered]) -> Response:
         chosen = [gathered[place] for place in plan.chosen(gathered)]
         return JSONResponse(
             {
                 "id": plan.shape.id_prefix + generations[0].handle.request_id,
                 "object": plan.shape.object,
                 "created": int(time.time()),
-                "model": self._submitter.model.name,
+                "model": self._context.model.name,
                 "choices": [plan.shape.choice(index, choice) for index, choice in enumerate(chosen)],
                 "usage": usage(generations, plan.jobs_per_prompt) | plan.shape.usage_details(),
-                "system_fingerprint": self._submitter.model.fingerprint,
+                "system_fingerprint": self._context.model.fingerprint,
                 **plan.shape.envelope,
                 **plan.shape.extras(gathered),
             }
         )
 
-    async def _events(self, plan: Plan, generations: list[Generation]) -> AsyncGenerator[bytes, None]:
+    async def _events(self, plan: Plan, generations: list[ActiveRequest]) -> AsyncGenerator[bytes, None]:
         envelope = {
             "id": plan.shape.id_prefix + generations[0].handle.request_id,
             "object": plan.shape.chunk_object,
             "created": int(time.time()),
-            "model": self._submitter.model.name,
-            "system_fingerprint": self._submitter.model.fingerprint,
+            "model": self._context.model.name,
+            "system_fingerprint": self._context.model.fingerprint,
             **plan.shape.envelope,
         }
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allspan.client.gateway.admission.admission import Job, Submitter, spread
+from allspan.client.gateway.admission.admission import Job, spread
 from allspan.client.gateway.chat.reader import Reading
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.openai.chat_request import ChatRequest, read_chat
 from allspan.client.gateway.openai.chat_shape import ChatShape
 from allspan.client.gateway.openai.schemas import parse
 from allspan.client.gateway.openai.shapes import Plan, TokenTexts
 
 
-async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
+async def plan_chat(context: GatewayContext, body: bytes) -> Plan:
     """Checks everything; nothing runs yet."""
-    request = parse(ChatRequest, body, submitter.limits)
-    submitter.model.check_name(request.model)
-    job, reading = await chat_job(submitter, request)
+    request = parse(ChatRequest, body, context.config.limits)
+    context.model.check_name(request.model)
+    job, reading = await chat_job(context, request)
     shape = ChatShape(
-        TokenTexts(submitter.tokenizer, bool(request.return_tokens_as_token_ids)),
+        TokenTexts(context.tokenizer, bool(request.return_tokens_as_token_ids)),
         reading,
         job.token_ids,
         with_logprobs=job.params.logprobs is not None,
@@ -35,17 +36,17 @@ async def plan_chat(submitter: Submitter, body: bytes) -> Plan:
     )
 
 
-async def chat_job(submitter: Submitter, request: ChatRequest) -> tuple[Job, Reading]:
+async def chat_job(context: GatewayContext, request: ChatRequest) -> tuple[Job, Reading]:
     """What a conversation has the engine do, and how its output is read. InvalidRequest names what does not fit."""
-    setup = submitter.chat
-    fields = submitter.sampling(request.sampling())
+    setup = context.prompts.chat
+    fields = context.sampling.fields(request.sampling())
     chat = read_chat(request, setup, fields.get("grammar"))
     if chat.grammar is not None:
         fields["grammar"] = chat.grammar
     how = replace(chat.rendering, think=chat.grammar is None)
     options = request.options()
-    token_ids = await submitter.encode_chat(chat.messages, request.prompt_options(), how)
-    params = submitter.params(fields, len(token_ids), default_max_tokens=None)
+    token_ids = await context.prompts.encode_chat(chat.messages, request.prompt_options(), how)
+    params = context.sampling.params(fields, len(token_ids), default_max_tokens=None)
     reading = chat.reading(setup, token_ids)
     job = Job(
         token_ids,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from allspan.client.gateway.admission.prompt import PromptOptions
+from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.chat.enforce import calls_grammar
 from allspan.client.gateway.chat.messages import Message, read_messages
 from allspan.client.gateway.chat.reader import Reading

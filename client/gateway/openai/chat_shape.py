@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from allspan.client.gateway.admission.active_request import Generation
+from allspan.client.gateway.admission.active_request import ActiveRequest
 from allspan.client.gateway.chat.pieces import CallArguments, CallStart, Content, Message, Piece, Reasoning
 from allspan.client.gateway.chat.reader import MessageReader, Reading
 from allspan.client.gateway.chat.thinking import ThoughtCounter
@@ -40,7 +40,7 @@ class ChatShape:
         self._choices: dict[int, _Choice] = {}
         self._is_plain = not (reading.tags or reading.form or with_logprobs or with_token_ids)
 
-    def opening(self, index: int, generation: Generation) -> list[Json]:
+    def opening(self, index: int, generation: ActiveRequest) -> list[Json]:
         content = None if self._reading.tags or self._reading.form else ""
         return [self._piece(index, {"role": "assistant", "content": content, "refusal": None})]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allspan.client.gateway.admission.active_request import Generation, PromptLogprob
+from allspan.client.gateway.admission.active_request import ActiveRequest, PromptLogprob
 from allspan.client.gateway.openai.shapes import Gathered, Json, TokenTexts
 from allspan.protos.api.results import TokenLogprob
 from allspan.protos.text import Detokenizer, Tokenizer
@@ -46,13 +46,13 @@ class CompletionShape:
         self._choices = choices
         self._echoes = echoes
         self._offsets: dict[int, _Offsets] = {}
-        self._unopened: dict[int, Generation] = {}
+        self._unopened: dict[int, ActiveRequest] = {}
         """Streams whose prompt is still to be told."""
 
     def usage_details(self) -> Json:
         return {}
 
-    def opening(self, index: int, generation: Generation) -> list[Json]:
+    def opening(self, index: int, generation: ActiveRequest) -> list[Json]:
         """Nothing yet: what there is to tell of the prompt is complete with the first token."""
         if self._echoes or self._shown.token_ids:
             self._unopened[index] = generation

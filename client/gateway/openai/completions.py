@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from allspan.client.gateway.admission.admission import Job, Submitter, spread
+from allspan.client.gateway.admission.admission import Job, spread
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.openai.completion_shape import CompletionShape, Shown
 from allspan.client.gateway.openai.schemas import CompletionRequest, Prompt, parse, read_prompts
 from allspan.client.gateway.openai.shapes import Plan
@@ -14,23 +15,23 @@ from allspan.client.gateway.openai.shapes import Plan
 DEFAULT_MAX_TOKENS = 16
 
 
-async def plan_completion(submitter: Submitter, body: bytes) -> Plan:
+async def plan_completion(context: GatewayContext, body: bytes) -> Plan:
     """Checks everything; nothing runs yet."""
-    request = parse(CompletionRequest, body, submitter.limits)
-    submitter.model.check_name(request.model)
-    prompts = read_prompts(request.prompt, submitter.limits)
-    fields = submitter.sampling(_sampling(request))
+    request = parse(CompletionRequest, body, context.config.limits)
+    context.model.check_name(request.model)
+    prompts = read_prompts(request.prompt, context.config.limits)
+    fields = context.sampling.fields(_sampling(request))
     options, reading = request.options(), request.prompt_options()
     text = replace(request.text_options(), only_prompt=_only_prompt(request))
     jobs: list[Job] = []
     echoes: list[str] = []
     for i, prompt in enumerate(prompts):
-        token_ids = await submitter.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", reading)
-        params = submitter.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
+        token_ids = await context.prompts.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", reading)
+        params = context.sampling.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
         job = Job(token_ids, params, options=options, text=text, grammar_field=request.grammar_field)
         jobs += spread(job, request.candidates)
         if request.echo:
-            echoes.append(_echo(submitter, request, prompt, token_ids))
+            echoes.append(_echo(context, request, prompt, token_ids))
     shown = Shown(
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs,
@@ -39,7 +40,7 @@ async def plan_completion(submitter: Submitter, body: bytes) -> Plan:
         skip_special_tokens=text.skip_special_tokens,
     )
     prompt_ids = [job.token_ids for job in jobs[:: request.candidates]]
-    shape = CompletionShape(submitter.tokenizer, shown, prompt_ids, request.choices, echoes)
+    shape = CompletionShape(context.tokenizer, shown, prompt_ids, request.choices, echoes)
     candidates = request.candidates if request.candidates > request.choices else 0
     usage = {"include_usage": request.include_usage, "continuous_usage": request.continuous_usage}
     return Plan(jobs, shape, request.choices, bool(request.stream), candidates=candidates, **usage)
@@ -64,8 +65,8 @@ def _sampling(request: CompletionRequest) -> dict[str, Any]:
     return fields
 
 
-def _echo(submitter: Submitter, request: CompletionRequest, prompt: Prompt, token_ids: Sequence[int]) -> str:
+def _echo(context: GatewayContext, request: CompletionRequest, prompt: Prompt, token_ids: Sequence[int]) -> str:
     """A text as it was given, unless only its end was read."""
     if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
         return prompt
-    return submitter.tokenizer.decode(token_ids, request.skip_special_tokens is not False)
+    return context.tokenizer.decode(token_ids, request.skip_special_tokens is not False)

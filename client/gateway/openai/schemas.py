@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from allspan.client.gateway.admission.prompt import PromptOptions
+from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.http.errors import HttpError
 from allspan.client.gateway.http.json_body import check_json, check_size

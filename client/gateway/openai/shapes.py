@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from allspan.client.gateway.admission.active_request import Generation, PromptLogprob
-from allspan.client.gateway.admission.admission import Job, Submitter
+from allspan.client.gateway.admission.active_request import ActiveRequest, PromptLogprob
+from allspan.client.gateway.admission.admission import Job
+from allspan.client.gateway.context import GatewayContext
 from allspan.protos.api.results import TokenLogprob
 from allspan.protos.text import Tokenizer
 from allspan.protos.text.stream.text_stream import TextDelta
@@ -48,7 +49,7 @@ class Shape(Protocol):
     envelope: Json
     """What stands beside the choices, whole and in chunks."""
 
-    def opening(self, index: int, generation: Generation) -> list[Json]:
+    def opening(self, index: int, generation: ActiveRequest) -> list[Json]:
         """Choices of the chunks that come before a stream's first token."""
 
     def pieces(self, index: int, delta: TextDelta) -> list[Json]:
@@ -97,10 +98,10 @@ class Plan:
 class Endpoint(Protocol):
     """From a body to a plan."""
 
-    async def __call__(self, submitter: Submitter, body: bytes) -> Plan: ...
+    async def __call__(self, context: GatewayContext, body: bytes) -> Plan: ...
 
 
-def usage(generations: Sequence[Generation], jobs_per_prompt: int) -> Json:
+def usage(generations: Sequence[ActiveRequest], jobs_per_prompt: int) -> Json:
     """Counts over all that was generated; a prompt with several choices counts once."""
     firsts = generations[::jobs_per_prompt]
     prompt = sum(generation.num_prompt_tokens for generation in firsts)

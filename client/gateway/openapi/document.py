@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.openai.chat_request import ChatRequest
 from allspan.client.gateway.openai.schemas import HARMLESS, CompletionRequest
 from allspan.client.gateway.openapi.answers import ANSWERS, ERROR
@@ -55,25 +55,25 @@ _REFUSALS = {
 }
 
 
-def describe(app: FastAPI, front: Front) -> None:
+def describe(app: FastAPI, context: GatewayContext) -> None:
     """Has the application serve it at /openapi.json."""
     made: Json = {}
 
     def openapi() -> Json:
         if not made:
-            made.update(_document(app, front))
+            made.update(_document(app, context))
         return made
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, front: Front) -> Json:
+def _document(app: FastAPI, context: GatewayContext) -> Json:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: Json = {"Error": ERROR}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             if path in BODIES and method == "post":
-                operation["requestBody"] = _body(path, front, schemas)
+                operation["requestBody"] = _body(path, context, schemas)
             operation["responses"] = _answers(path, method, operation["responses"])
     document["components"] = {
         "schemas": schemas,
@@ -82,11 +82,11 @@ def _document(app: FastAPI, front: Front) -> Json:
     return document
 
 
-def _body(path: str, front: Front, schemas: Json) -> Json:
+def _body(path: str, context: GatewayContext, schemas: Json) -> Json:
     model = BODIES[path]
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
-    fields = described_fields(model, front.submitter.model, front.config.limits)
+    fields = described_fields(model, context.model, context.config.limits)
     for name, described in fields.items():
         schema["properties"][name] = with_ranges(schema["properties"][name], described)
     if model.model_config.get("extra") == "allow":

@@ -9,10 +9,10 @@ from contextlib import aclosing
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from allspan.client.gateway.admission.active_request import Generation
+from allspan.client.gateway.admission.active_request import ActiveRequest
 from allspan.client.gateway.admission.admission import caller_error
 from allspan.client.gateway.auth.caller import current_caller
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.http.sse import EventStream, event, while_connected
 from allspan.client.gateway.openai.chat import chat_job
@@ -42,10 +42,10 @@ _NAMES = {
 class Responder:
     """Answers POST /v1/responses, and keeps the answers in `store`."""
 
-    def __init__(self, front: Front) -> None:
-        self._submitter = front.submitter
-        self._limits = front.config.limits
-        settings = front.config.responses
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+        self._limits = context.config.limits
+        settings = context.config.responses
         self.store = ResponseStore(settings.max_stored_responses, settings.stored_response_ttl)
 
     async def answer(self, request: Request) -> Response:
@@ -61,10 +61,12 @@ class Responder:
         try:
             if not turn.request.stream:
                 return JSONResponse(await while_connected(request.receive, self._whole(turn, origin)))
-            generations = await while_connected(request.receive, self._submitter.start([turn.job], origin))
+            generations = await while_connected(request.receive, self._context.admission.start([turn.job], origin))
         except InvalidRequest as error:
             raise _renamed(error) from error
-        return EventStream(self._events(turn, generations[0], origin.owner), lambda: self._submitter.end(generations))
+        return EventStream(
+            self._events(turn, generations[0], origin.owner), lambda: self._context.admission.end(generations)
+        )
 
     async def count(self, request: Request) -> int:
         """Tokens of the prompt that the request would have."""
@@ -77,7 +79,7 @@ class Responder:
     async def _plan(self, body: bytes) -> Turn:
         """Checks everything; nothing runs yet."""
         request = parse(ResponsesRequest, body, self._limits)
-        self._submitter.model.check_name(request.model)
+        self._context.model.check_name(request.model)
         items = read_items(request.input)
         before: list[Json] = []
         if request.previous_response_id is not None:
@@ -85,14 +87,14 @@ class Responder:
         chat_body = request.conversation(to_messages([*before, *items], request.instructions))
         try:
             chat = parse_value(ChatRequest, chat_body, self._limits)
-            job, reading = await chat_job(self._submitter, chat)
+            job, reading = await chat_job(self._context, chat)
         except InvalidRequest as error:
             raise _renamed(error) from error
-        texts = TokenTexts(self._submitter.tokenizer, bool(chat.return_tokens_as_token_ids))
-        return Turn(request, job, reading, texts, self._submitter.model.name, items, before)
+        texts = TokenTexts(self._context.tokenizer, bool(chat.return_tokens_as_token_ids))
+        return Turn(request, job, reading, texts, self._context.model.name, items, before)
 
     async def _whole(self, turn: Turn, origin: Origin) -> Json:
-        async with self._submitter.running([turn.job], origin) as (generation,):
+        async with self._context.admission.running([turn.job], origin) as (generation,):
             turn.begin(generation)
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
@@ -101,7 +103,7 @@ class Responder:
             self._keep(turn, origin.owner)
             return turn.response
 
-    async def _events(self, turn: Turn, generation: Generation, owner: str) -> AsyncGenerator[bytes, None]:
+    async def _events(self, turn: Turn, generation: ActiveRequest, owner: str) -> AsyncGenerator[bytes, None]:
         try:
             for told in turn.begin(generation):
                 yield event(told, told["type"])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from allspan.client.gateway.admission.active_request import Generation
+from allspan.client.gateway.admission.active_request import ActiveRequest
 from allspan.client.gateway.admission.admission import Job
 from allspan.client.gateway.chat.reader import MessageReader, Reading
 from allspan.client.gateway.chat.thinking import ThoughtCounter
@@ -52,11 +52,11 @@ class Turn:
         """The whole conversation, this response's own items last."""
         return [*self.before, *self.input, *self._output.items]
 
-    def begin(self, generation: Generation) -> list[Json]:
+    def begin(self, generation: ActiveRequest) -> list[Json]:
         self.response = self._head("resp_" + generation.handle.request_id)
         return [self._told("response.created"), self._told("response.in_progress")]
 
-    def push(self, delta: TextDelta, generation: Generation) -> Iterator[Json]:
+    def push(self, delta: TextDelta, generation: ActiveRequest) -> Iterator[Json]:
         self._thoughts.push(delta.token_ids)
         pieces = self._reader.push(delta.text)
         if delta.finished:
@@ -71,7 +71,7 @@ class Turn:
         if delta.finished:
             yield from self._finish(delta.finish_reason, generation)
 
-    def fail(self, error: AllspanError, generation: Generation) -> Iterator[Json]:
+    def fail(self, error: AllspanError, generation: ActiveRequest) -> Iterator[Json]:
         """It breaks off: what there is of it stays."""
         for event in self._output.finish("incomplete"):
             yield self._numbered(event)
@@ -84,7 +84,7 @@ class Turn:
         }
         yield self._told("response.failed")
 
-    def _finish(self, reason: str, generation: Generation) -> Iterator[Json]:
+    def _finish(self, reason: str, generation: ActiveRequest) -> Iterator[Json]:
         status = "incomplete" if reason == "length" else "completed"
         for event in self._output.finish(status):
             yield self._numbered(event)
@@ -115,7 +115,7 @@ class Turn:
             "bytes": list(self.texts.piece(token_id)),
         }
 
-    def _usage(self, generation: Generation) -> Json:
+    def _usage(self, generation: ActiveRequest) -> Json:
         prompt, output = generation.num_prompt_tokens, generation.num_output_tokens
         return {
             "input_tokens": prompt,

@@ -12,9 +12,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from allspan.client.gateway.admission.admission import Submitter
 from allspan.client.gateway.auth.caller import current_caller
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.access import require_admin
 from allspan.client.gateway.http.body import read_json_body
 from allspan.protos.api.errors import AllspanError, InvalidRequest
@@ -28,16 +27,16 @@ Act = Callable[[Request], Awaitable[dict[str, Any]]]
 logger = logging.getLogger("allspan.gateway")
 
 
-def routes(front: Front) -> APIRouter:
+def routes(context: GatewayContext) -> APIRouter:
     router = APIRouter(dependencies=[Depends(require_admin)])
-    for (method, path), act in _table(front).items():
+    for (method, path), act in _table(context).items():
         router.add_api_route(path, _endpoint(path, act), methods=[method], name=path)
     return router
 
 
-def paths(front: Front) -> frozenset[str]:
+def paths(context: GatewayContext) -> frozenset[str]:
     """All of them: what asks for the admin key even where users need none."""
-    return frozenset(path for _, path in _table(front))
+    return frozenset(path for _, path in _table(context))
 
 
 def _endpoint(path: str, act: Act) -> Callable[[Request], Awaitable[Response]]:
@@ -55,8 +54,8 @@ def _endpoint(path: str, act: Act) -> Callable[[Request], Awaitable[Response]]:
     return endpoint
 
 
-def _table(front: Front) -> dict[tuple[str, str], Act]:
-    operator = _Operator(front)
+def _table(context: GatewayContext) -> dict[tuple[str, str], Act]:
+    operator = _Operator(context)
     return {
         ("POST", "/pause"): operator.pause,
         ("POST", "/resume"): operator.resume,
@@ -76,46 +75,46 @@ def _table(front: Front) -> dict[tuple[str, str], Act]:
 class _Operator:
     """Each method is an endpoint: what it did, or told, as JSON."""
 
-    def __init__(self, front: Front) -> None:
-        self._submitter: Submitter = front.submitter
-        self._engine = front.submitter.engine
-        self._limits = front.config.limits
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+        self._engine = context.engine
+        self._limits = context.config.limits
 
     async def pause(self, request: Request) -> dict[str, Any]:
         """Refuses what is new and waits `timeout` seconds for what runs; then 504, and paused all the same."""
         timeout = _seconds(request, DRAIN_S)
-        self._submitter.hold = self._submitter.hold or PAUSED
+        self._context.admission.hold = self._context.admission.hold or PAUSED
         await self._engine.acontrol("stop_model", timeout)
         return {"status": "paused"}
 
     async def resume(self, request: Request) -> dict[str, Any]:
         await self._engine.acontrol("start_model")  # refused while the weights are unloaded
-        self._submitter.hold = ""
+        self._context.admission.hold = ""
         return {"status": "running"}
 
     async def is_paused(self, request: Request) -> dict[str, Any]:
-        return {"is_paused": bool(self._submitter.hold)}
+        return {"is_paused": bool(self._context.admission.hold)}
 
     async def sleep(self, request: Request) -> dict[str, Any]:
         """Pauses, then gives back the memory of weights and KV pages. vLLM's levels 1 and 2 are the same here."""
         timeout = _seconds(request, DRAIN_S)
-        self._submitter.hold = self._submitter.hold or PAUSED
+        self._context.admission.hold = self._context.admission.hold or PAUSED
         await self._engine.acontrol("stop_model", timeout)
         await self._engine.acontrol("unload_weights", timeout)
-        self._submitter.hold = ASLEEP
+        self._context.admission.hold = ASLEEP
         return {"status": "sleeping"}
 
     async def wake_up(self, request: Request) -> dict[str, Any]:
         timeout = _seconds(request, WEIGHTS_S)
-        if self._submitter.hold == ASLEEP:
+        if self._context.admission.hold == ASLEEP:
             # Stopped it is already, unless the ranks were started anew meanwhile.
             await self._engine.acontrol("stop_model", DRAIN_S)
             await self._engine.acontrol("reload_weights", timeout)
-            self._submitter.hold = PAUSED
+            self._context.admission.hold = PAUSED
         return await self.resume(request)
 
     async def is_sleeping(self, request: Request) -> dict[str, Any]:
-        return {"is_sleeping": self._submitter.hold == ASLEEP}
+        return {"is_sleeping": self._context.admission.hold == ASLEEP}
 
     async def reset_prefix_cache(self, request: Request) -> dict[str, Any]:
         await self._engine.acontrol("reset_prefix_cache")
@@ -136,7 +135,7 @@ class _Operator:
     async def abort(self, request: Request) -> dict[str, Any]:
         """{"request_id": …}: the name a request came with, or its answer's id. How many choices that ended."""
         name = _request_id(await read_json_body(request, self._limits))
-        return {"aborted": await self._submitter.abort(name, current_caller())}
+        return {"aborted": await self._context.admission.abort(name, current_caller())}
 
     async def requests(self, request: Request) -> dict[str, Any]:
         """What runs, the oldest first: no prompt, no output."""
@@ -151,7 +150,7 @@ class _Operator:
                 "prompt_tokens": generation.num_prompt_tokens,
                 "output_tokens": generation.num_output_tokens,
             }
-            for generation in self._submitter.running_requests()
+            for generation in self._context.admission.running_requests()
         ]
         return {"requests": sorted(running, key=lambda row: -row["age_s"])}
 

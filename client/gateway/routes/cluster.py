@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from allspan import __version__
 from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.protos.api.engine import EngineStatistics
 
 _TOTALS = (
@@ -40,27 +40,26 @@ _OF_A_RANK = (
 )
 
 
-def routes(front: Front) -> APIRouter:
+def routes(context: GatewayContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/cluster")
     async def cluster() -> Response:
-        return JSONResponse(described(front, await front.glance.look()))
+        return JSONResponse(described(context, await context.snapshots.look()))
 
     return router
 
 
-def described(front: Front, view: ClusterView) -> dict[str, Any]:
+def described(context: GatewayContext, view: ClusterView) -> dict[str, Any]:
     """All that is known; what only a rank that answers can tell is missing without one."""
-    submitter = front.submitter
     counted = view.statistics
     return {
-        "model": submitter.model.name,
-        "max_model_len": submitter.model.max_model_len,
+        "model": context.model.name,
+        "max_model_len": context.model.max_model_len,
         "version": __version__,
-        "ready": submitter.is_ready,
-        "cause": submitter.down_cause,
-        "uptime_s": round(time.monotonic() - submitter.telemetry.started, 3),
+        "ready": context.admission.is_ready,
+        "cause": context.admission.down_cause,
+        "uptime_s": round(time.monotonic() - context.telemetry.started, 3),
         "replicas": {"total": len(view.replicas), "ready": view.num_ready},
         "ranks": [_rank(replica, rank) for replica in view.replicas for rank in replica.ranks],
         **(_counted(counted) if counted is not None else {}),

@@ -5,19 +5,19 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.openai.answers import Answers
 from allspan.client.gateway.openai.chat import plan_chat
 from allspan.client.gateway.openai.completions import plan_completion
 from allspan.client.gateway.openai.shapes import Json
 
 
-def routes(front: Front) -> APIRouter:
+def routes(context: GatewayContext) -> APIRouter:
     router = APIRouter(prefix="/v1")
-    answers, submitter = Answers(front), front.submitter
+    answers = Answers(context)
 
     def card() -> Json:
-        model = submitter.model
+        model = context.model
         return {
             "id": model.name,
             "object": "model",
@@ -34,7 +34,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> Response:
-        submitter.model.check_name(name)
+        context.model.check_name(name)
         return JSONResponse(card())
 
     @router.post("/completions")

@@ -8,7 +8,7 @@ from importlib.resources import files
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
@@ -23,7 +23,7 @@ _HEADERS = {
 }
 
 
-def routes(front: Front) -> APIRouter:
+def routes(context: GatewayContext) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     for name, content, media_type in _files():
         path = "/" if name == "index.html" else f"/page/{name}"

@@ -6,14 +6,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.auth.caller import current_caller
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.errors import HttpError
 from allspan.client.gateway.responses.responder import Responder
 
 
-def routes(front: Front) -> APIRouter:
+def routes(context: GatewayContext) -> APIRouter:
     router = APIRouter(prefix="/v1/responses")
-    responder = Responder(front)
+    responder = Responder(context)
     store = responder.store
 
     @router.post("")
@@ -45,7 +45,7 @@ def routes(front: Front) -> APIRouter:
     async def cancel(response_id: str) -> Response:
         """Of a stream that still runs; its own last event tells of it."""
         caller = current_caller()
-        if await front.submitter.abort(response_id, caller):
+        if await context.admission.abort(response_id, caller):
             return JSONResponse({"id": response_id, "object": "response", "status": "cancelled"})
         status = store.get(caller.owner, response_id).response["status"]
         raise HttpError(400, f"response {response_id[:128]!r} is {status}: only one that still runs can be cancelled")

@@ -7,12 +7,12 @@ from starlette.responses import JSONResponse, Response
 
 from allspan import __version__
 from allspan.client.gateway.auth.caller import current_caller
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.errors import response_of
 from allspan.protos.api.errors import Unavailable
 
 
-def routes(front: Front) -> APIRouter:
+def routes(context: GatewayContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -21,10 +21,10 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        if front.submitter.is_ready:
+        if context.admission.is_ready:
             return JSONResponse({"status": "ready"})
-        told = current_caller().owner or not front.keys.has_users  # it names hosts and processes
-        return response_of(Unavailable((told and front.submitter.down_cause) or "the engine is not ready"))
+        told = current_caller().owner or not context.keys.has_users  # it names hosts and processes
+        return response_of(Unavailable((told and context.admission.down_cause) or "the engine is not ready"))
 
     @router.get("/version")
     async def version() -> Response:

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.admission.admission import caller_error
-from allspan.client.gateway.admission.prompt import PromptOptions
+from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.config import LimitsConfig
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.offload import off_loop
 from allspan.client.gateway.openai.chat_request import ChatRequest, read_chat
@@ -58,28 +58,28 @@ class DetokenizeRequest(RequestBody):
     skip_special_tokens: bool | None = None
 
 
-def routes(front: Front) -> APIRouter:
+def routes(context: GatewayContext) -> APIRouter:
     router = APIRouter()
-    submitter, limits = front.submitter, front.config.limits
+    limits = context.config.limits
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         with _answered(request):
             asked = parse(TokenizeRequest, await read_json_body(request, limits), limits)
-            submitter.model.check_name(asked.model)
+            context.model.check_name(asked.model)
             options = PromptOptions(asked.add_special_tokens, only_counted=True)
             if asked.prompt is not None:
-                ids = await submitter.encode(asked.prompt, "prompt", options)
+                ids = await context.prompts.encode(asked.prompt, "prompt", options)
             else:
                 given = {name: getattr(asked, name) for name in _OF_CHAT}
-                chat = read_chat(parse_value(ChatRequest, given, limits), submitter.chat)
-                ids = await submitter.encode_chat(chat.messages, options, chat.rendering)
-            text = TokenTexts(submitter.tokenizer).text
+                chat = read_chat(parse_value(ChatRequest, given, limits), context.prompts.chat)
+                ids = await context.prompts.encode_chat(chat.messages, options, chat.rendering)
+            text = TokenTexts(context.tokenizer).text
             strings = await off_loop(len(ids), lambda: list(map(text, ids))) if asked.return_token_strs else None
             return JSONResponse(
                 {
                     "count": len(ids),
-                    "max_model_len": submitter.model.max_model_len,
+                    "max_model_len": context.model.max_model_len,
                     "tokens": list(ids),
                     "token_strs": strings,
                 }
@@ -89,15 +89,15 @@ def routes(front: Front) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         with _answered(request):
             asked = parse(DetokenizeRequest, await read_json_body(request, limits), limits)
-            submitter.model.check_name(asked.model)
-            ids = await submitter.encode(asked.tokens, "tokens", PromptOptions(only_counted=True))
-            decode, skip = submitter.tokenizer.decode, bool(asked.skip_special_tokens)
+            context.model.check_name(asked.model)
+            ids = await context.prompts.encode(asked.tokens, "tokens", PromptOptions(only_counted=True))
+            decode, skip = context.tokenizer.decode, bool(asked.skip_special_tokens)
             return JSONResponse({"prompt": await off_loop(len(ids), lambda: decode(ids, skip))})
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """What a client that renders and counts by itself has to know; evaluation harnesses ask for it."""
-        tokenizer = submitter.tokenizer
+        tokenizer = context.tokenizer
 
         def text(token_id: int | None) -> str | None:
             return None if token_id is None else tokenizer.codec.piece(token_id).decode("utf-8", "replace")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from allspan.client.gateway.snapshot_cache import Glance
+from allspan.client.gateway.snapshot_cache import SnapshotCache
 from allspan.protos.api.engine import EngineStatistics
 
 PERIOD_S = 10.0
@@ -17,16 +17,16 @@ logger = logging.getLogger("allspan.gateway")
 class StatusLine:
     """Lives on the gateway's loop."""
 
-    def __init__(self, glance: Glance, period_s: float = PERIOD_S) -> None:
-        self._glance = glance
+    def __init__(self, snapshots: SnapshotCache, period_s: float = PERIOD_S) -> None:
+        self._snapshots = snapshots
         self._period_s = period_s
 
     async def follow(self) -> None:
         """Runs until it is cancelled."""
-        before, at = (await self._glance.look()).statistics, time.monotonic()
+        before, at = (await self._snapshots.look()).statistics, time.monotonic()
         while True:
             await asyncio.sleep(self._period_s)
-            now, then = (await self._glance.look()).statistics, time.monotonic()
+            now, then = (await self._snapshots.look()).statistics, time.monotonic()
             if now is not None and before is not None and (line := status(before, now, then - at)):
                 logger.info("%s", line)
             before, at = now, then

@@ -8,7 +8,7 @@ import logging
 import grpc
 import pytest
 
-from allspan.client.gateway.snapshot_cache import Glance
+from allspan.client.gateway.snapshot_cache import SnapshotCache
 from allspan.client.gateway.telemetry.request_context import trace_id
 from allspan.client.gateway.telemetry.status_line import StatusLine, status
 from allspan.protos import inference_pb2 as pb
@@ -83,7 +83,7 @@ def test_a_later_version_of_traceparent_is_understood() -> None:
 async def test_the_status_line_comes_while_there_is_work_and_not_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "allspan.gateway")
     engine = fake_engine()
-    follow = asyncio.create_task(StatusLine(Glance(engine), period_s=0.3).follow())  # type: ignore[arg-type]
+    follow = asyncio.create_task(StatusLine(SnapshotCache(engine), period_s=0.3).follow())  # type: ignore[arg-type]
     await asyncio.sleep(1.0)
     follow.cancel()
     assert not caplog.records, "nothing runs"

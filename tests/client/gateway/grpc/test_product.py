@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 
 import allspan
 from allspan.client.gateway.auth.caller import Caller, set_caller
-from allspan.client.gateway.context import Front
+from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.grpc.service import InferenceService
 from allspan.client.gateway.openai.schemas import CompletionRequest
 from allspan.client.gateway.snapshot_cache import FRESH_S
@@ -193,7 +193,7 @@ class _Context:
 async def test_nobody_ends_or_blocks_the_request_of_another_key() -> None:
     config = gateway_config()
     engine = fake_engine(endless=True, step_s=0.01)
-    service = InferenceService(Front.of(engine, chat_tokenizer(), config))  # type: ignore[arg-type]
+    service = InferenceService(GatewayContext.of(engine, chat_tokenizer(), config))  # type: ignore[arg-type]
 
     async def call(owner: str) -> _Context:
         set_caller(Caller(owner))
