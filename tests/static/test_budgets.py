@@ -14,6 +14,15 @@ FOLDERS = ("protos", "kernels", "worker", "client", "launch")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 8
+MAX_ATTRIBUTES = 15
+# Classes that still have more; an entry that is no longer needed fails the test.
+CROWDED = {
+    "worker/backend/cuda/step_inputs.py DeviceBuffers",
+    "worker/engine/core.py EngineCore",
+    "worker/models/model.py Model",
+    "worker/sampling/grammar.py GrammarRow",
+    "worker/sampling/sampler.py Sampler",
+}
 
 # Library → the only places (folders or files) that may import it.
 OWNERS = {
@@ -78,6 +87,32 @@ def test_functions_are_short_and_take_few_arguments() -> None:
             if count > MAX_ARGUMENTS:
                 found.append(f"{place(file)}:{node.lineno} {node.name}: {count} arguments, at most {MAX_ARGUMENTS}")
     assert not found, "\n".join(found)
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """The names that a class's methods assign on `self`; the fields of a plain dataclass are not among them."""
+    methods = [entry for entry in node.body if isinstance(entry, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return {
+        target.attr
+        for method in methods
+        for target in ast.walk(method)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    }
+
+
+def test_classes_have_few_attributes() -> None:
+    found = {
+        f"{place(file)} {node.name}"
+        for file in sources()
+        if place(file).startswith(FOLDERS)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES
+    }
+    assert not found - CROWDED, f"over {MAX_ATTRIBUTES} attributes: {sorted(found - CROWDED)}; split by responsibility"
+    assert not CROWDED - found, f"take out of CROWDED, no longer needed: {sorted(CROWDED - found)}"
 
 
 def test_imports_are_absolute() -> None:

@@ -38,7 +38,7 @@ def measured(name: str) -> Read:
     """A histogram of the gateway's own."""
 
     def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
-        histogram: Histogram = getattr(scene.context.telemetry, name)
+        histogram: Histogram = getattr(scene.context.telemetry.histograms, name)
         yield (), (histogram.bounds, tuple(histogram.counts), histogram.total)
 
     return read

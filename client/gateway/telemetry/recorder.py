@@ -10,8 +10,8 @@ import logging
 from collections import Counter, deque
 from time import monotonic
 
-from allspan.client.gateway.telemetry.histogram import Histogram
 from allspan.client.gateway.telemetry.request_context import Origin
+from allspan.client.gateway.telemetry.request_histograms import RequestHistograms
 from allspan.protos.api.errors import ERRORS, AllspanError, RequestCancelled
 from allspan.protos.api.results import RequestTimings
 from allspan.protos.cluster.logs import REQUESTS
@@ -23,42 +23,18 @@ MILD = ("cancelled", "deadline_exceeded")
 KEPT_GAPS = 4096
 """Of so many of a request's last gaps between tokens its log line has the median."""
 
-# fmt: off
-_FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-    640.0,
-)
-_TOKEN_S = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
-    0.75, 1.0, 2.5, 5.0, 10.0,
-)
-_REQUEST_S = (
-    0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0, 960.0, 1920.0,
-)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
-# fmt: on
-
 logger = logging.getLogger(REQUESTS)
 
 
 class Telemetry:
-    """Counts since the gateway's start."""
+    """What has been counted since the gateway's start."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.started = monotonic()
-        self.first_token_s = Histogram(_FIRST_TOKEN_S)
-        self.inter_token_s = Histogram(_TOKEN_S)
-        self.mean_token_s = Histogram(_TOKEN_S)
-        self.total_s = Histogram(_REQUEST_S)
-        self.queue_s = Histogram(_REQUEST_S)
-        self.prefill_s = Histogram(_REQUEST_S)
-        self.decode_s = Histogram(_REQUEST_S)
-        self.request_prompt_tokens = Histogram(_TOKENS)
-        self.request_output_tokens = Histogram(_TOKENS)
+        self.histograms = RequestHistograms()
         self.prompt_tokens = 0
-        """Of requests that have had their first token."""
+        """Prompt tokens of requests that have had their first token."""
         self.output_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED, 0))
         """By finish reason."""
@@ -114,11 +90,11 @@ class RequestRecord:
         telemetry.output_tokens += num_tokens
         if self._ttft_s is None:
             self._ttft_s = now - self._origin.arrived
-            telemetry.first_token_s.observe(self._ttft_s)
+            telemetry.histograms.first_token_s.observe(self._ttft_s)
             telemetry.prompt_tokens += self._num_prompt_tokens
         else:
             gap = (now - self._last) / num_tokens
-            telemetry.inter_token_s.observe(gap, num_tokens)
+            telemetry.histograms.inter_token_s.observe(gap, num_tokens)
             self._gaps.append(gap)
         self._last = now
 
@@ -127,18 +103,18 @@ class RequestRecord:
         telemetry, origin = self._telemetry, self._origin
         total_s = monotonic() - origin.arrived
         (telemetry.finished if reason in FINISHED else telemetry.failed)[reason] += 1
-        telemetry.total_s.observe(total_s)
-        telemetry.request_prompt_tokens.observe(self._num_prompt_tokens)
-        telemetry.request_output_tokens.observe(num_output_tokens)
+        telemetry.histograms.total_s.observe(total_s)
+        telemetry.histograms.request_prompt_tokens.observe(self._num_prompt_tokens)
+        telemetry.histograms.request_output_tokens.observe(num_output_tokens)
         if self._ttft_s is not None:
             decode_s = self._last - origin.arrived - self._ttft_s
-            telemetry.decode_s.observe(decode_s)
+            telemetry.histograms.decode_s.observe(decode_s)
             if num_output_tokens > 1:
-                telemetry.mean_token_s.observe(decode_s / (num_output_tokens - 1))
+                telemetry.histograms.mean_token_s.observe(decode_s / (num_output_tokens - 1))
         if timings is not None:
-            telemetry.queue_s.observe(timings.queue_s)
+            telemetry.histograms.queue_s.observe(timings.queue_s)
             if timings.ttft_s:
-                telemetry.prefill_s.observe(timings.ttft_s - timings.queue_s)
+                telemetry.histograms.prefill_s.observe(timings.ttft_s - timings.queue_s)
         self._log(reason, num_output_tokens, timings, total_s, error)
 
     def _log(self, reason: str, num_output: int, timings: RequestTimings | None, total_s: float, error: str) -> None:

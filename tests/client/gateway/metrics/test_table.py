@@ -138,7 +138,7 @@ def test_a_request_s_record_stays_small_however_many_tokens_it_has() -> None:
     record.output(0)
     record.output(7)
     assert telemetry.output_tokens == KEPT_GAPS + 107
-    assert telemetry.inter_token_s.count == KEPT_GAPS + 106
+    assert telemetry.histograms.inter_token_s.count == KEPT_GAPS + 106
     assert len(record._gaps) == KEPT_GAPS
 
 
