@@ -43,7 +43,7 @@ class RunDirectory:
         return RunDirectory(self._path / folder, self._tls)
 
 
-class Addresses:
+class RankAddresses:
     """Asks the ranks themselves; the leader's address comes first. A world that answers is "ready"."""
 
     def __init__(
@@ -111,10 +111,10 @@ def sources_of(attach: Attach, connect: Connect, tls: TlsFiles = NO_TLS) -> list
         return [RunDirectory(attach, tls)]
     if isinstance(attach, str):
         is_address = _ADDRESS.fullmatch(attach) and not Path(attach).exists()
-        return [Addresses([attach], connect, tls) if is_address else RunDirectory(Path(attach), tls)]
+        return [RankAddresses([attach], connect, tls) if is_address else RunDirectory(Path(attach), tls)]
     if attach and not any(isinstance(entry, str) for entry in attach):
-        return [Addresses(addresses, connect, tls) for addresses in attach]
+        return [RankAddresses(addresses, connect, tls) for addresses in attach]
     addresses = [entry for entry in attach if isinstance(entry, str)]
     if len(addresses) < len(attach):
         raise ConfigError("attach mixes addresses and lists; give one replica's addresses, or a list for each replica")
-    return [Addresses(addresses, connect, tls)]
+    return [RankAddresses(addresses, connect, tls)]

@@ -10,7 +10,7 @@ from allspan.client.cluster.affinity import PrefixIndex
 from allspan.client.cluster.discovery import ClusterSource
 from allspan.client.cluster.snapshot import RankView, ReplicaView
 from allspan.client.cluster.state import ReplicaState, ReplicaStatus
-from allspan.client.cluster.world import World
+from allspan.client.cluster.world import WorldClient
 from allspan.client.transport.base import Connect
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailable, from_code
 from allspan.protos.cluster.cluster_file import ClusterInfo
@@ -47,12 +47,12 @@ class Replica:
         self._source = source
         self._connect = connect
         self._call_timeout = call_timeout
-        self._world: World | None = None
+        self._world: WorldClient | None = None
         self._attaching = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
 
     @property
-    def world(self) -> World | None:
+    def world(self) -> WorldClient | None:
         """The connected world, silent or not."""
         return self._world if self.status.state.has_world else None
 
@@ -135,7 +135,7 @@ class Replica:
             while not await self._attach_if_ready():
                 await asyncio.sleep(RECONNECT_POLL_S)
 
-    async def _clean_up(self, world: World) -> None:
+    async def _clean_up(self, world: WorldClient) -> None:
         """After a loss: learns the cause and whether another world follows, and closes what is left of this one."""
         self.prefixes.clear()
         info = await self._news_of(world.info)
@@ -194,7 +194,7 @@ class Replica:
         """Connects to a world that is said to be ready. Raises Unavailable, DeadlineExceeded."""
         before = self.status.state
         self.status.move(ReplicaState.CONNECTING)
-        world = World(info, self._connect, self.status, self._is_given_up, self._call_timeout)
+        world = WorldClient(info, self._connect, self.status, self._is_given_up, self._call_timeout)
         try:
             await world.open(OPEN_TIMEOUT_S)
             if await self._is_given_up(info):  # it may have answered late, across a network that was broken meanwhile
@@ -239,7 +239,7 @@ def _state_after(info: ClusterInfo | None) -> ReplicaState:
     return ReplicaState.DOWN
 
 
-def _cause_of(world: World, info: ClusterInfo | None) -> str:
+def _cause_of(world: WorldClient, info: ClusterInfo | None) -> str:
     """The supervisor knows more than a broken stream tells."""
     if info is not None and info.state == "stopped" and not info.cause:
         return f"the cluster of {info.model} was stopped"

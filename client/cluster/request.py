@@ -12,7 +12,7 @@ from typing import Protocol
 from allspan.client.cluster.affinity import BLOCK_TOKENS, block_keys
 from allspan.client.cluster.output import RequestOutput
 from allspan.client.cluster.replica import Replica
-from allspan.client.cluster.world import World
+from allspan.client.cluster.world import WorldClient
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, from_code
 from allspan.protos.api.options import RequestOptions
@@ -30,7 +30,7 @@ class Attempt:
     """A request in one world, under the id that the ranks of that world know it by."""
 
     replica: Replica
-    world: World
+    world: WorldClient
     wire_id: bytes
     hit_tokens: int
     """Tokens of the prompt that are expected in the replica's prefix cache."""
@@ -91,7 +91,7 @@ class OpenRequest:
         return self.output.queue
 
     @property
-    def world(self) -> World | None:
+    def world(self) -> WorldClient | None:
         """The world that works on it now; None between two attempts."""
         return self.attempt.world if self.attempt is not None and self.attempt.is_open else None
 
@@ -131,7 +131,7 @@ class OpenRequest:
         if remaining is not None and remaining <= 0:
             raise DeadlineExceeded(f"the request has run out of its timeout_s ({self.options.timeout_s:g} s)")
 
-    def begin(self, replica: Replica, world: World, hit_blocks: int = 0) -> pb.StartRequestMessage:
+    def begin(self, replica: Replica, world: WorldClient, hit_blocks: int = 0) -> pb.StartRequestMessage:
         """Begins an attempt in a replica's world, and returns the payload for it. `hit_blocks`: blocks of its prompt
         that are expected in the cache there. Raises DeadlineExceeded when its time has run out."""
         self.check_time()

@@ -14,7 +14,7 @@ from allspan.client.cluster.replica import Replica
 from allspan.client.cluster.request import OpenRequest
 from allspan.client.cluster.router import Router
 from allspan.client.cluster.snapshot import ClusterView
-from allspan.client.cluster.world import World, WorldLost
+from allspan.client.cluster.world import WorldClient, WorldLost
 from allspan.client.transport.base import Connect
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import (
@@ -295,7 +295,7 @@ class Session:
                 refusal = error
         raise refusal
 
-    async def _send(self, request: OpenRequest, replica: Replica, world: World, hit_blocks: int) -> None:
+    async def _send(self, request: OpenRequest, replica: Replica, world: WorldClient, hit_blocks: int) -> None:
         """Begins an attempt. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""
         message = request.begin(replica, world, hit_blocks)
         self._router.remember(replica, request)

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from allspan.client.cluster.affinity import Bid, ranking
-from allspan.client.cluster.discovery import Addresses, ClusterSource, RunDirectory
+from allspan.client.cluster.discovery import ClusterSource, RankAddresses, RunDirectory
 from allspan.client.cluster.replica import Replica, settled
 from allspan.client.cluster.request import OpenRequest
 from allspan.client.cluster.snapshot import ClusterView
 from allspan.client.cluster.state import ReplicaState
 from allspan.client.cluster.statistics import added, merged
-from allspan.client.cluster.world import World
+from allspan.client.cluster.world import WorldClient
 from allspan.client.transport.base import Connect
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable, from_code
@@ -118,7 +118,7 @@ class Router:
     async def statistics(self) -> EngineStatistics:
         """The sums over the replicas that answer."""
 
-        async def one(replica: Replica, world: World) -> EngineStatistics:
+        async def one(replica: Replica, world: WorldClient) -> EngineStatistics:
             return merged(await world.statuses(self._call_timeout), replica.index)
 
         answers, failures = await self._ask_all(one)
@@ -133,7 +133,7 @@ class Router:
     async def control(self, operation: str, timeout: float) -> None:
         """An operation on every replica that is up. Raises the first one's failure, once all have answered."""
 
-        async def one(replica: Replica, world: World) -> None:
+        async def one(replica: Replica, world: WorldClient) -> None:
             await world.control(operation, timeout)
             if operation in ("reset_prefix_cache", "unload_weights", "reload_weights"):
                 replica.prefixes.clear()
@@ -168,7 +168,9 @@ class Router:
             return causes[0]
         return "; ".join(named_cause(index, cause) for index, cause in enumerate(causes))
 
-    async def _ask_all(self, call: Callable[[Replica, World], Awaitable[T]]) -> tuple[list[T], list[BaseException]]:
+    async def _ask_all(
+        self, call: Callable[[Replica, WorldClient], Awaitable[T]]
+    ) -> tuple[list[T], list[BaseException]]:
         await self.some_ready()
         up = [(replica, world) for replica in self.ready if (world := replica.world) is not None]
         replies = await asyncio.gather(*(call(*pair) for pair in up), return_exceptions=True)
@@ -191,7 +193,7 @@ class Router:
             await asyncio.gather(*(replica.try_attach() for replica in self.replicas))
         if not any(replica.world for replica in self.replicas):
             # A run directory says itself whether its ranks are starting.
-            waits = (answer_timeout if isinstance(source, Addresses) else 0.0 for source in sources)
+            waits = (answer_timeout if isinstance(source, RankAddresses) else 0.0 for source in sources)
             attempts = (replica.attach(wait) for replica, wait in zip(self.replicas, waits, strict=True))
             failures = await asyncio.gather(*attempts, return_exceptions=True)
             if all(failures) and isinstance(failures[0], BaseException):

@@ -48,7 +48,7 @@ class Receiver(Protocol):
         """Learns that its world is lost."""
 
 
-class World:
+class WorldClient:
     """Must be made and used on one asyncio loop.
 
     `requests`: the requests that run in it, by the id that the ranks know them by.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from allspan.launch.console import say
 from allspan.launch.supervision.run_dir import RunDir
-from allspan.launch.supervision.world import Death, World, WorldPlan, is_readable
+from allspan.launch.supervision.world import Death, WorldPlan, WorldProcess, is_readable
 from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, InternalError, Unavailable
 from allspan.protos.cluster.cluster_file import ClusterInfo, write_cluster
 
@@ -118,7 +118,7 @@ class Supervisor:
     def _run_world(self, epoch: int) -> Death | None:
         """One world's whole life; None when it was asked to end."""
         self._tell(self._state(epoch, "starting"))
-        world = World(self._plan, self._run, epoch)
+        world = WorldProcess(self._plan, self._run, epoch)
         drain_s: float | None = None
         try:
             stops = [self._stop_read, *self._parent_fds]
@@ -148,7 +148,7 @@ class Supervisor:
         message = f"{self._plan.title} was not ready within --start-timeout-s {self._plan.start_timeout_s:g} s"
         return Death(message, DeadlineExceeded(message))
 
-    def _note_ready(self, world: World) -> None:
+    def _note_ready(self, world: WorldProcess) -> None:
         if self.info is None:
             self.info = world.info()
             self._on_change()

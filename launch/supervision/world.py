@@ -69,7 +69,7 @@ class Death:
     error: AllspanError | None = None
 
 
-class World:
+class WorldProcess:
     """Start it once; wait for it; end it. Used by one thread, which must outlive it (the kernel kills it otherwise)."""
 
     def __init__(self, plan: WorldPlan, run: RunDir, epoch: int) -> None:

@@ -22,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Addresses:
+class ServerAddresses:
     """Where a server answers. `http` as a URL without a path, `grpc` as a target."""
 
     http: str
@@ -56,13 +56,13 @@ class ServerProcess:
         """Of the gateway, which is the launcher's process as well."""
         return self._process.pid
 
-    def wait_ready(self, timeout: float) -> Addresses:
+    def wait_ready(self, timeout: float) -> ServerAddresses:
         """DeadlineExceeded after `timeout` seconds, Unavailable when it ended before; then it is closed."""
         deadline = time.monotonic() + timeout
         try:
             while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
                 if found := _READY.search(line):
-                    return Addresses(found[1], found[2], Path(found[3]))
+                    return ServerAddresses(found[1], found[2], Path(found[3]))
         except queue.Empty:
             self.close()
             raise DeadlineExceeded(f"the server was not ready within {timeout:g} s; last line: {self._last}") from None

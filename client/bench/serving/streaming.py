@@ -24,7 +24,7 @@ from allspan.client.bench.engine.compare_peers import Peer
 from allspan.client.bench.machine import machine, versions
 from allspan.client.bench.report import columns
 from allspan.client.bench.serving.load import spread
-from allspan.client.bench.serving.server import Addresses, ServerProcess, cpu_s
+from allspan.client.bench.serving.server import ServerAddresses, ServerProcess, cpu_s
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.text import load_tokenizer
@@ -158,7 +158,7 @@ class _Run:
         return cpu_s(self._server.pid), sum(map(cpu_s, self._ranks))
 
 
-def _load(side: str, model: str, served: str, addresses: Addresses, options: Options) -> dict[str, Any]:
+def _load(side: str, model: str, served: str, addresses: ServerAddresses, options: Options) -> dict[str, Any]:
     settings = {key: options[key] for key in options if key not in ("ranks", "served_model_name", "no_restart")}
     address = {"facade": str(addresses.run_dir), "grpc": addresses.grpc}.get(side, addresses.http)
     about = {"model": model, "settings": settings} if side == "engine" else {"model": served, "address": address}

@@ -21,8 +21,8 @@ from allspan.client.gateway.openai.schemas import parse, parse_value
 from allspan.client.gateway.openai.shapes import Json, TokenTexts
 from allspan.client.gateway.responses.items import read_items, to_messages
 from allspan.client.gateway.responses.request import ResponsesRequest
-from allspan.client.gateway.responses.store import ResponseStore, Stored
-from allspan.client.gateway.responses.turn import Turn
+from allspan.client.gateway.responses.store import ResponseStore, StoredResponse
+from allspan.client.gateway.responses.turn import ResponseTurn
 from allspan.client.gateway.telemetry.request_context import Origin, origin_of
 from allspan.protos.api.errors import InvalidRequest
 
@@ -57,7 +57,7 @@ class Responder:
         except Exception as error:
             raise caller_error(error, origin.label) from error
 
-    async def _run(self, request: Request, turn: Turn, origin: Origin) -> Response:
+    async def _run(self, request: Request, turn: ResponseTurn, origin: Origin) -> Response:
         try:
             if not turn.request.stream:
                 return JSONResponse(await while_connected(request.receive, self._whole(turn, origin)))
@@ -76,7 +76,7 @@ class Responder:
             raise caller_error(error, origin_of(request).label) from error
         return len(turn.job.token_ids)
 
-    async def _plan(self, body: bytes) -> Turn:
+    async def _plan(self, body: bytes) -> ResponseTurn:
         """Checks everything; nothing runs yet."""
         request = parse(ResponsesRequest, body, self._limits)
         self._context.model.check_name(request.model)
@@ -91,9 +91,9 @@ class Responder:
         except InvalidRequest as error:
             raise _renamed(error) from error
         texts = TokenTexts(self._context.tokenizer, bool(chat.return_tokens_as_token_ids))
-        return Turn(request, job, reading, texts, self._context.model.name, items, before)
+        return ResponseTurn(request, job, reading, texts, self._context.model.name, items, before)
 
-    async def _whole(self, turn: Turn, origin: Origin) -> Json:
+    async def _whole(self, turn: ResponseTurn, origin: Origin) -> Json:
         async with self._context.admission.running([turn.job], origin) as (generation,):
             turn.begin(generation)
             async with aclosing(generation.deltas()) as deltas:
@@ -103,7 +103,7 @@ class Responder:
             self._keep(turn, origin.owner)
             return turn.response
 
-    async def _events(self, turn: Turn, generation: ActiveRequest, owner: str) -> AsyncGenerator[bytes, None]:
+    async def _events(self, turn: ResponseTurn, generation: ActiveRequest, owner: str) -> AsyncGenerator[bytes, None]:
         try:
             for told in turn.begin(generation):
                 yield event(told, told["type"])
@@ -120,9 +120,9 @@ class Responder:
                 yield event(told, told["type"])
             self._keep(turn, owner)
 
-    def _keep(self, turn: Turn, owner: str) -> None:
+    def _keep(self, turn: ResponseTurn, owner: str) -> None:
         if turn.is_kept:
-            self.store.put(owner, Stored(turn.response, turn.input, turn.history))
+            self.store.put(owner, StoredResponse(turn.response, turn.input, turn.history))
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:

@@ -17,7 +17,7 @@ MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResponse:
     """One response and what came before it."""
 
     response: Json
@@ -35,7 +35,7 @@ class ResponseStore:
         self._max_entries = max_entries
         self._ttl = ttl
         self._clock = clock
-        self._entries: OrderedDict[tuple[str, str], tuple[Stored, int, float]] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], tuple[StoredResponse, int, float]] = OrderedDict()
         self._bytes = 0
 
     @property
@@ -45,7 +45,7 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, owner: str, stored: Stored) -> None:
+    def put(self, owner: str, stored: StoredResponse) -> None:
         """Takes the place of one with the same id; one that is larger than all may be is not kept."""
         key = (owner, stored.response["id"])
         self._drop(key)
@@ -60,7 +60,7 @@ class ResponseStore:
                 return
             self._drop(oldest)
 
-    def get(self, owner: str, response_id: str) -> Stored:
+    def get(self, owner: str, response_id: str) -> StoredResponse:
         """HttpError 404 for one that is not there (any more) or is somebody else's."""
         if (found := self._find(owner, response_id)) is None:
             raise HttpError(404, f"response {response_id[:128]!r} is not kept here: {self._why()}")
@@ -78,7 +78,7 @@ class ResponseStore:
         self.get(owner, response_id)
         self._drop((owner, response_id))
 
-    def _find(self, owner: str, response_id: str) -> Stored | None:
+    def _find(self, owner: str, response_id: str) -> StoredResponse | None:
         found = self._entries.get((owner, response_id))
         if found is not None and found[2] > self._clock():
             return found[0]

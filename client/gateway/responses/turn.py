@@ -19,7 +19,7 @@ from allspan.protos.text.stream.text_stream import TextDelta
 
 
 @dataclass
-class Turn:
+class ResponseTurn:
     """A checked request and its answer as far as it has come. `begin` it, `push` all deltas; then `response` is whole.
 
     `begin`, `push` and `fail` give the events that tell of it.

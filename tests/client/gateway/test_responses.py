@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from allspan.client.gateway.http.errors import HttpError
-from allspan.client.gateway.responses.store import ResponseStore, Stored
+from allspan.client.gateway.responses.store import ResponseStore, StoredResponse
 from support.chat_tokenizer import chat_tokenizer
 from support.fake_engine import ANSWER, FakeEngine
 from support.gateway import Gateway, eventually, fake_engine, gateway
@@ -131,8 +131,8 @@ async def test_a_server_that_keeps_nothing_says_so() -> None:
             await client.responses.create(model="tiny", input="Two", previous_response_id=first.id)
 
 
-def stored(name: str, text: str = "") -> Stored:
-    return Stored({"id": name}, [], [{"text": text}])
+def stored(name: str, text: str = "") -> StoredResponse:
+    return StoredResponse({"id": name}, [], [{"text": text}])
 
 
 def test_what_is_kept_is_bounded_in_number_time_and_size(monkeypatch: pytest.MonkeyPatch) -> None:

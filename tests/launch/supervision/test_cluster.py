@@ -110,7 +110,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
         stage.worlds.append(PlayedWorld(plan, run, epoch))
         return stage.worlds[-1]
 
-    monkeypatch.setattr(supervisor_module, "World", world)
+    monkeypatch.setattr(supervisor_module, "WorldProcess", world)
     monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(supervisor_module, "LINGER_S", 0.05)
     yield stage

@@ -19,7 +19,7 @@ from allspan.launch.supervision.cluster import Cluster
 from allspan.launch.supervision.mpi import OPEN_MPI, Mpirun
 from allspan.launch.supervision.run_dir import make_run_dir
 from allspan.launch.supervision.supervisor import SupervisorConfig
-from allspan.launch.supervision.world import World, WorldPlan, is_readable
+from allspan.launch.supervision.world import WorldPlan, WorldProcess, is_readable
 from allspan.protos.api.errors import AllspanError, InternalError
 from allspan.protos.cluster.cluster_file import RankInfo, write_rank
 from allspan.protos.config.settings import ModelConfig, ServiceConfig, WorkerConfig
@@ -74,10 +74,10 @@ def test_shared_memory_that_is_full_is_called_so(runtime: Path) -> None:
 
 
 def test_a_bug_in_its_thread_ends_the_wait_and_leaves_nothing(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> World:
+    def broken(*_: object) -> WorldProcess:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(supervisor_module, "World", broken)
+    monkeypatch.setattr(supervisor_module, "WorldProcess", broken)
     cluster = supervised(runtime)
     error = error_of(cluster)
     assert isinstance(error, InternalError)
@@ -106,7 +106,7 @@ def test_a_log_that_cannot_be_written_stops_no_rank(runtime: Path, monkeypatch: 
     program.chmod(0o755)
     with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", full)
-        world = World(plan(run.path, str(program)), run, 1)
+        world = WorldProcess(plan(run.path, str(program)), run, 1)
         try:
             wait_until(done.exists, 20.0)
         finally:
@@ -122,7 +122,7 @@ def test_a_rank_that_has_ended_is_not_signalled_by_its_number(runtime: Path, mon
     program.write_text("#!/bin/sh\nexec sleep 30\n")
     program.chmod(0o755)
     run = make_run_dir("", {"XDG_RUNTIME_DIR": str(runtime)}, runtime / "shm")
-    world = World(plan(run.path, str(program)), run, 1)
+    world = WorldProcess(plan(run.path, str(program)), run, 1)
     rank = subprocess.Popen(["sleep", "30"])
     write_rank(run.path, RankInfo(0, rank.pid, "here"), 1)
     world.wait([], done=lambda: bool(world.ranks), timeout_s=5.0)
