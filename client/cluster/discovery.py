@@ -39,7 +39,7 @@ class RunDirectory:
         return replace(info, tls=self._tls) if self._tls.is_given else info
 
     def below(self, folder: str) -> RunDirectory:
-        """Of one replica, by its name in `ClusterInfo.replicas`."""
+        """The run directory of one replica, by its name in `ClusterInfo.replicas`."""
         return RunDirectory(self._path / folder, self._tls)
 
 

@@ -142,7 +142,7 @@ class Session:
                 self._spawn(self.stop(request_id))
 
     def queues(self, request_id: bytes | None = None) -> list[ResultQueue]:
-        """Of one open request (empty when it has ended), or of all."""
+        """The queue of one open request (none when it has ended), or those of all."""
         found = self._open.values() if request_id is None else filter(None, [self._open.get(request_id)])
         return [request.queue for request in found]
 

@@ -26,7 +26,7 @@ class ReplicaView:
 
     index: int
     epoch: int
-    """Of its world, which rises with every restart."""
+    """The epoch of its world, one more with every restart."""
     cause: str
     """Why it lets no requests in, "" while it does."""
     ranks: tuple[RankView, ...] = ()

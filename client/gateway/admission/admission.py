@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
 import time
 import uuid
@@ -43,15 +44,23 @@ class Job:
     options: RequestOptions | None = None
     text: TextOptions = PLAIN_TEXT
     tokenizer: Tokenizer | None = None
-    """Of the output's text; None: the gateway's."""
+    """Makes the output's text; None: the gateway's."""
     grammar_field: str = "grammar"
     """What the caller calls `params.grammar`."""
+
+
+class Hold(enum.Enum):
+    """Why the operator lets no request in; the value is what callers are told."""
+
+    NONE = ""
+    PAUSED = "the server is paused by its operator; POST /resume lets requests in again"
+    ASLEEP = "the server sleeps, its weights are unloaded; POST /wake_up loads them again"
 
 
 class Admission:
     """Counts the requests that run, refuses more than the limit, and drains when the server ends.
 
-    `hold`: why the operator lets no request in; "" while requests are let in.
+    `hold`: whether the operator lets requests in.
     """
 
     def __init__(
@@ -62,7 +71,7 @@ class Admission:
         limits: LimitsConfig,
         telemetry: Telemetry,
     ) -> None:
-        self.hold = ""
+        self.hold = Hold.NONE
         self.grammars = GrammarCheck(tokenizer, model.vocab_size, limits)
         self._engine = engine
         self._tokenizer = tokenizer
@@ -94,7 +103,7 @@ class Admission:
     @property
     def down_cause(self) -> str:
         """Why new requests are not welcome, "" while they are."""
-        return "the server is shutting down" if self._draining else self.hold or self._engine.down_cause
+        return "the server is shutting down" if self._draining else self.hold.value or self._engine.down_cause
 
     def running_requests(self) -> list[ActiveRequest]:
         """What runs now."""
@@ -202,7 +211,7 @@ class Admission:
         return request
 
     def _admit(self, count: int) -> None:
-        if self._draining or self.hold:
+        if self._draining or self.hold is not Hold.NONE:
             raise Unavailable(self.down_cause)
         if self._admitted + count > self._max_requests:
             raise QueueFull(

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
+from allspan.client.gateway.admission.admission import Hold
 from allspan.client.gateway.auth.caller import current_caller
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.access import require_admin
@@ -19,8 +20,6 @@ from allspan.client.gateway.http.body import read_json_body
 from allspan.protos.api.errors import AllspanError, InvalidRequest
 
 DRAIN_S, WEIGHTS_S, MOST_S = 60.0, 600.0, 3600.0
-PAUSED = "the server is paused by its operator; POST /resume lets requests in again"
-ASLEEP = "the server sleeps, its weights are unloaded; POST /wake_up loads them again"
 
 Act = Callable[[Request], Awaitable[dict[str, Any]]]
 
@@ -83,38 +82,42 @@ class _Operator:
     async def pause(self, request: Request) -> dict[str, Any]:
         """Refuses what is new and waits `timeout` seconds for what runs; then 504, and paused all the same."""
         timeout = _seconds(request, DRAIN_S)
-        self._context.admission.hold = self._context.admission.hold or PAUSED
+        self._pause()
         await self._engine.acontrol("stop_model", timeout)
         return {"status": "paused"}
 
     async def resume(self, request: Request) -> dict[str, Any]:
         await self._engine.acontrol("start_model")  # refused while the weights are unloaded
-        self._context.admission.hold = ""
+        self._context.admission.hold = Hold.NONE
         return {"status": "running"}
 
     async def is_paused(self, request: Request) -> dict[str, Any]:
-        return {"is_paused": bool(self._context.admission.hold)}
+        return {"is_paused": self._context.admission.hold is not Hold.NONE}
 
     async def sleep(self, request: Request) -> dict[str, Any]:
         """Pauses, then gives back the memory of weights and KV pages. vLLM's levels 1 and 2 are the same here."""
         timeout = _seconds(request, DRAIN_S)
-        self._context.admission.hold = self._context.admission.hold or PAUSED
+        self._pause()
         await self._engine.acontrol("stop_model", timeout)
         await self._engine.acontrol("unload_weights", timeout)
-        self._context.admission.hold = ASLEEP
+        self._context.admission.hold = Hold.ASLEEP
         return {"status": "sleeping"}
 
     async def wake_up(self, request: Request) -> dict[str, Any]:
         timeout = _seconds(request, WEIGHTS_S)
-        if self._context.admission.hold == ASLEEP:
+        if self._context.admission.hold is Hold.ASLEEP:
             # Stopped it is already, unless the ranks were started anew meanwhile.
             await self._engine.acontrol("stop_model", DRAIN_S)
             await self._engine.acontrol("reload_weights", timeout)
-            self._context.admission.hold = PAUSED
+            self._context.admission.hold = Hold.PAUSED
         return await self.resume(request)
 
     async def is_sleeping(self, request: Request) -> dict[str, Any]:
-        return {"is_sleeping": self._context.admission.hold == ASLEEP}
+        return {"is_sleeping": self._context.admission.hold is Hold.ASLEEP}
+
+    def _pause(self) -> None:
+        if self._context.admission.hold is Hold.NONE:
+            self._context.admission.hold = Hold.PAUSED
 
     async def reset_prefix_cache(self, request: Request) -> dict[str, Any]:
         await self._engine.acontrol("reset_prefix_cache")
