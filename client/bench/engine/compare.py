@@ -18,9 +18,9 @@ from typing import Any
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
 from allspan.client.bench.engine.compare_peers import Peer, find_engines, model_files
 from allspan.client.bench.engine.latency import Round, one_round
+from allspan.client.bench.load import greedy, random_prompt
 from allspan.client.bench.plot import check_plot, plot_compare
 from allspan.client.bench.report import columns
-from allspan.client.bench.serving.load import greedy, random_prompt
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import AllspanError, ConfigError
 

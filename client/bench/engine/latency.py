@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.load import ask, greedy, random_prompt
 from allspan.client.bench.report import facts, mib
-from allspan.client.bench.serving.load import ask, greedy, random_prompt
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.sampling import SamplingParams

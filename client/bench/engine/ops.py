@@ -7,8 +7,8 @@ import random
 from dataclasses import asdict, dataclass
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.load import ask, greedy, random_prompt
 from allspan.client.bench.report import columns
-from allspan.client.bench.serving.load import ask, greedy, random_prompt
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError
 

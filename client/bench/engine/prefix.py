@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.load import Answer, ask, greedy, random_prompt, spread
 from allspan.client.bench.plot import check_plot, plot_prefix
 from allspan.client.bench.report import columns, facts, ms
-from allspan.client.bench.serving.load import Answer, ask, greedy, random_prompt, spread
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.api.options import RequestOptions

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.load import greedy, random_prompt, spread
 from allspan.client.bench.report import columns
-from allspan.client.bench.serving.load import greedy, random_prompt, spread
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import ConfigError

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.load import ask, fill, greedy, random_prompt, spread
 from allspan.client.bench.machine import resident_bytes
 from allspan.client.bench.report import columns, facts, mib
-from allspan.client.bench.serving.load import ask, fill, greedy, random_prompt, spread
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, QueueFull
 from allspan.protos.api.results import RequestHandle

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least
+from allspan.client.bench.load import percentile
 from allspan.client.bench.machine import machine
 from allspan.client.bench.plot import check_plot
 from allspan.client.bench.report import facts
-from allspan.client.bench.serving.load import percentile
 from allspan.client.bench.serving.serve_clients import BACKENDS, Record, connect
 from allspan.client.bench.serving.serve_plot import plot_serve
 from allspan.client.bench.serving.server import ServerProcess

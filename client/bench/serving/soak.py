@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
+from allspan.client.bench.load import Answer, ask, fill, greedy, percentile, random_prompt
 from allspan.client.bench.machine import resident_bytes
 from allspan.client.bench.report import facts, mib, ms
-from allspan.client.bench.serving.load import Answer, ask, fill, greedy, percentile, random_prompt
 from allspan.client.bench.trend import trend
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import AllspanError, ConfigError, InvalidRequest

@@ -21,9 +21,9 @@ from typing import Any
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
 from allspan.client.bench.engine.compare_peers import Peer
+from allspan.client.bench.load import spread
 from allspan.client.bench.machine import machine, versions
 from allspan.client.bench.report import columns
-from allspan.client.bench.serving.load import spread
 from allspan.client.bench.serving.server import ServerAddresses, ServerProcess, cpu_s
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allspan.client.bench.serving.load import percentile
+from allspan.client.bench.load import percentile
 from allspan.client.bench.serving.sse import SseConnection, host_and_port
 from allspan.protos.api.sampling import SamplingParams
 

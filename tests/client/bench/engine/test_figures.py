@@ -17,9 +17,9 @@ from allspan.client.bench.engine.ops import OPS, OpsConfig
 from allspan.client.bench.engine.perplexity import PERPLEXITY, PerplexityConfig, summary
 from allspan.client.bench.engine.prefix import PREFIX, PrefixConfig
 from allspan.client.bench.engine.step import STEP, StepConfig
+from allspan.client.bench.load import Answer, percentile, spread
 from allspan.client.bench.machine import machine, resident_bytes
 from allspan.client.bench.report import columns
-from allspan.client.bench.serving.load import Answer, percentile, spread
 from allspan.client.bench.serving.overload import OVERLOAD, OverloadConfig
 from allspan.client.bench.serving.soak import SOAK, SoakConfig
 from allspan.client.bench.trend import trend
