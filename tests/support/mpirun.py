@@ -39,7 +39,6 @@ def mpi_environment(folder: Path) -> dict[str, str]:
             "PYTHONPATH": os.pathsep.join(
                 [str(Path(__file__).parents[1]), *inherited.get("PYTHONPATH", "").split(os.pathsep)]
             ),
-            "OMPI_MCA_osc": "^ucx",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMP_NUM_THREADS": "1",

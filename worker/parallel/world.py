@@ -216,6 +216,9 @@ def _start_mpi() -> Any:
     """MPI, for calls from the main thread alone. A process that fails must not wait for its peers in MPI_Finalize."""
     import mpi4py
 
+    # UCX's one-sided component prints errors where it has no device, and takes seconds to start on some hosts; windows
+    # here are in shared memory. `allspan serve` says the same to mpirun.
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
     from mpi4py import MPI
