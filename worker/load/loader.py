@@ -29,6 +29,7 @@ from allspan.worker.models.layout import (
     expected_shapes,
     foreign_tensors,
     layout,
+    only_group,
 )
 from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import Vector
@@ -70,9 +71,8 @@ class Prepared:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """That of the only group."""
-        (group,) = self.cache_groups
-        return group.spec
+        """See `allspan.worker.models.layout.only_group`."""
+        return only_group(self.cache_groups)
 
 
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
@@ -171,7 +171,7 @@ def load_model(
     check_room(prepared.weight_bytes)
     tensors = weights.read(config.device, on_progress)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, not config.disable_cascade_attn)
-    return Model(holding, tensors, prepared.cache_spec, limits, ops, collectives, config.device)
+    return Model(holding, tensors, prepared.cache_groups, limits, ops, collectives, config.device)
 
 
 class Weights(Protocol):

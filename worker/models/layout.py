@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from allspan.protos.api.errors import ConfigError
@@ -117,6 +117,14 @@ def cache_groups(spec: ModelSpec, shard: Shard, page_size: int, dtype: str) -> t
         pages = CacheSpec(page_size, len(layers), len(shard.units(heads)), heads.unit, dtype)
         made.append(CacheGroup(pages, layers, block.lifetime))
     return tuple(made)
+
+
+def only_group(groups: Sequence[CacheGroup]) -> CacheSpec:
+    """The pages of a model with one cache group. ConfigError for several."""
+    if len(groups) > 1:
+        layers = "; ".join(f"layers {', '.join(map(str, group.layers))}" for group in groups)
+        raise ConfigError(f"the model has {len(groups)} cache groups ({layers}): the engine serves models with 1")
+    return groups[0].spec
 
 
 def check_ranks(spec: ModelSpec, size: int) -> None:

@@ -14,12 +14,14 @@ from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cuda.graphs import Graph
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.cache.spec import CacheGroup, CacheSpec
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.holding import Holding
+from allspan.worker.models.layout import only_group
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.step_meta import MetaContext
+from allspan.worker.models.sublayer import slots_name
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.native_program import NativeProgram
 from allspan.worker.program.program import Interpreter, Rows, with_fused_sums, with_whole_logits
@@ -34,7 +36,7 @@ class Model:
         self,
         holding: Holding,
         tensors: Mapping[str, Tensor],
-        cache_spec: CacheSpec,
+        cache_groups: tuple[CacheGroup, ...],
         limits: ModelLimits,
         ops: OpSet,
         collectives: Collectives,
@@ -46,12 +48,12 @@ class Model:
         """By their canonical names."""
         self.spec: ModelSpec = holding.spec
         self.max_model_len = limits.max_model_len
-        self.cache_spec = cache_spec
+        self.cache_groups = cache_groups
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self.vocab_widths = tuple(len(rows) for rows in split(self.spec.vocab_size, shard.size))
         """Columns of each rank's logits; a single number where every rank has all of them."""
         capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
-        decoder = build_decoder(holding, cache_spec.is_quantised)
+        decoder = build_decoder(holding, cache_groups[0].spec.is_quantised)
         program = decoder.program
         activations = activations_of(ops, holding.dtype)
         if activations in getattr(collectives, "norms", ()):
@@ -72,10 +74,14 @@ class Model:
         self._interpreter.bind(self._constants)
         self._derived = decoder.bindings.derived
         self.weights_changed()
-        context = MetaContext(cache_spec, limits, ops, device)
-        self._metas = {name: make(context) for name, (_, make) in decoder.bindings.metas.items()}
-        self._attention = next(iter(self._metas.values()))
-        self._cache: KVCache | None = None
+        self._metas = {
+            name: (group, make(MetaContext(cache_groups[group].spec, limits, ops, device)))
+            for name, (group, make) in decoder.bindings.metas.items()
+        }
+        _, self._attention = next(iter(self._metas.values()))
+        if holding.delta is not None:
+            self._interpreter.bind(holding.delta.tensors)
+        self._has_cache = False
         self._inputs: StepInputs | None = None
         self._is_profiling = False
         self._graphs: dict[tuple[int, bool, bool], Graph] = {}
@@ -103,20 +109,27 @@ class Model:
         """Counts up while a step runs; see `Interpreter.progress`."""
         return self._interpreter.progress
 
-    def bind_cache(self, kv: KVCache) -> None:
-        """Uses these pages from now on; they must be of this model's `cache_spec`."""
-        if kv.spec != self.cache_spec:
-            raise InternalError(f"a cache of {kv.spec} for a model of {self.cache_spec}")
-        self._cache = kv
-        for layer in range(len(self.spec.layers)):
-            self._interpreter.bind(
-                {
-                    f"k_cache.{layer}": kv.keys[layer],
-                    f"v_cache.{layer}": kv.values[layer],
-                    f"k_scales.{layer}": kv.key_scales[layer],
-                    f"v_scales.{layer}": kv.value_scales[layer],
-                }
-            )
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """That of the only cache group. ConfigError for a model of several, which the engine does not serve yet."""
+        return only_group(self.cache_groups)
+
+    def bind_cache(self, *caches: KVCache) -> None:
+        """Uses these pages from now on, one cache for each of this model's `cache_groups`."""
+        found, wanted = [kv.spec for kv in caches], [group.spec for group in self.cache_groups]
+        if found != wanted:
+            raise InternalError(f"a cache of {found} for a model of {wanted}")
+        self._has_cache = True
+        for group, kv in zip(self.cache_groups, caches, strict=True):
+            for place, layer in enumerate(group.layers):
+                self._interpreter.bind(
+                    {
+                        f"k_cache.{layer}": kv.keys[place],
+                        f"v_cache.{layer}": kv.values[place],
+                        f"k_scales.{layer}": kv.key_scales[place],
+                        f"v_scales.{layer}": kv.value_scales[place],
+                    }
+                )
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """This rank's logits, float32 [m, vocab_widths[rank]] (every rank's, of one width): a view of a buffer that the
@@ -125,7 +138,7 @@ class Model:
         Writes the keys and values of the n new tokens to their slots. Every rank must call it with the same inputs.
         Raises InternalError without a cache, or for more rows than the model was loaded for.
         """
-        if self._cache is None:
+        if not self._has_cache:
             raise InternalError("forward before bind_cache")
         self._check()
         if inputs.place in self._graphs and not self._is_profiling:
@@ -152,12 +165,14 @@ class Model:
         return [] if isinstance(self._interpreter, NativeProgram) else self._interpreter.buffers
 
     def _by_name(self, inputs: StepInputs) -> dict[str, Any]:
+        groups = [inputs.of_group(group) for group in range(len(self.cache_groups))]
         return {
             "ids": inputs.ids,
             "positions": inputs.positions,
-            "slots": inputs.slots,
             "logits_rows": inputs.logits_rows,
-            **{name: meta.of(inputs) for name, meta in self._metas.items()},
+            "adapters": inputs.adapters,
+            **{slots_name(group): own.slots for group, own in enumerate(groups)},
+            **{name: meta.of(groups[group]) for name, (group, meta) in self._metas.items()},
         }
 
     def start_profile(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +44,18 @@ class SharedInputs:
     """[R]."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """Where the tokens of a step lie in the pages of a cache group behind the first; int32 tensors."""
+
+    slots: Tensor
+    """[n]."""
+    page_indptr: Tensor
+    """[R + 1]."""
+    page_indices: Tensor
+    """[page_indptr[R]]; what stands for a page that was freed is never read."""
+
+
 @dataclass(slots=True)
 class StepInputs:
     """Views into buffers of fixed capacity, cut to this step's sizes. Tensors are int32, on the model's device.
@@ -81,6 +93,18 @@ class StepInputs:
     """With a bucket, in a step with prompts [R]: the row of the request if it has one new token, else -1."""
     shared: SharedInputs | None = None
     """With a bucket: what its rows share, where that pays."""
+
+    groups: tuple[GroupInputs, ...] = ()
+    """Those of the cache groups behind the first."""
+    adapters: Tensor | None = None
+    """[n]: the adapter slot of each token; None where the model has no adapters."""
+
+    def of_group(self, group: int) -> StepInputs:
+        """The step as the layers of a cache group see it."""
+        if not group:
+            return self
+        own = self.groups[group - 1]
+        return replace(self, slots=own.slots, page_indptr=own.page_indptr, page_indices=own.page_indices, groups=())
 
     @property
     def place(self) -> tuple[int, bool, bool]:

@@ -87,10 +87,15 @@ class Gqa:
             pages,
             sub.slots,
         )
+        self.attend(sub, qkv_heads, pages, program.view(attended, heads, size))
+        return attended
+
+    def attend(self, sub: Sublayer, qkv: Slot, pages: KvPages[Slot], out: Slot) -> None:
+        """Appends the attention of queries over the pages, which hold the new keys and values already; a block with
+        another mask has one of its own."""
         own = self.on_rank(sub.shard)
         meta = sub.meta("attention", own, lambda context: attention_meta(own, context))
-        program.op("attention", qkv_heads, *pages, meta, program.view(attended, heads, size))
-        return attended
+        sub.program.op("attention", qkv, *pages, meta, out)
 
     def project(self, sub: Sublayer, attended: Slot) -> None:
         sub.add_linear("o", attended)
