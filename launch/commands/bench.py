@@ -12,6 +12,7 @@ from allspan.client.bench.benchmark import Benchmark
 from allspan.client.bench.engine import kernels as kernel_bench
 from allspan.client.bench.engine.compare import COMPARE
 from allspan.client.bench.engine.grammar import GRAMMAR
+from allspan.client.bench.engine.kernel_tables import markdown, read_report
 from allspan.client.bench.engine.latency import LATENCY
 from allspan.client.bench.engine.ops import OPS
 from allspan.client.bench.engine.perplexity import PERPLEXITY
@@ -101,6 +102,9 @@ def _run_kernels(argv: Sequence[str]) -> int:
         help="Prints a JSON object with all figures, the settings and the machine as the last line.",
     )
     config = build(kernel_bench.KernelBenchConfig, parser.parse(argv))
+    if config.markdown:
+        print(markdown(read_report(config.markdown)), end="")
+        return 0
     report = kernel_bench.run(config, tell=lambda line: print(line, file=sys.stderr, flush=True))
     report["command"] = " ".join(["allspan", "bench", KERNELS, *argv])
     print(json.dumps(report) if "--json" in argv else kernel_bench.table(report), flush=True)

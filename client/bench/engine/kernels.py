@@ -28,6 +28,9 @@ class KernelBenchConfig:
     """Times only these groups, separated by commas; empty times decode,prefill,linear,elementwise,sampling."""
     rounds: int = 7
     """Times every side this many times, in turns, and reports medians."""
+    markdown: str = ""
+    """Prints the tables of a saved JSON report, every case and the slower ones too, and times nothing; empty times the
+    kernels."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
