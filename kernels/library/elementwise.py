@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.rows.elementwise import add_rms_norm, rms_norm, silu_mul
+from allspan.kernels.cuda.rows.elementwise import silu_mul
+from allspan.kernels.cuda.rows.norm import add_rms_norm, rms_norm
 from allspan.kernels.library.arrays import Array, tensor
 
 

@@ -1,17 +1,31 @@
-"""Ops that treat every row on its own, on a GPU: norm.cu and elementwise.cu. What they read and write is in ops.py.
-
-Every tensor of elements may be float32 or bfloat16, or float32 or float16, and so may norm weights; sums are float32
-(a residual of 16 bits is rounded before the norm sees it, as vLLM does). Rows may have any length and are fastest where
-it is a multiple of 8.
-All raise ValueError for what does not fit, BackendUnavailable without CuPy.
-"""
+"""Ops that need no more of a row than the element at hand, on a GPU: elementwise.cu. What they read and write is in
+ops.py; types and errors are those of norm.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.rows.rows import FLOATS, check, elementwise, norm_rows
+from allspan.kernels.cuda.jit.modules import Kernel, element_macro, kernel, launch
+from allspan.kernels.cuda.rows.rows import (
+    EARLY,
+    FLOATS,
+    TYPES,
+    Types,
+    check,
+    is_whole,
+    strides_of,
+    type_number,
+    unit_of,
+)
+
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
+_OPS = {"plain": 0, "add": 1, "silu": 2, "gather": 3}
 
 
 def embedding(ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
@@ -44,27 +58,54 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     elementwise("silu", gate_up, out)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """See `OpSet.rms_norm`."""
-    check("out", out, FLOATS, (len(x), x.shape[1]))
-    check_norm(x, x, weight)
-    norm_rows("norm", x, None, (weight, eps), out)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """See `OpSet.add_rms_norm`. FlashInfer's and vLLM's fused_add_rmsnorm: residual of 16 bits, `out` is `x`."""
-    check("out", out, FLOATS, (len(x), x.shape[1]))
-    check_norm(x, residual, weight)
-    norm_rows("norm", residual, x, (weight, eps), out)
-
-
-def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    """Raises ValueError for what norm.cu would read past."""
-    check("x", x, FLOATS, (len(x), x.shape[1]))
-    check("residual", residual, FLOATS, (len(x), x.shape[1]))
-    check("weight", weight, FLOATS, (x.shape[1],))
-
-
 def check_gate_up(gate_up: Tensor, out: Tensor) -> None:
     """Raises ValueError unless gate and up have out's shape."""
     check("gate_up", gate_up, FLOATS, (len(out), 2 * out.shape[1]))
+
+
+def elementwise(
+    op: str,
+    source: Tensor,
+    out: Tensor,
+    addend: Tensor | None = None,
+    gather: tuple[Tensor, int] | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """Several thread blocks a row: see elementwise.cu. With `add`, out is the source. gather: ids and the first."""
+    n, width = out.shape
+    if out.numel() == 0:
+        return
+    ids, first = gather or (None, 0)
+    types = (source.dtype, None if addend is None else addend.dtype, out.dtype)
+    function = _elementwise_kernel(op, types, is_whole(width, source, addend, out))
+    units = -(-width // unit_of(source, addend, out))
+    threads = min(256, -(-units // 32) * 32)
+    pieces = -(-units // threads)
+    arguments = [
+        source, addend, ids, np.int32(first), np.int32(len(source)), out, scales, *strides_of(scales), np.int32(width),
+        np.int32(pieces),
+    ]  # fmt: skip
+    launch(function, (n * pieces,), threads, arguments, is_early=EARLY)
+
+
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+    """Those of float32 streams and 16 bits around them; others compile when they are first used."""
+    f32, bf16, _, e4m3, f16 = TYPES
+    for whole in (0, 1):
+        yield _elementwise_kernel("add", (f32, bf16, f32), whole)
+        yield _elementwise_kernel("silu", (bf16, None, bf16), whole)
+        yield from (_elementwise_kernel("gather", (bf16, None, dtype), whole) for dtype in (f32, bf16))
+    yield _elementwise_kernel("gather", (f32, None, f32), 1)
+    yield from (_elementwise_kernel(op, (bf16, None, e4m3), 1) for op in ("plain", "silu"))
+    yield _elementwise_kernel("add", (f32, f16, f32), 1)
+    yield from (_elementwise_kernel("gather", (f16, None, dtype), 1) for dtype in (f32, f16))
+    yield _elementwise_kernel("silu", (f16, None, f16), 1)
+
+
+def _elementwise_kernel(op: str, types: Types, whole: int) -> Kernel:
+    """types: of source, addend and out."""
+    source, addend, out = map(type_number, types)
+    return kernel(
+        "rows/elementwise.cu", "elementwise", OP=_OPS[op], SOURCE=source, ADDEND=addend, OUT=out,
+        WHOLE=whole, **element_macro(*types),
+    )  # fmt: skip

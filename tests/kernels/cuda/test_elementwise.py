@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.rows.elementwise import add, add_rms_norm, embedding, gather_rows, rms_norm, silu_mul
+from allspan.kernels.cuda.rows.elementwise import add, embedding, gather_rows, silu_mul
+from allspan.kernels.cuda.rows.norm import add_rms_norm, rms_norm
 from support import kernel_oracle
 from support.cuda_rows import BF16, F16, F32, is_kept, poisoned, rows
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.rows.quantised_rows import (
+from allspan.kernels.library.quantised_rows import (
     add_rms_norm_quantised,
     quantise_rows,
     rms_norm_quantised,

@@ -1,4 +1,4 @@
-"""Activations in 8 bits on a GPU: what elementwise.py has, with the quantisation of its outcome in the same pass.
+"""Norms, SwiGLU and activations in int8 or fp8 on a GPU: the quantisation happens in the pass that makes them.
 
 `out` is int8 or float8_e4m3fn [n, W], `scales` float32 [n], or [n, ceil(W / 128)] in any strides for groups of 128
 elements; x is read as out · scale. scale = max(largest |x| / 127 or 448, 1e-30), out = x / scale to the nearest (halves
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.rows.elementwise import check_gate_up, check_norm
-from allspan.kernels.cuda.rows.rows import CODES, FLOATS, GROUP, check, elementwise, norm_rows
+from allspan.kernels.cuda.rows.elementwise import check_gate_up, elementwise
+from allspan.kernels.cuda.rows.norm import check_norm, norm_rows
+from allspan.kernels.cuda.rows.rows import FLOATS, GROUP, QUANTISED, check
 
 
 def quantise_rows(x: Tensor, out: Tensor, scales: Tensor) -> None:
@@ -55,7 +56,7 @@ def silu_mul_quantised(gate_up: Tensor, out: Tensor, scales: Tensor) -> None:
 
 def _check(out: Tensor, scales: Tensor, shape: Sequence[int]) -> None:
     n, width = shape
-    check("out", out, CODES, (n, width))
+    check("out", out, QUANTISED, (n, width))
     if scales.dtype is not torch.float32 or tuple(scales.shape) not in ((n,), (n, -(-width // GROUP))):
         raise ValueError(
             f"scales: {scales.dtype} {tuple(scales.shape)} is not float32 ({n},) or ({n}, {-(-width // GROUP)})"

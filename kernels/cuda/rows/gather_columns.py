@@ -14,7 +14,7 @@ from allspan.kernels.cuda.rows.rows import check
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
 
-_GATHER = kernel("comm/columns.cu", "gather_columns")
+_GATHER = kernel("rows/gather_columns.cu", "gather_columns")
 
 
 def gather_columns(x: Tensor, columns: Tensor, out: Tensor) -> None:

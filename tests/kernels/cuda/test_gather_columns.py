@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allspan.kernels.cuda.comm.columns import gather_columns
+from allspan.kernels.cuda.rows.gather_columns import gather_columns
 from support.cuda_rows import is_kept, poisoned, rows
 
 
