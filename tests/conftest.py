@@ -14,8 +14,8 @@ import pytest
 from support import artefacts, node_client
 
 HERE = Path(__file__).parent
-ALONE = (HERE / "cluster", HERE / "faults")
-"""Folders whose tests want the machine to themselves: real clusters that keep to deadlines."""
+ALONE = (HERE / "cluster", HERE / "faults", HERE / "worker/parallel", HERE / "worker/test_app.py")
+"""Places whose tests want the machine to themselves: real ranks that keep to deadlines."""
 
 _skipped: pytest.StashKey[Counter[str]] = pytest.StashKey()
 
