@@ -10,12 +10,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support import artefacts, node_client
 
 HERE = Path(__file__).parent
 ALONE = (HERE / "cluster", HERE / "faults", HERE / "worker/parallel", HERE / "worker/test_app.py")
 """Places whose tests want the machine to themselves: real ranks that keep to deadlines."""
+
+# How long an example takes to draw says how busy the machine is, not whether the code is right.
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 _skipped: pytest.StashKey[Counter[str]] = pytest.StashKey()
 
