@@ -20,7 +20,7 @@ MESSAGE_S = 0.001
 OUTPUT_S = 0.00012
 """Processor time of a message on its whole way to the readers (rank, gateway and readers), and of each output in it, as
 measured on two processors that were busy with other work."""
-SHARE = 0.05
+SHARE = 0.025
 """What messages may take of processors that are saturated, where they take it from the step."""
 MOST_PAUSE_S = 0.125
 
