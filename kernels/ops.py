@@ -10,8 +10,10 @@ Batch invariance: what an op writes for a row depends on that row's inputs alone
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from allspan.kernels.packed import PackedSpec
@@ -57,6 +59,21 @@ class OpSet(Protocol):
     @property
     def name(self) -> str:
         """Backend and variant: "cpu/avx512", "reference"."""
+
+    @property
+    def runtime(self) -> Any:
+        """The threads of the backend's kernels, which packing and sampling share; None: plain functions."""
+
+    @property
+    def activations(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that may go from op to op (`activations_of`); the residual stream and logits are float32."""
+
+    @property
+    def program(self) -> Callable[..., Any] | None:
+        """Makes what runs many ops in one native call; None: the backend has no such thing."""
+
+    def op(self, name: str) -> Callable[..., None]:
+        """The op of that name, one of the following."""
 
     def embedding(self, ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
         """out[n, H] = weight[ids - first_row] where that row is one of weight's, else 0 (another rank's row).
@@ -166,15 +183,19 @@ class OpSet(Protocol):
         v_cache: Tensor,
         k_scales: Tensor | None,
         v_scales: Tensor | None,
-        meta: AttentionMeta,
+        meta: Any,
         out: Tensor,
     ) -> None:
         """Causal attention of every request's new tokens over its pages (which already hold the new tokens' K and V).
 
         Caches and scales are those of `append_kv`. What a page holds is what every query reads, a token's own included.
-        out [n, Hq, d], with Hq the length of meta.kv_head_of; q [n, Hq or more, d], of which the first Hq heads are
-        read, so that it may be a fused buffer of queries, keys and values. Query i of the L new ones of a request with
-        kv_len tokens sees kv_len - L + i + 1 of them.
+        out [n, Hq, d], with Hq this rank's query heads; q [n, Hq or more, d], of which the first Hq heads are read, so
+        that it may be a fused buffer of queries, keys and values. Query i of the L new ones of a request with kv_len
+        tokens sees kv_len - L + i + 1 of them.
+
+        `meta` is what the device prepares of a step once for all layers. The CPU and the reference take an
+        `AttentionMeta`; the CUDA kernels take a `allspan.kernels.cuda.attention.attention.StepAttention` of the same
+        requests, cut into the tiles of their kernels.
         """
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
@@ -188,7 +209,7 @@ class OpSet(Protocol):
 
 
 class AttentionMeta(Protocol):
-    """Which tokens and pages belong to which request. All int32."""
+    """Which tokens and pages belong to which request: `meta` of `attention` on the CPU. All int32."""
 
     qo_indptr: Tensor
     """[R + 1]: tokens of request r are qo_indptr[r] .. qo_indptr[r + 1]."""

@@ -115,6 +115,9 @@ class LoadedOps:
         for op, implementation in ops.items():
             setattr(self, op, implementation)
 
+    def op(self, name: str) -> Callable[..., None]:
+        return cast(Callable[..., None], getattr(self, name))
+
     def __repr__(self) -> str:
         return f"LoadedOps({self.name})"
 
@@ -122,8 +125,7 @@ class LoadedOps:
 def activations_of(ops: OpSet, held: torch.dtype) -> torch.dtype:
     """The dtype of what goes from op to op in a model whose plain weights are held in `held`: the same, where the ops
     take it."""
-    kinds: tuple[torch.dtype, ...] = getattr(ops, "activations", (torch.float32,))
-    return held if held in kinds else kinds[0]
+    return held if held in ops.activations else ops.activations[0]
 
 
 def op_set(backend: str = "auto", threads: int = 1, cpus: tuple[int, ...] = ()) -> OpSet:

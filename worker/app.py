@@ -33,6 +33,7 @@ from allspan.protos.cluster.cluster_file import (
     write_rank,
 )
 from allspan.protos.config.settings import WorkerConfig
+from allspan.worker.backend.table import open_backend
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.load.loader import open_ops
@@ -45,6 +46,7 @@ from allspan.worker.scheduler.plan import Operation
 from allspan.worker.service.introspection import Inspection
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
+from allspan.worker.step.backend import Backend
 
 STOP_LIMIT_S = 8.0
 """An orderly end that takes longer is cut short."""
@@ -69,8 +71,9 @@ def run_rank(config: WorkerConfig) -> NoReturn:
         write_rank(run_dir, RankInfo(rank, os.getpid(), host.host_name()), epoch)
         stop = Stop(last_words, config.service.shutdown_timeout)
         stop.watch_supervisor(config.service.supervisor_pid)
-        world = join_world(config.parallel, config.model.device)
-        serve(config, world, stop, heart)
+        backend = open_backend(config.model.device, config.service.watchdog_timeout)
+        world = join_world(config.parallel, backend.collectives)
+        serve(config, world, backend, stop, heart)
     except BaseException as error:
         last_words.say(error)
         if world is not None:
@@ -88,18 +91,24 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def serve(config: WorkerConfig, world: World, stop: Stop, heart: Heart) -> None:
+def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, heart: Heart) -> None:
     """Loads, listens, tells the cluster file when all ranks are ready, and runs the step loop until it ends."""
     cpus = config.parallel.cpus or host.allowed_cpus()
     ops = open_ops(config)
-    kernels = str(getattr(ops, "name", "unknown"))
+    kernels = ops.name
     torch.set_num_threads(config.parallel.threads if kernels == "reference" else 1)
     with ExitStack() as stack:
         progress = stack.enter_context(LoadProgress(f"loading {config.model.name}")) if world.rank == 0 else None
         loaded = load_engine(
-            config, ops, world.groups["tp"], world.channel, _ranks_on_node(config, world), progress, world.barrier
+            config,
+            ops,
+            world.groups["tp"],
+            world.channel,
+            _ranks_on_node(config, world, backend),
+            progress,
+            world.barrier,
         )
-    facts = _facts(config, world, loaded, kernels)
+    facts = _facts(config, world, loaded, kernels, backend.device_name())
     inspection = Inspection(config.model, loaded.model, kernels, loaded.core.masks.summary)
     server = RankServer(loaded.core, facts, config, stop.fail, inspection.answer, cpus)
     loaded.core.on_outputs = server.deliver
@@ -247,11 +256,11 @@ def _prepare_run_dir(config: WorkerConfig, rank: int) -> Heart:
         raise ConfigError(f"service.run_dir {run_dir} cannot be used: {error}") from error
 
 
-def _ranks_on_node(config: WorkerConfig, world: World) -> int:
+def _ranks_on_node(config: WorkerConfig, world: World, backend: Backend) -> int:
     """How many ranks share the memory that this rank takes from."""
-    if config.model.device == "cuda":
-        gpu = zlib.crc32(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).encode())
-        return world.all_values(gpu).count(gpu)
+    if memory := backend.memory_name():
+        own = zlib.crc32(memory.encode())
+        return world.all_values(own).count(own)
     if config.parallel.ranks_on_node:
         return config.parallel.ranks_on_node
     place_name = ":".join((host.host_name(), *host.memory_nodes(config.parallel.cpus)))
@@ -259,7 +268,7 @@ def _ranks_on_node(config: WorkerConfig, world: World) -> int:
     return world.all_values(mine).count(mine)
 
 
-def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: str) -> RankFacts:
+def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: str, device: str) -> RankFacts:
     limits = loaded.core.limits
     cpus = config.parallel.cpus or host.allowed_cpus()
     return RankFacts(
@@ -270,21 +279,13 @@ def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: st
         vocab_size=limits.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         kernels=kernels,
-        device=_device_name(config),
+        device=device,
         numa_nodes=",".join(name.removeprefix("node") for name in host.memory_nodes(cpus)),
         threads=config.parallel.threads,
         load_s=loaded.load_s,
         weight_bytes=loaded.model.weight_bytes,
         kv_bytes=loaded.kv_bytes,
     )
-
-
-def _device_name(config: WorkerConfig) -> str:
-    """ "" on the CPU."""
-    if config.model.device != "cuda":
-        return ""
-    index = torch.cuda.current_device()
-    return f"{torch.cuda.get_device_name(index)} (cuda:{index})"
 
 
 def _cluster_info(config: WorkerConfig, facts: RankFacts, infos: list[bytes], state: str = "ready") -> ClusterInfo:

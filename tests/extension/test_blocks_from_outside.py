@@ -14,6 +14,7 @@ from torch import Tensor
 from allspan.kernels.table import BACKENDS, Backend, op_set
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig
+from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.load.loader import load_model, open_checkpoint, prepare
 from allspan.worker.load.registry import FAMILIES
@@ -150,7 +151,9 @@ def test_an_adapter_slot_changes_its_own_row_and_no_other(
     holding = replace(prepared.holding, delta=delta)
     tensors = holding.read(open_checkpoint(prepared.source, "auto"), "cpu")
     limits, world = ModelLimits(24, 24, 64), ThreadWorld(1)
-    model = Model(holding, tensors, prepared.cache_groups, limits, op_set("toy"), world.collectives[0], "cpu")
+    model = Model(
+        holding, tensors, prepared.cache_groups, limits, op_set("toy"), world.collectives[0], open_backend("cpu")
+    )
     model.bind_cache(KVCache(model.cache_spec, 2))
     inputs = _with_adapters(step_inputs([ids, ids], [0, 0], [[0], [1]], 16), {0: 1, 1: 0})
     adapted, plain = torch.split(model.forward(inputs), 12)

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
+import torch
+
 from allspan.kernels.cuda.attention.cascade_rule import CascadeRule
 from allspan.protos.api.errors import AllspanError
 from allspan.protos.api.results import Output
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.step_parts import StepParts, batch_sizes
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.lookahead import DEPTH
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome
-from support.fake_model import FakeGpuModel, FakeModel, FakeTiers
+from support.fake_model import FakeGpuModel, FakeModel, FakeTiers, OneTile
 
 PAGE_SIZE = 4
 
@@ -89,10 +93,11 @@ def fake_gpu_core(
     **scheduler: int,
 ) -> tuple[EngineCore, FakeGpuModel]:
     """Its steps come as a GPU's, with lookahead of `depth` steps; every rank has whole rows of logits."""
-    model = FakeGpuModel(num_pages, PAGE_SIZE)
-    model.cascade_rule = rule
+    model, settings = FakeGpuModel(num_pages, PAGE_SIZE), config(**scheduler)
+    buffers = DeviceBuffers(batch_sizes(settings, model.max_model_len), torch.device("cpu"), OneTile(), rule)
+    world, parts = collectives or LocalCollectives(), StepParts(buffers)
     with patch("allspan.worker.engine.core.DEPTH", depth):
-        core = EngineCore(config(**scheduler), model, num_pages, collectives or LocalCollectives(), channel, eos)
+        core = EngineCore(settings, model, num_pages, world, channel, eos, parts=parts)
     core.on_outputs = collected or Collected()
     return core, model
 

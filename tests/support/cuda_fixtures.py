@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from allspan.kernels.cuda.jit import modules
-from allspan.worker.load import loader
-from allspan.worker.load.loader import memory_of
+from support.emulator.backend import add_device
 from support.emulator.driver import EmulatorDriver
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -47,8 +46,7 @@ def on(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of an engine on the CUDA kernels; emulated, its tensors lie on the CPU as they would on a GPU."""
     if device == "cuda":
         return {"device": "cuda"}
-    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
-    return {"kernels": "cuda"}
+    return dict(add_device(monkeypatch))
 
 
 @pytest.fixture

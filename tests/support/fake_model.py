@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.attention.cascade_rule import CascadeRule
 from allspan.worker.scheduler.plan import Copy
 from allspan.worker.step.inputs import SharedInputs, StepInputs
 
@@ -83,11 +82,8 @@ class FakeGpuModel(FakeModel):
     ) -> None:
         super().__init__(num_pages, page_size, max_model_len, widths)
         self.buckets: list[int] = []
-        self.cascade_rule: CascadeRule | None = None
         self.num_shared = 0
         """Steps whose rows shared tokens."""
-
-    plan_tiles = OneTile()
 
     def forward(self, inputs: StepInputs) -> Tensor:
         self.buckets.append(inputs.bucket)

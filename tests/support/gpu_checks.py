@@ -18,6 +18,7 @@ import torch  # noqa: E402
 
 from allspan.protos.api.errors import DeadlineExceeded  # noqa: E402
 from allspan.protos.config.settings import ParallelConfig  # noqa: E402
+from allspan.worker.backend.cuda.backend import CudaBackend  # noqa: E402
 from allspan.worker.backend.cuda.collectives import GpuCollectives  # noqa: E402
 from allspan.worker.parallel.world import World, join_world  # noqa: E402
 
@@ -49,7 +50,7 @@ def check_sums(world: World, group: GpuCollectives) -> None:
 
 def check_graph(world: World, group: GpuCollectives) -> None:
     x = torch.ones(3, WIDTH, dtype=torch.bfloat16, device="cuda")
-    residual, weight = torch.zeros(3, WIDTH, device="cuda"), torch.ones(WIDTH, device="cuda")
+    residual, weight = torch.zeros(3, WIDTH, device="cuda"), torch.ones(WIDTH, device=CudaBackend().collectives)
     group.all_reduce_add_rms_norm(x, residual, weight, 1e-5, torch.empty_like(x))
     graph = torch.cuda.CUDAGraph()
     out = torch.empty_like(x)
@@ -121,7 +122,7 @@ CHECKS = {"sums": check_sums, "graph": check_graph, "late": check_late, "times":
 
 def main() -> None:
     check = sys.argv[1]
-    world = join_world(ParallelConfig(timeout_s=3.0 if check == "late" else 60.0), "cuda")
+    world = join_world(ParallelConfig(timeout_s=3.0 if check == "late" else 60.0), CudaBackend().collectives)
     group = world.groups["tp"]
     assert isinstance(group, GpuCollectives), world.kind
     try:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from allspan.kernels.ops import AttentionMeta, KvPages
 from allspan.worker.cache.spec import PageLifetime
-from allspan.worker.models.attention import attention_meta
 from allspan.worker.models.blocks.gqa import Gqa
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Windowed(Gqa):
 
     def attend(self, sub: Sublayer, qkv: Slot, pages: KvPages[Slot], out: Slot) -> None:
         own = self.on_rank(sub.shard)
-        meta: Any = sub.meta("attention", own, lambda context: attention_meta(own, context))
+        meta: Any = sub.meta("attention", own, lambda context: context.attention(own))
         sub.program.op("window_attention", qkv, pages.k_cache, pages.v_cache, meta, self.window, out)
 
 

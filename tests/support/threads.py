@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import DeadlineExceeded, InternalError
+from allspan.worker.parallel.base import PLAIN, GroupCapabilities, ProgramOps
 
 
 class ThreadWorld:
@@ -55,11 +56,17 @@ class ThreadWorld:
 class ThreadCollectives:
     """See `allspan.worker.parallel.base.Collectives`."""
 
+    capabilities = PLAIN
+
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.name = "tp"
         self.rank = rank
         self.size = world.size
         self._world = world
+        self.program_ops: ProgramOps = {"all_reduce": self.all_reduce}
+
+    def check(self) -> None:
+        pass
 
     def all_reduce(self, x: Tensor) -> None:
         parts = self._share(x)
@@ -102,13 +109,17 @@ class ThreadCollectives:
 class FusingCollectives(ThreadCollectives):
     """With what ranks on GPUs have besides; see `allspan.worker.backend.cuda.collectives.GpuCollectives`."""
 
-    gathers_columns = True
-    norms = (torch.float32,)
+    capabilities = GroupCapabilities(fused_norms=(torch.float32,))
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(world, rank)
         self.fused = 0
         self.steps = 0
+        self.program_ops = {
+            **self.program_ops,
+            "all_reduce_add_rms_norm": self.all_reduce_add_rms_norm,
+            "all_gather_columns": self.all_gather_columns,
+        }
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         self.fused += 1

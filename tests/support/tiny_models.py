@@ -140,7 +140,7 @@ def logits_on_ranks(
 ) -> list[Tensor]:
     """float32 [len, V] for every prompt, put together from the ranks' columns. Ranks are threads of this process."""
     world = world or ThreadWorld(num_ranks)
-    has_whole = hasattr(world.collectives[0], "gathers_columns")
+    has_whole = "all_gather_columns" in world.collectives[0].program_ops
     most = sum(min(chunk, len(ids)) for ids in prompts)
 
     def run(rank: int) -> list[Tensor]:

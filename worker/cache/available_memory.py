@@ -6,19 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from allspan.worker.cache.budget import Room
-
-
-def room(device: str, cpus: Sequence[int] = ()) -> Room:
-    """On the GPU as the driver measures it, whoever holds the rest, once torch has given back what it does not use;
-    or in host memory, see `available_bytes`."""
-    if device != "cuda":
-        return Room(available_bytes(cpus))
-    torch.cuda.empty_cache()
-    return Room(*torch.cuda.mem_get_info())
-
 
 def available_bytes(cpus: Sequence[int] = (), root: Path = Path("/")) -> int:
     """Bytes that can be taken without swapping: of the NUMA nodes that hold `cpus` (none: the whole host), and no more

@@ -32,7 +32,8 @@ class KVCache:
     thread that writes. Raises ConfigError when the memory cannot be had.
     """
 
-    def __init__(self, spec: CacheSpec, num_pages: int, device: str = "cpu") -> None:
+    def __init__(self, spec: CacheSpec, num_pages: int, device: str = "") -> None:
+        """`device`: the torch device that holds it; "": host memory."""
         self.spec = spec
         self.num_pages = num_pages
         self.num_bytes = spec.bytes_per_page * num_pages
@@ -72,10 +73,9 @@ class KVCache:
 
 def _memory(num_bytes: int, num_pages: int, device: str) -> Tensor:
     try:
-        if device == "cpu":
-            return anonymous(num_bytes)
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device) if device else anonymous(num_bytes)
     except (OSError, ValueError, torch.OutOfMemoryError) as error:
+        where = f" on {device}" if device else ""
         raise ConfigError(
-            f"kv_cache_bytes: {num_bytes} bytes for {num_pages} pages of KV cannot be had on {device}: {error}"
+            f"kv_cache_bytes: {num_bytes} bytes for {num_pages} pages of KV cannot be had{where}: {error}"
         ) from error

@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.backend.cpu.step_inputs import BatchSizes, InputBuffers
 from allspan.worker.engine.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.rows import Ints, Longs, RowStates
 from allspan.worker.sampling.sampler import Sampled, Sampler
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
+from allspan.worker.step.buffer_sizes import BatchSizes
+from allspan.worker.step.inputs import InputBuffers
 from allspan.worker.step.model import PageTiers
 from allspan.worker.step.shared_prefix import SharedPages
 

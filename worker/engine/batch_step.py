@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.worker.backend.cpu.step_inputs import InputBuffers
 from allspan.worker.engine.rows import RowStates
 from allspan.worker.scheduler.plan import Run, StepPlan
-from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.inputs import InputBuffers, StepInputs
 
 Longs = NDArray[np.int64]
 

@@ -21,21 +21,17 @@ from allspan.protos.api.errors import (
     Unavailable,
 )
 from allspan.protos.config.settings import WorkerConfig
-from allspan.worker.backend.cpu.step_inputs import BatchSizes
-from allspan.worker.backend.cuda.capture import capture_steps
-from allspan.worker.backend.cuda.event_wait import Patience
-from allspan.worker.backend.cuda.sampling import DeviceSampling
-from allspan.worker.backend.cuda.step_inputs import buffers_for, is_on_gpu
+from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.loop import StepLoop
 from allspan.worker.engine.pending import Pending
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
+from allspan.worker.engine.step_parts import StepParts, batch_sizes
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.sampling.grammar import MaskMaker
 from allspan.worker.sampling.grammar_cache import Grammars
-from allspan.worker.sampling.kernel import SamplingKernel
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.drafting import Drafting, drafter_of
 from allspan.worker.scheduler.limits import limits_of
@@ -70,13 +66,13 @@ class EngineCore:
         channel: PlanChannel | None = None,
         eos_token_ids: tuple[int, ...] = (),
         tiers: PageTiers | None = None,
-        kernel: SamplingKernel | DeviceSampling | None = None,
+        parts: StepParts | None = None,
     ) -> None:
         """`num_pages` must be the same on every rank. `channel` may be None in a world of one rank. `tiers` None: no
-        host tier. `kernel` samples; None: the fastest there is on one thread of the host."""
+        host tier. `parts` of the device; None: those of the host, on one thread."""
         if channel is None and collectives.size > 1:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
-        page_size, most = config.cache.page_size, config.scheduler
+        most = config.scheduler
         self.is_leader = collectives.rank == 0
         self.limits = limits_of(config, sum(model.vocab_widths), model.max_model_len, num_pages)
         self.progress = 0
@@ -97,16 +93,16 @@ class EngineCore:
         )
         # The leader's queue is the limit that callers meet; the inbox also holds what runs and what was just withdrawn.
         self._inbox = Inbox(2 * (most.max_queued_requests + most.max_num_seqs))
-        rows, length = self.limits.max_logits_rows, self.limits.max_model_len
-        sizes = BatchSizes(most.max_num_seqs, most.max_num_batched_tokens, length, page_size, rows)
-        patience = Patience(config.service.watchdog_timeout)
+        sizes = batch_sizes(config, model.max_model_len)
+        parts = parts or StepParts()
+        inputs = parts.inputs or StepBuffers(sizes)
         self.masks = masks = MaskMaker(config.parallel.cpus)
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
         self._sampler = sampler = Sampler(
-            most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, kernel, patience, masks
+            most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, parts.sampling, masks
         )
-        self._batch = Batch(sizes, sampler, buffers_for(model, sizes, config.model.device, patience), tiers)
-        depth = DEPTH if most.async_scheduling and is_on_gpu(model) else 1
+        self._batch = Batch(sizes, sampler, inputs, tiers)
+        depth = DEPTH if most.async_scheduling and inputs.runs_ahead else 1
         runner = Runner(model, sampler, self._batch)
         self._loop = StepLoop(runner, self._inbox, self._operate, channel, self._epoch, depth)
         lookahead = Lookahead(depth, sampler.samples_ahead)
@@ -119,10 +115,6 @@ class EngineCore:
         self._operation_error: AllspanError | None = None
         self._refused = self._checked_step = 0
         self._progressed_at = time.monotonic()
-
-    def capture(self) -> None:
-        """On a GPU, before the first step: records decode steps, so that each is one launch."""
-        capture_steps(self._batch.buffers, self._model, self.limits.max_num_batched_tokens, self.beat)
 
     def submit(self, request: Request) -> None:
         """Leader: queues a request. Follower: keeps its payload until a plan joins it. One that has a grammar is

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from allspan.kernels.table import op_set
 from allspan.protos.api.batch_generate import (
     AsyncWaits,
     BatchGenerate,
@@ -26,7 +25,7 @@ from allspan.protos.api.batch_generate import (
     wait_all_finished,
 )
 from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt, RankStatistics
-from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, ModelNotFound, Unavailable
+from allspan.protos.api.errors import AllspanError, CheckpointError, ModelNotFound, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.prompts import (
     Params,
@@ -83,18 +82,12 @@ class Engine:
         **settings: Unpack[EngineSettings],
     ) -> None:
         config = worker_config(model, settings)
-        try:
-            if kernels == "auto":
-                ops = open_ops(config)
-            else:
-                ops = op_set(kernels, config.parallel.threads, config.parallel.cpus)
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"kernels is {kernels!r}: {error}") from error
+        ops = open_ops(config, kernels)
         self.model = config.model.name
         self._tokenizer_path = Path(tokenizer or config.model.path)
         self._tokenizer: Tokenizer | None = None
         self._loaded = load_engine(config, ops, LocalCollectives())
-        self._kernels = str(getattr(ops, "name", kernels))
+        self._kernels = ops.name
         self._inspection = Inspection(config.model, self._loaded.model, self._kernels)
         self._core = self._loaded.core
         self._core.grammars.load_tokenizer = functools.partial(load_tokenizer, self._tokenizer_path)

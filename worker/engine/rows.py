@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.worker.backend.cpu.step_inputs import BatchSizes
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.scheduler.plan import Grant
+from allspan.worker.step.buffer_sizes import BatchSizes
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

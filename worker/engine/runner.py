@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.backend.cuda.step_inputs import take_ids
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.batch_step import BatchStep
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.sampling.sampler import Launched, Sampler
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
-from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.inputs import StepInputs, take_ids
 from allspan.worker.step.model import StepModel
 
 Operate = Callable[[Operation], None]

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from allspan.protos.api.errors import AllspanError, CheckpointError, Unavailable
 from allspan.protos.config.settings import CacheConfig, ModelConfig
-from allspan.worker.backend.cuda.capture import GpuSteps
+from allspan.worker.backend.table import open_backend
 from allspan.worker.load import loader
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec_json import difference as spec_difference
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.process.release_memory import can_give_back, give_back, take_again
+from allspan.worker.process.release_memory import give_back, take_again
+from allspan.worker.step.backend import DeviceSteps
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,12 @@ class Weights:
         collectives: Collectives,
         pages: Sequence[Tensor],
         await_others: Callable[[], None] = lambda: None,
-        steps: GpuSteps | None = None,
+        steps: DeviceSteps | None = None,
     ) -> None:
         """`pages` are the tensors of the KV cache; `await_others` waits for every rank, however long it takes; `steps`
         are there on a GPU."""
         self.is_loaded = True
+        self._capabilities = open_backend(config.device).capabilities
         self._model = model
         self._config = config
         self._cache = cache
@@ -54,7 +56,7 @@ class Weights:
     def unload(self) -> None:
         """Gives the memory back. Raises, on every rank, Unavailable where that cannot be, and CheckpointError when a
         system does not take it."""
-        if not can_give_back(self._config.device):
+        if not self._capabilities.gives_memory_back:
             raise Unavailable(
                 "weights can be unloaded from a GPU's memory, and on Linux from the CPU's; restart to free the memory"
             )
@@ -68,7 +70,7 @@ class Weights:
 
     def discard(self) -> None:
         """After the last step: the memory goes back now, not once the last of those who hold a tensor is collected."""
-        if not can_give_back(self._config.device):
+        if not self._capabilities.gives_memory_back:
             return
         self.is_loaded = False
         try:
@@ -97,7 +99,7 @@ class Weights:
                 self._steps.drain()
                 model.forget_graphs()
             take_again(self._tensors())
-            weights.read(self._config.device, lambda done, total: on_progress(), model.weights)
+            weights.read(self._capabilities.tensors, lambda done, total: on_progress(), model.weights)
             model.weights_changed()
         except (AllspanError, OSError, RuntimeError, ValueError) as error:
             failure = str(error)
@@ -112,6 +114,8 @@ class Weights:
             self._steps.drain()
             self._model.forget_graphs()
         give_back(self._tensors())
+        if self._steps is not None:
+            self._steps.trim()
 
     def _tensors(self) -> list[Tensor]:
         """Whose memory is given back."""

@@ -19,6 +19,7 @@ from allspan.worker.models.layout import layout
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.spec_json import SpecMismatch, spec_of
 from allspan.worker.process.release_memory import num_memory_nodes
+from allspan.worker.step.backend import HOST
 from allspan.worker.weights.held_tensor import HeldTensor
 from allspan.worker.weights.rank_file import RankFile
 
@@ -76,7 +77,7 @@ class ConvertedWeights:
         the file lies in the memory of whoever read it first: so they are copied, into memory of this rank's own node.
         """
         nodes = num_memory_nodes()
-        if into is None and device == "cpu" and nodes <= 1:
+        if into is None and device == HOST and nodes <= 1:
             self._file.populate(on_progress)
             logger.info("weights: %s is mapped", self._file.path)
             return self._mapped

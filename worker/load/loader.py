@@ -10,14 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.attention.attention import HEAD_STEPS, runs
-from allspan.kernels.cuda.attention.decode import MOST_GROUP
-from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packing import Packer
-from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfig
+from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.spec import ITEM_BITS, CacheGroup, CacheSpec
 from allspan.worker.load.converted import ConvertedWeights
 from allspan.worker.load.registry import ModelSource, find_model
@@ -40,6 +37,7 @@ from allspan.worker.quant.gguf import native
 from allspan.worker.quant.head import QuantisedHead
 from allspan.worker.quant.stored import stored_layout
 from allspan.worker.quant.table import COMPACT, METHODS, OWN, ROWS_ONLY, STORED, group_of
+from allspan.worker.step.backend import KernelNeeds
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
 from allspan.worker.weights.quantised_folder import PLAIN
@@ -49,8 +47,6 @@ from allspan.worker.weights.safetensors_folder import SafetensorsFolder
 logger = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
-_HALVES = ("bfloat16", "float16")
-_LEAST_CAPABILITY = {"bfloat16": ((8, 0), "float16"), "float16": ((7, 5), "float32, which is slow")}
 _QUANTISED_NAMES = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
 
 
@@ -73,6 +69,13 @@ class Prepared:
     def cache_spec(self) -> CacheSpec:
         """See `allspan.worker.models.layout.only_group`."""
         return only_group(self.cache_groups)
+
+    @property
+    def kernel_needs(self) -> KernelNeeds:
+        """What the model asks of a device's kernels."""
+        blocks = {(block.heads, block.kv_heads) for block in (layer.attention for layer in self.source.spec.layers)}
+        heads = tuple((own.unit, -(-own.count // kv.count)) for own, kv in blocks)
+        return KernelNeeds(str(self.held["dtype"]), self.cache_spec.dtype, heads)
 
 
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
@@ -160,18 +163,19 @@ def load_model(
     `check_room` is told the bytes of this rank's weights before the first is read, and may raise.
     Raises ModelNotFound, CheckpointError or ConfigError.
     """
-    check_device(config.device)
+    backend = open_backend(config.device)
+    backend.check()
     prepared = prepare(config, cache or CacheConfig(), collectives.rank, collectives.size)
     if collectives.rank == 0:
         for note in prepared.source.spec.notes:
             logger.warning("%s: %s", config.path, note)
         note_decoded(config.path, prepared.holding)
-    holding = replace(prepared.holding, packer=Packer(getattr(ops, "runtime", None)))
+    holding = replace(prepared.holding, packer=Packer(ops.runtime))
     weights = open_weights(prepared.source, holding, config)
     check_room(prepared.weight_bytes)
-    tensors = weights.read(config.device, on_progress)
+    tensors = weights.read(backend.capabilities.tensors, on_progress)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, not config.disable_cascade_attn)
-    return Model(holding, tensors, prepared.cache_groups, limits, ops, collectives, config.device)
+    return Model(holding, tensors, prepared.cache_groups, limits, ops, collectives, backend)
 
 
 class Weights(Protocol):
@@ -204,67 +208,20 @@ class CheckpointWeights:
         return self.holding.read(self.checkpoint, device, on_progress, into)
 
 
-def check_device(device: str) -> None:
-    """ConfigError for a device that is not there."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device is cuda, but torch {torch.__version__} sees no GPU; use --device cpu, or install a "
-            "CUDA build of torch"
-        )
+def open_ops(config: WorkerConfig, kernels: str = "auto") -> OpSet:
+    """The op set for the model's device and dtype, or the one that `kernels` names. ConfigError for a device, threads,
+    an instruction set or a library that cannot be had."""
 
+    def needs() -> KernelNeeds:
+        return prepare(config.model, config.cache, 0, 1).kernel_needs
 
-def open_ops(config: WorkerConfig) -> OpSet:
-    """The op set for the model's device and dtype. ConfigError for threads, an instruction set or a library that cannot
-    be had."""
-    backend = "auto"
-    if config.model.device == "cuda":
-        check_device("cuda")
-        prepared = prepare(config.model, config.cache, 0, 1)
-        backend = _gpu_backend(prepared)
-        if backend == "cuda":
-            check_capability(str(prepared.held["dtype"]), torch.cuda.get_device_capability())
+    backend, parallel = open_backend(config.model.device), config.parallel
     try:
-        return op_set(backend, config.parallel.threads, config.parallel.cpus)
-    except BackendUnavailable as error:
-        raise ConfigError(
-            f"device is cuda with weights of 16 bits: {error}; or use --dtype float32, which is slow"
-        ) from error
+        return backend.open_ops(kernels, parallel.threads, parallel.cpus, needs)
     except ValueError as error:
-        raise ConfigError(f"kernels: {error}") from error
+        raise ConfigError(f"kernels is {kernels!r}: {error}") from error
     except RuntimeError as error:  # the system's limit of threads, or processors that are not this process's
-        raise ConfigError(f"threads is {config.parallel.threads}, which cannot be started: {error}") from error
-
-
-def check_capability(dtype: str, capability: tuple[int, int]) -> None:
-    """ConfigError where the kernels for this dtype do not run on such a GPU."""
-    least, instead = _LEAST_CAPABILITY[dtype]
-    if capability < least:
-        raise ConfigError(
-            f"dtype {dtype!r} takes a GPU of compute capability {least[0]}.{least[1]} or later, this one has "
-            f"{capability[0]}.{capability[1]}: use --dtype {instead}"
-        )
-
-
-def _gpu_backend(prepared: Prepared) -> str:
-    """The kernels are for 16 bits and some shapes of heads; whatever else runs on the reference ops, which is slow."""
-    held, pages = prepared.held["dtype"], prepared.cache_spec.dtype
-    kinds = {(block.heads, block.kv_heads) for block in (layer.attention for layer in prepared.source.spec.layers)}
-    heads, kv_heads = next(iter(kinds))
-    group = -(-heads.count // kv_heads.count)
-    if held in _HALVES and len(kinds) == 1 and runs(heads.unit, group, pages):
-        return "cuda"
-    logger.warning(
-        "the CUDA kernels are for bfloat16 and float16, up to %d query heads a KV head and, by the format of KV pages, "
-        "head sizes in steps of %s; dtype %s, pages of %s, %d heads a KV head and a head size of %d run on torch's "
-        "own, slowly",
-        MOST_GROUP,
-        HEAD_STEPS,
-        held,
-        pages,
-        group,
-        heads.unit,
-    )
-    return "reference"
+        raise ConfigError(f"threads is {parallel.threads}, which cannot be started: {error}") from error
 
 
 def open_checkpoint(source: ModelSource, load_format: str) -> Checkpoint:
@@ -320,7 +277,7 @@ def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", devic
     float32 (exact), and what is left of a model whose linear weights are quantised as bfloat16, unless a GPU holds it
     as the float16 that it is."""
     if wanted == "auto":
-        if spec.dtype == "float16" and device == "cuda":
+        if spec.dtype == "float16" and "float16" in open_backend(device).capabilities.row_dtypes:
             return "float16"
         return "bfloat16" if spec.dtype == "bfloat16" or quantization in COMPACT else "float32"
     if wanted not in WEIGHT_DTYPES:
@@ -329,9 +286,9 @@ def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", devic
 
 
 def memory_of(device: str, dtype: str) -> str:
-    """How packed weights lie (`allspan.kernels.packed.MEMORIES`): in rows for the GPU's own kernels, which are for
-    16 bits; float32 models run the reference there, which takes either."""
-    return "rows" if device == "cuda" and dtype in _HALVES else "panels"
+    """How packed weights lie (`allspan.kernels.packed.MEMORIES`); see `Capabilities.row_dtypes`. Models of other dtypes
+    run the reference, which takes either."""
+    return "rows" if dtype in open_backend(device).capabilities.row_dtypes else "panels"
 
 
 def note_decoded(path: str, holding: Holding) -> None:

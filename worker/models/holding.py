@@ -17,6 +17,7 @@ from allspan.worker.models.spec import ModelSpec
 from allspan.worker.process.release_memory import anonymous
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearDelta, LinearMethod, LinearShape
+from allspan.worker.step.backend import HOST
 from allspan.worker.weights.checkpoint import Checkpoint
 from allspan.worker.weights.held_tensor import HeldTensor
 from allspan.worker.weights.weight_map import WeightMap
@@ -137,7 +138,7 @@ class Holding:
         to be filled again where they lie."""
         done, total = 0, self.num_bytes
         held: dict[str, Tensor] = {}
-        if into is None and device == "cpu":
+        if into is None and device == HOST:
             into = self._memory()
         for piece in layout(self.spec):
             declared = self.tensors(piece)
@@ -158,7 +159,7 @@ class Holding:
 
     def _place(self, tensor: HeldTensor, device: str) -> str:
         """Where a tensor is filled: packed rows on the device itself."""
-        return device if self.memory == "rows" and tensor.dtype is torch.uint8 else "cpu"
+        return device if self.memory == "rows" and tensor.dtype is torch.uint8 else HOST
 
     def _memory(self) -> dict[str, Tensor]:
         """Zeros for all that this rank holds, by name, in one stretch of memory."""

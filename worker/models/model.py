@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from allspan.kernels.cuda.attention.cascade_rule import CascadeRule
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import activations_of
 from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import InternalError
-from allspan.worker.backend.cuda.graphs import Graph
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup, CacheSpec
 from allspan.worker.models.decoder import build_decoder
@@ -23,10 +21,11 @@ from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.sublayer import slots_name
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.program.native_program import NativeProgram
-from allspan.worker.program.program import Interpreter, Rows, with_fused_sums, with_whole_logits
+from allspan.worker.program.program import Rows, with_fused_sums, with_whole_logits
+from allspan.worker.step.backend import Backend
 from allspan.worker.step.buffer_sizes import ModelLimits
-from allspan.worker.step.inputs import PlanTiles, StepInputs
+from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.model import Record, Recording
 
 
 class Model:
@@ -40,7 +39,7 @@ class Model:
         limits: ModelLimits,
         ops: OpSet,
         collectives: Collectives,
-        device: str,
+        backend: Backend,
     ) -> None:
         shard = holding.shard
         self.holding = holding
@@ -56,35 +55,30 @@ class Model:
         decoder = build_decoder(holding, cache_groups[0].spec.is_quantised)
         program = decoder.program
         activations = activations_of(ops, holding.dtype)
-        if activations in getattr(collectives, "norms", ()):
+        if activations in collectives.capabilities.fused_norms:
             program = with_fused_sums(program)
-        self._check: Callable[[], None] = getattr(collectives, "check", lambda: None)
-        """Raises what a GPU cannot: that a peer did not come in an earlier step."""
-        if shard.size > 1 and getattr(collectives, "gathers_columns", False):
+        self._check = collectives.check
+        if shard.size > 1 and "all_gather_columns" in collectives.program_ops:
             program = with_whole_logits(program, self.vocab_widths)
             self.vocab_widths = (self.spec.vocab_size,)
-        self._interpreter: Interpreter | NativeProgram
-        if device == "cpu" and getattr(ops, "program", None) is not None:
-            self._interpreter = NativeProgram(program, ops, collectives, capacity)
-        else:
-            self._interpreter = Interpreter(program, ops, collectives, capacity, device, activations)
-        self._interpreter.bind(tensors)
-        made = decoder.bindings.constants.items()
+        self._executor = backend.executor(program, ops, collectives, capacity, activations)
+        self._executor.bind(tensors)
+        device, made = backend.capabilities.tensors, decoder.bindings.constants.items()
         self._constants = {name: make(limits.max_model_len).to(device) for name, make in made}
-        self._interpreter.bind(self._constants)
+        self._executor.bind(self._constants)
         self._derived = decoder.bindings.derived
         self.weights_changed()
         self._metas = {
-            name: (group, make(MetaContext(cache_groups[group].spec, limits, ops, device)))
+            name: (group, make(MetaContext(backend, cache_groups[group].spec, limits, ops)))
             for name, (group, make) in decoder.bindings.metas.items()
         }
-        _, self._attention = next(iter(self._metas.values()))
+        _, self.step_metadata = next(iter(self._metas.values()))
         if holding.delta is not None:
-            self._interpreter.bind(holding.delta.tensors)
+            self._executor.bind(holding.delta.tensors)
         self._has_cache = False
         self._inputs: StepInputs | None = None
         self._is_profiling = False
-        self._graphs: dict[tuple[int, bool, bool], Graph] = {}
+        self._graphs: dict[tuple[int, bool, bool], Recording] = {}
         """By the place of their inputs."""
         self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
         """What `_inputs` are to the program: by its names, tokens, rows of logits."""
@@ -92,22 +86,12 @@ class Model:
     def weights_changed(self) -> None:
         """Computes anew what is derived from `weights`; to be called when their tensors have been filled again."""
         tensors = self.weights | self._constants
-        self._interpreter.bind({name: derive(tensors) for name, derive in self._derived.items()})
-
-    @property
-    def plan_tiles(self) -> PlanTiles | None:
-        """How attention wants the tokens of a step cut on the host; None: it does not."""
-        return self._attention.plan_tiles
-
-    @property
-    def cascade_rule(self) -> CascadeRule | None:
-        """When attention reads what the rows of a decode step share once for all of them; None: never."""
-        return self._attention.cascade_rule
+        self._executor.bind({name: derive(tensors) for name, derive in self._derived.items()})
 
     @property
     def progress(self) -> int:
         """Counts up while a step runs; see `Interpreter.progress`."""
-        return self._interpreter.progress
+        return self._executor.progress
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -122,7 +106,7 @@ class Model:
         self._has_cache = True
         for group, kv in zip(self.cache_groups, caches, strict=True):
             for place, layer in enumerate(group.layers):
-                self._interpreter.bind(
+                self._executor.bind(
                     {
                         f"k_cache.{layer}": kv.keys[place],
                         f"v_cache.{layer}": kv.values[place],
@@ -146,14 +130,14 @@ class Model:
         if inputs is not self._inputs:
             self._inputs = inputs
             self._step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
-        logits = self._interpreter.run(*self._step)
+        logits = self._executor.run(*self._step)
         return logits[: inputs.num_rows] if inputs.bucket else logits
 
-    def capture(self, inputs: StepInputs) -> None:
-        """Has the GPU keep the forward pass of a padded step: later steps that have their inputs in its place are one
+    def capture(self, inputs: StepInputs, record: Record) -> None:
+        """Has the device record the forward pass of a padded step: later steps with their inputs in its place are one
         launch. Largest bucket first: all share its memory."""
         step = self._by_name(inputs), inputs.ids.shape[0], inputs.logits_rows.shape[0]
-        self._graphs[inputs.place] = Graph(lambda: self._interpreter.run(*step), self._graphs.values())
+        self._graphs[inputs.place] = record(lambda: self._executor.run(*step), self._graphs.values())
 
     def forget_graphs(self) -> None:
         """Gives up what was captured, and its memory; steps are launched op by op until they are captured again."""
@@ -161,8 +145,8 @@ class Model:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What ops on a GPU write to; empty between two steps, as far as anybody looks."""
-        return [] if isinstance(self._interpreter, NativeProgram) else self._interpreter.buffers
+        """See `allspan.worker.step.backend.Executor.buffers`."""
+        return self._executor.buffers
 
     def _by_name(self, inputs: StepInputs) -> dict[str, Any]:
         groups = [inputs.of_group(group) for group in range(len(self.cache_groups))]
@@ -178,13 +162,13 @@ class Model:
     def start_profile(self) -> None:
         """Times every op of the coming steps, from zero; on a GPU it waits for each, which slows the step."""
         self._is_profiling = True
-        self._interpreter.start_profile()
+        self._executor.start_profile()
 
     def stop_profile(self) -> None:
         """What was measured stays readable."""
         self._is_profiling = False
-        self._interpreter.stop_profile()
+        self._executor.stop_profile()
 
     def profile(self) -> tuple[OpProfile, ...]:
         """What each op took on this rank since `start_profile`, the longest in total first; empty before any."""
-        return self._interpreter.profile()
+        return self._executor.profile()

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+ProgramOps = Mapping[str, Callable[..., None]]
+"""Collective operations that a program may call, by the name of the op."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCapabilities:
+    """What the collectives of one group offer beyond the plain operations."""
+
+    fused_norms: tuple[torch.dtype, ...] = ()
+    """Dtypes that the program op `all_reduce_add_rms_norm` takes; none: the program keeps sum and norm apart."""
+    is_capturable: bool = True
+    """A device graph may be captured with the program ops in it."""
+    window: Any = None
+    """The native window in shared memory, which a native program calls without Python; None: there is none."""
+
+
+PLAIN = GroupCapabilities()
 
 
 class Collectives(Protocol):
@@ -16,6 +37,16 @@ class Collectives(Protocol):
     name: str
     rank: int
     size: int
+
+    @property
+    def capabilities(self) -> GroupCapabilities: ...
+
+    @property
+    def program_ops(self) -> ProgramOps:
+        """`all_reduce`, and where the ranks have them `all_reduce_add_rms_norm` and `all_gather_columns`."""
+
+    def check(self) -> None:
+        """Raises what an earlier call could not, as its work went on after it had returned."""
 
     def all_reduce(self, x: Tensor) -> None:
         """Sums the contiguous float32 `x` over the ranks, in place, in rank order."""

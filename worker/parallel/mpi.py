@@ -16,6 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from allspan.protos.api.errors import DeadlineExceeded, InternalError
+from allspan.worker.parallel.base import PLAIN, ProgramOps
 
 _TYPES = {torch.float32: MPI.FLOAT, torch.int32: MPI.INT32_T}
 _SPINS = 200
@@ -58,12 +59,18 @@ def poll(request: Any, timeout: float, expected: threading.Event | None = None) 
 class MpiCollectives:
     """See `allspan.worker.parallel.base.Collectives`. How MPI orders its sums is its own affair."""
 
+    capabilities = PLAIN
+
     def __init__(self, comm: Any, timeout: float, name: str = "tp") -> None:
         self.name = name
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._comm = comm
         self._timeout = timeout
+        self.program_ops: ProgramOps = {"all_reduce": self.all_reduce}
+
+    def check(self) -> None:
+        pass
 
     def all_reduce(self, x: Tensor) -> None:
         buffer = [_array(x), MPI.FLOAT]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import DeadlineExceeded, InternalError
+from allspan.worker.parallel.base import GroupCapabilities, ProgramOps
 
 MOST_WINDOW_BYTES = 16 << 20
 SLOT_BYTES = (256 << 10, 16 << 10)
@@ -70,7 +71,11 @@ class WindowCollectives:
         start = memory.address + native.PlanRing.bytes(memory.size, PLAN_SLOT_BYTES)
         slot = slot_bytes(memory.size, lanes)
         self.window = native.Window(start, memory.rank, memory.size, lanes, slot, spins, timeout)
-        """For native programs, which call it without Python."""
+        self.capabilities = GroupCapabilities(window=self.window)
+        self.program_ops: ProgramOps = {"all_reduce": self.all_reduce}
+
+    def check(self) -> None:
+        pass
 
     def all_reduce(self, x: Tensor) -> None:
         with _deadline():
@@ -136,7 +141,7 @@ def _deadline() -> Iterator[None]:
 
 
 def _pointer(x: Tensor, kinds: tuple[torch.dtype, ...]) -> int:
-    if not x.is_contiguous() or x.dtype not in kinds or x.device.type != "cpu":
+    if not x.is_contiguous() or x.dtype not in kinds or not x.is_cpu:
         raise InternalError(
             f"a collective needs contiguous {kinds}, not {x.dtype}, strides {x.stride()}, on {x.device}"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -26,6 +27,11 @@ from allspan.worker.parallel.window import (
     load_native,
 )
 from allspan.worker.process.host import place
+
+DeviceCollectives = Callable[
+    [Collectives, Callable[[bytes], list[bytes]], float, Callable[[], bool]], tuple[Collectives, str, str]
+]
+"""See `allspan.worker.step.backend.Backend.collectives`."""
 
 _GATHER_BYTES = 1024
 _ABORT_TIMEOUT_S = 3.0
@@ -58,12 +64,13 @@ class World(Protocol):
         """The orderly end; every rank calls it."""
 
 
-def join_world(config: ParallelConfig, device: str = "cpu") -> World:
-    """ConfigError when "window" is asked for and cannot be had."""
+def join_world(config: ParallelConfig, on_device: DeviceCollectives | None = None) -> World:
+    """`on_device` makes the collectives of a device from those of host memory; None: tensors lie in host memory.
+    ConfigError when "window" is asked for and cannot be had."""
     told = place()
     if told is None or told[1] == 1:
         return LocalWorld()
-    return MpiWorld(config, device)
+    return MpiWorld(config, on_device)
 
 
 class LocalWorld:
@@ -97,7 +104,7 @@ class LocalWorld:
 class MpiWorld:
     """The ranks that one mpirun started. Only the main thread may use it."""
 
-    def __init__(self, config: ParallelConfig, device: str) -> None:
+    def __init__(self, config: ParallelConfig, on_device: DeviceCollectives | None) -> None:
         self._mpi = _start_mpi()
         self._comm = self._mpi.COMM_WORLD
         self._config = config
@@ -113,7 +120,7 @@ class MpiWorld:
         collectives: Collectives
         self.channel: PlanChannel | None
         collectives, self.channel = self._mpi_pair() if memory is None else self._window_pair(memory, native)
-        self.groups = _groups(collectives if device == "cpu" else self._on_gpus(collectives))
+        self.groups = _groups(collectives if on_device is None else self._on_device(collectives, on_device))
 
     def all_values(self, value: int) -> tuple[int, ...]:
         mine, everyone = np.array([value], dtype=np.int64), np.empty(self.size, dtype=np.int64)
@@ -177,14 +184,11 @@ class MpiWorld:
             WindowPlanChannel(native, memory, 0.0 if crowded else PLAN_SPIN_S, timeout),
         )
 
-    def _on_gpus(self, host: Collectives) -> Collectives:
-        from allspan.worker.backend.cuda.collectives import join_gpus  # its kernels are of no use elsewhere
-
-        several = "the ranks are on several hosts" if self._on_several_hosts() else ""
-        collectives, self.kind, why_not = join_gpus(host, self._share, self._config.timeout_s, several)
-        if why_not and self.rank == 0:
-            way = {"nccl": "by NCCL", "staged": "through the host's memory"}[self.kind]
-            print(f"allspan: GPUs sum {way}: {why_not}", file=sys.stderr, flush=True)
+    def _on_device(self, host: Collectives, on_device: DeviceCollectives) -> Collectives:
+        collectives, kind, note = on_device(host, self._share, self._config.timeout_s, self._on_several_hosts)
+        self.kind = kind or self.kind
+        if note and self.rank == 0:
+            print(f"allspan: {note}", file=sys.stderr, flush=True)
         return collectives
 
     def _on_several_hosts(self) -> bool:

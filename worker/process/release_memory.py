@@ -42,11 +42,6 @@ def num_memory_nodes(root: Path = Path("/")) -> int:
     return sum(not re.search(r"MemTotal:\s+0 kB", path.read_text()) for path in nodes) or 1
 
 
-def can_give_back(device: str) -> bool:
-    """Whether `give_back` works here."""
-    return device == "cuda" or sys.platform.startswith("linux")
-
-
 def give_back(tensors: Iterable[Tensor]) -> None:
     """Gives the memory behind tensors back to the system, and what is in them is lost.
 
@@ -57,9 +52,7 @@ def give_back(tensors: Iterable[Tensor]) -> None:
     """
     tensors = list(tensors)
     _unmap(tensor for tensor in tensors if tensor.is_cpu)
-    if on_gpu := [tensor for tensor in tensors if not tensor.is_cpu]:
-        empty(on_gpu)
-        torch.cuda.empty_cache()
+    empty(tensor for tensor in tensors if not tensor.is_cpu)
 
 
 def empty(tensors: Iterable[Tensor]) -> None:

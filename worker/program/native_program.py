@@ -17,7 +17,7 @@ from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import DeadlineExceeded, InternalError
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.profile import OpTimer, profiles
-from allspan.worker.program.program import COLLECTIVE_OPS, Buffer, Op, Program, Rows, Slot, flat
+from allspan.worker.program.program import COLLECTIVE_OPS, Buffer, Op, Program, Rows, Slot, flat, function_of
 
 _REFERENCE_OPS = frozenset({"gather_columns"})
 """Those that have no compiled kernel."""
@@ -27,8 +27,8 @@ class NativeProgram:
     """Runs a program as `allspan.worker.program.program.Interpreter` does, on the threads of a CPU op set."""
 
     def __init__(self, program: Program, ops: OpSet, collectives: Collectives, capacity: Mapping[Rows, int]) -> None:
-        native: Any = ops.program  # type: ignore[attr-defined]
-        window = getattr(collectives, "window", None)
+        native: Any = ops.program
+        window = collectives.capabilities.window
         self._program = program
         self._capacity = dict(capacity)
         self._native = native(len(program.slots), window)
@@ -50,7 +50,7 @@ class NativeProgram:
                     self._native.declare_input(i, slot.name, slot.input_rows is Rows.LOGITS)
         foreign = _REFERENCE_OPS | (COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset())
         self._stretches: list[tuple[int, int] | _Foreign] = []
-        self._timer = OpTimer("cpu")
+        self._timer = OpTimer()
         self._is_profiling = False
         self._foreign_progress = 0
         self._taken: Mapping[str, Any] | None = None
@@ -61,15 +61,18 @@ class NativeProgram:
         for is_foreign, stretch in itertools.groupby(program.ops, lambda op: op.name in foreign):
             ops_here = list(stretch)
             if is_foreign:
-                self._stretches += [
-                    _Foreign(op, getattr(ops if op.name in _REFERENCE_OPS else collectives, op.name)) for op in ops_here
-                ]
+                self._stretches += [_Foreign(op, function_of(op, ops, collectives)) for op in ops_here]
                 continue
             for op in ops_here:
                 arguments = [(type(a) is Slot, a.index if type(a) is Slot else a) for a in flat(op.arguments)]
                 self._native.add(op.name, arguments, op.rows is Rows.LOGITS)
             self._stretches.append((first, first + len(ops_here)))
             first += len(ops_here)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """None: what native code has recorded of them must stay true."""
+        return []
 
     @property
     def progress(self) -> int:
@@ -104,7 +107,7 @@ class NativeProgram:
 
     def start_profile(self) -> None:
         """Times every op of the coming runs, from zero."""
-        self._timer = OpTimer("cpu")
+        self._timer = OpTimer()
         self._is_profiling = True
         self._native.start_profile()
 

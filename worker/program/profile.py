@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-
 from allspan.protos.api.engine import OpProfile
 
 
@@ -28,10 +26,11 @@ class _Times:
 
 
 class OpTimer:
-    """Runs functions and adds up their times by name. On a GPU it waits for each one's end, which slows the step."""
+    """Runs functions and adds up their times by name."""
 
-    def __init__(self, device: str) -> None:
-        self._wait: Callable[[], None] | None = torch.cuda.synchronize if device.startswith("cuda") else None
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        """`synchronize` waits for a device's end of each one, which slows the step; None: it is over on return."""
+        self._wait = synchronize
         self._times: dict[str, _Times] = {}
 
     def call(self, name: str, function: Callable[..., None], *arguments: object) -> None:

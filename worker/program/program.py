@@ -92,6 +92,11 @@ class Program:
     output: Slot
 
 
+def function_of(op: Op, ops: OpSet, collectives: Collectives) -> Callable[..., None]:
+    """What runs an op of a program."""
+    return collectives.program_ops[op.name] if op.name in COLLECTIVE_OPS else ops.op(op.name)
+
+
 def with_fused_sums(program: Program) -> Program:
     """A sum over the ranks that is added to the residual stream and normed next is one op with that."""
     ops: list[Op] = []
@@ -210,11 +215,13 @@ class Interpreter:
         capacity: Mapping[Rows, int],
         device: str,
         activations: torch.dtype = torch.float32,
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
+        """`synchronize` waits for the device, when ops are timed; None: an op is done when it returns."""
         self._program = program
         self._capacity = dict(capacity)
-        self._device = device
-        self._timer = OpTimer(device)
+        self._synchronize = synchronize
+        self._timer = OpTimer(synchronize)
         self._is_profiling = False
         self.progress = 0
         """Counts up within a run: a long step is told from one that hangs."""
@@ -230,8 +237,7 @@ class Interpreter:
                 shape = (self._capacity[slot.rows], *slot.shape)
                 self._buffers.append((i, slot.rows, storages[slot.storage].view(shape)))
         self._calls: list[tuple[Callable[..., None], tuple[Argument, ...], bool]] = [
-            (getattr(collectives if op.name in COLLECTIVE_OPS else ops, op.name), op.arguments, op.rows is Rows.LOGITS)
-            for op in program.ops
+            (function_of(op, ops, collectives), op.arguments, op.rows is Rows.LOGITS) for op in program.ops
         ]
 
     @property
@@ -269,7 +275,7 @@ class Interpreter:
 
     def start_profile(self) -> None:
         """Times every op of the coming runs, from zero."""
-        self._timer = OpTimer(self._device)
+        self._timer = OpTimer(self._synchronize)
         self._is_profiling = True
 
     def stop_profile(self) -> None:

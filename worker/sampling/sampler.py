@@ -8,6 +8,7 @@ number of ranks, or on whether it was preempted.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,13 +20,11 @@ from torch import Tensor
 from allspan.protos.api.errors import InternalError
 from allspan.protos.api.results import TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
-from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
-from allspan.worker.backend.cuda.sampling import DeviceSampling, DeviceStep
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.sampling.device import DeviceSampler, DeviceTokens, Sampling
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.grammar import CompiledGrammar, GrammarRow, MaskMaker, SeenMasks, ends_of
-from allspan.worker.sampling.kernel import SamplingKernel, sampling_kernel
 from allspan.worker.sampling.logits_processors import Change, Logits, Row, changes_of, needs_tokens
 from allspan.worker.sampling.settings import SETTINGS, settings_of
 
@@ -91,15 +90,15 @@ class _Deferred:
 @dataclass(frozen=True, slots=True)
 class _Greedy:
     tokens: Tensor
-    patience: Patience
+    to_host: Callable[[Tensor], Tensor]
 
     def result(self) -> Sampled:
-        return Sampled(self.patience.to_host(self.tokens).numpy(), {})
+        return Sampled(self.to_host(self.tokens).numpy(), {})
 
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    step: DeviceStep
+    step: DeviceTokens
     wanted: _Wanted
 
     @property
@@ -119,24 +118,22 @@ class Sampler:
         widths: tuple[int, ...],
         collectives: Collectives,
         eos_token_ids: tuple[int, ...] = (),
-        kernel: SamplingKernel | DeviceSampling | None = None,
-        patience: Patience = PATIENCE,
+        sampling: Sampling | None = None,
         masks: MaskMaker | None = None,
     ) -> None:
         """`widths`: columns of each rank's logits; together the vocabulary. A single one: each rank has whole rows, and
-        samples all of them, as the others do. `kernel` None: the fastest there is on the host. One for a device, where
-        logits then are, has the width of this rank's. `patience`: with the GPU that logits come from. `masks` makes
-        those of grammars ahead."""
-        self._patience = patience
+        samples all of them, as the others do. `sampling` None: the host's kernel. `masks` makes those of grammars
+        ahead."""
+        sampling = sampling or Sampling()
+        self._to_host = sampling.to_host
         self._widths = widths
         self._vocab_size = sum(widths)
         self._collectives = collectives if len(widths) > 1 else LocalCollectives()
         self._eos = eos_token_ids
-        on_device = kernel if isinstance(kernel, DeviceSampling) else None
-        self._device = on_device if len(widths) == 1 else None
-        self._local = on_device if len(widths) > 1 else None
+        self._device = sampling.device if len(widths) == 1 else None
+        self._local = sampling.device if len(widths) > 1 else None
         """Finds the best columns of this rank's part of the rows; those who want more exchange it on the host."""
-        self._kernel = kernel if kernel and not isinstance(kernel, DeviceSampling) else sampling_kernel()
+        self._kernel = sampling.kernel
         self._settings = np.zeros(max_rows, dtype=SETTINGS)
         self._changes: dict[int, tuple[Change, ...]] = {}
         """Of those rows that have any."""
@@ -255,7 +252,7 @@ class Sampler:
         # The token; then, if any row asked, its log-probability, the most likely ids and theirs (floats as their bits).
         columns = 1 if most < 0 else 2 + 2 * most
         world = self._collectives
-        logits = self._patience.to_host(logits)
+        logits = self._to_host(logits)
         if world.size == 1:
             return _unpack(self._sample_rows(logits, wanted, columns), wanted)
         mine = wanted.share(world.rank, world.size)
@@ -284,9 +281,9 @@ class Sampler:
             wanted = _Wanted(rows, positions, np.full(len(rows), -1, dtype=np.int64), self._num_logprobs[rows])
             return self._launch_on(self._device, logits, wanted)
         values, ids = logits.max(dim=1)
-        return _Greedy(torch.where(values.isfinite(), ids, NOT_FINITE).int(), self._patience)
+        return _Greedy(torch.where(values.isfinite(), ids, NOT_FINITE).int(), self._to_host)
 
-    def _launch_on(self, device: DeviceSampling, logits: Tensor, wanted: _Wanted) -> _OnDevice:
+    def _launch_on(self, device: DeviceSampler, logits: Tensor, wanted: _Wanted) -> _OnDevice:
         if not self._demanding and wanted.counts.max(initial=-1) < 0 and wanted.targets.max(initial=-1) < 0:
             return _OnDevice(device.launch_best(logits), wanted)
         self._masks.wait()
@@ -299,7 +296,7 @@ class Sampler:
             return self._best_of_ranks(self._local.best_pairs(logits))
         if logits is not self._seen:
             self._seen = logits if logits.is_cpu else None
-            self._seen_as = self._patience.to_host(logits).numpy()
+            self._seen_as = self._to_host(logits).numpy()
         array = self._seen_as
         tokens = np.empty(len(array), dtype=np.int32)
         self._kernel.best_tokens(array, tokens)

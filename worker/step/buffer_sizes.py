@@ -1,4 +1,4 @@
-"""How much a model's buffers must hold."""
+"""The sizes that the buffers of a model and of a step are made for."""
 
 from __future__ import annotations
 
@@ -14,3 +14,16 @@ class ModelLimits:
     max_model_len: int
     uses_cascades: bool = True
     """On a GPU: attention has room for states of tokens that several requests share."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The most that one step and one row may hold."""
+
+    max_rows: int
+    max_tokens: int
+    """Of a step."""
+    max_model_len: int
+    page_size: int
+    max_logits_rows: int
+    """Of a step."""

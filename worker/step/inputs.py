@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int32]
 
 
 class PlanTiles(Protocol):
@@ -110,3 +112,32 @@ class StepInputs:
     def place(self) -> tuple[int, bool, bool]:
         """With a bucket: steps of one place have their tensors at the same addresses, in the same shapes."""
         return self.bucket, self.decode_rows is not None, self.shared is not None
+
+
+class StepMetadata(Protocol):
+    """Prepares, once a step for all layers, what the op `attention` takes as `meta`: each device its own value."""
+
+    def of(self, inputs: StepInputs) -> Any: ...
+
+
+class InputBuffers(Protocol):
+    """int32 buffers of fixed capacity; `fill` gives out tensor views on the model's device."""
+
+    is_shared: bool
+    """What `fill` gives out are views of the buffers, not copies: then `advance` works."""
+    wants_common: bool
+    """`fill` makes something of what decodes have in common."""
+    runs_ahead: bool
+    """Steps run beside the host, so that the next one may be launched before the tokens of this one are known."""
+
+    def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
+        """All of `StepInputs`' tensors by name. `common`, in a step of decodes: see `SharedPages.of`."""
+
+    def advance(self, tokens: Ints) -> None:
+        """The same rows again, each with the next token, in the page that it is in; only where `is_shared`."""
+
+
+def take_ids(inputs: StepInputs, tokens: Tensor, count: int) -> None:
+    """Replaces the first `count` ids, which are places in `tokens` (int32 on the device), by the tokens there."""
+    ids = inputs.ids[:count]
+    ids.copy_(tokens.index_select(0, ids))

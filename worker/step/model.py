@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.scheduler.plan import Copy
-from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.inputs import StepInputs, StepMetadata
 
 
 class StepModel(Protocol):
@@ -23,6 +25,34 @@ class StepModel(Protocol):
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """This rank's slice of the logits, float32 [m, vocab_widths[rank]]; may be overwritten until the next call."""
+
+
+class Recording(Protocol):
+    """A forward pass that a device has recorded."""
+
+    def replay(self) -> Tensor:
+        """Runs it again on what its inputs hold now; returns the same tensor each time."""
+
+
+Record = Callable[[Callable[[], Tensor], Iterable[Recording]], Recording]
+"""Records a forward pass; the recordings of the second argument never run at the same time and share its memory."""
+
+
+class DeviceModel(StepModel, Protocol):
+    """A model to its device's backend."""
+
+    @property
+    def cache_spec(self) -> CacheSpec: ...
+
+    @property
+    def step_metadata(self) -> StepMetadata:
+        """What the backend made for the model's attention."""
+
+    def bind_cache(self, kv: KVCache) -> None:
+        """Uses these pages from now on."""
+
+    def capture(self, inputs: StepInputs, record: Record) -> None:
+        """Records the forward pass of a step that is all padding; later steps in its place are replayed."""
 
 
 class PageTiers(Protocol):

@@ -60,7 +60,7 @@ def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
     checkpoint = open_checkpoint(source, config.model.load_format)
     dummy = config.model.load_format == "dummy"
     files = [] if dummy else sorted({checkpoint.where(name) for name in checkpoint.names()})
-    packer = Packer(getattr(open_ops(config), "runtime", None))
+    packer = Packer(open_ops(config).runtime)
     with ThreadPoolExecutor(1) as hashing:
         hashed = hashing.submit(source_files, files)
         for path in copied:

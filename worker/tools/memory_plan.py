@@ -21,9 +21,9 @@ import torch
 from allspan.protos.api.errors import AllspanError, ConfigError
 from allspan.protos.config.config_json import from_json, settled
 from allspan.protos.config.settings import WorkerConfig
-from allspan.worker.cache.available_memory import room
+from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.budget import CacheDemand, Room, num_kv_pages, pages_of
-from allspan.worker.load.loader import Prepared, check_device, prepare
+from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.layout import layer_pieces
 from allspan.worker.models.pieces import Linear
@@ -119,7 +119,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
 def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
     """See `RankMemory`. A step's own is measured where it runs; here it is the output of its widest linear layer, and
     that layer's weight in 16 bits where it is held in fewer."""
-    if config.model.device != "cuda":
+    if not open_backend(config.model.device).capabilities.has_own_memory:
         return 0
     holding, most = prepared.holding, config.scheduler
     dtype = holding.dtype if holding.memory == "rows" else torch.float32
@@ -170,8 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.ranks < 1:
             raise ConfigError(f"--ranks {arguments.ranks}: must be at least 1")
         config = from_json(Path(arguments.config).read_text(encoding="utf-8"))
-        check_device(config.model.device)
-        available = room(config.model.device, config.parallel.cpus)
+        backend = open_backend(config.model.device)
+        backend.check()
+        available = backend.room(config.parallel.cpus)
         plan = plan_memory(config, arguments.ranks, available, arguments.ranks_on_node or arguments.ranks)
     except AllspanError as error:
         print(json.dumps({"error": error.code, "message": error.message}))

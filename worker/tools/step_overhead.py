@@ -20,7 +20,9 @@ from allspan.kernels.table import op_set
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.step_parts import StepParts
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.sampling.device import Sampling
 from allspan.worker.sampling.kernel import sampling_kernel
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
@@ -99,8 +101,8 @@ def _core(batch: int, vocab_size: int, threads: int) -> EngineCore:
     )
     num_pages = batch * _MODEL_LEN // _PAGE_SIZE
     model = NullModel(vocab_size, max(batch, 64))
-    kernel = sampling_kernel(getattr(op_set("auto", threads), "runtime", None))
-    return EngineCore(config, model, num_pages, LocalCollectives(), NullChannel(), kernel=kernel)
+    sampling = Sampling(sampling_kernel(op_set("auto", threads).runtime))
+    return EngineCore(config, model, num_pages, LocalCollectives(), NullChannel(), parts=StepParts(sampling=sampling))
 
 
 def main() -> None:

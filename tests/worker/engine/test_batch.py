@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.backend.cpu.step_inputs import BatchSizes, StepBuffers
+from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.sampler import Sampled, Sampler
 from allspan.worker.scheduler.plan import Copy, Grant, Join, Run, StepPlan
+from allspan.worker.step.buffer_sizes import BatchSizes
 from support.cores import request
 
 SIZES = BatchSizes(max_rows=4, max_tokens=16, max_model_len=32, page_size=4, max_logits_rows=64)

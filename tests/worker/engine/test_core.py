@@ -361,7 +361,7 @@ def test_a_follower_refuses_bytes_that_are_no_plan():
 
 
 def test_a_follower_validates_what_it_is_sent():
-    with pytest.raises(errors.InvalidRequest, match=r"prompt_token_ids\[0\] is 97"):
+    with pytest.raises(errors.InvalidRequest, match=r"prompt_token_ids\[0\] is token id 97"):
         follower(ThreadWorld(2)).submit(request(1, [97]))
 
 

@@ -49,6 +49,9 @@ class Steps:
     def capture(self) -> None:
         self.done.append("capture")
 
+    def trim(self) -> None:
+        self.done.append("trim")
+
 
 class Ranks:
     """A world of which each rank has a copy of the checkpoint of its own."""
@@ -194,12 +197,12 @@ def test_a_gpu_s_memory_is_freed_once_no_step_runs_and_steps_are_captured_again(
     sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
     ranks.unload()
     assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
-    assert [steps.done for steps in ranks.steps] == [["drain"]] * 2
+    assert [steps.done for steps in ranks.steps] == [["drain", "trim"]] * 2
     assert ranks.reload() == ["", ""]
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
     assert ranks.have_the_first_weights()
     assert not any(page.any() for weights in ranks.weights for page in weights._pages)
-    assert [steps.done for steps in ranks.steps] == [["drain", "drain", "capture"]] * 2
+    assert [steps.done for steps in ranks.steps] == [["drain", "trim", "drain", "capture"]] * 2
 
 
 def test_views_of_what_is_freed_have_its_memory_again() -> None:

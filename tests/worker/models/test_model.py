@@ -14,9 +14,9 @@ from allspan.kernels.ops import OpSet
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import ConfigError, InternalError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, ParallelConfig, ServiceConfig, WorkerConfig
+from allspan.worker.backend.cpu import backend as cpu_backend
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.load import loader
 from allspan.worker.load.loader import load_model, open_ops, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.model import Model
@@ -46,7 +46,7 @@ def test_threads_that_cannot_be_started_are_a_setting_that_is_refused(monkeypatc
     def refused(backend: str, threads: int, cpus: tuple[int, ...]) -> OpSet:
         raise RuntimeError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(loader, "op_set", refused)
+    monkeypatch.setattr(cpu_backend, "op_set", refused)
     config = WorkerConfig(ModelConfig("", ""), ServiceConfig(run_dir=""), parallel=ParallelConfig(threads=8))
     with pytest.raises(ConfigError, match="threads is 8, which cannot be started: Resource temporarily"):
         open_ops(config)

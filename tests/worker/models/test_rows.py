@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
+from allspan.worker.backend.cuda.backend import check_capability, kernels_for
 from allspan.worker.load import loader
 from allspan.worker.tools.convert import convert
 from support.tiny_gguf import save_gguf
@@ -93,12 +94,12 @@ def test_converted_weights_are_refused_where_weights_lie_in_rows(tmp_path: Path)
 
 
 def test_a_gpu_that_is_too_old_is_told_with_what_runs_on_it() -> None:
-    loader.check_capability("bfloat16", (8, 0))
-    loader.check_capability("float16", (7, 5))
+    check_capability("bfloat16", (8, 0))
+    check_capability("float16", (7, 5))
     with pytest.raises(ConfigError, match=r"capability 8\.0 or later, this one has 7\.5: use --dtype float16"):
-        loader.check_capability("bfloat16", (7, 5))
+        check_capability("bfloat16", (7, 5))
     with pytest.raises(ConfigError, match=r"this one has 7\.0: use --dtype float32"):
-        loader.check_capability("float16", (7, 0))
+        check_capability("float16", (7, 0))
 
 
 def test_sixteen_bits_on_a_gpu_are_what_lies_in_rows() -> None:
@@ -124,4 +125,4 @@ def test_what_the_kernels_are_not_for_runs_on_the_reference(
     save_tiny(tmp_path, "llama2", **(SIZES | {"head_dim": 16} | shape))
     config = ModelConfig(str(tmp_path), "m", dtype=dtype, device="cuda")
     prepared = loader.prepare(config, CacheConfig(kv_cache_dtype=pages), 0, 1)
-    assert loader._gpu_backend(prepared) == backend
+    assert kernels_for(prepared.kernel_needs) == backend

@@ -14,8 +14,8 @@ from allspan.kernels.errors import BackendUnavailable
 from allspan.protos.api.errors import DeadlineExceeded
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
 from allspan.worker.backend.cuda.nccl import Nccl, open_nccl
-from allspan.worker.parallel.base import Collectives
-from allspan.worker.parallel.staged import StagedCollectives
+from allspan.worker.backend.cuda.staged import StagedCollectives
+from allspan.worker.parallel.base import Collectives, GroupCapabilities, ProgramOps
 
 NCCL_BYTES = 16 << 20
 """From here on NCCL is the faster: every byte of a long message goes over NVLink as often, and NCCL keeps it busier."""
@@ -56,9 +56,6 @@ class GpuCollectives:
     summed by `direct` (in rank order), from NCCL_BYTES on by `nccl` (in an order of its own), by what there is of
     them, or on the host."""
 
-    norms = HALVES
-    """What `all_reduce_add_rms_norm` takes."""
-
     def __init__(
         self,
         host: Collectives,
@@ -71,10 +68,12 @@ class GpuCollectives:
         self._host = StagedCollectives(host, patience)
         self._direct, self._nccl, self._arenas = direct, nccl, arenas
         self._alone: AllReduce | None = None
-        self.gathers_columns = direct is not None
-        """Whether there is `all_gather_columns`."""
-        self.is_capturable = direct is not None
-        """Whether a graph may be captured with what is called here for tensors on the GPU."""
+        self.capabilities = GroupCapabilities(fused_norms=HALVES, is_capturable=direct is not None)
+        ops: ProgramOps = {
+            "all_reduce": self.all_reduce,
+            "all_reduce_add_rms_norm": self.all_reduce_add_rms_norm,
+        }
+        self.program_ops = ops if direct is None else {**ops, "all_gather_columns": self.all_gather_columns}
 
     def all_reduce(self, x: Tensor) -> None:
         if x.device.type == "cuda" and self._direct is None and is_noting():
@@ -99,7 +98,7 @@ class GpuCollectives:
 
     def all_gather_columns(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
         """out[m, sum(widths)] = every rank's x [m, widths[rank]], side by side; float32 on the GPU. Only where
-        `gathers_columns`."""
+        GPUs reach each other's memory."""
         assert self._direct is not None
         self._direct.all_gather_columns(x, widths, out)
 

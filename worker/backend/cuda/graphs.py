@@ -1,27 +1,40 @@
-"""A forward pass that a GPU has recorded: one launch runs it again, on whatever its inputs hold then."""
+"""CUDA graphs: the steps of a GPU are recorded before the first request, one for each size that others are padded
+to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from allspan.worker.backend.cuda.event_wait import Patience
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers, chunk_buckets
+from allspan.worker.cache.tiers import HostPages
+from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.model import DeviceModel, Recording
+
+logger = logging.getLogger(__name__)
+
 
 class Graph:
-    """Calls `forward` twice: once for what must not be recorded (kernels are compiled, libraries take their memory),
-    once to record it. It must look at nothing on the host and always use the same memory."""
+    """A forward pass that a GPU has recorded: one launch runs it again, on whatever its inputs hold then.
 
-    def __init__(self, forward: Callable[[], Tensor], others: Iterable[Graph] = ()) -> None:
-        """`others` never run at the same time: they share their memory."""
+    Calls `forward` twice: once for what must not be recorded (kernels are compiled, libraries take their memory), once
+    to record it. It must look at nothing on the host and always use the same memory.
+    """
+
+    def __init__(self, forward: Callable[[], Tensor], pool: Any = None) -> None:
+        """`pool`: where what it allocates lies; None: in memory of its own."""
         warmup: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         warmup.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warmup):
             forward()
         torch.cuda.current_stream().wait_stream(warmup)
         self._graph = torch.cuda.CUDAGraph()
-        pool: Any = next((other.pool for other in others), None)
         with torch.cuda.graph(self._graph, pool=pool):
             self._output = forward()
 
@@ -34,3 +47,63 @@ class Graph:
         """What `forward` returned: the same tensor each time."""
         self._graph.replay()
         return self._output
+
+
+def record(forward: Callable[[], Tensor], others: Iterable[Recording]) -> Graph:
+    """See `allspan.worker.step.model.Record`."""
+    return Graph(forward, next((other.pool for other in others if isinstance(other, Graph)), None))
+
+
+class CudaSteps:
+    """See `allspan.worker.step.backend.DeviceSteps`."""
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        inputs: DeviceBuffers | None,
+        host: HostPages | None,
+        patience: Patience,
+        beat: Callable[[], None],
+    ) -> None:
+        """`inputs` None: every step is launched op by op. `beat` is called after each step that was recorded."""
+        self._model, self._inputs, self._host = model, inputs, host
+        self._patience, self._beat = patience, beat
+
+    def drain(self) -> None:
+        self._patience.drain()
+        if self._host is not None:
+            self._host.drain()
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+    def capture(self) -> None:
+        buffers = self._inputs
+        if buffers is None:
+            return
+        started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
+        buffers.chunks = chunk_buckets(buffers.max_tokens)
+        for inputs in padded_steps(buffers):
+            self._model.capture(inputs, record)
+            self._beat()
+        torch.cuda.synchronize()
+        logger.info(
+            "captured decode steps of %d sizes (1 to %d rows; %d also for rows that share tokens) and steps with "
+            "prompts of %d (to %d tokens) in %.1f s, %.2f GiB",
+            len(buffers.buckets),
+            buffers.buckets[-1],
+            len(buffers.shared_buckets),
+            len(buffers.chunks),
+            buffers.chunks[-1],
+            time.monotonic() - started,
+            max(0, free - torch.cuda.mem_get_info()[0]) / 2**30,
+        )
+
+
+def padded_steps(buffers: DeviceBuffers) -> Iterator[StepInputs]:
+    """All to which steps are padded, what needs most memory first."""
+    for chunk in reversed(buffers.chunks):
+        yield buffers.chunk_padding(chunk)
+    for bucket in reversed(buffers.buckets):
+        for is_shared in (False, True) if bucket in buffers.shared_buckets else (False,):
+            yield buffers.padding(bucket, is_shared)

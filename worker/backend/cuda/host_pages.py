@@ -20,7 +20,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.cache.move_pages import MOST_PAGES, gather_pages, scatter_pages
 from allspan.protos.api.errors import ConfigError, InternalError
-from allspan.worker.backend.cuda.event_wait import Event, Patience
+from allspan.worker.backend.cuda.event_wait import PATIENCE, Event, Patience
 from allspan.worker.backend.cuda.streams import Lanes
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
@@ -59,12 +59,19 @@ class HostPages:
     """Pages of host memory, each with all its layers in one stretch, and the copies to and from a device's."""
 
     def __init__(
-        self, spec: CacheSpec, num_pages: int, device: str, lanes: Lanes, chunk_bytes: int = CHUNK_BYTES
+        self,
+        spec: CacheSpec,
+        num_pages: int,
+        device: str,
+        lanes: Lanes,
+        chunk_bytes: int = CHUNK_BYTES,
+        patience: Patience = PATIENCE,
     ) -> None:
         """The memory is not taken from others before it is written; see `pin`. Raises ConfigError when it cannot be
         had."""
         self.num_pages = num_pages
         self._lanes = lanes
+        self._patience = patience
         page = spec.bytes_per_page
         try:
             self.memory = anonymous(num_pages * page).view(num_pages, page)
@@ -121,10 +128,15 @@ class HostPages:
             steps.run(partial(_move, scatter_pages, device, targets, buffer))
             buffer.done = steps.record()
 
-    def drain(self, patience: Patience) -> None:
+    @property
+    def tensors(self) -> list[Tensor]:
+        """None: pinned memory stays where it is."""
+        return []
+
+    def drain(self) -> None:
         """Waits for all copies. Raises DeadlineExceeded."""
-        patience.wait(self._lanes.saves.record())
-        patience.wait(self._lanes.loads.record())
+        self._patience.wait(self._lanes.saves.record())
+        self._patience.wait(self._lanes.loads.record())
 
     def _chunks(self, device: KVCache, pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """(device's page, host's page), as many at a time as a buffer holds, and none of the device's twice in one."""

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allspan.kernels.cuda.jit.modules import driver, is_noting
+from allspan.kernels.cuda.jit.modules import driver
 from allspan.kernels.cuda.sampling.changes import CHANGES, ban_tokens, change_rows, note_sampled, note_tokens
 from allspan.kernels.cuda.sampling.sampling import Wanted, best_tokens, likely_tokens, sample_rows, sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
@@ -148,14 +148,7 @@ def device_sampling(
     except BackendUnavailable as error:
         logging.getLogger(__name__).warning("logits are copied to the host to be sampled there: %s", error)
         return None
-    sampling = DeviceSampling(max_rows, width, device, patience=patience)
-    row = np.zeros(1, dtype=np.int64)
-    nothing = np.zeros(max_rows, dtype=SETTINGS)
-    # The kernels compile now, where they have to, and not when somebody waits for a token.
-    launched = sampling.launch(torch.zeros((1, width), device=device), row, row, row - 1, nothing, row)
-    if not is_noting():
-        launched.result()
-    return sampling
+    return DeviceSampling(max_rows, width, device, patience=patience)
 
 
 class DeviceSampling:
@@ -206,6 +199,12 @@ class DeviceSampling:
         if changed is not None:
             for table, name in ((self._counts, "words"), (self._biases, "bias"), (self._masks, "mask")):
                 table.give_back(int(changed.entry[name][0]))
+
+    def launch_once(self) -> None:
+        """Samples a row of zeros, so that kernels are compiled now where they have to be."""
+        row = np.zeros(1, dtype=np.int64)
+        nothing = np.zeros(len(self._settings), dtype=SETTINGS)
+        self.launch(torch.zeros((1, self._vocab), device=self._device), row, row, row - 1, nothing, row)
 
     def launch_best(self, logits: Tensor) -> DeviceStep:
         """The most likely token of each row of `logits` float32 [m, vocabulary]."""

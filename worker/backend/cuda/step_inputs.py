@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from allspan.kernels.cuda.attention.cascade_rule import CascadeRule, Sharing
 from allspan.protos.api.errors import InternalError
-from allspan.worker.backend.cpu.step_inputs import BatchSizes, InputBuffers, StepBuffers
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Event, Patience
-from allspan.worker.backend.cuda.streams import Lane, current_lane
+from allspan.worker.backend.cuda.streams import Lane
 from allspan.worker.cache.budget import pages_of
+from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import PlanTiles, SharedInputs, StepInputs
-from allspan.worker.step.model import StepModel
 
 Ints = NDArray[np.int32]
 
@@ -78,6 +76,7 @@ class DeviceBuffers:
     than the largest of `chunks`.
     """
 
+    runs_ahead = True
     is_shared = False
     """What `fill` gives out are copies."""
 
@@ -93,6 +92,7 @@ class DeviceBuffers:
         """`rule` None: what decodes share is not looked at. `lane`: where copies to the device are queued; None: they
         are done at once."""
         self._sizes = sizes
+        self.max_tokens = sizes.max_tokens
         self._plan_tiles = plan_tiles
         self._rule = rule
         self._is_gpu = device.type == "cuda"
@@ -273,28 +273,3 @@ class DeviceBuffers:
         self._device[:length].copy_(self._hosts[self._turn][:length], non_blocking=True)
         if self._lane is not None:
             self._copied[self._turn] = self._lane.record()
-
-
-def buffers_for(model: StepModel, sizes: BatchSizes, device: str, patience: Patience = PATIENCE) -> InputBuffers:
-    """Those that the model's kernels want."""
-    plan_tiles, where = _plan_tiles(model), torch.device(device)
-    if plan_tiles is None:
-        return StepBuffers(sizes, where)
-    lane = current_lane() if where.type == "cuda" else None
-    return DeviceBuffers(sizes, where, plan_tiles, getattr(model, "cascade_rule", None), lane, patience)
-
-
-def is_on_gpu(model: StepModel) -> bool:
-    """Whether steps run beside the host: what `forward` gives is still to come."""
-    return _plan_tiles(model) is not None
-
-
-def _plan_tiles(model: StepModel) -> PlanTiles | None:
-    return getattr(model, "plan_tiles", None)
-
-
-def take_ids(inputs: StepInputs, tokens: Tensor, count: int) -> None:
-    """Makes ids of what `fill` was given in the place of the first `count`: where each is in `tokens`, int32 on the
-    device."""
-    ids = inputs.ids[:count]
-    ids.copy_(tokens.index_select(0, ids))

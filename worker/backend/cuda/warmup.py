@@ -1,4 +1,4 @@
-"""A GPU's steps before the first one: which kernels they launch, which are compiled now, and what memory they take."""
+"""GPU warm-up: which kernels the steps launch is noted, they are compiled, and what memory a step takes is measured."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import torch
 
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.variants import variants_of
-from allspan.protos.config.settings import SchedulerConfig
-from allspan.worker.backend.cpu.step_inputs import BatchSizes
-from allspan.worker.backend.cuda.capture import padded_steps
-from allspan.worker.backend.cuda.sampling import DeviceSampling
-from allspan.worker.backend.cuda.step_inputs import DeviceBuffers, buffers_for, chunk_buckets, is_on_gpu
+from allspan.worker.backend.cuda.graphs import padded_steps
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers, chunk_buckets
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.models.model import Model
-from allspan.worker.scheduler.limits import most_logits_rows
-from allspan.worker.step.inputs import StepInputs
-
-OpenSampling = Callable[[], DeviceSampling | None]
+from allspan.worker.step.buffer_sizes import BatchSizes
+from allspan.worker.step.inputs import InputBuffers, StepInputs
+from allspan.worker.step.model import DeviceModel
 
 _SAMPLING = ("sampling.sampling", "sampling.changes")
 _PROMPTS = (2, 9, 17, 33, 65, 257, 513, 1025, 4097)
@@ -28,10 +23,15 @@ _PROMPTS = (2, 9, 17, 33, 65, 257, 513, 1025, 4097)
 _MOST_CHUNK = 128
 
 
-def rehearse(
-    model: Model, device: str, most: SchedulerConfig, open_sampling: OpenSampling
-) -> tuple[DeviceSampling | None, int]:
-    """What `open_sampling` gives, and the bytes that a step takes beside the buffers that are there.
+def warm_up(
+    model: DeviceModel,
+    buffers: InputBuffers,
+    sizes: BatchSizes,
+    device: torch.device,
+    launch_sampling: Callable[[], None] | None,
+) -> int:
+    """Compiles the kernels of steps of these sizes; returns the bytes that a step takes beside the buffers that are
+    there. `launch_sampling` samples a row once; None: the host samples.
 
     Steps of every size go through the model with kernels that are noted and not launched: what they compute is void,
     what they allocate is measured. Kernels that are not compiled yet are then compiled side by side. Every rank calls
@@ -39,30 +39,18 @@ def rehearse(
     """
     taken = 0
     with modules.noting() as kernels:
-        sampling = open_sampling()
-        if is_on_gpu(model):
-            taken = _measure(device, lambda: _run_all(model, device, most))
+        if launch_sampling is not None:
+            launch_sampling()
+        if isinstance(buffers, DeviceBuffers):
+            model.bind_cache(KVCache(model.cache_spec, 1, str(device)))
+            steps = _steps(buffers, sizes)
+            taken = _measure(device, lambda: [model.forward(inputs) for inputs in steps])
     wanted = list(kernels)
-    if sampling is not None:
-        wanted += variants_of(_SAMPLING, modules.gpu(torch.device(device)).capability)
+    if launch_sampling is not None:
+        wanted += variants_of(_SAMPLING, modules.gpu(device).capability)
     if wanted:
         modules.driver().prepare(wanted)
-    return sampling, taken
-
-
-def _run_all(model: Model, device: str, most: SchedulerConfig) -> None:
-    sizes = BatchSizes(
-        most.max_num_seqs,
-        most.max_num_batched_tokens,
-        model.max_model_len,
-        model.cache_spec.page_size,
-        most_logits_rows(most.max_num_seqs),
-    )
-    buffers = buffers_for(model, sizes, device)
-    if isinstance(buffers, DeviceBuffers):
-        model.bind_cache(KVCache(model.cache_spec, 1, device))
-        for inputs in _steps(buffers, sizes):
-            model.forward(inputs)
+    return taken
 
 
 def _steps(buffers: DeviceBuffers, sizes: BatchSizes) -> Iterator[StepInputs]:
@@ -94,9 +82,9 @@ def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInpu
     return buffers.fill(values)
 
 
-def _measure(device: str, run: Callable[[], None]) -> int:
+def _measure(device: torch.device, run: Callable[[], object]) -> int:
     """The most bytes that it held at once on a GPU."""
-    if device != "cuda":
+    if device.type != "cuda":
         run()
         return 0
     torch.cuda.synchronize()

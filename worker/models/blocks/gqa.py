@@ -10,9 +10,9 @@ from torch import Tensor
 
 from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
-from allspan.worker.models.attention import AttentionHeads, attention_meta
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table, mean_rotated
+from allspan.worker.step.backend import AttentionHeads
 
 if TYPE_CHECKING:
     from allspan.worker.models.shard import Shard
@@ -94,7 +94,7 @@ class Gqa:
         """Appends the attention of queries over the pages, which hold the new keys and values already; a block with
         another mask has one of its own."""
         own = self.on_rank(sub.shard)
-        meta = sub.meta("attention", own, lambda context: attention_meta(own, context))
+        meta = sub.meta("attention", own, lambda context: context.attention(own))
         sub.program.op("attention", qkv, *pages, meta, out)
 
     def project(self, sub: Sublayer, attended: Slot) -> None:

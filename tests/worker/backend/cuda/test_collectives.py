@@ -16,7 +16,7 @@ from allspan.kernels.errors import BackendUnavailable
 from allspan.protos.api.errors import DeadlineExceeded
 from allspan.worker.backend.cuda import collectives as gpu_collectives
 from allspan.worker.backend.cuda.collectives import GpuCollectives, join_gpus
-from allspan.worker.parallel.staged import StagedCollectives
+from allspan.worker.backend.cuda.staged import StagedCollectives
 from support.threads import ThreadWorld
 
 

@@ -15,6 +15,7 @@ from allspan.protos.api.errors import InternalError
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.backend.cuda.sampling import DeviceSampling, device_sampling
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.sampling.device import Sampling
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.sampler import Sampler
 from support.threads import ThreadWorld
@@ -39,7 +40,7 @@ ASKED: list[dict[str, Any]] = [
 
 def pair(device: str, small: dict[str, int]) -> tuple[Sampler, Sampler]:
     """Of the device, and of the host."""
-    kernel = DeviceSampling(ROWS, V, torch.device(device), small)
+    kernel = Sampling(device=DeviceSampling(ROWS, V, torch.device(device), small))
     return tuple(Sampler(ROWS, (V,), LocalCollectives(), EOS, each) for each in (kernel, None))  # type: ignore[return-value]
 
 
@@ -167,7 +168,7 @@ def test_greedy_rows_get_the_token_of_one_rank_from_each_ranks_best_column(
     rows, world, widths = np.arange(ROWS), ThreadWorld(2), (600, V - 600)
 
     def on_rank(rank: int) -> list[int]:
-        kernel = DeviceSampling(ROWS, widths[rank], torch.device(device), small)
+        kernel = Sampling(device=DeviceSampling(ROWS, widths[rank], torch.device(device), small))
         one = Sampler(ROWS, widths, world.collectives[rank], EOS, kernel)
         part = logits.split(widths, dim=1)[rank].contiguous().to(device)
         return [
@@ -184,7 +185,7 @@ def test_greedy_rows_get_the_token_of_one_rank_from_each_ranks_best_column(
 def test_a_full_batch_of_a_large_vocabulary_agrees_with_the_host(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     count = 600
-    kernel = device_sampling(torch.device("cuda"), count, vocab)
+    kernel = Sampling(device=device_sampling(torch.device("cuda"), count, vocab))
     both = [Sampler(count, (vocab,), LocalCollectives(), EOS, each) for each in (kernel, None)]
     tokens = rng.integers(0, vocab, (count, 40)).astype(np.int32)
     for row in range(count):

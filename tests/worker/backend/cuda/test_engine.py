@@ -147,7 +147,7 @@ def test_a_float16_checkpoint_is_computed_in_float16(pages: str, tmp_path: Path,
     reference = save_tiny(tmp_path / "model", "qwen3", torch.float16, **FAMILIES["qwen3"]).float()
     vocab = reference.config.vocab_size
     asked = [prompt(length, vocab, seed) for seed, length in enumerate(PROMPTS)]
-    settings = SETTINGS | {"dtype": "auto" if "device" in on else "float16", "kv_cache_dtype": pages}
+    settings = SETTINGS | {"dtype": "auto" if on["device"] == "cuda" else "float16", "kv_cache_dtype": pages}
     with Engine(tmp_path / "model", **on, **settings) as engine:
         outputs = engine.generate(asked, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
         model = engine._loaded.model
@@ -164,7 +164,7 @@ def test_prompts_that_are_padded_to_a_captured_step_get_their_tokens(tmp_path: P
     with Engine(tmp_path / "model", **on, **SETTINGS) as engine:
         buffers = engine._loaded.core._batch.buffers
         assert isinstance(buffers, DeviceBuffers)
-        assert buffers.chunks == ((16, 32, 64) if "device" in on else ())
+        assert buffers.chunks == ((16, 32, 64) if on["device"] == "cuda" else ())
         buffers.chunks = (16, 32, 64)
         outputs = engine.generate(asked, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
     for one, output in zip(asked, outputs, strict=True):

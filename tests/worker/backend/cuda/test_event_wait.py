@@ -58,7 +58,7 @@ def test_requests_of_an_engine_whose_gpu_hangs_are_told(tmp_path: Path, monkeypa
     with Engine(tmp_path / "model", kernels="reference", max_model_len=64, watchdog_timeout=1) as engine:
 
         def sample(sampler: Sampler, *arguments: object) -> object:
-            return hanging_step(Patience(0.1 * sampler._patience.timeout_s)).result()
+            return hanging_step(Patience(0.1)).result()
 
         monkeypatch.setattr(Sampler, "sample", sample)
         with pytest.raises(Unavailable, match=r"the engine has failed: the GPU has not finished a step for 0.1 s"):

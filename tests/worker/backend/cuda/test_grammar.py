@@ -11,6 +11,7 @@ from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.backend.cuda.sampling import DeviceSampling
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.sampling.device import Sampling
 from allspan.worker.sampling.failure import ALL_MASKED, GRAMMAR_ENDED
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.sampler import Sampler
@@ -32,7 +33,7 @@ ASKED: list[dict[str, Any]] = [
 def test_rows_with_grammars_get_the_tokens_and_ends_of_the_host(device: str, small: dict[str, int]) -> None:
     grammars = Grammars("-", V)
     grammars.load_tokenizer = byte_tokenizer
-    kernel = DeviceSampling(len(ASKED), V, torch.device(device), small)
+    kernel = Sampling(device=DeviceSampling(len(ASKED), V, torch.device(device), small))
     both = [Sampler(len(ASKED), (V,), LocalCollectives(), (EOS,), each) for each in (kernel, None)]
     tokens = np.zeros((len(ASKED), 32), dtype=np.int32)
     for row, asked in enumerate(ASKED):

@@ -16,15 +16,12 @@ from allspan import Engine, SamplingParams
 from allspan.kernels.cuda.cache.move_pages import gather_pages, scatter_pages
 from allspan.kernels.cuda.jit import modules
 from allspan.protos.api.errors import InternalError
-from allspan.worker.backend.cuda.event_wait import Patience
 from allspan.worker.backend.cuda.host_pages import HostPages
 from allspan.worker.backend.cuda.streams import Lanes, cuda_lanes
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.engine import setup
-from allspan.worker.load import loader
-from allspan.worker.load.loader import memory_of
 from allspan.worker.scheduler.plan import Copy
+from support.emulator.backend import EmulatedBackend, add_device
 from support.emulator.driver import EmulatorDriver
 from support.tiny_models import prompt, save_tiny
 
@@ -161,7 +158,7 @@ def test_pages_are_as_if_every_copy_ended_before_the_next_step(kind: str, seed: 
         turns.go(turns.chance.randrange(60))
     turns.finish()
     if device == "cuda":
-        host.drain(Patience())
+        host.drain()
         torch.cuda.synchronize()
     assert read == plainly_read
     assert [contents(device_pages, page) for page in range(PAGES)] == [contents(plain_device, p) for p in range(PAGES)]
@@ -215,16 +212,19 @@ def test_an_engine_whose_pages_come_and_go_gives_the_same_tokens(
     tmp_path: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules, "driver", lambda: emulator)
-    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
+    on = add_device(monkeypatch)
     lanes = Lanes(AtOnce(), AtOnce(), AtOnce())
-    monkeypatch.setattr(setup, "_host_tier", lambda config, model, world: HostPages(model.cache_spec, 40, "cpu", lanes))
+    monkeypatch.setattr(
+        EmulatedBackend, "host_pages", lambda self, spec, num_pages, cpus: HostPages(spec, 40, "cpu", lanes)
+    )
     sizes = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_tiny(tmp_path / "model", "llama", torch.bfloat16, **sizes)
     page = CacheSpec(16, 2, 1, 64, "bfloat16").bytes_per_page
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     asked = [prompt(33 + i, 90, i) for i in range(4)]
     limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64, "page_size": 16}
-    settings: dict[str, Any] = {"kernels": "cuda", "dtype": "bfloat16", "kv_cache_bytes": 5 * page, **limits}
+    settings: dict[str, Any] = {**on, "dtype": "bfloat16", "kv_cache_bytes": 5 * page, **limits}
+    settings["host_kv_cache_bytes"] = 40 * page
     with Engine(tmp_path / "model", **settings) as engine:
         first, again = ([engine.generate([one], params)[0].token_ids for one in asked] for _ in range(2))
         assert engine.statistics().prefix_host_hit_tokens >= 4 * 32 - 5 * 16

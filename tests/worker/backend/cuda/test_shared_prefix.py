@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,12 +19,11 @@ from allspan.kernels.cuda.attention.prefill import PrefillPlan
 from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.modules import Gpu
+from allspan.worker.backend.cuda.attention import CudaMetadata
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.models.attention import attention_meta
 from allspan.worker.models.blocks.gqa import Gqa
 from allspan.worker.models.rope import RotarySpec
 from allspan.worker.models.shard import make_shard
-from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.step.buffer_sizes import ModelLimits
 from support.cuda_pages import expected, random_queries
 from support.emulator.driver import EmulatorDriver
@@ -138,14 +136,13 @@ def test_the_kernel_that_runs_is_the_one_that_is_counted_with() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_ranks_with_other_heads_decide_alike() -> None:
-    limits, ops = ModelLimits(64, 64, 4096), SimpleNamespace(name="cuda/sm90")
-    context = MetaContext(CacheSpec(PAGE, 1, 2, 128, "bfloat16"), limits, ops, "cpu")  # type: ignore[arg-type]
+    cache, limits = CacheSpec(PAGE, 1, 2, 128, "bfloat16"), ModelLimits(64, 64, 4096)
     block = Gqa(9, 3, 128, RotarySpec(theta=1e4))
-    first, second = (attention_meta(block.on_rank(make_shard(rank, 2)), context) for rank in range(2))
+    one, other = (block.on_rank(make_shard(rank, 2)) for rank in range(2))
+    first, second = (CudaMetadata(heads, cache, limits, CPU) for heads in (one, other))
     assert first.cascade_rule is not None
     assert first.cascade_rule == second.cascade_rule
-    alone = replace(context, limits=replace(limits, uses_cascades=False))
-    without = attention_meta(block.on_rank(make_shard(0, 2)), alone)
+    without = CudaMetadata(one, cache, replace(limits, uses_cascades=False), CPU)
     assert without.cascade_rule is None
 
 

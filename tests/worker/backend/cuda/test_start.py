@@ -10,8 +10,7 @@ import torch
 
 from allspan import Engine, SamplingParams
 from allspan.kernels.cuda.jit import modules
-from allspan.worker.load import loader
-from allspan.worker.load.loader import memory_of
+from support.emulator.backend import add_device
 from support.emulator.driver import EmulatorDriver
 from support.tiny_models import prompt, save_tiny
 
@@ -41,9 +40,8 @@ def test_what_the_engine_launches_was_prepared(
     model: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules, "driver", lambda: emulator)
-    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
     monkeypatch.setattr(emulator, "prepared", [])
-    with Engine(model, kernels="cuda", **SETTINGS) as engine:
+    with Engine(model, **add_device(monkeypatch), **SETTINGS) as engine:
         monkeypatch.setattr(emulator, "launched", [])
         generate(engine)
     assert emulator.launched

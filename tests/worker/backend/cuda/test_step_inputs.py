@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from allspan.protos.api.errors import DeadlineExceeded
-from allspan.worker.backend.cpu.step_inputs import BatchSizes
 from allspan.worker.backend.cuda.event_wait import Event, Patience
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
+from allspan.worker.step.buffer_sizes import BatchSizes
 from support.fake_model import OneTile
 
 TOKENS = 5

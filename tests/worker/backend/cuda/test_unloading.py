@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from allspan import Engine, SamplingParams
-from allspan.worker.load import loader
-from allspan.worker.load.loader import memory_of
+from support.emulator.backend import add_device
 from support.tiny_models import prompt, save_tiny
 
 SIZES = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -29,8 +28,7 @@ def on(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of an engine on the CUDA kernels."""
     if device == "cuda":
         return {"device": "cuda", "kv_cache_bytes": 256 << 20}
-    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: memory_of("cuda", dtype))
-    return {"kernels": "cuda", "kv_cache_bytes": 4 << 20}
+    return {**add_device(monkeypatch), "kv_cache_bytes": 4 << 20}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +47,8 @@ def test_weights_that_are_read_again_give_the_same_tokens_and_their_memory_was_f
     settings = SETTINGS | on | {"quantization": quantization, "enforce_eager": is_eager}
     with Engine(tmp_path / "model", **settings) as engine:
         before = [output.token_ids for output in engine.generate(asked, GREEDY)]
-        for _ in range(2 if "device" in on else 1):
-            held = torch.cuda.memory_reserved() if "device" in on else 0
+        for _ in range(2 if on["device"] == "cuda" else 1):
+            held = torch.cuda.memory_reserved() if on["device"] == "cuda" else 0
             engine.stop_model()
             engine.unload_weights()
             if held:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
-from allspan.worker.parallel.base import Collectives
+from allspan.worker.parallel.base import PLAIN, Collectives, ProgramOps
 
 
 class StagedCollectives:
     """See `allspan.worker.parallel.base.Collectives`; `inner` works on host memory. Whoever's GPU hangs raises
     DeadlineExceeded."""
+
+    capabilities = PLAIN
 
     def __init__(self, inner: Collectives, patience: Patience = PATIENCE) -> None:
         self.name = inner.name
@@ -19,6 +21,10 @@ class StagedCollectives:
         self.size = inner.size
         self._inner = inner
         self._patience = patience
+        self.program_ops: ProgramOps = {"all_reduce": self.all_reduce}
+
+    def check(self) -> None:
+        pass
 
     def all_reduce(self, x: Tensor) -> None:
         """Of 16-bit elements, too: their sum is rounded once."""

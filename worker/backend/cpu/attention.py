@@ -1,0 +1,36 @@
+"""What the op `attention` of the CPU and of the reference takes of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from allspan.worker.step.backend import AttentionHeads
+from allspan.worker.step.inputs import StepInputs
+
+
+@dataclass(slots=True)
+class PagedAttention:
+    """See `allspan.kernels.ops.AttentionMeta`."""
+
+    qo_indptr: Tensor
+    page_indptr: Tensor
+    page_indices: Tensor
+    kv_lens: Tensor
+    kv_head_of: Tensor
+    scale: float
+
+
+class PagedMetadata:
+    """See `allspan.worker.step.backend.StepMetadata`: the step's own page table."""
+
+    def __init__(self, heads: AttentionHeads, device: str) -> None:
+        self._kv_head_of = torch.tensor(heads.kv_head_of, dtype=torch.int32, device=device)
+        self._scale = heads.scale
+
+    def of(self, inputs: StepInputs) -> PagedAttention:
+        return PagedAttention(
+            inputs.qo_indptr, inputs.page_indptr, inputs.page_indices, inputs.kv_lens, self._kv_head_of, self._scale
+        )

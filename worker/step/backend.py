@@ -1,0 +1,169 @@
+"""The one door to a device: what the engine asks of it. A device is a folder of `allspan.worker.backend` and a row of
+`allspan.worker.backend.table.DEVICES`; nothing else asks which device it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import OpSet
+from allspan.protos.api.engine import OpProfile
+from allspan.worker.cache.budget import Room
+from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.cache.tiers import HostPages
+from allspan.worker.parallel.base import Collectives
+from allspan.worker.program.program import Program, Rows
+from allspan.worker.sampling.device import Sampling
+from allspan.worker.step.buffer_sizes import BatchSizes, ModelLimits
+from allspan.worker.step.inputs import InputBuffers, StepMetadata
+from allspan.worker.step.model import DeviceModel
+
+HOST = "cpu"
+"""The torch device of host memory."""
+
+Share = Callable[[bytes], list[bytes]]
+"""Gives every rank each rank's bytes (at most 1 KiB, no zero byte at their end); all ranks call it at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What is fixed about a device before a model is loaded on it."""
+
+    tensors: str
+    """Where its tensors lie, as torch says it."""
+    has_own_memory: bool = False
+    """Weights, pages and buffers take the device's memory, not the host's."""
+    gives_memory_back: bool = False
+    """Memory that tensors hold can be given back and taken again while they live."""
+    row_dtypes: tuple[str, ...] = ()
+    """Dtypes of weights for which packed matrices lie in rows (`allspan.kernels.packed`); of others in panels."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNeeds:
+    """What a model asks of the kernels, by which a device chooses them."""
+
+    dtype: str
+    """Of the weights that are not quantised."""
+    page_dtype: str
+    heads: tuple[tuple[int, int], ...]
+    """Of each kind of attention block, the head size and the query heads that read one KV head, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """This rank's heads of an attention block."""
+
+    head_dim: int
+    num_kv_heads: int
+    kv_head_of: tuple[int, ...]
+    """For each query head of this rank, the KV head that it reads."""
+    most_kv_heads: int
+    """Of any rank."""
+    group: int
+    """Query heads that read one KV head, at most on any rank."""
+    scale: float
+    """Of the products of queries and keys."""
+
+
+class Executor(Protocol):
+    """Runs one program. Its buffers are made for as many rows as the model's limits say."""
+
+    @property
+    def progress(self) -> int:
+        """Counts up within a run: a long step is told from one that hangs."""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The tensors that ops write to, where they may be given back between two steps."""
+
+    def bind(self, values: Mapping[str, Any]) -> None:
+        """Sets named slots; a name that the program does not use is passed over."""
+
+    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
+        """The output's rows of this step, a view that the next run overwrites."""
+
+    def start_profile(self) -> None:
+        """Times every op of the coming runs, from zero."""
+
+    def stop_profile(self) -> None:
+        """Stops timing; what was measured stays readable."""
+
+    def profile(self) -> tuple[OpProfile, ...]:
+        """The time of each op since `start_profile`, the longest in total first; empty before any."""
+
+
+class DeviceSteps(Protocol):
+    """The recorded steps of a device, and what is still on its way there."""
+
+    def drain(self) -> None:
+        """Waits until no step and no copy is on its way. Raises DeadlineExceeded."""
+
+    def capture(self) -> None:
+        """Records the steps, where they are to be recorded."""
+
+    def trim(self) -> None:
+        """Returns memory that was freed to the driver, so that other programs can have it."""
+
+
+class Backend(Protocol):
+    """One kind of device."""
+
+    capabilities: Capabilities
+
+    def check(self) -> None:
+        """Raises ConfigError where this process has no such device."""
+
+    def device_name(self) -> str:
+        """The name of this process's device; "" for the host's processors."""
+
+    def memory_name(self) -> str:
+        """Identifies the device's memory: ranks with the same name share it; "" for host memory."""
+
+    def room(self, cpus: Sequence[int]) -> Room:
+        """Memory that this process may still take; `cpus`: those that it runs on."""
+
+    def open_ops(self, kernels: str, threads: int, cpus: tuple[int, ...], needs: Callable[[], KernelNeeds]) -> OpSet:
+        """The op set `kernels` of `allspan.kernels.table`, or for "auto" the best for a model with such `needs`.
+        Raises ConfigError for a device that is not there or too old, and what `op_set` raises."""
+
+    def executor(
+        self, program: Program, ops: OpSet, collectives: Collectives, capacity: Mapping[Rows, int], dtype: torch.dtype
+    ) -> Executor:
+        """Runs `program` in steps of at most so many rows; `dtype` of the activations between ops."""
+
+    def step_metadata(self, heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, ops: OpSet) -> StepMetadata:
+        """For the attention blocks that have these heads and pages."""
+
+    def step_inputs(self, sizes: BatchSizes, model: DeviceModel) -> InputBuffers:
+        """The buffers of a step's inputs, as the model's kernels want them."""
+
+    def sampling(self, max_rows: int, width: int, ops: OpSet) -> Sampling:
+        """The kernels that sample `max_rows` requests from logits of `width` columns."""
+
+    def page_store(self, spec: CacheSpec, num_pages: int) -> KVCache:
+        """The pages of a KV cache. Raises ConfigError when the memory cannot be had."""
+
+    def host_pages(self, spec: CacheSpec, num_pages: int, cpus: Sequence[int]) -> HostPages:
+        """The second tier of those pages, in host memory. Raises ConfigError when the memory cannot be had."""
+
+    def collectives(
+        self, host: Collectives, share: Share, timeout_s: float, on_several_hosts: Callable[[], bool]
+    ) -> tuple[Collectives, str, str]:
+        """Collectives for the device's tensors over those of host memory, their kind ("": those of the host), and a
+        sentence for the operator ("": nothing to say). Every rank calls it at once."""
+
+    def warm_up(self, model: DeviceModel, sizes: BatchSizes, sampling: Sampling) -> int:
+        """Compiles every kernel that steps of these sizes launch; returns the bytes that a step takes beside the
+        buffers that are there. Every rank calls it at once."""
+
+    def steps(
+        self, model: DeviceModel, inputs: InputBuffers | None, host: HostPages | None, beat: Callable[[], None]
+    ) -> DeviceSteps | None:
+        """The steps of the engine: those that `inputs` makes are to be recorded (None: none is), and `beat` is called
+        after each. None: a step is over when `forward` returns, and nothing is recorded."""
