@@ -21,6 +21,7 @@ _MODULES = {
     "apply_llama31_rope_inplace apply_llama31_rope_pos_ids apply_llama31_rope_pos_ids_inplace "
     "apply_rope_with_cos_sin_cache apply_rope_with_cos_sin_cache_inplace",
     "elementwise": "rmsnorm fused_add_rmsnorm gemma_rmsnorm gemma_fused_add_rmsnorm silu_and_mul",
+    "quantised_rows": "quantise_rows rms_norm_quantised add_rms_norm_quantised silu_mul_quantised",
     "sampling": "sampling_from_logits sampling_from_probs top_k_sampling_from_probs top_p_sampling_from_probs "
     "min_p_sampling_from_probs top_k_top_p_sampling_from_logits top_k_top_p_sampling_from_probs softmax",
 }
