@@ -1,0 +1,81 @@
+"""The wheel that `pip wheel .` makes, on a machine without a compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from support import artefacts
+from support.byte_model import save_byte_model
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("public", "protos", "kernels", "worker", "client", "launch")
+_PROGRAM = """
+import sys
+import allspan, allspan.kernels.cpu._native
+from allspan import Engine, SamplingParams
+assert allspan.__file__.startswith(sys.prefix), allspan.__file__
+with Engine(sys.argv[1], kernels="cpu", max_num_seqs=2, kv_cache_bytes=10_000_000) as engine:
+    print(len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids))
+"""
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    """Made once of the same sources; what is already compiled under build/ is used."""
+    tracked = subprocess.run(
+        ["git", "ls-files", *PACKAGES, "cmake", "CMakeLists.txt", "pyproject.toml"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    sources = [ROOT / name for name in tracked if (ROOT / name).is_file()]
+
+    def build(target: Path) -> None:
+        # In isolation pip brings a cmake; with one here, what the last build compiled can be used.
+        options = ["--no-build-isolation"] if shutil.which("cmake") else []
+        pip("wheel", "--no-deps", *options, "--wheel-dir", str(target), str(ROOT))
+
+    folder = artefacts.entry("wheel", artefacts.key(sys.version, tracked, *sources), build)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_auditwheel_takes_it_for_manylinux(wheel: Path) -> None:
+    pytest.importorskip("auditwheel")
+    command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r'platform tag:\s+"manylinux_2_\d+_', done.stdout), done.stdout
+
+
+def test_it_generates_in_an_empty_environment_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
+    """The libraries are this environment's, which come after what is installed there."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv/bin/python"
+    site = next((tmp_path / "venv/lib").glob("python3.*")) / "site-packages"
+    pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
+    libraries = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    (site / "libraries.pth").write_text("\n".join(dict.fromkeys(libraries)) + "\n")
+    model = save_byte_model(tmp_path / "model")
+    environment = {"PATH": str(python.parent), "HOME": str(tmp_path), "LANG": os.environ.get("LANG", "C.UTF-8")}
+    done = subprocess.run(
+        [str(python), "-c", _PROGRAM, str(model)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "4"
