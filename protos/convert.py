@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 from allspan.protos import worker_pb2 as pb
@@ -9,7 +10,7 @@ from allspan.protos.api.errors import InternalError, InvalidRequest, from_code
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import Output, RequestTimings, ResultQueue, TokenLogprob
-from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.api.sampling import SAMPLING_FIELDS, SamplingParams
 
 _TIMINGS = tuple(field.name for field in fields(RequestTimings))
 
@@ -28,73 +29,31 @@ SERVER_OPTIONS = (
 )
 
 
-def sampling_to_wire(params: SamplingParams) -> pb.SamplingParamsMessage:
-    """The seed must be set: every rank draws from the same one."""
+def sampling_to_wire(params: SamplingParams) -> bytes:
+    """The fields that are not left at their defaults, as JSON. The seed must be set: every rank draws from the same
+    one."""
     if params.seed is None:
         raise InternalError("sampling parameters without a seed cannot be sent")
-    return pb.SamplingParamsMessage(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        min_tokens=params.min_tokens,
-        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        greedy=not params.do_sample,
-        repetition_penalty=params.repetition_penalty,
-        suppress_repetition_in_generation=params.suppress_repetition_in_generation,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        no_repeat_ngram_size=params.no_repeat_ngram_size,
-        typical_p=params.typical_p,
-        bias_token_ids=[token_id for token_id, _ in params.biases],
-        biases=[bias for _, bias in params.biases],
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words_ids=[pb.TokenIds(ids=ids) for ids in params.bad_words_ids],
-        stop_words_ids=[pb.TokenIds(ids=ids) for ids in params.stop_words_ids],
-        grammar=_grammar_to_wire(params.grammar),
-    )
+    fields = ((name, getattr(params, name), default) for name, (default, _) in SAMPLING_FIELDS.items())
+    given = {name: value for name, value, default in fields if value is not default}
+    if params.grammar is not None:
+        given["grammar"] = [params.grammar.kind, params.grammar.text]
+    return json.dumps(given, separators=(",", ":")).encode()
 
 
-def _grammar_to_wire(grammar: Grammar | None) -> pb.GrammarMessage | None:
-    return None if grammar is None else pb.GrammarMessage(kind=grammar.kind, text=grammar.text)
-
-
-def sampling_from_wire(message: pb.SamplingParamsMessage) -> SamplingParams:
+def sampling_from_wire(data: bytes) -> SamplingParams:
     """Validates again: a rank trusts no sender."""
-    if len(message.bias_token_ids) != len(message.biases):
-        raise InvalidRequest(
-            f"biases has {len(message.biases)} entries for {len(message.bias_token_ids)} bias_token_ids", "logit_bias"
-        )
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logprobs=None if message.logprobs < 0 else message.logprobs,
-        min_tokens=message.min_tokens,
-        prompt_logprobs=None if message.prompt_logprobs < 0 else message.prompt_logprobs,
-        do_sample=not message.greedy,
-        repetition_penalty=message.repetition_penalty,
-        suppress_repetition_in_generation=message.suppress_repetition_in_generation,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        no_repeat_ngram_size=message.no_repeat_ngram_size,
-        typical_p=message.typical_p,
-        logit_bias=tuple(zip(message.bias_token_ids, message.biases, strict=True)),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words_ids=tuple(tuple(entry.ids) for entry in message.bad_words_ids),
-        stop_words_ids=tuple(tuple(entry.ids) for entry in message.stop_words_ids),
-        grammar=Grammar(message.grammar.kind, message.grammar.text) if message.HasField("grammar") else None,
-    )
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict) or not given.keys() <= SAMPLING_FIELDS.keys():
+        raise InvalidRequest("sampling is not a JSON object with fields of SamplingParams", "sampling")
+    if (grammar := given.get("grammar")) is not None:
+        if not (isinstance(grammar, list) and len(grammar) == 2 and all(isinstance(part, str) for part in grammar)):
+            raise InvalidRequest("grammar is not a list of its kind and its text", "grammar")
+        given["grammar"] = Grammar(*grammar)
+    return SamplingParams(**given)
 
 
 def options_to_wire(options: RequestOptions, message: pb.StartRequestMessage) -> None:

@@ -10,72 +10,6 @@ class Ack(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SamplingParamsMessage(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "min_tokens", "prompt_logprobs", "greedy", "repetition_penalty", "suppress_repetition_in_generation", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "typical_p", "bias_token_ids", "biases", "allowed_token_ids", "bad_words_ids", "stop_words_ids", "grammar")
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    MIN_P_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    GREEDY_FIELD_NUMBER: _ClassVar[int]
-    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    SUPPRESS_REPETITION_IN_GENERATION_FIELD_NUMBER: _ClassVar[int]
-    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _ClassVar[int]
-    TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
-    BIAS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BIASES_FIELD_NUMBER: _ClassVar[int]
-    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BAD_WORDS_IDS_FIELD_NUMBER: _ClassVar[int]
-    STOP_WORDS_IDS_FIELD_NUMBER: _ClassVar[int]
-    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    ignore_eos: bool
-    logprobs: int
-    min_tokens: int
-    prompt_logprobs: int
-    greedy: bool
-    repetition_penalty: float
-    suppress_repetition_in_generation: bool
-    presence_penalty: float
-    frequency_penalty: float
-    no_repeat_ngram_size: int
-    typical_p: float
-    bias_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    biases: _containers.RepeatedScalarFieldContainer[float]
-    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    bad_words_ids: _containers.RepeatedCompositeFieldContainer[TokenIds]
-    stop_words_ids: _containers.RepeatedCompositeFieldContainer[TokenIds]
-    grammar: GrammarMessage
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., min_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., greedy: bool = ..., repetition_penalty: _Optional[float] = ..., suppress_repetition_in_generation: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., typical_p: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., stop_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., grammar: _Optional[_Union[GrammarMessage, _Mapping]] = ...) -> None: ...
-
-class GrammarMessage(_message.Message):
-    __slots__ = ("kind", "text")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    kind: str
-    text: str
-    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
-
-class TokenIds(_message.Message):
-    __slots__ = ("ids",)
-    IDS_FIELD_NUMBER: _ClassVar[int]
-    ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
 class StartRequestMessage(_message.Message):
     __slots__ = ("request_id", "client_id", "model", "prompt_token_ids", "sampling", "adapter", "cache_salt", "priority", "epoch", "timeout_s", "no_prefix_cache", "output_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -94,7 +28,7 @@ class StartRequestMessage(_message.Message):
     client_id: str
     model: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    sampling: SamplingParamsMessage
+    sampling: bytes
     adapter: str
     cache_salt: str
     priority: int
@@ -102,7 +36,7 @@ class StartRequestMessage(_message.Message):
     timeout_s: float
     no_prefix_cache: bool
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[bytes] = ..., client_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParamsMessage, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., epoch: _Optional[int] = ..., timeout_s: _Optional[float] = ..., no_prefix_cache: bool = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., client_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., epoch: _Optional[int] = ..., timeout_s: _Optional[float] = ..., no_prefix_cache: bool = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestIds(_message.Message):
     __slots__ = ("request_ids",)

@@ -8,7 +8,8 @@ from typing import Literal
 
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.api.grammar import MAX_GRAMMAR_CHARS
-from allspan.protos.api.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
+from allspan.protos.api.sampling import MAX_LOGPROBS
+from allspan.protos.api.sampling_fields import MAX_STOP_STRINGS
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -12,8 +13,9 @@ from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.errors import InternalError, InvalidRequest, QueueFull
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.results import Output, RequestState, RequestTimings, ResultQueue, TokenLogprob
-from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.api.sampling import SAMPLING_FIELDS, SamplingParams
 from allspan.protos.convert import deliver, output_from_wire, output_to_wire, sampling_from_wire, sampling_to_wire
+from allspan.protos.inference_pb2 import SamplingOptions
 
 ids = st.integers(0, 2**31 - 1)
 logprob = st.floats(max_value=0, allow_nan=False, width=32)
@@ -67,9 +69,10 @@ outputs = st.builds(
 
 @given(sampling())
 def test_sampling_parameters_survive(params: SamplingParams) -> None:
-    message = pb.SamplingParamsMessage.FromString(sampling_to_wire(params).SerializeToString())
-    assert sampling_from_wire(message) == params
-    assert repr(sampling_from_wire(message)) == repr(params)
+    message = pb.StartRequestMessage(sampling=sampling_to_wire(params))
+    sent = sampling_from_wire(pb.StartRequestMessage.FromString(message.SerializeToString()).sampling)
+    assert sent == params
+    assert repr(sent) == repr(params)
 
 
 @given(outputs)
@@ -89,10 +92,13 @@ def test_a_missing_seed_is_our_own_mistake() -> None:
 
 
 def test_a_rank_trusts_no_sender() -> None:
-    message = sampling_to_wire(SamplingParams(seed=1))
-    message.temperature = math.nan
     with pytest.raises(InvalidRequest, match="temperature is nan"):
-        sampling_from_wire(message)
+        sampling_from_wire(json.dumps({"seed": 1, "temperature": math.nan}).encode())
+
+
+def test_every_sampling_field_is_in_the_public_messages() -> None:
+    public = set(SamplingOptions.DESCRIPTOR.fields_by_name)
+    assert set(SAMPLING_FIELDS) - public == {"grammar"}  # which is `structured` there
 
 
 def test_an_output_is_delivered() -> None:

@@ -20,7 +20,7 @@ def request_from_wire(message: pb.StartRequestMessage, model: str, epoch: int) -
     if message.adapter:
         raise InvalidRequest(f"adapter is {message.adapter!r}, which is not supported; leave it out", "adapter")
     check_request_id(message.request_id)
-    if not message.HasField("sampling"):
+    if not message.sampling:
         raise InvalidRequest("sampling is missing", "sampling")
     return Request(
         request_id=message.request_id,

@@ -12,7 +12,17 @@ from allspan.protos import inference_pb2 as pb
 from allspan.protos.api.errors import DeadlineExceeded, InvalidRequest
 from allspan.protos.api.options import MAX_TIMEOUT_S, RequestOptions
 from allspan.protos.api.results import TokenLogprob
-from allspan.protos.api.sampling import MAX_LOGPROBS
+from allspan.protos.api.sampling import MAX_LOGPROBS, SAMPLING_FIELDS
+from allspan.protos.api.sampling_fields import (
+    Boolean,
+    Integer,
+    Number,
+    Rule,
+    Strings,
+    TokenBiases,
+    TokenIds,
+    TokenIdSequences,
+)
 from allspan.protos.text.stream.text_stream import TextDelta, TextOptions
 
 MAX_MESSAGES = 4096
@@ -21,27 +31,16 @@ MAX_ENTRIES = 1 << 16
 MAX_PER_PLACE = 2 + MAX_LOGPROBS
 
 _ROLES = ("system", "developer", "user", "assistant")
-_OPTIONAL = (
-    "max_tokens",
-    "temperature",
-    "do_sample",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "suppress_repetition_in_generation",
-    "no_repeat_ngram_size",
-)
-_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
-_SEQUENCES = ("bad_words_ids", "stop_words_ids")
+
+
+def _named(*kinds: type[Rule]) -> tuple[str, ...]:
+    return tuple(name for name, (_, rule) in SAMPLING_FIELDS.items() if isinstance(rule, kinds))
+
+
+_OPTIONAL = _named(Integer, Number, Boolean)
+_LISTS = (*_named(Strings, TokenIds), "bad_words")
+_SEQUENCES = _named(TokenIdSequences)
+_MAPS = _named(TokenBiases)
 
 
 def messages_of(chat: pb.Messages) -> list[dict[str, str]]:
@@ -67,8 +66,7 @@ def sampling_of(options: pb.SamplingOptions) -> dict[str, Any]:
     for name in _SEQUENCES:
         if sequences := getattr(options, name):
             fields[name] = tuple(tuple(sequence.ids) for sequence in sequences)
-    if options.logit_bias:
-        fields["logit_bias"] = dict(options.logit_bias)
+    fields |= {name: dict(values) for name in _MAPS if (values := getattr(options, name))}
     if (grammar := from_message(options)) is not None:
         fields["grammar"] = grammar
     return fields

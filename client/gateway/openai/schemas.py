@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.config import LimitsConfig
@@ -17,34 +17,15 @@ from allspan.client.gateway.openai.structured import FIELDS, grammar_of
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.sampling import SAMPLING_FIELDS
 from allspan.protos.text.stream.text_stream import TextOptions
 
 Prompt = str | list[int]
 
-_SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "do_sample",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "stop_words_ids",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "suppress_repetition_in_generation",
-    "no_repeat_ngram_size",
-    "allowed_token_ids",
-    "bad_words",
-    "bad_words_ids",
-    "prompt_logprobs",
-)
+_SAMPLING = {
+    name: rule.request_type for name, (_, rule) in SAMPLING_FIELDS.items() if rule.request_type is not None
+} | {"bad_words": list[str]}
+"""The fields of `SamplingParams` that requests share, with their types in JSON; `bad_words` become `bad_words_ids`."""
 _OPTIONS = ("priority", "timeout_s", "prefix_cache", "cache_salt")
 
 # Fields that change nothing here: who asks, how it is billed or kept.
@@ -102,41 +83,33 @@ class RequestBody(BaseModel):
         """What no type says; InvalidRequest names the field."""
 
 
-class SamplingFields(RequestBody):
-    """What both endpoints share."""
+if TYPE_CHECKING:
+
+    class _SamplingTable(RequestBody):
+        """The fields of the table that are read by name."""
+
+        max_tokens: int | None
+        seed: int | None
+        prompt_logprobs: int | None
+        logit_bias: dict[str, float] | None
+else:
+    _SamplingTable = create_model(
+        "_SamplingTable", __base__=RequestBody, **{name: (kind | None, None) for name, kind in _SAMPLING.items()}
+    )
+
+
+class SamplingFields(_SamplingTable):
+    """What both endpoints share: the sampling fields of the table, and these."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
     # vLLM's, beyond OpenAI's
-    repetition_penalty: float | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     # this project's own
-    do_sample: bool | None = None
-    typical_p: float | None = None
-    no_repeat_ngram_size: int | None = None
-    suppress_repetition_in_generation: bool | None = None
-    bad_words_ids: list[list[int]] | None = None
-    stop_words_ids: list[list[int]] | None = None
     timeout_s: float | None = None
     prefix_cache: bool | None = None
     # how prompt and output are read and shown; vLLM's
@@ -183,7 +156,7 @@ class SamplingFields(RequestBody):
     def sampling(self) -> dict[str, Any]:
         """The given fields of `SamplingParams`, and `bad_words` (logprobs aside, whose shape differs per endpoint)."""
         fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if isinstance(self.seed, int) and self.seed < 0:
+        if self.seed is not None and self.seed < 0:
             fields["seed"] = self.seed + 2**64  # OpenAI's seeds are signed
         if self.logit_bias is not None:
             fields["logit_bias"] = {_bias_id(key): bias for key, bias in self.logit_bias.items()}

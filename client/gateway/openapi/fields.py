@@ -10,13 +10,8 @@ from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.served_model import ServedModel
 from allspan.protos.api.grammar import MAX_CHOICES
 from allspan.protos.api.options import MAX_CACHE_SALT_CHARS, MAX_TIMEOUT_S
-from allspan.protos.api.sampling import (
-    INTEGER_RANGES,
-    MAX_LOGIT_BIASES,
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_TOKENS,
-    NUMBER_RANGES,
-)
+from allspan.protos.api.sampling import MAX_STOP_TOKENS, SAMPLING_FIELDS
+from allspan.protos.api.sampling_fields import MAX_LOGIT_BIASES, MAX_STOP_STRING_CHARS
 
 Json = dict[str, Any]
 
@@ -39,12 +34,7 @@ def described_fields(model: type[BaseModel], served: ServedModel, limits: Limits
     stop: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
     logprobs: Json = {"type": "integer", "minimum": 0, "maximum": limits.max_logprobs}
     tokens: Json = {"type": "integer", "minimum": 1, "maximum": room}
-    fields: dict[str, Json] = {
-        name: {"type": "integer", "minimum": low, "maximum": high} for name, low, high in INTEGER_RANGES
-    }
-    fields |= {name: {"type": "number", "minimum": low, "maximum": high} for name, low, high in NUMBER_RANGES}
-    for name in ("top_p", "typical_p", "repetition_penalty"):
-        fields[name] = {"type": "number", "exclusiveMinimum": 0, "maximum": fields[name]["maximum"]}
+    fields: dict[str, Json] = {name: rule.schema for name, (_, rule) in SAMPLING_FIELDS.items() if rule.schema}
     fields |= {
         "model": {"enum": [served.name]},
         "max_tokens": tokens,

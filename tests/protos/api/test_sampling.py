@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.sampling import (
     MAX_ALLOWED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+)
+from allspan.protos.api.sampling_fields import (
     MAX_ID_SEQUENCE_LENGTH,
     MAX_ID_SEQUENCES,
     MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_SEED,
     MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-    SamplingParams,
 )
 
 FIELDS = tuple(field.name for field in fields(SamplingParams))
@@ -176,7 +178,7 @@ def test_any_values_are_taken_as_they_are_or_refused_by_field(values: dict[str, 
         ({"allowed_token_ids": [10]}, "allowed_token_ids[0]"),
         ({"bad_words_ids": [[1], [2, 10]]}, "bad_words_ids[1][1]"),
         ({"stop_words_ids": [[11]]}, "stop_words_ids[0][0]"),
-        ({"logit_bias": {1: 2.0, 10: 1.0}}, "logit_bias has token id"),
+        ({"logit_bias": {1: 2.0, 10: 1.0}}, "logit_bias has token id 10"),
     ],
 )
 def test_token_ids_that_a_model_does_not_have_are_refused(values: dict[str, Any], place: str) -> None:
@@ -184,7 +186,7 @@ def test_token_ids_that_a_model_does_not_have_are_refused(values: dict[str, Any]
     params.check_vocabulary(12)
     with pytest.raises(InvalidRequest) as caught:
         params.check_vocabulary(10)
-    assert caught.value.message.startswith((f"{place} is 1", f"{place} 10"))
+    assert caught.value.message.startswith(place)
     assert caught.value.field == next(iter(values))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import stat
 from pathlib import Path
 from typing import Any
@@ -119,14 +118,12 @@ async def test_a_client_may_come_back_after_its_stream_ended(leader: Rank, clien
         ({"model": "gpt"}, "NOT_FOUND", None, "'gpt'"),
         ({"request_id": b"short"}, "INVALID_ARGUMENT", "request_id", "5 bytes"),
         ({"client_id": "stranger"}, "INVALID_ARGUMENT", "client_id", "'stranger'"),
-        ({"sampling": None}, "INVALID_ARGUMENT", "sampling", "missing"),
-        ({"sampling": pb.SamplingParamsMessage(top_p=1)}, "INVALID_ARGUMENT", "max_tokens", "max_tokens is 0"),
-        (
-            {"sampling": pb.SamplingParamsMessage(max_tokens=1, top_p=1, temperature=math.nan)},
-            "INVALID_ARGUMENT",
-            "temperature",
-            "nan",
-        ),
+        ({"sampling": b""}, "INVALID_ARGUMENT", "sampling", "missing"),
+        ({"sampling": b'{"max_tokens":0}'}, "INVALID_ARGUMENT", "max_tokens", "max_tokens is 0"),
+        ({"sampling": b'{"temperature":NaN}'}, "INVALID_ARGUMENT", "temperature", "nan"),
+        ({"sampling": b"[" * 100_000}, "INVALID_ARGUMENT", "sampling", "not a JSON object"),
+        ({"sampling": b'{"beams":4}'}, "INVALID_ARGUMENT", "sampling", "fields of SamplingParams"),
+        ({"sampling": b'{"grammar":["regex"]}'}, "INVALID_ARGUMENT", "grammar", "its kind and its text"),
         ({"adapter": "lora"}, "INVALID_ARGUMENT", "adapter", "'lora'"),
     ],
 )
