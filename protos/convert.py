@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from typing import Any
 
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.counters import EngineCounters, counters_of
 from allspan.protos.api.errors import InternalError, InvalidRequest, from_code
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.options import RequestOptions
@@ -72,6 +74,18 @@ def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
         prefix_cache=not message.no_prefix_cache,
         cache_salt=message.cache_salt,
     )
+
+
+def counters_to_wire(counters: EngineCounters) -> bytes:
+    """Each counter by its name, as JSON."""
+    return json.dumps(counters_of(counters), separators=(",", ":")).encode()
+
+
+def counters_from_wire(data: bytes) -> EngineCounters:
+    """What `counters_to_wire` was given; lists are tuples. Empty: a rank that has counted nothing."""
+    sent: dict[str, Any] = json.loads(data or b"{}")
+    values: dict[str, Any] = {name: tuple(told) if isinstance(told, list) else told for name, told in sent.items()}
+    return EngineCounters(**values)
 
 
 def output_to_wire(request_id: bytes, output: Output) -> pb.RequestOutput:

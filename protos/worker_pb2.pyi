@@ -167,72 +167,20 @@ class WorkerStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., progress_age_s: _Optional[float] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., kernels: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., numa_nodes: _Optional[str] = ..., threads: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("running", "waiting", "pages_total", "pages_used", "page_size", "prompt_tokens", "generated_tokens", "steps", "preemptions", "host_s", "model_s", "load_s", "peak_rss_bytes", "weight_bytes", "kv_bytes", "finished_requests", "pages_cached", "host_pages_total", "host_pages_used", "prefix_query_tokens", "prefix_hit_tokens", "prefix_host_hit_tokens", "cancelled_requests", "failed_requests", "refused_requests", "prompt_tokens_per_s", "generated_tokens_per_s", "weights_version", "weights_loaded", "rss_bytes", "step_tokens", "step_tokens_sum")
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    PAGES_USED_FIELD_NUMBER: _ClassVar[int]
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    HOST_S_FIELD_NUMBER: _ClassVar[int]
-    MODEL_S_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("counters", "load_s", "peak_rss_bytes", "rss_bytes", "weight_bytes", "kv_bytes")
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     PEAK_RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
-    HOST_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    HOST_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CANCELLED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
-    GENERATED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_LOADED_FIELD_NUMBER: _ClassVar[int]
-    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
-    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STEP_TOKENS_SUM_FIELD_NUMBER: _ClassVar[int]
-    running: int
-    waiting: int
-    pages_total: int
-    pages_used: int
-    page_size: int
-    prompt_tokens: int
-    generated_tokens: int
-    steps: int
-    preemptions: int
-    host_s: float
-    model_s: float
+    counters: bytes
     load_s: float
     peak_rss_bytes: int
+    rss_bytes: int
     weight_bytes: int
     kv_bytes: int
-    finished_requests: int
-    pages_cached: int
-    host_pages_total: int
-    host_pages_used: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    prefix_host_hit_tokens: int
-    cancelled_requests: int
-    failed_requests: int
-    refused_requests: int
-    prompt_tokens_per_s: float
-    generated_tokens_per_s: float
-    weights_version: int
-    weights_loaded: bool
-    rss_bytes: int
-    step_tokens: _containers.RepeatedScalarFieldContainer[int]
-    step_tokens_sum: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., page_size: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., model_s: _Optional[float] = ..., load_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., finished_requests: _Optional[int] = ..., pages_cached: _Optional[int] = ..., host_pages_total: _Optional[int] = ..., host_pages_used: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_host_hit_tokens: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., refused_requests: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_loaded: bool = ..., rss_bytes: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., step_tokens_sum: _Optional[int] = ...) -> None: ...
+    def __init__(self, counters: _Optional[bytes] = ..., load_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
     __slots__ = ("operation", "timeout_s")

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import RequestHandle, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
-
-STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Of the sizes of steps that are counted apart; see `EngineStatistics.step_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,51 +63,15 @@ class RankStatistics:
     model_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
+@dataclass(slots=True)
+class EngineStatistics(EngineCounters):
     """The leader's counters since it started, added up over the replicas, and one entry a rank."""
 
     model: str
     max_model_len: int
-    running: int
-    waiting: int
-    pages_total: int
-    pages_used: int
-    page_size: int
-    prompt_tokens: int
-    generated_tokens: int
-    finished_requests: int
-    """However they ended."""
-    preemptions: int
-    steps: int
-    host_s: float
-    model_s: float
     ranks: tuple[RankStatistics, ...] = ()
-    pages_cached: int = 0
-    """Kept for prefix hits, and given up when pages run short."""
-    host_pages_total: int = 0
-    host_pages_used: int = 0
-    prefix_query_tokens: int = 0
-    """Prompt tokens that were looked up in the prefix cache."""
-    prefix_hit_tokens: int = 0
-    prefix_host_hit_tokens: int = 0
-    """Of those, in the host tier."""
-    cancelled_requests: int = 0
-    failed_requests: int = 0
-    refused_requests: int = 0
-    """By a full queue."""
-    prompt_tokens_per_s: float = 0.0
-    """Over the last 10 s or so."""
-    generated_tokens_per_s: float = 0.0
-    weights_version: int = 1
-    """Rises with each reload, also one that was refused: what was cached under another version is void."""
-    weights_loaded: bool = True
     replicas: int = 1
     replicas_ready: int = 1
-    step_tokens: tuple[int, ...] = ()
-    """Steps by the tokens computed in them: as many as have at most each of STEP_TOKENS_BOUNDS (and more than the one
-    before), then those above them all."""
-    step_tokens_sum: int = 0
 
     @property
     def pages_free(self) -> int:

@@ -77,7 +77,7 @@ def test_missing_seeds_are_drawn_and_differ(cluster: FakeCluster, engine: Client
     for _ in range(3):
         engine.start_request([1], None)
     engine.start_request([1], SamplingParams(seed=5))
-    seeds = [[r.message.sampling.seed for r in rank.requests.values()] for rank in cluster.ranks]
+    seeds = [[r.sampling.seed for r in rank.requests.values()] for rank in cluster.ranks]
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 4
     assert seeds[0][-1] == 5

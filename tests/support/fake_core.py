@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import AllspanError
-from allspan.worker.engine.statistics import CoreStatistics
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 
@@ -26,7 +26,7 @@ class FakeCore:
         self.submitted: list[Request] = []
         self.cancelled: list[bytes] = []
         self.calls: list[str] = []
-        self.counted: CoreStatistics | None = None
+        self.counted: EngineCounters | None = None
         self.release_stop = threading.Event()
 
     @property
@@ -61,7 +61,7 @@ class FakeCore:
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
-    def statistics(self) -> CoreStatistics:
-        return self.counted or CoreStatistics(
+    def statistics(self) -> EngineCounters:
+        return self.counted or EngineCounters(
             running=1, waiting=2, pages_total=10, pages_used=4, page_size=32, steps=self.steps
         )

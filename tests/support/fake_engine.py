@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
-from allspan.protos.api.engine import STEP_TOKENS_BOUNDS, EngineStatistics, Prompt, RankStatistics
+from allspan.protos.api.counters import STEP_TOKENS_BOUNDS
+from allspan.protos.api.engine import EngineStatistics, Prompt, RankStatistics
 from allspan.protos.api.errors import AllspanError, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob

@@ -22,7 +22,7 @@ from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceede
 from allspan.protos.api.results import Output, RequestTimings
 from allspan.protos.cluster.cluster_file import ClusterInfo, RankInfo
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
-from allspan.protos.convert import output_to_wire
+from allspan.protos.convert import output_to_wire, sampling_from_wire
 
 Reply = AllspanError | float | Callable[[Any], Awaitable[None]]
 
@@ -63,7 +63,7 @@ class FakeRanks:
         outputs = []
         for message in self[0].requests.get("StartRequest", ()):
             made = self._made.setdefault((self.epoch, message.request_id), list(message.output_token_ids))
-            most = message.sampling.max_tokens
+            most = sampling_from_wire(message.sampling).max_tokens
             if len(made) < most and (not request_ids or message.request_id in request_ids):
                 made.append(counted(message.prompt_token_ids, len(made)))
                 reason = "length" if len(made) == most else ""

@@ -20,10 +20,12 @@ import grpc.aio
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos import worker_pb2_grpc
+from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import ERRORS, AllspanError, InvalidRequest
 from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
+from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo, RankInfo, socket_path, write_cluster
-from allspan.protos.convert import CHANNEL_OPTIONS, output_to_wire
+from allspan.protos.convert import CHANNEL_OPTIONS, counters_to_wire, output_to_wire, sampling_from_wire
 
 VOCAB_SIZE = 1000
 HOST = "testhost"
@@ -44,6 +46,7 @@ def rank_pid(rank: int) -> int:
 @dataclass
 class _Request:
     message: pb.StartRequestMessage
+    sampling: SamplingParams
     made: list[int] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -81,7 +84,9 @@ class FakeRank(worker_pb2_grpc.WorkerServicer):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"client {request.client_id} has no Results stream"
             )
-        self.requests[request.request_id] = _Request(request, list(request.output_token_ids))
+        self.requests[request.request_id] = _Request(
+            request, sampling_from_wire(request.sampling), list(request.output_token_ids)
+        )
         return pb.Ack()
 
     async def StopRequest(self, request: pb.RequestIds, context: grpc.aio.ServicerContext) -> pb.Ack:
@@ -131,13 +136,17 @@ class FakeRank(worker_pb2_grpc.WorkerServicer):
             vocab_size=VOCAB_SIZE,
             kernels="fake",
             statistics=pb.Statistics(
-                running=len(self.requests),
-                steps=self._progress,
-                generated_tokens=self._generated,
-                finished_requests=self._finished,
+                counters=counters_to_wire(
+                    EngineCounters(
+                        running=len(self.requests),
+                        steps=self._progress,
+                        generated_tokens=self._generated,
+                        finished_requests=self._finished,
+                        host_s=0.001 * self._progress,
+                    )
+                ),
                 peak_rss_bytes=1000 * (self.rank + 1),
                 load_s=0.5 + self.rank,
-                host_s=0.001 * self._progress,
             ),
         )
 
@@ -158,16 +167,16 @@ class FakeRank(worker_pb2_grpc.WorkerServicer):
                     rank.requests.pop(request_id, None)
 
     def _next(self, request: _Request) -> Output:
-        sampling = request.message.sampling
+        sampling = request.sampling
         token_id = self._cluster.tokens(request.message.prompt_token_ids, len(request.made))
         request.made.append(token_id)
         self._generated += 1
         ends = token_id in sampling.stop_token_ids
         reason = "stop" if ends else "length" if len(request.made) == sampling.max_tokens else ""
-        top = tuple((token_id, -0.5) for _ in range(max(sampling.logprobs, 0)))
+        top = tuple((token_id, -0.5) for _ in range(sampling.logprobs or 0))
         return Output(
             token_ids=(token_id,),
-            logprobs=(TokenLogprob(-0.5, top),) if sampling.logprobs >= 0 else (),
+            logprobs=(TokenLogprob(-0.5, top),) if sampling.logprobs is not None else (),
             finish_reason=reason,
             stop_token_id=token_id if ends else None,
             timings=_timings(request) if reason else None,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import (
     AllspanError,
     DeadlineExceeded,
@@ -27,7 +28,7 @@ from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.loop import StepLoop
 from allspan.worker.engine.pending import Pending
 from allspan.worker.engine.runner import Runner
-from allspan.worker.engine.statistics import CoreStatistics, scheduler_statistics
+from allspan.worker.engine.statistics import scheduler_statistics
 from allspan.worker.engine.step_parts import StepParts, batch_sizes
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.sampling.grammar import MaskMaker
@@ -250,21 +251,21 @@ class EngineCore:
         """Seconds since the loop last came round; idle, it comes round every IDLE_SECONDS."""
         return time.monotonic() - self._progressed_at
 
-    def statistics(self) -> CoreStatistics:
+    def statistics(self) -> EngineCounters:
         """Takes no lock that a step holds for long."""
         own: dict[str, Any] = {
             "page_size": self.limits.page_size,
             "refused_requests": self._refused,
             "steps": self._loop.steps,
-            "host_s": self._loop.host_s,
+            "host_s": max(self._loop.host_s, 0.0),
             "model_s": self._loop.runner.model_s,
             "weights_version": self.weights_version,
             "weights_loaded": self.weights_loaded,
         }
         if not self.is_leader:
-            return CoreStatistics(**(own | {"running": self._batch.num_rows}))
+            return EngineCounters(**(own | {"running": self._batch.num_rows}))
         with self._changed:
-            return CoreStatistics(**(scheduler_statistics(self._scheduler) | own))
+            return EngineCounters(**(scheduler_statistics(self._scheduler) | own))
 
     def run(self) -> None:
         """Steps until `shutdown` (a follower: until the leader's). Raises what broke the loop."""

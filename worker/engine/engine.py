@@ -9,7 +9,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -24,6 +23,7 @@ from allspan.protos.api.batch_generate import (
     run_blocking,
     wait_all_finished,
 )
+from allspan.protos.api.counters import counters_of
 from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt, RankStatistics
 from allspan.protos.api.errors import AllspanError, CheckpointError, ModelNotFound, Unavailable
 from allspan.protos.api.options import RequestOptions
@@ -47,7 +47,7 @@ from allspan.worker.engine.setup import load_engine
 from allspan.worker.engine.weights import Weights
 from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.process.host import host_name, peak_rss_bytes
+from allspan.worker.process.host import host_name, peak_rss_bytes, rss_bytes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.introspection import Inspection
@@ -169,8 +169,12 @@ class Engine:
             kv_bytes=self._loaded.kv_bytes if counters.weights_loaded else 0,
             load_s=self._loaded.load_s,
             kernels=self._kernels,
+            rss_bytes=rss_bytes(),
+            steps=counters.steps,
+            host_s=counters.host_s,
+            model_s=counters.model_s,
         )
-        return EngineStatistics(model=self.model, max_model_len=self.max_model_len, ranks=(rank,), **asdict(counters))
+        return EngineStatistics(self.model, self.max_model_len, (rank,), **counters_of(counters))
 
     def reset_prefix_cache(self) -> None:
         self._core.reset_prefix_cache()

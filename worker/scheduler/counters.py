@@ -7,34 +7,20 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from allspan.protos.api.engine import STEP_TOKENS_BOUNDS
+from allspan.protos.api.counters import STEP_TOKENS_BOUNDS, EngineCounters
 from allspan.worker.scheduler.plan import Run
 
 WINDOW_S = 10.0
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Since the start."""
+@dataclass(slots=True, kw_only=True)
+class SchedulerCounters(EngineCounters):
+    """Those of an engine's counters that the scheduler raises; the others keep their defaults here."""
 
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    finished_requests: int = 0
-    """However they ended."""
-    cancelled_requests: int = 0
-    failed_requests: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    prefix_query_tokens: int = 0
-    """Prompt tokens that were looked up."""
-    prefix_hit_tokens: int = 0
-    prefix_host_hit_tokens: int = 0
-    """Of the hits, those from the host tier."""
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
-    """Steps by the tokens computed in them; see `EngineStatistics.step_tokens`."""
-    step_tokens_sum: int = 0
 
     def count_step(self, runs: Iterable[Run]) -> None:
+        """Counts a step and the tokens computed in it."""
         self.steps += 1
         if tokens := sum(run.num_tokens for run in runs):
             self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1

@@ -10,16 +10,17 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 from allspan.protos.config.settings import WorkerConfig
+from allspan.protos.convert import counters_to_wire
 from allspan.protos.worker_pb2_grpc import WorkerServicer
-from allspan.worker.engine.statistics import CoreStatistics
 from allspan.worker.process.host import peak_rss_bytes, rss_bytes
 from allspan.worker.sampling.grammar import CompiledGrammar
 from allspan.worker.sampling.grammar_cache import COMPILE_S, Grammars, took_too_long
@@ -33,7 +34,6 @@ MAX_TIMEOUT_S = 86_400.0
 PROFILE_TIMEOUT_S = 20.0
 """To begin or end profiling, where the caller says nothing."""
 
-_COUNTERS = tuple(field.name for field in fields(CoreStatistics))
 
 Inspect = Callable[[str], dict[str, Any]]
 """The answer to an InspectRequest; see `allspan.worker.service.introspection`."""
@@ -67,7 +67,7 @@ class Core(Protocol):
     def operate(self, operation: Operation, timeout: float) -> None: ...
     def reset_prefix_cache(self) -> None: ...
     def shutdown(self) -> None: ...
-    def statistics(self) -> CoreStatistics: ...
+    def statistics(self) -> EngineCounters: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +243,8 @@ class RankServicer(WorkerServicer):
 
     def _statistics(self) -> pb.Statistics:
         counted = self._core.statistics()
-        told = {name: getattr(counted, name) for name in _COUNTERS}
         return pb.Statistics(
-            **told | {"host_s": max(counted.host_s, 0.0)},
+            counters=counters_to_wire(counted),
             load_s=self._facts.load_s,
             peak_rss_bytes=peak_rss_bytes(),
             rss_bytes=rss_bytes(),

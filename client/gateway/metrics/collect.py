@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.telemetry.histogram import Histogram
-from allspan.protos.api.engine import STEP_TOKENS_BOUNDS, EngineStatistics, RankStatistics
+from allspan.protos.api.counters import STEP_TOKENS_BOUNDS
+from allspan.protos.api.engine import EngineStatistics, RankStatistics
 
 Buckets = tuple[tuple[float, ...], tuple[int, ...], float]
 """Upper bounds, counts (one more, for what is above them) and the sum of all values."""
@@ -69,6 +71,11 @@ def engines(value: Callable[[EngineStatistics], Value]) -> Read:
     return read
 
 
+def counter(name: str) -> Read:
+    """An engine's counter as it is, of the replicas that answered."""
+    return engines(lambda told: cast(float, getattr(told, name)))
+
+
 def ranks(value: Callable[[RankView], Value | None]) -> Read:
     """Of those ranks for which there is one."""
 
@@ -117,5 +124,5 @@ def usage(used: int, total: int) -> float:
 
 
 def step_tokens(told: EngineStatistics) -> Value:
-    counts = told.step_tokens or (0,) * (len(STEP_TOKENS_BOUNDS) + 1)
+    counts = tuple(told.step_tokens) or (0,) * (len(STEP_TOKENS_BOUNDS) + 1)
     return STEP_TOKENS_BOUNDS, counts, told.step_tokens_sum

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from allspan import __version__
 from allspan.client.gateway.metrics import collect as read
 from allspan.client.gateway.metrics.collect import Read
+from allspan.protos.api.counters import COUNTERS
 
 PREFIX = "allspan:"
 MODEL = "model_name"
@@ -29,6 +30,13 @@ class Metric:
 
 _REPLICA = ("replica",)
 _RANK = ("replica", "rank")
+
+_COUNTERS = tuple(
+    Metric(row.name, "counter" if row.name.endswith("_total") else "gauge", row.help, _REPLICA, read.counter(name))
+    for name, declared in COUNTERS.items()
+    if (row := declared["metric"]) is not None
+)
+"""The engine's counters that are metrics as they are."""
 
 METRICS = (
     # Requests, as the gateway measures them.
@@ -142,6 +150,7 @@ METRICS = (
     ),
     Metric("build_info", "info", "The version of allspan.", ("version",), lambda scene: [((__version__,), 1)]),
     # Replicas, as their leaders count.
+    *_COUNTERS,
     Metric(
         "replica_up",
         "gauge",
@@ -155,20 +164,6 @@ METRICS = (
         "The epoch of the replica's world, one more with each restart.",
         _REPLICA,
         read.replicas(lambda replica: replica.epoch),
-    ),
-    Metric(
-        "num_requests_running",
-        "gauge",
-        "Requests in the running batch.",
-        _REPLICA,
-        read.engines(lambda told: told.running),
-    ),
-    Metric(
-        "num_requests_waiting",
-        "gauge",
-        "Requests in the leader's queue.",
-        _REPLICA,
-        read.engines(lambda told: told.waiting),
     ),
     Metric(
         "kv_cache_usage_perc",
@@ -199,27 +194,6 @@ METRICS = (
         read.cache_config,
     ),
     Metric(
-        "prefix_cache_queries_total",
-        "counter",
-        "Prompt tokens looked up in the prefix cache.",
-        _REPLICA,
-        read.engines(lambda told: told.prefix_query_tokens),
-    ),
-    Metric(
-        "prefix_cache_hits_total",
-        "counter",
-        "Of those, the tokens found.",
-        _REPLICA,
-        read.engines(lambda told: told.prefix_hit_tokens),
-    ),
-    Metric(
-        "num_preemptions_total",
-        "counter",
-        "Requests put out of the batch for want of pages.",
-        _REPLICA,
-        read.engines(lambda told: told.preemptions),
-    ),
-    Metric(
         "iteration_tokens_total",
         "histogram",
         "Tokens computed in a step, of prompts and outputs.",
@@ -232,13 +206,6 @@ METRICS = (
         "Of a step, the leader's time outside the model's forward pass.",
         _REPLICA,
         read.engines(lambda told: (told.steps, told.host_s)),
-    ),
-    Metric(
-        "weights_loaded",
-        "gauge",
-        "1 while the replica's weights are in memory.",
-        _REPLICA,
-        read.engines(lambda told: told.weights_loaded),
     ),
     # Ranks.
     Metric(

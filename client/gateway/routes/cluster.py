@@ -12,18 +12,10 @@ from starlette.responses import JSONResponse, Response
 from allspan import __version__
 from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
 from allspan.client.gateway.context import GatewayContext
+from allspan.protos.api.counters import COUNTERS
 from allspan.protos.api.engine import EngineStatistics
 
-_TOTALS = (
-    "prompt_tokens",
-    "generated_tokens",
-    "finished_requests",
-    "cancelled_requests",
-    "failed_requests",
-    "refused_requests",
-    "preemptions",
-    "steps",
-)
+_TOTALS = tuple(name for name, declared in COUNTERS.items() if declared["is_total"])
 _OF_A_RANK = (
     "device",
     "numa_nodes",

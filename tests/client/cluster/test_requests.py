@@ -21,6 +21,7 @@ from allspan.protos.api.errors import (
 )
 from allspan.protos.api.results import Output, RequestState, ResultQueue
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.convert import sampling_from_wire
 from support.fake_transport import FakeRanks, FakeSource
 
 PARAMS = SamplingParams(max_tokens=4, seed=1)
@@ -69,7 +70,11 @@ async def test_every_rank_gets_the_same_payload_with_lease_epoch_and_seed(cluste
     request_id, _ = await cluster.start()
     messages = [cluster.ranks[r].requests["StartRequest"][0] for r in range(3)]
     assert messages[0] == messages[1] == messages[2]
-    assert (messages[0].request_id, messages[0].epoch, messages[0].sampling.seed) == (request_id, 1, 1)
+    assert (messages[0].request_id, messages[0].epoch, sampling_from_wire(messages[0].sampling).seed) == (
+        request_id,
+        1,
+        1,
+    )
     assert messages[0].client_id == cluster.ranks[0].requests["Results"][0].client_id != ""
 
 

@@ -14,6 +14,7 @@ from allspan.client.cluster.router import Router
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, QueueFull, Unavailable
 from allspan.protos.api.results import Output, RequestState
+from allspan.protos.convert import sampling_from_wire
 from support.mortal_cluster import KILLED, MortalCluster, tokens_of, until
 
 
@@ -58,7 +59,8 @@ async def test_a_stream_goes_on_after_the_tokens_that_its_caller_has(cluster: Mo
     await until(lambda: cluster.sent)
     message = cluster.sent[0]
     assert (list(message.prompt_token_ids), list(message.output_token_ids)) == ([1, 2, 3], [4, 5])
-    assert (message.request_id, message.sampling.seed, message.sampling.max_tokens) == (request_id, 7, 4)
+    params = sampling_from_wire(message.sampling)
+    assert (message.request_id, params.seed, params.max_tokens) == (request_id, 7, 4)
     for _ in range(2):
         cluster.ranks.step()
     assert await tokens_of(queue) == [4, 5, 6, 7]

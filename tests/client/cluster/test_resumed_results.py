@@ -11,6 +11,7 @@ from allspan.protos.api.errors import DeadlineExceeded
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.convert import sampling_from_wire
 from support.mortal_cluster import MortalCluster, tokens_of, until
 
 
@@ -137,14 +138,14 @@ async def test_prompt_logprobs_come_once(cluster: MortalCluster) -> None:
     await until(lambda: queue._pending)
     await cluster.die_and_return()
     await until(lambda: cluster.sent)
-    assert cluster.sent[0].sampling.prompt_logprobs == 0
+    assert sampling_from_wire(cluster.sent[0].sampling).prompt_logprobs == 0
     cluster.ranks[0].send((request_id, Output(prompt_logprobs=logprobs(-1.0, -2.0))))
     cluster.ranks[0].send((request_id, Output((9,), logprobs(-0.5), prompt_logprobs=logprobs(-3.0))))
     await until(lambda: queue.num_tokens == 1)
     await cluster.die_and_return()
     await until(lambda: cluster.sent)
-    assert cluster.sent[0].sampling.prompt_logprobs == -1  # all have come: not computed again
-    assert cluster.sent[0].sampling.logprobs == 0
+    assert sampling_from_wire(cluster.sent[0].sampling).prompt_logprobs is None  # all have come: not computed again
+    assert sampling_from_wire(cluster.sent[0].sampling).logprobs == 0
     cluster.ranks[0].send((request_id, Output((8,), logprobs(-0.25), "length")))
     await until(lambda: queue.state.is_final)
     output = await queue.aget(1)

@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from typing import Any
 
 from allspan.client.cluster.statistics import added, merged
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.api.engine import EngineStatistics
+from allspan.protos.api.counters import COUNTERS, EngineCounters, counters_of
+from allspan.protos.convert import counters_to_wire
 
 
-def statuses(count: int, scale: int) -> list[pb.WorkerStatus]:
-    """Each counter has a value of its own."""
-    single = {"weights_loaded", "step_tokens"}
-    names = [field.name for field in pb.Statistics.DESCRIPTOR.fields if field.name not in single]
-    counters = {name: scale * (i + 1) for i, name in enumerate(names)} | {"step_tokens": [scale, 2 * scale]}
+def counters(scale: int) -> EngineCounters:
+    """Each has a value of its own."""
+    single: dict[str, Any] = {"weights_loaded": scale == 1, "step_tokens": (scale, 2 * scale)}
+    return EngineCounters(**{name: scale * (i + 1) for i, name in enumerate(COUNTERS)} | single)
+
+
+def statuses(count: int, scale: int, refused: Sequence[int] = (0, 0, 0)) -> list[pb.WorkerStatus]:
+    ranks = [counters(scale), *(EngineCounters(refused_requests=number) for number in refused)]
     return [
         pb.WorkerStatus(
             rank=rank,
             model="tiny",
             max_model_len=64,
             pid=100 + rank,
-            statistics=pb.Statistics(weights_loaded=scale == 1, **(counters if rank == 0 else {"kv_bytes": 5})),
+            statistics=pb.Statistics(counters=counters_to_wire(ranks[rank]), kv_bytes=5 + rank),
         )
         for rank in range(count)
     ]
 
 
 def test_every_counter_of_the_leader_is_told() -> None:
-    ranks = statuses(2, 1)
-    told = merged(ranks, replica=3)
-    known = {field.name for field in fields(EngineStatistics)} & set(pb.Statistics.DESCRIPTOR.fields_by_name)
-    assert len(known) == 27
-    for name in known:
-        counted = getattr(ranks[0].statistics, name)
-        assert getattr(told, name) == (tuple(counted) if name == "step_tokens" else counted), name
+    told = merged(statuses(2, 1), replica=3)
+    assert counters_of(told) == counters_of(counters(1))
     assert [(rank.rank, rank.pid, rank.replica) for rank in told.ranks] == [(0, 100, 3), (1, 101, 3)]
-    assert told.kv_bytes == ranks[0].statistics.kv_bytes + 5
+    assert [rank.steps for rank in told.ranks] == [counters(1).steps, 0]
+    assert told.kv_bytes == 5 + 6
 
 
 def test_what_a_follower_s_full_inbox_refused_counts_as_refused() -> None:
-    ranks = statuses(3, 1)
-    by_leader = ranks[0].statistics.refused_requests
-    for rank, refused in ((1, 4), (2, 7)):
-        ranks[rank].statistics.refused_requests = refused
-    assert merged(ranks).refused_requests == by_leader + 7
+    by_leader = counters(1).refused_requests
+    assert merged(statuses(3, 1, refused=(4, 7))).refused_requests == by_leader + 7
 
 
 def test_replicas_are_added_up() -> None:

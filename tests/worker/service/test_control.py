@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import CheckpointError, DeadlineExceeded
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
-from allspan.protos.convert import output_from_wire
-from allspan.worker.engine.core import CoreStatistics
+from allspan.protos.convert import counters_from_wire, output_from_wire
 from support.served_rank import EPOCH, ID, OTHER_ID, Client, Rank, connected, refused, start_message
 from support.waiting import wait_until
 
@@ -26,7 +26,8 @@ async def test_status_tells_the_rank_its_engine_and_its_memory(client: Client) -
     assert (status.rank, status.world_size, status.epoch, status.state) == (0, 2, EPOCH, "running")
     assert (status.model, status.max_model_len, status.vocab_size) == ("tiny", 512, 1000)
     assert list(status.eos_token_ids) == [2, 3]
-    assert (status.statistics.running, status.statistics.pages_used, status.statistics.kv_bytes) == (1, 4, 200)
+    counters = counters_from_wire(status.statistics.counters)
+    assert (counters.running, counters.pages_used, status.statistics.kv_bytes) == (1, 4, 200)
     assert status.statistics.peak_rss_bytes > 2**20
 
 
@@ -113,11 +114,11 @@ async def test_prompt_logprobs_and_all_timings_come_through(leader: Rank, client
 
 
 async def test_status_tells_every_counter_of_the_core(leader: Rank, client: Client) -> None:
-    values: dict[str, Any] = {field.name: i + 1 for i, field in enumerate(fields(CoreStatistics))}
-    values |= {"weights_loaded": False, "step_tokens": [3, 4]}
-    leader.core.counted = CoreStatistics(**values)
+    values: dict[str, Any] = {field.name: i + 1 for i, field in enumerate(fields(EngineCounters))}
+    values |= {"weights_loaded": False, "step_tokens": (3, 4)}
+    leader.core.counted = EngineCounters(**values)
     told = (await client.stub.Status(pb.StatusRequest())).statistics
-    assert {name: getattr(told, name) for name in values} == values
+    assert counters_from_wire(told.counters) == leader.core.counted
     assert (told.weight_bytes, told.kv_bytes) == (0, 0), "given back"
 
 

@@ -81,7 +81,7 @@ def test_memory_of_ranks_elsewhere_is_not_read() -> None:
         return RankStatistics(0, pid, host, "running", 0, 0.0, 0, 0, 0, 0.0, "")
 
     ranks = (rank(os.getpid(), platform.node()), rank(os.getpid(), "elsewhere"), rank(2**30, platform.node()))
-    facts = EngineStatistics("m", 64, 0, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0.0, 0.0, ranks)
+    facts = EngineStatistics("m", 64, ranks, page_size=16)
     here, gone = resident_bytes(facts)
     assert here > 1 << 20
     assert gone == 0

@@ -16,7 +16,7 @@ from support.fake_worker import FakeCluster
 
 def statistics(steps: int, host_s: float) -> EngineStatistics:
     ranks = tuple(RankStatistics(r, 1, "h", "running", 0, 0.0, 100 + r, 0, 0, 1.5 + r, "cpu/avx2") for r in range(2))
-    return EngineStatistics("m", 64, 0, 0, 0, 0, 16, 0, 0, 0, 0, steps, host_s, 0.0, ranks)
+    return EngineStatistics("m", 64, ranks, page_size=16, steps=steps, host_s=host_s)
 
 
 def test_rates_are_medians_of_tokens_over_their_own_time() -> None:
