@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from allspan.worker.sampling.kernel import SamplingKernel, sampling_kernel
-from allspan.worker.sampling.logits_processors import Row
+from allspan.worker.sampling.processor import DeviceChange
 from allspan.worker.sampling.settings import Settings
 
 Rows = NDArray[np.int64]
@@ -31,7 +31,7 @@ class DeviceTokens(Protocol):
 class DeviceSampler(Protocol):
     """Samples rows of logits on the device that holds them, without waiting for it."""
 
-    def add(self, row: int, asked: Row) -> None:
+    def add(self, row: int, asked: DeviceChange) -> None:
         """A row begins, which asks for this."""
 
     def remove(self, row: int) -> None: ...

@@ -21,11 +21,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.process.host import run_on
 from allspan.worker.sampling.failure import ALL_MASKED, GRAMMAR_ENDED, GRAMMAR_FAILED
+from allspan.worker.sampling.processor import DeviceChange, Logits
 
-Logits = NDArray[np.float32]
 Words = NDArray[np.int32]
 
 WAIT_S = 5.0
@@ -110,7 +109,9 @@ class SeenMasks:
 
 
 class GrammarRow:
-    """A logits processor (see `logits_processors.py`). `begin` may make its mask ahead, on another thread."""
+    """The logits processor of a grammar. `MaskMaker` may make its mask ahead, on another thread."""
+
+    needs_tokens = True
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class GrammarRow:
         self.make(position)
         return np.zeros_like(self._mask) if self._failure else self._mask
 
-    def __call__(self, position: int, logits: Logits) -> None:
+    def apply(self, position: int, logits: Logits) -> None:
         self.make(position)
         if self._failure:
             logits.fill(-math.inf)
@@ -244,6 +245,9 @@ class GrammarRow:
         kept = logits[self._ids]
         logits.fill(-math.inf)
         logits[self._ids] = kept
+
+    def on_device(self, change: DeviceChange) -> None:
+        change.mask, change.verdict = self.mask, lambda: self.verdict
 
     @property
     def verdict(self) -> int:
@@ -332,11 +336,3 @@ class _Job:
         with self._lock:
             self._is_abandoned = True
             return self._current
-
-
-def ends_of(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> set[int]:
-    """The ids that end an output when they are sampled."""
-    ends = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        ends.update(token_id for token_id in eos_token_ids if token_id < vocab_size)
-    return ends

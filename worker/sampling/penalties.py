@@ -1,13 +1,14 @@
-"""Penalties on tokens that a request has seen, and how often it has."""
+"""Logits processors that add to logits: penalties on tokens that a request has seen, and biases."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allspan.worker.sampling.kernel import SamplingKernel
-
-Logits = NDArray[np.float32]
+from allspan.worker.sampling.processor import DeviceChange, Logits, SamplingRow
 
 _FEW = 8
 
@@ -51,18 +52,35 @@ class TokenCounts:
 class RepetitionPenalty:
     """Divides the logits of tokens that were seen, or multiplies negative ones (Keskar et al., CTRL, 2019)."""
 
-    def __init__(self, kernel: SamplingKernel, counts: TokenCounts, penalty: float) -> None:
+    needs_tokens = False
+
+    def __init__(self, kernel: SamplingKernel, counts: TokenCounts, penalty: float, output_only: bool) -> None:
         self._kernel = kernel
         self._counts = counts
         self._penalty = penalty
+        self._output_only = output_only
 
-    def __call__(self, position: int, logits: Logits) -> None:
+    @classmethod
+    def of(cls, row: SamplingRow) -> RepetitionPenalty | None:
+        """The row's, if it asks for one."""
+        penalty, output_only = row.params.repetition_penalty, row.params.suppress_repetition_in_generation
+        if penalty == 1.0:
+            return None
+        counts = TokenCounts(row.tokens, row.prompt_len if output_only else 0, row.vocab_size)
+        return cls(row.kernel, counts, penalty, output_only)
+
+    def apply(self, position: int, logits: Logits) -> None:
         ids, _ = self._counts.until(position)
         self._kernel.penalise_repeated(logits, ids, self._penalty)
 
+    def on_device(self, change: DeviceChange) -> None:
+        change.repetition, change.output_only = self._penalty, self._output_only
+
 
 class PresenceAndFrequency:
-    """Takes `presence` once, and `frequency` for each time, from the logits of tokens that were seen."""
+    """Takes `presence` once, and `frequency` for each time, from the logits of tokens that were seen in the output."""
+
+    needs_tokens = False
 
     def __init__(self, kernel: SamplingKernel, counts: TokenCounts, presence: float, frequency: float) -> None:
         self._kernel = kernel
@@ -70,6 +88,39 @@ class PresenceAndFrequency:
         self._presence = presence
         self._frequency = frequency
 
-    def __call__(self, position: int, logits: Logits) -> None:
+    @classmethod
+    def of(cls, row: SamplingRow) -> PresenceAndFrequency | None:
+        """The row's, if it asks for one of the two."""
+        presence, frequency = row.params.presence_penalty, row.params.frequency_penalty
+        if presence == frequency == 0.0:
+            return None
+        return cls(row.kernel, TokenCounts(row.tokens, row.prompt_len, row.vocab_size), presence, frequency)
+
+    def apply(self, position: int, logits: Logits) -> None:
         ids, counts = self._counts.until(position)
         self._kernel.penalise_counted(logits, ids, counts, self._presence, self._frequency)
+
+    def on_device(self, change: DeviceChange) -> None:
+        change.presence, change.frequency = self._presence, self._frequency
+
+
+class LogitBias:
+    """Adds numbers to the logits of some tokens."""
+
+    needs_tokens = False
+
+    def __init__(self, biases: Sequence[tuple[int, float]]) -> None:
+        self._biases = biases
+        self._ids = np.array([token_id for token_id, _ in biases])
+        self._values = np.array([bias for _, bias in biases], dtype=np.float32)
+
+    @classmethod
+    def of(cls, row: SamplingRow) -> LogitBias | None:
+        """The row's, if it asks for any."""
+        return cls(row.params.biases) if row.params.biases else None
+
+    def apply(self, position: int, logits: Logits) -> None:
+        logits[self._ids] += self._values
+
+    def on_device(self, change: DeviceChange) -> None:
+        change.biases = self._biases

@@ -24,8 +24,10 @@ from allspan.worker.parallel.base import Collectives
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import DeviceSampler, DeviceTokens, Sampling
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
-from allspan.worker.sampling.grammar import CompiledGrammar, GrammarRow, MaskMaker, SeenMasks, ends_of
-from allspan.worker.sampling.logits_processors import Change, Logits, Row, changes_of, needs_tokens
+from allspan.worker.sampling.grammar import CompiledGrammar, GrammarRow, MaskMaker, SeenMasks
+from allspan.worker.sampling.logits_processors import device_change, needs_tokens, processors_of
+from allspan.worker.sampling.masks import ends_of
+from allspan.worker.sampling.processor import Logits, LogitsProcessor, SamplingRow
 from allspan.worker.sampling.settings import SETTINGS, settings_of
 
 Rows = NDArray[np.int64]
@@ -135,9 +137,9 @@ class Sampler:
         """Finds the best columns of this rank's part of the rows; those who want more exchange it on the host."""
         self._kernel = sampling.kernel
         self._settings = np.zeros(max_rows, dtype=SETTINGS)
-        self._changes: dict[int, tuple[Change, ...]] = {}
+        self._processors: dict[int, tuple[LogitsProcessor, ...]] = {}
         """Of those rows that have any."""
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, SamplingRow] = {}
         """What those rows asked for."""
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._num_prompt_logprobs = np.zeros(max_rows, dtype=np.int64)
@@ -176,19 +178,19 @@ class Sampler:
             on_host = self._device is None
             self._grammars[row] = GrammarRow(grammar, tokens, prompt_len, ends, self._seen_masks, first_end, on_host)
             asked = replace(asked, grammar=self._grammars[row])
-        if changes := changes_of(asked):
-            self._changes[row], self._rows[row] = changes, asked
+        if processors := processors_of(asked):
+            self._processors[row], self._rows[row] = processors, asked
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._num_prompt_logprobs[row] = min(params.prompt_logprobs or 0, self._vocab_size)
-        if changes or not params.is_greedy or params.logprobs is not None:
+        if processors or not params.is_greedy or params.logprobs is not None:
             self._demanding.add(row)
         if self._device:
-            self._device.add(row, asked)
-        if params.prompt_logprobs is not None or (needs_tokens(params) if self._device else row in self._demanding):
+            self._device.add(row, device_change(asked, processors))
+        if params.prompt_logprobs is not None or (needs_tokens(processors) if self._device else row in self._demanding):
             self._waiting.add(row)
 
     def remove(self, row: int) -> None:
-        self._changes.pop(row, None)
+        self._processors.pop(row, None)
         self._rows.pop(row, None)
         self._grammars.pop(row, None)
         self._demanding.discard(row)
@@ -199,7 +201,7 @@ class Sampler:
     def verifies_drafts(self, params: SamplingParams) -> bool:
         """Whether several tokens of such a row can be sampled in one step, the later ones behind drafts."""
         return self._device is None or (
-            params.grammar is None and not changes_of(self._asked(params, 0, self._no_tokens))
+            params.grammar is None and not processors_of(self._asked(params, 0, self._no_tokens))
         )
 
     def begin_drafts(self, row: int, position: int) -> None:
@@ -211,11 +213,11 @@ class Sampler:
         """Drafts of the row have been verified: of what it was sampled by, its tokens before `position` hold."""
         if grammar := self._grammars.get(row):
             grammar.retract(position)
-        if row in self._changes:  # the others count tokens, and begin anew
-            self._changes[row] = changes_of(self._rows[row])
+        if row in self._processors:  # the others count tokens, and begin anew
+            self._processors[row] = processors_of(self._rows[row])
 
-    def _asked(self, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> Row:
-        return Row(params, prompt_len, tokens, self._vocab_size, self._eos, self._kernel)
+    def _asked(self, params: SamplingParams, prompt_len: int, tokens: NDArray[np.int32]) -> SamplingRow:
+        return SamplingRow(params, prompt_len, tokens, self._vocab_size, self._eos, self._kernel)
 
     def prepare(self, rows: Rows, positions: Rows, targets: Rows | None) -> None:
         """Begins what `sample` will need of these, before their logits are there: returns at once."""
@@ -268,9 +270,10 @@ class Sampler:
         does not wait for them, in a batch of such rows alone."""
         if self._collectives.size > 1 or params.prompt_logprobs is not None or params.grammar is not None:
             return False
+        processors = processors_of(self._asked(params, 0, self._no_tokens))
         if self._device:
-            return not needs_tokens(params)
-        return params.is_greedy and params.logprobs is None and not changes_of(self._asked(params, 0, self._no_tokens))
+            return not needs_tokens(processors)
+        return params.is_greedy and params.logprobs is None and not processors
 
     def launch(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Launched:
         """As `sample`, for logits on a GPU: returns while they are still being computed. Where a row is not
@@ -343,7 +346,7 @@ class Sampler:
         """int32 [m, columns] for whole rows of logits [m, vocabulary]."""
         logits: Logits = np.ascontiguousarray(whole.numpy())
         result = np.zeros((len(wanted.rows), columns), dtype=np.int32)
-        raw, verdicts = self._change(logits, wanted) if self._changes else ({}, {})
+        raw, verdicts = self._process(logits, wanted) if self._processors else ({}, {})
         self._kernel.sample_rows(logits, wanted.rows, wanted.positions, wanted.targets, self._settings, result)
         for i in np.flatnonzero(result[:, 0] == ALL_MASKED).tolist():
             result[i, 0] = verdicts.get(i, NOT_FINITE)  # or it came so from the model
@@ -354,20 +357,20 @@ class Sampler:
             self._kernel.log_softmax_rows(logits, wanted.counts, result)
         return result
 
-    def _change(self, logits: Logits, wanted: _Wanted) -> tuple[dict[int, Logits | None], dict[int, int]]:
-        """Applies the rows' changes. Which have been changed, with their raw logits if these are needed later; and what
-        each one gets when no token is left."""
+    def _process(self, logits: Logits, wanted: _Wanted) -> tuple[dict[int, Logits | None], dict[int, int]]:
+        """Applies the rows' processors. The rows that have any, with their raw logits if these are needed later; and
+        what each one gets when no token is left."""
         raw: dict[int, Logits | None] = {}
         verdicts: dict[int, int] = {}
         self._masks.wait()
         for i, row in enumerate(wanted.rows.tolist()):
-            changes = self._changes.get(row)
-            if changes is None or wanted.targets[i] >= 0 or not math.isfinite(logits[i].max()):
+            processors = self._processors.get(row)
+            if processors is None or wanted.targets[i] >= 0 or not math.isfinite(logits[i].max()):
                 continue
             raw[i] = logits[i].copy() if wanted.counts[i] >= 0 else None
             position = int(wanted.positions[i])
-            for change in changes:
-                change(position, logits[i])
+            for processor in processors:
+                processor.apply(position, logits[i])
             grammar = self._grammars.get(row)
             verdicts[i] = grammar.verdict if grammar else ALL_MASKED
         return raw, verdicts

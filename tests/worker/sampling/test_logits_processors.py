@@ -1,4 +1,4 @@
-"""Each change of the logits is what its definition says, transformers' own where there is one."""
+"""Each logits processor does what its definition says, transformers' own where there is one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from transformers import (
 
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.sampling.kernel import ReferenceKernel, SamplingKernel, sampling_kernel
-from allspan.worker.sampling.logits_processors import Row, changes_of
+from allspan.worker.sampling.logits_processors import processors_of
 from allspan.worker.sampling.penalties import TokenCounts
+from allspan.worker.sampling.processor import SamplingRow
 
 V = 12
 EOS = (3, 7)
@@ -33,17 +34,19 @@ def random_logits(seed: int) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(V) * 3).astype(np.float32)
 
 
-def row(params: SamplingParams, tokens: list[int], prompt_len: int = 0, kernel: SamplingKernel | None = None) -> Row:
+def row(
+    params: SamplingParams, tokens: list[int], prompt_len: int = 0, kernel: SamplingKernel | None = None
+) -> SamplingRow:
     buffer = np.zeros(64, dtype=np.int32)
     buffer[: len(tokens)] = tokens
-    return Row(params, prompt_len, buffer, V, EOS, kernel or sampling_kernel())
+    return SamplingRow(params, prompt_len, buffer, V, EOS, kernel or sampling_kernel())
 
 
 def changed(logits: np.ndarray, tokens: list[int], prompt_len: int = 0, **params: Any) -> np.ndarray:
     """The logits of the token after `tokens`."""
     result = logits.copy()
-    for change in changes_of(row(SamplingParams(**params), tokens, prompt_len)):
-        change(len(tokens), result)
+    for processor in processors_of(row(SamplingParams(**params), tokens, prompt_len)):
+        processor.apply(len(tokens), result)
     return result
 
 
@@ -51,11 +54,11 @@ def theirs(processor: Any, logits: np.ndarray, tokens: list[int]) -> np.ndarray:
     return processor(torch.tensor([tokens]), torch.tensor(logits[None]).clone())[0].numpy()
 
 
-def test_a_request_that_asks_for_nothing_has_no_changes() -> None:
+def test_a_request_that_asks_for_nothing_has_no_processors() -> None:
     plain = SamplingParams(
         temperature=0.7, top_k=5, top_p=0.5, min_p=0.1, typical_p=0.5, logprobs=3, stop_token_ids=(1,)
     )
-    assert changes_of(row(plain, [1, 2])) == ()
+    assert processors_of(row(plain, [1, 2])) == ()
 
 
 @given(texts, seeds, st.floats(0.1, 2.0))
@@ -84,8 +87,8 @@ def test_compiled_penalties_and_numpys_give_the_same_bits(
     results = []
     for kernel in (sampling_kernel(), ReferenceKernel()):
         logits = random_logits(seed)
-        for change in changes_of(row(params, tokens, 1, kernel)):
-            change(len(tokens), logits)
+        for processor in processors_of(row(params, tokens, 1, kernel)):
+            processor.apply(len(tokens), logits)
         results.append(logits.tolist())
     assert results[0] == results[1]
 
@@ -183,10 +186,10 @@ def test_ignored_ends_are_not_masked_but_stop_ids_are() -> None:
 
 
 def test_ends_beyond_the_vocabulary_are_passed_over() -> None:
-    asked = Row(SamplingParams(min_tokens=1), 0, np.zeros(4, dtype=np.int32), V, (2, V + 5), sampling_kernel())
-    (change,) = changes_of(asked)
+    asked = SamplingRow(SamplingParams(min_tokens=1), 0, np.zeros(4, dtype=np.int32), V, (2, V + 5), sampling_kernel())
+    (processor,) = processors_of(asked)
     logits = random_logits(5)
-    change(0, logits)
+    processor.apply(0, logits)
     assert np.flatnonzero(np.isinf(logits)).tolist() == [2]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from allspan.kernels.errors import BackendUnavailable
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
 from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.grammar import mask_of
-from allspan.worker.sampling.logits_processors import Ban, Row, bans_of
+from allspan.worker.sampling.processor import DeviceChange
 from allspan.worker.sampling.settings import SETTINGS, Settings
 
 Rows = NDArray[np.int64]
@@ -59,10 +60,9 @@ class _Table:
 class _Changed:
     """A row that changes its logits."""
 
-    asked: Row
+    asked: DeviceChange
     entry: NDArray[np.void]
     """[1] of CHANGES; its row is that of the step's logits."""
-    bans: tuple[Ban, ...]
     noted: int = 0
     """Tokens that have been counted, where any are."""
     sampled: tuple[int, int, int] = (-1, -1, -1)
@@ -81,9 +81,9 @@ class _Changed:
         return int(self.entry["words"][0])
 
     def mask(self, position: int) -> NDArray[np.int32]:
-        """With a grammar: what may be sampled there."""
-        assert self.asked.grammar is not None
-        words, allowed = self.asked.grammar.mask(position), self.asked.params.allowed_token_ids
+        """With a mask that is made before each token: what may be sampled there."""
+        assert self.asked.mask is not None
+        words, allowed = self.asked.mask(position), self.asked.allowed
         return words & mask_of(allowed, 32 * len(words)) if allowed else words
 
 
@@ -179,20 +179,18 @@ class DeviceSampling:
         """Of the last launch."""
         self._launches = 0
 
-    def add(self, row: int, asked: Row) -> None:
+    def add(self, row: int, asked: DeviceChange) -> None:
         """As `Sampler.add`; the row of the settings has changed, too."""
         self._is_stale = True
-        params = asked.params
+        if asked.is_empty:
+            return
         entry = np.zeros(1, dtype=CHANGES)
-        entry["repetition"], entry["output_only"] = params.repetition_penalty, params.suppress_repetition_in_generation
-        entry["presence"], entry["frequency"] = params.presence_penalty, params.frequency_penalty
-        counts = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        entry["words"] = self._counts.take() if counts else -1
-        entry["bias"] = self._take_bias(params.biases)
-        entry["mask"] = self._take_mask(params.allowed_token_ids, asked.grammar is not None)
-        bans = bans_of(asked)
-        if bans or max(int(entry[name][0]) for name in ("words", "bias", "mask")) >= 0:
-            self._changed[row] = _Changed(asked, entry, bans)
+        entry["repetition"], entry["output_only"] = asked.repetition, asked.output_only
+        entry["presence"], entry["frequency"] = asked.presence, asked.frequency
+        entry["words"] = self._counts.take() if asked.counts_tokens else -1
+        entry["bias"] = self._take_bias(asked.biases)
+        entry["mask"] = self._take_mask(asked.allowed, asked.mask is not None)
+        self._changed[row] = _Changed(asked, entry)
 
     def remove(self, row: int) -> None:
         changed = self._changed.pop(row, None)
@@ -299,11 +297,11 @@ class DeviceSampling:
         for i, each in changing:
             each.entry["row"] = i
             changes.append(each.entry.copy())
-            for ban in each.bans:
-                ids = ban.ids(int(positions[i]))
+            for ban in each.asked.bans:
+                ids = ban(int(positions[i]))
                 banned.append(np.stack((np.full(len(ids), i), ids), axis=1).astype(np.int32))
         table = self._upload(np.concatenate(changes).view(np.uint8).reshape(len(changes), -1))
-        if masked := [(each, int(positions[i])) for i, each in changing if each.asked.grammar is not None]:
+        if masked := [(each, int(positions[i])) for i, each in changing if each.asked.mask is not None]:
             at = self._upload(np.array([int(each.entry["mask"][0]) for each, _ in masked]))
             self._masks.rows[at] = self._upload(np.stack([each.mask(position) for each, position in masked]))
         flags = self._workspace.flags
@@ -312,7 +310,7 @@ class DeviceSampling:
             ban_tokens(logits, self._upload(np.concatenate(banned)))
         return raw
 
-    def _take_bias(self, biases: tuple[tuple[int, float], ...]) -> int:
+    def _take_bias(self, biases: Sequence[tuple[int, float]]) -> int:
         if not biases:
             return -1
         row = self._biases.take()
@@ -322,7 +320,7 @@ class DeviceSampling:
         )
         return row
 
-    def _take_mask(self, allowed: tuple[int, ...], changes: bool) -> int:
+    def _take_mask(self, allowed: Sequence[int], changes: bool) -> int:
         """`changes`: its bits are written before each token."""
         if not allowed and not changes:
             return -1
@@ -339,7 +337,7 @@ class DeviceSampling:
 
     def _verdicts(self, changing: list[tuple[int, _Changed]]) -> dict[int, int]:
         """What it says of rows of logits when no token is left."""
-        return {i: each.asked.grammar.verdict if each.asked.grammar else ALL_MASKED for i, each in changing}
+        return {i: each.asked.verdict() if each.asked.verdict else ALL_MASKED for i, each in changing}
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         """Through pinned memory, which torch keeps until the copy is done."""
