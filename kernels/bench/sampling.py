@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allspan.kernels.abi.sampling import SETTINGS
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
-from allspan.kernels.cuda.sampling.sampling import SETTINGS_BYTES, Wanted, best_tokens, sample_rows, sampling_workspace
+from allspan.kernels.cuda.sampling.sampling import Wanted, best_tokens, sample_rows, sampling_workspace
 
 MOST_SETS = 8
 CHECKED_ROWS = 64
 """Whose tokens are looked up among those that may be drawn."""
-SETTINGS = np.dtype("u8,f8,f8,f4,f4,i4,i4")
-"""Seed, top_p, typical_p, temperature, logarithm of min_p, top_k, whether it is random."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,11 @@ def build(rows: int, vocab: int, how: Filter | None, device: str) -> Built:
 
 
 def _settings(rows: int, how: Filter) -> Tensor:
-    """uint8 [rows, SETTINGS_BYTES]."""
+    """uint8 [rows, 40]."""
     settings = np.zeros(rows, SETTINGS)
     min_z = math.log(how.min_p) if how.min_p else -math.inf
     settings[:] = [(i, how.top_p, 1.0, 1.0, min_z, how.top_k, 1) for i in range(rows)]
-    return torch.from_numpy(settings.view(np.uint8).reshape(rows, SETTINGS_BYTES))
+    return torch.from_numpy(settings.view(np.uint8).reshape(rows, SETTINGS.itemsize))
 
 
 def _support(logits: Tensor, how: Filter) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allspan.kernels.abi.sampling import SETTINGS
 from allspan.kernels.cuda.sampling.sampling import (
-    SETTINGS_BYTES,
     SamplingWorkspace,
     Wanted,
     sample_rows,
@@ -119,8 +119,8 @@ def _whole(name: str, value: Any, device: torch.device) -> Any:
 
 
 def _settings(count: int, device: torch.device, filters: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """The kernels' table of settings, made on the GPU: see `SETTINGS` in worker/sampling/settings.py."""
-    words = torch.zeros(count, SETTINGS_BYTES // 8, dtype=torch.int64, device=device)
+    """The kernels' table of settings, made on the GPU: see `SETTINGS` in kernels/abi/sampling.py."""
+    words = torch.zeros(count, SETTINGS.itemsize // 8, dtype=torch.int64, device=device)
     reals, floats, numbers = words.view(torch.float64), words.view(torch.float32), words.view(torch.int32)
     if (seed := options.get("seed")) is None:
         words[:, 0] = torch.randint(2**62, (count,), generator=options.get("generator"), device=device)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.worker.sampling.philox import uniforms
+from allspan.kernels.reference.philox import uniforms
 
 TIE = 1e-4
 """In logits, and in shares of the probability."""

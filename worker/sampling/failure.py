@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from allspan.kernels.abi.sampling import ALL_MASKED
 from allspan.protos.api.errors import AllspanError, InternalError, InvalidRequest
 
-NOT_FINITE = -1
-ALL_MASKED = -2
 GRAMMAR_ENDED = -3
 """No failure: the text is whole, nothing may follow, and no id may be sampled that ends it."""
 GRAMMAR_FAILED = -4

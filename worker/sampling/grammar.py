@@ -21,8 +21,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from allspan.kernels.abi.sampling import ALL_MASKED
 from allspan.worker.process.host import run_on
-from allspan.worker.sampling.failure import ALL_MASKED, GRAMMAR_ENDED, GRAMMAR_FAILED
+from allspan.worker.sampling.failure import GRAMMAR_ENDED, GRAMMAR_FAILED
 from allspan.worker.sampling.processor import DeviceChange, Logits
 
 Words = NDArray[np.int32]

@@ -8,13 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.worker.sampling import reference
-from allspan.worker.sampling.reference import Ints, Logits
-from allspan.worker.sampling.settings import Settings
+from allspan.kernels.reference import sampling as reference
+from allspan.kernels.reference.sampling import Ints, Logits, Settings
 
 
 class SamplingKernel(Protocol):
-    """See `reference` for what each does. All arrays are contiguous."""
+    """See `allspan.kernels.reference.sampling` for what each does. All arrays are contiguous."""
 
     def sample_rows(
         self, logits: Logits, rows: Ints, positions: Ints, targets: Ints, settings: Settings, out: NDArray[np.int32]

@@ -17,18 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from allspan.kernels.abi.sampling import ALL_MASKED, NOT_FINITE, SETTINGS
 from allspan.protos.api.errors import InternalError
 from allspan.protos.api.results import TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import DeviceSampler, DeviceTokens, Sampling
-from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.grammar import CompiledGrammar, GrammarRow, MaskMaker, SeenMasks
 from allspan.worker.sampling.logits_processors import device_change, needs_tokens, processors_of
 from allspan.worker.sampling.masks import ends_of
 from allspan.worker.sampling.processor import Logits, LogitsProcessor, SamplingRow
-from allspan.worker.sampling.settings import SETTINGS, settings_of
+from allspan.worker.sampling.settings import settings_of
 
 Rows = NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Per row of the batch, what its draws need: one table that numpy and native code read alike."""
+"""Rows of the table that tells a sampling kernel what to draw by."""
 
 from __future__ import annotations
 
@@ -8,19 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.api.sampling import SamplingParams
-
-SETTINGS = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("top_p", np.float64),
-        ("typical_p", np.float64),
-        ("temperature", np.float32),
-        ("min_z", np.float32),
-        ("top_k", np.int32),
-        ("is_random", np.int32),
-    ]
-)
-"""Laid out like `Settings` in kernels/cpu/sampling/sampling.h. `min_z` is the logarithm of min_p."""
 
 Settings = NDArray[np.void]
 

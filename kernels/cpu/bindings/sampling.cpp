@@ -27,7 +27,7 @@ void sample_rows(Runtime* runtime, Array<const float, 2> logits, Array<const int
               targets.shape(0) == logits.shape(0) && out.shape(0) == logits.shape(0) && columns > 0,
           "sample_rows: rows, positions, targets and out must be as long as logits");
   require(settings.shape(1) == sizeof(sampling::Settings),
-          "sample_rows: settings are not laid out as settings.py says");
+          "sample_rows: settings are not laid out as abi/sampling.py says");
   for (int64_t i = 0; i < m; ++i) {
     require(rows(i) >= 0 && rows(i) < static_cast<int64_t>(settings.shape(0)), "sample_rows: rows has no settings");
     require(targets(i) < n, "sample_rows: a target is no token");

@@ -8,7 +8,7 @@
 namespace allspan::sampling {
 namespace {
 
-// Philox4x32-10 (Salmon et al., SC 2011), as in worker/sampling/philox.py: a multiple of 2^-53 in [0, 1).
+// Philox4x32-10 (Salmon et al., SC 2011), as in kernels/reference/philox.py: a multiple of 2^-53 in [0, 1).
 double uniform(uint64_t seed, uint64_t position) {
   uint64_t c[4] = {position & 0xFFFFFFFF, position >> 32, 0, 0};
   uint64_t k0 = seed & 0xFFFFFFFF, k1 = seed >> 32;

@@ -1,22 +1,17 @@
-// From rows of logits to tokens and log-probabilities: what worker/sampling/reference.py does in numpy, bit for bit.
+// From rows of logits to tokens and log-probabilities: what kernels/reference/sampling.py does in numpy, bit for bit.
 #pragma once
 
 #include <cstdint>
 
+#include "../abi/sampling.cuh"
 #include "runtime/runtime.h"
 
 namespace allspan::sampling {
 
-// What a row asks for; laid out like SETTINGS in worker/sampling/settings.py.
-struct Settings {
-  uint64_t seed;
-  double top_p, typical_p;
-  float temperature, min_z;
-  int32_t top_k, is_random;
-};
-static_assert(sizeof(Settings) == 40, "as in settings.py");
-
-constexpr int32_t kNotFinite = -1, kAllMasked = -2;  // worker/sampling/failure.py
+// What a row asks for, and what stands in place of a token: see kernels/abi/sampling.py.
+using ::kAllMasked;
+using ::kNotFinite;
+using ::Settings;
 
 // Rows of logits [rows, columns], shared out over the runtime's threads; on the caller's alone where it is null.
 struct Logits {

@@ -8,26 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allspan.kernels.abi.sampling import CHANGES
 from allspan.kernels.cuda.jit.modules import Kernel, kernel, launch
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
-
-CHANGES = np.dtype(
-    [
-        ("repetition", np.float64),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-        ("row", np.int32),
-        ("words", np.int32),
-        ("bias", np.int32),
-        ("mask", np.int32),
-        ("output_only", np.int32),
-        ("unused", np.int32),
-    ]
-)
-"""What is asked of a row of logits: the repetition penalty (of the output's tokens only, where output_only), presence
-and frequency penalties, and rows of what `change_rows` is given, -1 for none. Laid out as in sampling_changes.cu."""
 
 _THREADS, _LOADS = 256, 4
 

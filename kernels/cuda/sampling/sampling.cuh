@@ -1,13 +1,14 @@
 // What the sampling kernels share: weights of tokens as whole numbers, sums over a thread block, and the choice of a
 // threshold by histograms.
 //
-// worker/sampling/reference.py is the definition, and every outcome has its bits. There a token's weight is exp(z),
+// kernels/reference/sampling.py is the definition, and every outcome has its bits. There a token's weight is exp(z),
 // z = (logit - highest) / temperature, rounded to a multiple of a power of two so coarse that all sums are exact. Here
 // a weight is that multiple, an integer of at most 2^53 in all: so no outcome depends on the order of a sum, on atomics
 // or on how rows are cut up. exp is a polynomial (Cephes expf, S. Moshier) in float32 without fused multiply-adds.
 #ifndef ALLSPAN_SAMPLING
 #define ALLSPAN_SAMPLING
 
+#include "../abi/sampling.cuh"
 #include "ptx/ptx.cuh"
 
 // THREADS: of a block. CAPACITY: tokens in a list of few.
@@ -19,16 +20,6 @@ constexpr int kBins = 512;  // of y = -z, up to where weights are 0
 constexpr int kFew = 256;   // keys that are compared each with each
 constexpr float kMost = 3.402823466e38f;
 constexpr u64 kBad = ~0ull;  // a logit that is NaN or +inf, where the highest and its place are one number
-
-constexpr int kNotFinite = -1, kAllMasked = -2;  // worker/sampling/failure.py
-
-// What a row asks for; laid out like SETTINGS in worker/sampling/settings.py.
-struct Settings {
-  u64 seed;
-  double top_p, typical_p;
-  float temperature, min_z;
-  int top_k, is_random;
-};
 
 // Every pass waits for the one ahead before all else, so that nothing is read too early; what this saves is the launch.
 __device__ __forceinline__ void begin() {
@@ -315,7 +306,7 @@ __device__ __noinline__ u64 choose(const Items& items, const Scale& scale, const
   return prefix;
 }
 
-// Philox4x32-10 (Salmon et al., SC 2011): a multiple of 2^-53 in [0, 1), as in worker/sampling/philox.py.
+// Philox4x32-10 (Salmon et al., SC 2011): a multiple of 2^-53 in [0, 1), as in kernels/reference/philox.py.
 __device__ inline double uniform(u64 seed, uint32_t position) {
   uint32_t c0 = position, c1 = 0, c2 = 0, c3 = 0;
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);

@@ -1,5 +1,5 @@
 """Rows of logits to tokens on a GPU: see sampling_row.cu and sampling.cu for the passes, and
-worker/sampling/reference.py for what they compute, bit for bit."""
+kernels/reference/sampling.py for what they compute, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allspan.kernels.abi.sampling import SETTINGS
 from allspan.kernels.cuda.jit.modules import Gpu, Kernel, gpu, kernel, launch
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
 
-SETTINGS_BYTES = 40
-"""Of a row of settings, laid out as in worker/sampling/settings.py."""
 MOST_LIKELY = 256
 """So many of the most likely tokens can be asked for."""
 THREADS, CAPACITY = 512, 8192
@@ -118,7 +117,7 @@ def sample_rows(
     """Writes a token for each row of `logits` float32 [m, vocab] into the first column of `out` int32 [m, columns], or
     [m]: what the reference does, of which this has the bits.
 
-    `settings` uint8 [n, 40] are laid out as in worker/sampling/settings.py. is_changed: `change_rows` came before.
+    `settings` uint8 [n, 40] are rows of SETTINGS (see kernels/abi/sampling.py). is_changed: `change_rows` came before.
 
     One launch. Nothing of this is read on the host: a captured graph serves whatever the tensors hold then.
     """
@@ -127,8 +126,8 @@ def sample_rows(
     _check_ints("positions", wanted.positions, m)
     if wanted.targets is not None:
         _check_ints("targets", wanted.targets, m)
-    if settings.dtype is not torch.uint8 or settings.shape[1:] != (SETTINGS_BYTES,) or not settings.is_contiguous():
-        raise ValueError(f"settings: {settings.dtype} {tuple(settings.shape)} is not uint8 [n, {SETTINGS_BYTES}]")
+    if settings.dtype is not torch.uint8 or settings.shape[1:] != (SETTINGS.itemsize,) or not settings.is_contiguous():
+        raise ValueError(f"settings: {settings.dtype} {tuple(settings.shape)} is not uint8 [n, {SETTINGS.itemsize}]")
     if not m:
         return
     w, device = workspace, gpu(logits.device)

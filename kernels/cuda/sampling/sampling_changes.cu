@@ -1,17 +1,11 @@
-// What requests ask of their logits before a token is drawn: penalties, biases and masks, in place, in the order of
-// worker/sampling/logits_processors.py and with its bits. One read and one write of the rows that ask, and of what is held for
-// them: of each token how often it has come.
+// What requests ask of their logits before a token is drawn: penalties, biases and masks, in place, in this order and
+// with numpy's bits. One read and one write of the rows that ask, and of what is held for them: of each token how often
+// it has come.
 
+#include "../abi/sampling.cuh"
 #include "ptx/ptx.cuh"
 
 constexpr uint32_t kInPrompt = 0x80000000u;  // of a word of counts; below it, how often a token stands in the output
-
-// Laid out like CHANGES in changes.py. words, bias, mask: rows of what is held, -1 of nothing.
-struct Change {
-  double repetition;
-  float presence, frequency;
-  int row, words, bias, mask, output_only, unused;
-};
 
 // grid: (parts of 4 * THREADS * LOADS logits, changes). counts [, vocab]; biases [, vocab]; masks [, words of 32], a
 // bit of each token that is allowed. flags [rows]: 4, or'd with 1 for a logit that is NaN or +inf, with 2 for a finite

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from allspan.kernels.abi.sampling import SETTINGS
 from allspan.kernels.cuda.sampling.sampling import (
     SamplingWorkspace,
     Wanted,
@@ -20,7 +21,7 @@ from allspan.kernels.cuda.sampling.sampling import (
 )
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.sampling.kernel import ReferenceKernel, SamplingKernel, sampling_kernel
-from allspan.worker.sampling.settings import SETTINGS, Settings, settings_of
+from allspan.worker.sampling.settings import Settings, settings_of
 
 FILTERS: list[dict[str, Any]] = [
     {"temperature": 0},

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allspan.kernels.abi.sampling import ALL_MASKED, NOT_FINITE
 from allspan.protos.api.errors import InternalError, InvalidRequest
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE, failure
+from allspan.worker.sampling.failure import failure
 from allspan.worker.sampling.sampler import Sampler
 from support.threads import ThreadWorld
 

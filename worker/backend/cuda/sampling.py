@@ -18,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from allspan.kernels.abi.sampling import ALL_MASKED, CHANGES, NOT_FINITE, SETTINGS
 from allspan.kernels.cuda.jit.modules import driver
-from allspan.kernels.cuda.sampling.changes import CHANGES, ban_tokens, change_rows, note_sampled, note_tokens
+from allspan.kernels.cuda.sampling.changes import ban_tokens, change_rows, note_sampled, note_tokens
 from allspan.kernels.cuda.sampling.sampling import Wanted, best_tokens, likely_tokens, sample_rows, sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
-from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.grammar import mask_of
 from allspan.worker.sampling.processor import DeviceChange
-from allspan.worker.sampling.settings import SETTINGS, Settings
+from allspan.worker.sampling.settings import Settings
 
 Rows = NDArray[np.int64]
 
@@ -172,7 +172,7 @@ class DeviceSampling:
         self._biases = _Table(vocab_size, torch.float32, device)
         self._masks = _Table(-(-vocab_size // 32), torch.int32, device)
         self._changed: dict[int, _Changed] = {}
-        self._settings = torch.zeros((max_rows, 40), dtype=torch.uint8, device=device)
+        self._settings = torch.zeros((max_rows, SETTINGS.itemsize), dtype=torch.uint8, device=device)
         self._is_stale = True
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._last = self._tokens

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from allspan.kernels.abi.sampling import ALL_MASKED, NOT_FINITE
 from allspan.kernels.cuda.jit import modules
 from allspan.protos.api.errors import InternalError
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.backend.cuda.sampling import DeviceSampling, device_sampling
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import Sampling
-from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
 from allspan.worker.sampling.sampler import Sampler
 from support.threads import ThreadWorld
 
@@ -202,9 +202,10 @@ def test_a_full_batch_of_a_large_vocabulary_agrees_with_the_host(vocab: int) -> 
 
 @pytest.mark.gpu
 def test_a_captured_graph_draws_for_other_settings_and_positions() -> None:
+    from allspan.kernels.abi.sampling import SETTINGS
     from allspan.kernels.cuda.sampling.sampling import Wanted, sample_rows, sampling_workspace
     from allspan.worker.sampling.kernel import sampling_kernel
-    from allspan.worker.sampling.settings import SETTINGS, settings_of
+    from allspan.worker.sampling.settings import settings_of
 
     m, vocab = 9, 32000
     workspace = sampling_workspace(m, vocab, "cuda")

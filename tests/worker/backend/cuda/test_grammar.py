@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from allspan.kernels.abi.sampling import ALL_MASKED
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.backend.cuda.sampling import DeviceSampling
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import Sampling
-from allspan.worker.sampling.failure import ALL_MASKED, GRAMMAR_ENDED
+from allspan.worker.sampling.failure import GRAMMAR_ENDED
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.sampler import Sampler
 from support.byte_tokenizer import byte_tokenizer

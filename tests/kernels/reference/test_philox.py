@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from allspan.worker.sampling.philox import philox4x32, uniforms
+from allspan.kernels.reference.philox import philox4x32, uniforms
 
 FULL = 0xFFFFFFFF
 VECTORS = [

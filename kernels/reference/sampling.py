@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.worker.sampling.failure import ALL_MASKED, NOT_FINITE
-from allspan.worker.sampling.philox import uniforms
-from allspan.worker.sampling.settings import Settings
+from allspan.kernels.abi.sampling import ALL_MASKED, NOT_FINITE
+from allspan.kernels.reference.philox import uniforms
 
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Settings = NDArray[np.void]
+"""Rows of SETTINGS (see kernels/abi/sampling.py)."""
 
 # exp(x) = 2**n * exp(r): Cephes expf (S. Moshier).
 _LOG2_E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
