@@ -75,6 +75,10 @@ class OpSet(Protocol):
     def op(self, name: str) -> Callable[..., None]:
         """The op of that name, one of the following."""
 
+    @property
+    def reference_ops(self) -> frozenset[str]:
+        """The ops for which this backend takes the reference's function."""
+
     def embedding(self, ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
         """out[n, H] = weight[ids - first_row] where that row is one of weight's, else 0 (another rank's row).
 

@@ -62,7 +62,12 @@ REFERENCE = {
     "packed_gated_linear": "allspan.kernels.reference.packed:packed_gated_linear",
 }
 
-CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in REFERENCE} | {"gather_columns": REFERENCE["gather_columns"]}
+_COMPILED = (
+    *("embedding", "rms_norm", "add_rms_norm", "add", "linear", "head_norm", "rotary", "hadamard", "append_kv"),
+    *("rotary_append", "attention", "silu_mul", "gather_rows"),
+    *("packed_embedding", "packed_linear", "packed_linear_add", "packed_gated_linear"),
+)
+CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED} | {"gather_columns": REFERENCE["gather_columns"]}
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
@@ -98,7 +103,7 @@ BACKENDS: Mapping[str, Backend] = {
 class LoadedOps:
     """An op set: one attribute per op, and `name`, the backend and its variant ("cpu/avx512", "reference"). `runtime`
     is what the backend's ops take first (None: nothing), for other kernels that share its threads; `program` makes what
-    runs many ops in one call (None: the backend has no such thing)."""
+    runs many ops in one call, all but `reference_ops` (None: the backend has no such thing)."""
 
     def __init__(
         self,
@@ -107,8 +112,10 @@ class LoadedOps:
         runtime: Any = None,
         program: Callable[..., Any] | None = None,
         activations: tuple[torch.dtype, ...] = (torch.float32,),
+        reference_ops: frozenset[str] = frozenset(),
     ) -> None:
         self.name = name
+        self.reference_ops = reference_ops
         self.activations = activations
         self.runtime = runtime
         self.program = program
@@ -168,11 +175,17 @@ def _open(name: str, threads: int, cpus: tuple[int, ...]) -> OpSet:
         raise ValueError(f"backend: {name!r} is not known (auto, {', '.join(BACKENDS)})")
     backend = BACKENDS[family]
     if backend.module is None:
-        return cast(OpSet, LoadedOps(family, _resolve(family, backend, None), activations=backend.activations))
+        ops = _resolve(family, backend, None)
+        return cast(OpSet, LoadedOps(family, ops, activations=backend.activations, reference_ops=_borrowed(backend)))
     opened, runtime = importlib.import_module(backend.module).open_runtime(variant or None, threads, cpus)
     program = partial(_load(backend.program), runtime) if backend.program else None
     ops = _resolve(family, backend, runtime)
-    return cast(OpSet, LoadedOps(f"{family}/{opened}", ops, runtime, program, backend.activations))
+    return cast(OpSet, LoadedOps(f"{family}/{opened}", ops, runtime, program, backend.activations, _borrowed(backend)))
+
+
+def _borrowed(backend: Backend) -> frozenset[str]:
+    """The ops that the backend takes from the reference, whether it says so or has none of its own."""
+    return frozenset(op for op, reference in REFERENCE.items() if backend.ops.get(op, reference) == reference)
 
 
 def _resolve(name: str, backend: Backend, runtime: Any) -> dict[str, Callable[..., None]]:

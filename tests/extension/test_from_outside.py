@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.packing import Packer
-from allspan.kernels.table import BACKENDS, Backend
+from allspan.kernels.table import BACKENDS, REFERENCE, Backend, backends, op_set
 from allspan.worker.load.registry import FAMILIES
 from allspan.worker.models.families.common import (
     Family,
@@ -24,7 +24,9 @@ from allspan.worker.models.families.common import (
 )
 from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
-from allspan.worker.program.program import ProgramBuilder, Slot
+from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.program.native_program import NativeProgram
+from allspan.worker.program.program import Interpreter, ProgramBuilder, Rows, Slot
 from allspan.worker.quant.base import Epilogue, LinearShape, Source
 from allspan.worker.quant.table import METHODS
 from allspan.worker.weights.held_tensor import HeldTensor
@@ -127,3 +129,25 @@ def test_a_kernel_backend_from_outside_runs_with_the_reference_for_what_it_lacks
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert toy_kernels.calls
     assert "backend toy has no embedding" in caplog.text
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_an_op_that_has_only_a_reference_runs_on_every_backend(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(REFERENCE, "toy_double", "support.toy_kernels:toy_double")
+    builder = ProgramBuilder()
+    x = builder.named("x")
+    doubled = builder.buffer("doubled", Rows.TOKENS, 4)
+    builder.op("toy_double", x, doubled)
+    builder.op("add", x, doubled)
+    program, ops, capacity = builder.build(doubled), op_set(backend), {Rows.TOKENS: 3, Rows.LOGITS: 1}
+    runner: Interpreter | NativeProgram
+    if getattr(ops, "program", None) is None:
+        runner = Interpreter(program, ops, LocalCollectives(), capacity, "cpu")
+    else:
+        runner = NativeProgram(program, ops, LocalCollectives(), capacity)
+        assert f"backend {backend.partition('/')[0]} has no toy_double; using the reference" in caplog.text
+    values = torch.arange(12, dtype=torch.float32).view(3, 4)
+    runner.bind({"x": values})
+    assert runner.run({}, 3, 0).equal(3 * values)

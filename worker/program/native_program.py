@@ -19,9 +19,6 @@ from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.profile import OpTimer, profiles
 from allspan.worker.program.program import COLLECTIVE_OPS, Buffer, Op, Program, Rows, Slot, flat, function_of
 
-_REFERENCE_OPS = frozenset({"gather_columns"})
-"""Those that have no compiled kernel."""
-
 
 class NativeProgram:
     """Runs a program as `allspan.worker.program.program.Interpreter` does, on the threads of a CPU op set."""
@@ -48,7 +45,7 @@ class NativeProgram:
                 self._names[slot.name] = i
                 if slot.input_rows is not None:
                     self._native.declare_input(i, slot.name, slot.input_rows is Rows.LOGITS)
-        foreign = _REFERENCE_OPS | (COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset())
+        foreign = ops.reference_ops | (COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset())
         self._stretches: list[tuple[int, int] | _Foreign] = []
         self._timer = OpTimer()
         self._is_profiling = False
