@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from allspan.client.cluster.batch_calls import SessionCalls
 from allspan.client.cluster.discovery import Attach, sources_of
@@ -43,6 +43,7 @@ from allspan.protos.api.results import RequestHandle, ResultQueue
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
+from allspan.protos.config.settings import EngineOptions
 from allspan.protos.text import Tokenizer, load_tokenizer
 
 STARTUP_TIMEOUT_S = 600.0
@@ -53,32 +54,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class ServeOptions(TypedDict, total=False):
-    """The flags of `allspan serve`, by their names with underscores; any other of its flags is passed on as well."""
+class ServeOptions(EngineOptions, total=False):
+    """Flags of `allspan serve`, by their names with underscores; any other of its flags is passed on as well."""
 
     ranks: int | None
-    threads: int | None
     data_parallel_size: int
-    dtype: str
-    quantization: str
-    quantization_group: int
-    quantize_lm_head: bool
-    max_model_len: int
-    load_format: str
-    device: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_queued_requests: int
-    page_size: int
-    kv_cache_dtype: str
-    kv_cache_bytes: int
-    gpu_memory_utilization: float
-    enable_prefix_caching: bool
-    host_kv_cache_bytes: int
-    enforce_eager: bool
-    disable_cascade_attn: bool
-    async_scheduling: bool
-    stream_interval: int
     oversubscribe: bool
     restart: bool
     quiet: bool

@@ -4,6 +4,7 @@ launcher, which passes them on as JSON; "auto" values are resolved there once.""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 
@@ -153,6 +154,37 @@ class WorkerConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of the classes above that a program may set, by name: keyword arguments of both engines and flags of
+    `allspan serve`. A test holds them to the fields."""
+
+    dtype: str
+    max_model_len: int
+    quantization: str
+    quantization_group: int
+    quantize_lm_head: bool
+    load_format: str
+    device: str
+    enforce_eager: bool
+    disable_cascade_attn: bool
+    verify: bool
+    page_size: int
+    kv_cache_dtype: str
+    kv_cache_bytes: int
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    host_kv_cache_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    async_scheduling: bool
+    stream_interval: int
+    threads: int
+    collectives: str
+    timeout_s: float
+    watchdog_timeout: float
 
 
 CHOICES: dict[str, tuple[str | int, ...]] = {

@@ -8,32 +8,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from allspan.protos.api.errors import ConfigError, ModelNotFound
 from allspan.protos.config.config_json import from_json
 from allspan.protos.config.home import models_dir
-from allspan.protos.config.settings import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from allspan.protos.config.settings import (
+    CacheConfig,
+    EngineOptions,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 
 
-class EngineSettings(TypedDict, total=False):
-    """Fields of `allspan.protos.config.settings` by name; any other field of these classes is taken as well."""
+class EngineSettings(EngineOptions, total=False):
+    """The keyword arguments of `Engine`: the options of both engines, and where this process computes."""
 
-    dtype: str
-    max_model_len: int
-    load_format: str
-    device: str
-    page_size: int
-    kv_cache_dtype: str
-    kv_cache_bytes: int
-    enable_prefix_caching: bool
-    host_kv_cache_bytes: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_queued_requests: int
-    threads: int
     cpus: tuple[int, ...]
-    watchdog_timeout: float
+    oversubscribed: bool
+    ranks_on_node: int
+    memory_node: int
 
 
 _GROUPS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
