@@ -18,6 +18,7 @@ from allspan.protos.api.sampling_fields import (
     TokenIds,
     TokenIdSequences,
     fields_of,
+    masks_of,
     param,
 )
 
@@ -58,7 +59,7 @@ class SamplingParams:
     logprobs: int | None = param(None, Integer(0, MAX_LOGPROBS, optional=True, request_type=None))
     """None: none. n in 0..20: the chosen token's log-probability and the n most likely tokens', all of them of the
     model's own logits, before penalties, masks, temperature and filters."""
-    min_tokens: int = param(0, Integer(0, _MOST))
+    min_tokens: int = param(0, Integer(0, _MOST), masks=True)
     """Before this many tokens, end-of-sequence and stop ids cannot be sampled, nor what would complete one of
     stop_words_ids."""
 
@@ -74,19 +75,19 @@ class SamplingParams:
     """Taken once from the logits of tokens in the output; -2 to 2."""
     frequency_penalty: float = param(0.0, Number(-2.0, 2.0))
     """Taken from a token's logit for each time that it stands in the output; -2 to 2."""
-    no_repeat_ngram_size: int = param(0, Integer(0, _MOST))
+    no_repeat_ngram_size: int = param(0, Integer(0, _MOST), masks=True)
     """The output completes no n tokens in a row that stand in prompt or output already; 0 allows it."""
     typical_p: float = param(1.0, Number(0.0, 1.0, instead="for greedy output use temperature 0"))
     """Keep the tokens closest to the expected surprise until their probability reaches this; in (0, 1]; 1 keeps all."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = param((), TokenBiases(100.0))
     """Added to the logits of these token ids; -100 to 100. Kept as sorted pairs."""
-    allowed_token_ids: tuple[int, ...] = param((), TokenIds(MAX_ALLOWED_TOKENS))
+    allowed_token_ids: tuple[int, ...] = param((), TokenIds(MAX_ALLOWED_TOKENS), masks=True)
     """Only these can be sampled; empty: all."""
-    bad_words_ids: tuple[tuple[int, ...], ...] = param((), TokenIdSequences())
+    bad_words_ids: tuple[tuple[int, ...], ...] = param((), TokenIdSequences(), masks=True)
     """Sequences of token ids that cannot be sampled: the last id is masked after the others."""
     stop_words_ids: tuple[tuple[int, ...], ...] = param((), TokenIdSequences())
     """Sequences of token ids that end the output when it ends with one; they stay in token_ids."""
-    grammar: Grammar | None = param(None, OptionalGrammar())
+    grammar: Grammar | None = param(None, OptionalGrammar(), masks=True)
     """The language of the output's text: only tokens that lead to a text of it can be sampled, and end-of-sequence
     only where it is whole."""
 
@@ -123,3 +124,5 @@ class SamplingParams:
 
 SAMPLING_FIELDS = fields_of(SamplingParams)
 """Default and rule of each field, by name."""
+MASKING_FIELDS = masks_of(SamplingParams)
+"""Those that may forbid tokens."""

@@ -48,9 +48,14 @@ class Rule(ABC):
         return None
 
 
-def param(default: T, rule: Rule) -> T:
-    """Declares a sampling field."""
-    return field(default=default, metadata={"rule": rule})
+def param(default: T, rule: Rule, masks: bool = False) -> T:
+    """Declares a sampling field. `masks`: it may forbid tokens, all of them at worst."""
+    return field(default=default, metadata={"rule": rule, "masks": masks})
+
+
+def masks_of(params: type) -> tuple[str, ...]:
+    """The fields that may forbid tokens."""
+    return tuple(each.name for each in fields(params) if each.metadata["masks"])
 
 
 def fields_of(params: type) -> dict[str, tuple[Any, Rule]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from allspan.kernels.abi.sampling import ALL_MASKED
 from allspan.protos.api.errors import AllspanError, InternalError, InvalidRequest
+from allspan.protos.api.sampling import MASKING_FIELDS
 
 GRAMMAR_ENDED = -3
 """No failure: the text is whole, nothing may follow, and no id may be sampled that ends it."""
@@ -16,8 +17,8 @@ def failure(token: int, position: int) -> AllspanError | None:
         return None
     if token == ALL_MASKED:
         return InvalidRequest(
-            f"no token is left for position {position}: allowed_token_ids, bad_words_ids, no_repeat_ngram_size, "
-            "min_tokens and grammar together mask every one; relax one of them"
+            f"no token is left for position {position}: {', '.join(MASKING_FIELDS[:-1])} and {MASKING_FIELDS[-1]} "
+            "together mask every one; relax one of them"
         )
     if token == GRAMMAR_FAILED:
         return InvalidRequest(

@@ -1,7 +1,6 @@
 """What a request may ask of its logits before a token is drawn from them: one entry of PROCESSORS each, in this order:
 
-    repetition penalty → presence and frequency penalties → logit_bias → no_repeat_ngram_size → bad_words_ids →
-    allowed_token_ids → min_tokens → grammar
+    repetition penalty → presence and frequency penalties → biases → masks → grammar
 
 Then the kernel draws: temperature → top-k → top-p → min-p → typical-p → the token. Each filter sees what the one before
 it has left. Greedy rows take the largest logit that the processors have left. Log-probabilities are those of the
@@ -9,25 +8,20 @@ model's own logits, before all of this. When every token is masked the request f
 is ever sampled.
 
 An entry makes a row's processor when the row joins, or None where the request does not ask; its state goes with the
-row. A new one is a class with both halves (see `processor.py`) and its place in the order.
+row. A new one is a class with both halves (see `processor.py`) and its place in PENALTIES or MASKS, beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from allspan.worker.sampling.masks import AllowedTokens, MaskedSequences, MinTokens, NoRepeatNgram
-from allspan.worker.sampling.penalties import LogitBias, PresenceAndFrequency, RepetitionPenalty
+from allspan.worker.sampling.masks import MASKS
+from allspan.worker.sampling.penalties import PENALTIES
 from allspan.worker.sampling.processor import DeviceChange, LogitsProcessor, SamplingRow
 
 PROCESSORS: tuple[Callable[[SamplingRow], LogitsProcessor | None], ...] = (
-    RepetitionPenalty.of,
-    PresenceAndFrequency.of,
-    LogitBias.of,
-    NoRepeatNgram.of,
-    MaskedSequences.bad_words,
-    AllowedTokens.of,
-    MinTokens.of,
+    *PENALTIES,
+    *MASKS,
     lambda row: row.grammar,
 )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.api.sampling import SamplingParams
-from allspan.worker.sampling.processor import DeviceChange, Logits, SamplingRow, TokenMask
+from allspan.worker.sampling.processor import DeviceChange, Logits, LogitsProcessor, SamplingRow, TokenMask
 
 Tokens = NDArray[np.int32]
 
@@ -127,6 +127,15 @@ class MinTokens(TokenMask):
 
     def ids(self, position: int) -> NDArray[np.int64]:
         return self._ends.ids(position) if position < self._first_end else np.zeros(0, dtype=np.int64)
+
+
+MASKS: tuple[Callable[[SamplingRow], LogitsProcessor | None], ...] = (
+    NoRepeatNgram.of,
+    MaskedSequences.bad_words,
+    AllowedTokens.of,
+    MinTokens.of,
+)
+"""What makes a row's processors of this file, in their order."""
 
 
 def ends_of(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> set[int]:

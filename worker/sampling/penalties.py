@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allspan.worker.sampling.kernel import SamplingKernel
-from allspan.worker.sampling.processor import DeviceChange, Logits, SamplingRow
+from allspan.worker.sampling.processor import DeviceChange, Logits, LogitsProcessor, SamplingRow
 
 _FEW = 8
 
@@ -124,3 +124,11 @@ class LogitBias:
 
     def on_device(self, change: DeviceChange) -> None:
         change.biases = self._biases
+
+
+PENALTIES: tuple[Callable[[SamplingRow], LogitsProcessor | None], ...] = (
+    RepetitionPenalty.of,
+    PresenceAndFrequency.of,
+    LogitBias.of,
+)
+"""What makes a row's processors of this file, in their order."""
