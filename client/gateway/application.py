@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from allspan import __version__
 from allspan.client.gateway.context import GatewayContext
-from allspan.client.gateway.http.access import KeyCheck
+from allspan.client.gateway.http.access import KeyCheck, require_admin
+from allspan.client.gateway.http.endpoint import Access, Endpoint
 from allspan.client.gateway.http.errors import HttpError, response_of, status_of
 from allspan.client.gateway.http.origin import HostCheck, with_cors
 from allspan.client.gateway.http.request_id import RequestIds
@@ -20,27 +21,35 @@ from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.api.errors import AllspanError
 
-ROUTES: tuple[Callable[[GatewayContext], APIRouter], ...] = (
-    openai.routes,
-    responses.routes,
-    tokens.routes,
-    state.routes,
-    cluster.routes,
-    metrics.routes,
-    page.routes,
-    admin.routes,
+ROUTES: tuple[Callable[[GatewayContext], list[Endpoint]], ...] = (
+    openai.endpoints,
+    responses.endpoints,
+    tokens.endpoints,
+    state.endpoints,
+    cluster.endpoints,
+    metrics.endpoints,
+    page.endpoints,
+    admin.endpoints,
 )
 
 
 def make_app(context: GatewayContext) -> FastAPI:
     """All of ROUTES over one gateway."""
     app = FastAPI(title="allspan", version=__version__, docs_url=None, redoc_url=None)
-    for make in ROUTES:
-        app.include_router(make(context))
-    describe(app, context)
+    endpoints = [endpoint for make in ROUTES for endpoint in make(context)]
+    for endpoint in endpoints:
+        app.add_api_route(
+            endpoint.path,
+            endpoint.handler,
+            methods=[endpoint.method],
+            summary=endpoint.summary,
+            dependencies=[Depends(require_admin)] if endpoint.access is Access.ADMIN else None,
+            include_in_schema=endpoint.is_described,
+        )
+    describe(app, context, endpoints)
     app.add_exception_handler(AllspanError, _refusal(context.telemetry))
     app.add_exception_handler(HTTPException, _no_such_route)
-    app.add_middleware(KeyCheck, context=context, admin_paths=admin.paths(context))
+    app.add_middleware(KeyCheck, context=context, endpoints=endpoints)
     if origins := context.config.security.allowed_origins:
         app.add_middleware(with_cors, origins)
     app.add_middleware(HostCheck, context=context)

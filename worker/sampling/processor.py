@@ -10,13 +10,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.api.sampling import SamplingParams
-from allspan.worker.sampling.kernel import SamplingKernel
+
+if TYPE_CHECKING:
+    from allspan.worker.sampling.kernel import SamplingKernel
 
 Logits = NDArray[np.float32]
 TokenIds = NDArray[Any]

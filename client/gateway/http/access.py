@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -9,25 +11,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from allspan.client.gateway.auth.caller import ANYONE, current_caller, set_caller
 from allspan.client.gateway.auth.keys import presented_key
 from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.http.endpoint import Access, Endpoint
 from allspan.client.gateway.http.errors import response_of
 from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.api.errors import PermissionDenied, Unauthenticated
 
-OPEN_PATHS = frozenset(("/", "/health", "/ready"))
-"""What a probe asks, and the page itself, which asks for a key when the server does."""
 OPEN_PREFIX = "/page/"
-METRICS = "/metrics"
+"""Under it lie the page's files alone: what else is asked for there is not found, with a key or without."""
 
 
 class KeyCheck:
-    """ASGI middleware: finds out who calls, and lets nobody else in. Whatever is not named above needs a key."""
+    """ASGI middleware: finds out who calls, and lets nobody else in. Whatever is no endpoint needs a key."""
 
-    def __init__(self, app: ASGIApp, context: GatewayContext, admin_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, context: GatewayContext, endpoints: Iterable[Endpoint]) -> None:
         self._app = app
         self._keys = context.keys
         self._telemetry = context.telemetry
-        self._open = OPEN_PATHS | ({METRICS} if context.config.security.open_metrics else set())
-        self._admin_paths = admin_paths
+        access = {endpoint.path: endpoint.access for endpoint in endpoints}
+        self._open = frozenset(path for path, asks in access.items() if asks is Access.NOTHING)
+        self._admin_paths = frozenset(path for path, asks in access.items() if asks is Access.ADMIN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,7 +53,7 @@ class KeyCheck:
 
 
 async def require_admin() -> None:
-    """A dependency of the admin endpoints' router. PermissionDenied with the way out."""
+    """A dependency of the admin endpoints. PermissionDenied with the way out."""
     if not current_caller().is_admin:
         raise PermissionDenied(
             "this endpoint needs the admin key, and no other does; a server without one answers nobody here: start it "

@@ -6,6 +6,7 @@ they are parsed with.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,31 +14,13 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from allspan.client.gateway.context import GatewayContext
-from allspan.client.gateway.openai.chat_request import ChatRequest
-from allspan.client.gateway.openai.schemas import HARMLESS, CompletionRequest
-from allspan.client.gateway.openapi.answers import ANSWERS, ERROR
+from allspan.client.gateway.http.endpoint import Endpoint
+from allspan.client.gateway.openai.answer_schemas import ERROR
+from allspan.client.gateway.openai.schemas import HARMLESS
 from allspan.client.gateway.openapi.fields import described_fields, with_ranges
-from allspan.client.gateway.responses.request import ResponsesRequest
-from allspan.client.gateway.routes.tokens import DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
 
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/responses/input_tokens": ResponsesRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-"""What each endpoint that reads a body parses it with."""
-STREAMING = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses"))
-_REQUIRED = {
-    "/v1/completions": ["prompt"],
-    "/v1/chat/completions": ["messages"],
-    "/v1/responses": ["input"],
-    "/v1/responses/input_tokens": ["input"],
-}
 _REFUSALS = {
     "400": "a field or the body does not fit; the message names field, value and limit",
     "401": "the server wants an API key",
@@ -55,26 +38,27 @@ _REFUSALS = {
 }
 
 
-def describe(app: FastAPI, context: GatewayContext) -> None:
+def describe(app: FastAPI, context: GatewayContext, endpoints: Sequence[Endpoint]) -> None:
     """Has the application serve it at /openapi.json."""
     made: Json = {}
 
     def openapi() -> Json:
         if not made:
-            made.update(_document(app, context))
+            made.update(_document(app, context, {endpoint.key: endpoint for endpoint in endpoints}))
         return made
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, context: GatewayContext) -> Json:
+def _document(app: FastAPI, context: GatewayContext, endpoints: Mapping[tuple[str, str], Endpoint]) -> Json:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: Json = {"Error": ERROR}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            if path in BODIES and method == "post":
-                operation["requestBody"] = _body(path, context, schemas)
-            operation["responses"] = _answers(path, method, operation["responses"])
+            endpoint = endpoints[path, method]
+            if endpoint.body is not None:
+                operation["requestBody"] = _body(endpoint.body, endpoint.required, context, schemas)
+            operation["responses"] = _answers(endpoint, operation["responses"])
     document["components"] = {
         "schemas": schemas,
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -82,8 +66,7 @@ def _document(app: FastAPI, context: GatewayContext) -> Json:
     return document
 
 
-def _body(path: str, context: GatewayContext, schemas: Json) -> Json:
-    model = BODIES[path]
+def _body(model: type[BaseModel], required: Sequence[str], context: GatewayContext, schemas: Json) -> Json:
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
     fields = described_fields(model, context.model, context.config.limits)
@@ -92,23 +75,19 @@ def _body(path: str, context: GatewayContext, schemas: Json) -> Json:
     if model.model_config.get("extra") == "allow":
         schema["properties"] |= {name: {} for name in HARMLESS}
     schema["additionalProperties"] = False
-    if path in _REQUIRED:
-        schema["required"] = _REQUIRED[path]
+    if required:
+        schema["required"] = list(required)
     schemas[model.__name__] = schema
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     return {"required": True, "content": content}
 
 
-def _answers(path: str, method: str, plain: Json) -> Json:
+def _answers(endpoint: Endpoint, plain: Json) -> Json:
     """The one that is hoped for, and every refusal in OpenAI's shape."""
     answers = {status: answer for status, answer in plain.items() if status != "422"}
-    if path == "/metrics":
-        texts = ("text/plain", "application/openmetrics-text")
-        answers["200"] = {"description": "samples", "content": {kind: {"schema": {}} for kind in texts}}
-    if schema := ANSWERS.get((method, path)):
-        content: Json = {"application/json": {"schema": schema}}
-        if path in STREAMING:
-            content["text/event-stream"] = {"schema": {}}
+    content: Json = {"application/json": {"schema": endpoint.answer}} if endpoint.answer else {}
+    content |= {kind: {"schema": {}} for kind in endpoint.media_types}
+    if content:
         answers["200"] = {"description": "the answer, or a stream of it", "content": content}
     refused = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status, why in _REFUSALS.items():

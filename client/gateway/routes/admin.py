@@ -9,14 +9,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.admission.admission import Hold
 from allspan.client.gateway.auth.caller import current_caller
 from allspan.client.gateway.context import GatewayContext
-from allspan.client.gateway.http.access import require_admin
 from allspan.client.gateway.http.body import read_json_body
+from allspan.client.gateway.http.endpoint import Access, Endpoint
 from allspan.protos.api.errors import AllspanError, InvalidRequest
 
 DRAIN_S, WEIGHTS_S, MOST_S = 60.0, 600.0, 3600.0
@@ -26,16 +26,12 @@ Act = Callable[[Request], Awaitable[dict[str, Any]]]
 logger = logging.getLogger("allspan.gateway")
 
 
-def routes(context: GatewayContext) -> APIRouter:
-    router = APIRouter(dependencies=[Depends(require_admin)])
-    for (method, path), act in _table(context).items():
-        router.add_api_route(path, _endpoint(path, act), methods=[method], name=path)
-    return router
-
-
-def paths(context: GatewayContext) -> frozenset[str]:
-    """All of them: what asks for the admin key even where users need none."""
-    return frozenset(path for _, path in _table(context))
+def endpoints(context: GatewayContext) -> list[Endpoint]:
+    """Its endpoints."""
+    return [
+        Endpoint(method, path, _endpoint(path, act), summary, Access.ADMIN)
+        for method, path, act, summary in _table(_Operator(context))
+    ]
 
 
 def _endpoint(path: str, act: Act) -> Callable[[Request], Awaitable[Response]]:
@@ -50,25 +46,25 @@ def _endpoint(path: str, act: Act) -> Callable[[Request], Awaitable[Response]]:
             logger.info("admin: %s done in %.3f s", path, time.monotonic() - started)
         return JSONResponse(answer)
 
+    endpoint.__name__ = act.__name__
     return endpoint
 
 
-def _table(context: GatewayContext) -> dict[tuple[str, str], Act]:
-    operator = _Operator(context)
-    return {
-        ("POST", "/pause"): operator.pause,
-        ("POST", "/resume"): operator.resume,
-        ("GET", "/is_paused"): operator.is_paused,
-        ("POST", "/sleep"): operator.sleep,
-        ("POST", "/wake_up"): operator.wake_up,
-        ("GET", "/is_sleeping"): operator.is_sleeping,
-        ("POST", "/reset_prefix_cache"): operator.reset_prefix_cache,
-        ("POST", "/start_profile"): operator.start_profile,
-        ("POST", "/stop_profile"): operator.stop_profile,
-        ("GET", "/profile"): operator.profile,
-        ("POST", "/abort"): operator.abort,
-        ("GET", "/admin/requests"): operator.requests,
-    }
+def _table(operator: _Operator) -> list[tuple[str, str, Act, str]]:
+    return [
+        ("POST", "/pause", operator.pause, "Lets no new requests in and waits for those that run."),
+        ("POST", "/resume", operator.resume, "Lets new requests in again."),
+        ("GET", "/is_paused", operator.is_paused, "Says whether the server is paused or asleep."),
+        ("POST", "/sleep", operator.sleep, "Pauses, and gives back the memory of weights and KV pages."),
+        ("POST", "/wake_up", operator.wake_up, "Loads the weights again and lets new requests in."),
+        ("GET", "/is_sleeping", operator.is_sleeping, "Says whether the weights are unloaded."),
+        ("POST", "/reset_prefix_cache", operator.reset_prefix_cache, "Forgets every cached page."),
+        ("POST", "/start_profile", operator.start_profile, "Begins to time every op."),
+        ("POST", "/stop_profile", operator.stop_profile, "Ends the timing of ops."),
+        ("GET", "/profile", operator.profile, "Gives what each op took."),
+        ("POST", "/abort", operator.abort, "Ends a running request."),
+        ("GET", "/admin/requests", operator.requests, "Lists the requests that run."),
+    ]
 
 
 class _Operator:

@@ -6,12 +6,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from allspan import __version__
 from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
 from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.http.endpoint import Endpoint
 from allspan.protos.api.counters import COUNTERS
 from allspan.protos.api.engine import EngineStatistics
 
@@ -32,14 +32,13 @@ _OF_A_RANK = (
 )
 
 
-def routes(context: GatewayContext) -> APIRouter:
-    router = APIRouter()
+def endpoints(context: GatewayContext) -> list[Endpoint]:
+    """Its endpoint."""
 
-    @router.get("/cluster")
     async def cluster() -> Response:
         return JSONResponse(described(context, await context.snapshots.look()))
 
-    return router
+    return [Endpoint("GET", "/cluster", cluster, "Describes the live cluster.")]
 
 
 def described(context: GatewayContext, view: ClusterView) -> dict[str, Any]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.http.endpoint import Access, Endpoint
 from allspan.client.gateway.metrics.collect import Scene
 from allspan.client.gateway.metrics.exposition import Exposition
 
 
-def routes(context: GatewayContext) -> APIRouter:
-    router = APIRouter()
+def endpoints(context: GatewayContext) -> list[Endpoint]:
+    """Its endpoint."""
     exposition = Exposition()
 
-    @router.get("/metrics")
     async def metrics(request: Request) -> Response:
         scene = Scene(context, await context.snapshots.look())
         body, content_type = exposition.render(scene, request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
-    return router
+    access = Access.NOTHING if context.config.security.open_metrics else Access.KEY
+    texts = ("text/plain", "application/openmetrics-text")
+    return [Endpoint("GET", "/metrics", metrics, "Gives samples for Prometheus.", access, media_types=texts)]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.http.endpoint import Endpoint
+from allspan.client.gateway.openai.answer_schemas import CHAT_CHOICE, CHOICE, EVENTS, MODEL, MODELS, envelope
 from allspan.client.gateway.openai.answers import Answers
 from allspan.client.gateway.openai.chat import plan_chat
+from allspan.client.gateway.openai.chat_request import ChatRequest
 from allspan.client.gateway.openai.completions import plan_completion
+from allspan.client.gateway.openai.schemas import CompletionRequest
 from allspan.client.gateway.openai.shapes import Json
 
 
-def routes(context: GatewayContext) -> APIRouter:
-    router = APIRouter(prefix="/v1")
+def endpoints(context: GatewayContext) -> list[Endpoint]:
+    """Its endpoints."""
     answers = Answers(context)
 
     def card() -> Json:
@@ -28,21 +32,40 @@ def routes(context: GatewayContext) -> APIRouter:
             "max_model_len": model.max_model_len,
         }
 
-    @router.get("/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [card()]})
 
-    @router.get("/models/{name:path}")
     async def one_model(name: str) -> Response:
         context.model.check_name(name)
         return JSONResponse(card())
 
-    @router.post("/completions")
     async def completions(request: Request) -> Response:
         return await answers.answer(request, plan_completion)
 
-    @router.post("/chat/completions")
     async def chat(request: Request) -> Response:
         return await answers.answer(request, plan_chat)
 
-    return router
+    return [
+        Endpoint("GET", "/v1/models", models, "Lists the model that is served.", answer=MODELS),
+        Endpoint("GET", "/v1/models/{name:path}", one_model, "Describes the model that is served.", answer=MODEL),
+        Endpoint(
+            "POST",
+            "/v1/completions",
+            completions,
+            "Continues prompts.",
+            body=CompletionRequest,
+            required=("prompt",),
+            answer=envelope("text_completion", CHOICE),
+            media_types=EVENTS,
+        ),
+        Endpoint(
+            "POST",
+            "/v1/chat/completions",
+            chat,
+            "Answers a conversation.",
+            body=ChatRequest,
+            required=("messages",),
+            answer=envelope("chat.completion", CHAT_CHOICE),
+            media_types=EVENTS,
+        ),
+    ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.http.endpoint import Access, Endpoint
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
@@ -23,12 +23,14 @@ _HEADERS = {
 }
 
 
-def routes(context: GatewayContext) -> APIRouter:
-    router = APIRouter(include_in_schema=False)
+def endpoints(context: GatewayContext) -> list[Endpoint]:
+    """One a file."""
+    found = []
     for name, content, media_type in _files():
         path = "/" if name == "index.html" else f"/page/{name}"
-        router.add_api_route(path, _served(content, media_type), methods=["GET"])
-    return router
+        handler = _served(content, media_type)
+        found.append(Endpoint("GET", path, handler, "Serves the page.", Access.NOTHING, is_described=False))
+    return found
 
 
 def _files() -> list[tuple[str, bytes, str]]:

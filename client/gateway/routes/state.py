@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from allspan import __version__
 from allspan.client.gateway.auth.caller import current_caller
 from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.http.endpoint import Access, Endpoint
 from allspan.client.gateway.http.errors import response_of
 from allspan.protos.api.errors import Unavailable
 
 
-def routes(context: GatewayContext) -> APIRouter:
-    router = APIRouter()
+def endpoints(context: GatewayContext) -> list[Endpoint]:
+    """Its endpoints."""
 
-    @router.get("/health")
     async def health() -> Response:
         return JSONResponse({"status": "alive"})
 
-    @router.get("/ready")
     async def ready() -> Response:
         if context.admission.is_ready:
             return JSONResponse({"status": "ready"})
         told = current_caller().owner or not context.keys.has_users  # it names hosts and processes
         return response_of(Unavailable((told and context.admission.down_cause) or "the engine is not ready"))
 
-    @router.get("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    return router
+    return [
+        Endpoint("GET", "/health", health, "Says that the process answers.", Access.NOTHING),
+        Endpoint("GET", "/ready", ready, "Says whether new requests are let in.", Access.NOTHING),
+        Endpoint("GET", "/version", version, "Gives the version of allspan."),
+    ]

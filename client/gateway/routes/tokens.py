@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.admission.admission import caller_error
@@ -14,7 +14,9 @@ from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.body import read_json_body
+from allspan.client.gateway.http.endpoint import Endpoint
 from allspan.client.gateway.offload import off_loop
+from allspan.client.gateway.openai.answer_schemas import COUNT, OR_NULL, TEXT, list_of, object_of
 from allspan.client.gateway.openai.chat_request import ChatRequest, read_chat
 from allspan.client.gateway.openai.schemas import RequestBody, parse, parse_value
 from allspan.client.gateway.openai.shapes import TokenTexts
@@ -58,11 +60,10 @@ class DetokenizeRequest(RequestBody):
     skip_special_tokens: bool | None = None
 
 
-def routes(context: GatewayContext) -> APIRouter:
-    router = APIRouter()
+def endpoints(context: GatewayContext) -> list[Endpoint]:
+    """Its endpoints."""
     limits = context.config.limits
 
-    @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         with _answered(request):
             asked = parse(TokenizeRequest, await read_json_body(request, limits), limits)
@@ -85,7 +86,6 @@ def routes(context: GatewayContext) -> APIRouter:
                 }
             )
 
-    @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         with _answered(request):
             asked = parse(DetokenizeRequest, await read_json_body(request, limits), limits)
@@ -94,7 +94,6 @@ def routes(context: GatewayContext) -> APIRouter:
             decode, skip = context.tokenizer.decode, bool(asked.skip_special_tokens)
             return JSONResponse({"prompt": await off_loop(len(ids), lambda: decode(ids, skip))})
 
-    @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """What a client that renders and counts by itself has to know; evaluation harnesses ask for it."""
         tokenizer = context.tokenizer
@@ -113,7 +112,22 @@ def routes(context: GatewayContext) -> APIRouter:
             }
         )
 
-    return router
+    return [
+        Endpoint(
+            *("POST", "/tokenize", tokenize, "Gives the token ids of a text or a conversation."),
+            body=TokenizeRequest,
+            answer=object_of(count=COUNT, max_model_len=COUNT, tokens=list_of(COUNT)),
+        ),
+        Endpoint(
+            *("POST", "/detokenize", detokenize, "Gives the text of token ids."),
+            body=DetokenizeRequest,
+            answer=object_of(prompt=TEXT),
+        ),
+        Endpoint(
+            *("GET", "/tokenizer_info", tokenizer_info, "Describes the tokenizer."),
+            answer=object_of(vocab_size=COUNT, bos_token=OR_NULL, eos_token=OR_NULL),
+        ),
+    ]
 
 
 @contextlib.contextmanager
