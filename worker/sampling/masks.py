@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +88,11 @@ class AllowedTokens:
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._allowed = ids
-        self._ids = np.array(ids)
+
+    @cached_property
+    def _ids(self) -> NDArray[np.int64]:
+        """Made when the host first needs them; a device does not."""
+        return np.array(self._allowed)
 
     @classmethod
     def of(cls, row: SamplingRow) -> AllowedTokens | None:

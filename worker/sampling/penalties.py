@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,8 +112,12 @@ class LogitBias:
 
     def __init__(self, biases: Sequence[tuple[int, float]]) -> None:
         self._biases = biases
-        self._ids = np.array([token_id for token_id, _ in biases])
-        self._values = np.array([bias for _, bias in biases], dtype=np.float32)
+
+    @cached_property
+    def _arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Token ids and biases, made when the host first needs them; a device does not."""
+        ids, values = zip(*self._biases, strict=True)
+        return np.array(ids), np.array(values, dtype=np.float32)
 
     @classmethod
     def of(cls, row: SamplingRow) -> LogitBias | None:
@@ -120,7 +125,8 @@ class LogitBias:
         return cls(row.params.biases) if row.params.biases else None
 
     def apply(self, position: int, logits: Logits) -> None:
-        logits[self._ids] += self._values
+        ids, values = self._arrays
+        logits[ids] += values
 
     def on_device(self, change: DeviceChange) -> None:
         change.biases = self._biases

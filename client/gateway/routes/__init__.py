@@ -1,1 +1,1 @@
-"""One module a group of endpoints; `http.ROUTES` lists them."""
+"""One module a group of endpoints; `application.ROUTES` lists them."""

@@ -13,6 +13,11 @@ from allspan.client.gateway.openai.answer_schemas import COUNT, EVENTS, RESPONSE
 from allspan.client.gateway.responses.request import ResponsesRequest
 from allspan.client.gateway.responses.responder import Responder
 
+_COUNTED = object_of(object={"const": "response.input_tokens"}, input_tokens=COUNT)
+_ITEMS = object_of(object={"const": "list"}, data=list_of(object_of(id=TEXT)))
+_DELETED = object_of(id=TEXT, object={"const": "response"}, deleted={"const": True})
+_CANCELLED = object_of(id=TEXT, status={"const": "cancelled"})
+
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
     """Its endpoints."""
@@ -61,19 +66,10 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
             *("POST", "/v1/responses/input_tokens", count, "Counts the tokens of a conversation."),
             body=body,
             required=required,
-            answer=object_of(object={"const": "response.input_tokens"}, input_tokens=COUNT),
+            answer=_COUNTED,
         ),
         Endpoint("GET", one, kept, "Gives a response that is kept.", answer=RESPONSE),
-        Endpoint(
-            *("GET", f"{one}/input_items", input_items, "Lists what a kept response answered."),
-            answer=object_of(object={"const": "list"}, data=list_of(object_of(id=TEXT))),
-        ),
-        Endpoint(
-            *("DELETE", one, forget, "Forgets a kept response."),
-            answer=object_of(id=TEXT, object={"const": "response"}, deleted={"const": True}),
-        ),
-        Endpoint(
-            *("POST", f"{one}/cancel", cancel, "Ends a response that still runs."),
-            answer=object_of(id=TEXT, status={"const": "cancelled"}),
-        ),
+        Endpoint("GET", f"{one}/input_items", input_items, "Lists what a kept response answered.", answer=_ITEMS),
+        Endpoint("DELETE", one, forget, "Forgets a kept response.", answer=_DELETED),
+        Endpoint("POST", f"{one}/cancel", cancel, "Ends a response that still runs.", answer=_CANCELLED),
     ]

@@ -22,6 +22,7 @@ from allspan.client.gateway.openai.schemas import RequestBody, parse, parse_valu
 from allspan.client.gateway.openai.shapes import TokenTexts
 from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.text import Tokenizer
 
 _OF_CHAT = (
     "messages",
@@ -96,21 +97,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
 
     async def tokenizer_info() -> Response:
         """What a client that renders and counts by itself has to know; evaluation harnesses ask for it."""
-        tokenizer = context.tokenizer
-
-        def text(token_id: int | None) -> str | None:
-            return None if token_id is None else tokenizer.codec.piece(token_id).decode("utf-8", "replace")
-
-        return JSONResponse(
-            {
-                "tokenizer_class": type(tokenizer.codec).__name__,
-                "vocab_size": tokenizer.vocab_size,
-                "bos_token": text(tokenizer.bos_token_id),
-                "eos_token": text(tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None),
-                "add_bos_token": bool(tokenizer.prefix),
-                "chat_template": tokenizer.chat_template.source if tokenizer.chat_template else None,
-            }
-        )
+        return JSONResponse(_described(context.tokenizer))
 
     return [
         Endpoint(
@@ -128,6 +115,20 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
             answer=object_of(vocab_size=COUNT, bos_token=OR_NULL, eos_token=OR_NULL),
         ),
     ]
+
+
+def _described(tokenizer: Tokenizer) -> dict[str, Any]:
+    def text(token_id: int | None) -> str | None:
+        return None if token_id is None else tokenizer.codec.piece(token_id).decode("utf-8", "replace")
+
+    return {
+        "tokenizer_class": type(tokenizer.codec).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token": text(tokenizer.bos_token_id),
+        "eos_token": text(tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None),
+        "add_bos_token": bool(tokenizer.prefix),
+        "chat_template": tokenizer.chat_template.source if tokenizer.chat_template else None,
+    }
 
 
 @contextlib.contextmanager
