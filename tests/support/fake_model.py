@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.scheduler.plan import Copy
 from allspan.worker.step.inputs import SharedInputs, StepInputs
 
@@ -36,6 +37,8 @@ class FakeModel:
     def pages(self) -> np.ndarray:
         """[num_pages, page_size, 2]: the token and the position in each place."""
         return self._cache.reshape(-1, self._page_size, 2)
+
+    row_inputs = RowInputs()
 
     def forward(self, inputs: StepInputs) -> Tensor:
         self.num_forwards += 1

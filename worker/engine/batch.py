@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from allspan.protos.api.errors import InternalError
+from allspan.protos.api.errors import ConfigError, InternalError
+from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.engine.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.rows import Ints, Longs, RowStates
 from allspan.worker.sampling.sampler import Sampled, Sampler
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.inputs import InputBuffers
+from allspan.worker.step.inputs import EmbeddingRows, GroupInputs, InputBuffers
 from allspan.worker.step.model import PageTiers
 from allspan.worker.step.shared_prefix import SharedPages
 
@@ -26,15 +29,28 @@ class Batch:
     """
 
     def __init__(
-        self, sizes: BatchSizes, sampler: Sampler, buffers: InputBuffers, tiers: PageTiers | None = None
+        self,
+        sizes: BatchSizes,
+        sampler: Sampler,
+        buffers: InputBuffers,
+        tiers: PageTiers | None = None,
+        lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,),
+        has_adapters: bool = False,
     ) -> None:
-        """`buffers` of the same sizes. `tiers` None: the pages of the device are all there are."""
+        """`buffers` of the same sizes. `tiers` None: the pages of the device are all there are. `lifetimes`: of the
+        cache groups. Raises ConfigError for several where inputs are copied to a device."""
+        if len(lifetimes) > 1 and not buffers.is_shared:
+            raise ConfigError(
+                f"the model has {len(lifetimes)} cache groups, a device that copies step inputs takes 1: use the CPU"
+            )
+        self._lifetimes = tuple(lifetimes)
+        self._has_adapters = has_adapters
         self._page_size = sizes.page_size
         self._sampler = sampler
         self._tiers = tiers
         self.buffers = buffers
-        self._rows = RowStates(sizes)
-        self._shared = SharedPages(self._rows.pages, sizes.page_size) if buffers.wants_common else None
+        self._rows = RowStates(sizes, lifetimes)
+        self._shared = SharedPages(self._rows.tables[0], sizes.page_size) if buffers.wants_common else None
         self._parked: dict[bytes, Ints] = {}
         """Tokens of preempted requests."""
         self._decodes: DecodeRun | None = None
@@ -119,11 +135,19 @@ class Batch:
         values, logits = self._values(plan.step, rows, counts)
         if num_unknown:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
-        step = BatchStep(plan.step, self.buffers.fill(values, common), logits, state.num_leaves, num_unknown)
+        inputs = self.buffers.fill(values, common)
+        if len(self._lifetimes) > 1:
+            inputs.groups = self._more_groups(rows, values)
+        if self._has_adapters:
+            inputs.adapters = torch.from_numpy(np.repeat(state.adapters[rows], counts))
+        if state.embeddings:
+            inputs.embeddings = self._embeddings(rows, values)
+        step = BatchStep(plan.step, inputs, logits, state.num_leaves, num_unknown)
         step.drafted = tuple(row for row, _ in plan.drafts)
         state.num_computed[rows] += counts
         state.num_tokens[logits.sampling] += 1
-        if self.buffers.is_shared and logits.targets is None and len(rows) == len(values["ids"]) == len(logits.rows):
+        is_plain = self.buffers.is_shared and len(self._lifetimes) == 1 and inputs.embeddings is None
+        if is_plain and logits.targets is None and len(rows) == len(values["ids"]) == len(logits.rows):
             room = self._page_size - 1 - int((values["positions"] % self._page_size).max())
             self._decodes = DecodeRun(plan.runs, step, room)
         return step
@@ -171,6 +195,9 @@ class Batch:
                 f"{len(tokens) - prompt_len}"
             )
         state.enter(row, join.request_id, tokens, join.num_computed)
+        state.adapters[row] = join.adapter
+        if request.embeddings is not None:
+            state.embeddings[row] = request.embeddings
         state.prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
         if self._shared is not None:
             self._shared.forget()
@@ -182,9 +209,7 @@ class Batch:
         starts = state.num_computed[rows]
         kv_lens = starts + counts
         page_counts = -(-kv_lens // self._page_size)
-        if (page_counts > state.num_pages[rows]).any() or (
-            kv_lens > state.num_tokens[rows] + state.num_drafts[rows]
-        ).any():
+        if self._lacks_pages(rows, page_counts) or (kv_lens > state.num_tokens[rows] + state.num_drafts[rows]).any():
             raise InternalError(f"step {step}: a row runs past its tokens or its pages")
         qo_indptr, page_indptr = _indptr(counts), _indptr(page_counts)
         token_rows = np.repeat(rows, counts)
@@ -195,14 +220,52 @@ class Batch:
         values = {
             "ids": state.tokens[token_rows, positions],
             "positions": positions,
-            "slots": state.pages[token_rows, pages] * self._page_size + offsets,
+            "slots": state.tables[0][token_rows, pages] * self._page_size + offsets,
             "qo_indptr": qo_indptr,
             "page_indptr": page_indptr,
-            "page_indices": state.pages[page_rows, _nth(page_indptr)],
+            "page_indices": state.tables[0][page_rows, _nth(page_indptr)],
             "kv_lens": kv_lens,
             "logits_rows": logits_rows,
         }
         return values, logits
+
+    def _embeddings(self, rows: Longs, values: dict[str, NDArray[Any]]) -> EmbeddingRows | None:
+        """The embedding rows among a step's tokens."""
+        places, found = [], []
+        for row, first in zip(rows.tolist(), values["qo_indptr"].tolist(), strict=False):
+            if embeddings := self._rows.embeddings.get(row):
+                count = int(values["kv_lens"][rows == row][0]) - int(values["positions"][first])
+                positions = values["positions"][first : first + count] - embeddings.first
+                at = np.flatnonzero((positions >= 0) & (positions < len(embeddings.rows)))
+                places.append(first + at)
+                found.append(embeddings.rows[positions[at]])
+        if not sum(map(len, places)):
+            return None
+        return EmbeddingRows(
+            torch.from_numpy(np.concatenate(places)), torch.from_numpy(np.concatenate(found).astype(np.float32))
+        )
+
+    def _lacks_pages(self, rows: Longs, page_counts: Longs) -> bool:
+        return any(
+            (self._rows.num_pages[group, rows] < (1 if lifetime.is_state else page_counts)).any()
+            for group, lifetime in enumerate(self._lifetimes)
+        )
+
+    def _more_groups(self, rows: Longs, values: dict[str, NDArray[Any]]) -> tuple[GroupInputs, ...]:
+        """Slots and page tables of the cache groups behind the first, for the same tokens."""
+        token_rows = np.repeat(rows, np.diff(values["qo_indptr"]))
+        page_rows = np.repeat(rows, np.diff(values["page_indptr"]))
+        pages, offsets = np.divmod(values["positions"], self._page_size)
+        groups = []
+        for lifetime, table in zip(self._lifetimes[1:], self._rows.tables[1:], strict=True):
+            if lifetime.is_state:
+                slots, indices, indptr = table[token_rows, 0], table[rows, 0], np.arange(len(rows) + 1)
+            else:
+                slots = table[token_rows, pages] * self._page_size + offsets
+                indices, indptr = table[page_rows, _nth(values["page_indptr"])], values["page_indptr"]
+            tensors = (torch.from_numpy(each.astype(np.int32, copy=False)) for each in (slots, indptr, indices))
+            groups.append(GroupInputs(*tensors))
+        return tuple(groups)
 
     def _choose_logits(
         self, rows: Longs, token_rows: Longs, positions: Longs, qo_indptr: Longs

@@ -35,7 +35,7 @@ from allspan.worker.sampling.grammar import MaskMaker
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.drafting import Drafting, drafter_of
-from allspan.worker.scheduler.limits import limits_of
+from allspan.worker.scheduler.limits import GroupLimits, limits_of
 from allspan.worker.scheduler.lookahead import DEPTH, Lookahead
 from allspan.worker.scheduler.page_manager import PrefixSettings
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
@@ -62,20 +62,20 @@ class EngineCore:
         self,
         config: WorkerConfig,
         model: StepModel,
-        num_pages: int,
+        num_pages: int | tuple[GroupLimits, ...],
         collectives: Collectives,
         channel: PlanChannel | None = None,
         eos_token_ids: tuple[int, ...] = (),
         tiers: PageTiers | None = None,
         parts: StepParts | None = None,
     ) -> None:
-        """`num_pages` must be the same on every rank. `channel` may be None in a world of one rank. `tiers` None: no
-        host tier. `parts` of the device; None: those of the host, on one thread."""
+        """`num_pages`, of one cache group or of each, must be the same on every rank. `channel` may be None in a world
+        of one rank. `tiers` None: no host tier. `parts` of the device; None: those of the host, on one thread."""
         if channel is None and collectives.size > 1:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
         most = config.scheduler
         self.is_leader = collectives.rank == 0
-        self.limits = limits_of(config, sum(model.vocab_widths), model.max_model_len, num_pages)
+        self.limits = limits_of(config, sum(model.vocab_widths), model.max_model_len, num_pages, model.row_inputs)
         self.progress = 0
         self.on_outputs: OnOutputs = lambda outcomes: None
         self.on_operation: OnOperation = lambda operation: None
@@ -85,7 +85,7 @@ class EngineCore:
         self.weights_version, self.weights_loaded = 1, True
         self._operations: deque[Pending] = deque()
         self._operating: Pending | None = None
-        self._epoch = config.service.epoch
+        epoch = config.service.epoch
         self._rank = collectives.rank
         self._model = model
         self._channel = channel
@@ -102,12 +102,12 @@ class EngineCore:
         self._sampler = sampler = Sampler(
             most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, parts.sampling, masks
         )
-        self._batch = Batch(sizes, sampler, inputs, tiers)
+        lifetimes, has_adapters = [each.lifetime for each in self.limits.groups()], model.row_inputs.num_adapters > 0
+        self._batch = Batch(sizes, sampler, inputs, tiers, lifetimes, has_adapters)
         depth = DEPTH if most.async_scheduling and inputs.runs_ahead else 1
-        runner = Runner(model, sampler, self._batch)
-        self._loop = StepLoop(runner, self._inbox, self._operate, channel, self._epoch, depth)
-        lookahead = Lookahead(depth, sampler.samples_ahead)
-        self._scheduler = Scheduler(self.limits, eos_token_ids, self._epoch, prefix, lookahead=lookahead)
+        runner, lookahead = Runner(model, sampler, self._batch), Lookahead(depth, sampler.samples_ahead)
+        self._loop = StepLoop(runner, self._inbox, self._operate, channel, epoch, depth)
+        self._scheduler = Scheduler(self.limits, eos_token_ids, epoch, prefix, lookahead=lookahead)
         self._changed = threading.Condition()
         self._outbox: list[Outcome] = []
         self._accepts, self._stopped_because = True, ""

@@ -4,8 +4,6 @@ before is over, and overlapped, where the next steps are planned and launched wh
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 from allspan.protos.api.errors import InternalError
@@ -96,29 +94,31 @@ class StepLoop:
         return plan
 
     def _run(self, plan: StepPlan) -> StepResult:
-        with self._executing(plan):
-            return self.runner.run(plan, self._inbox, self._operate)
-
-    def _launch(self, plan: StepPlan) -> None:
-        with self._executing(plan):
-            self.runner.launch(plan, self._inbox, self._operate)
-
-    def _land(self) -> StepResult:
-        with self._executing():
-            return self.runner.land()
-
-    @contextmanager
-    def _executing(self, plan: StepPlan | None = None) -> Iterator[None]:
-        """While the loop may wait for the model. `plan`: the one that begins, if any."""
-        if plan is not None:
-            if plan.epoch != self._epoch or plan.step != self.steps + 1:
-                raise InternalError(
-                    f"this rank got the plan of epoch {plan.epoch}, step {plan.step}; "
-                    f"it awaits epoch {self._epoch}, step {self.steps + 1}"
-                )
-            self.steps = plan.step
-        self.is_executing = True
+        self._begin(plan)
         try:
-            yield
+            return self.runner.run(plan, self._inbox, self._operate)
         finally:
             self.is_executing = False
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._begin(plan)
+        try:
+            self.runner.launch(plan, self._inbox, self._operate)
+        finally:
+            self.is_executing = False
+
+    def _land(self) -> StepResult:
+        self.is_executing = True
+        try:
+            return self.runner.land()
+        finally:
+            self.is_executing = False
+
+    def _begin(self, plan: StepPlan) -> None:
+        if plan.epoch != self._epoch or plan.step != self.steps + 1:
+            raise InternalError(
+                f"this rank got the plan of epoch {plan.epoch}, step {plan.step}; "
+                f"it awaits epoch {self._epoch}, step {self.steps + 1}"
+            )
+        self.steps = plan.step
+        self.is_executing = True

@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allspan.worker.cache.budget import pages_of
+from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.scheduler.plan import Grant
 from allspan.worker.step.buffer_sizes import BatchSizes
+from allspan.worker.step.embeddings import PromptEmbeddings
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -19,16 +21,23 @@ class RowStates:
     """One entry a row. Steps in flight are counted as if they were over: a token that is still being sampled has its
     place in `tokens`, and its value there once the step is committed."""
 
-    def __init__(self, sizes: BatchSizes) -> None:
+    def __init__(self, sizes: BatchSizes, lifetimes: Sequence[PageLifetime]) -> None:
+        """`lifetimes`: of the cache groups."""
         rows, pages = sizes.max_rows, pages_of(sizes.max_model_len, sizes.page_size)
         # The system backs these with memory only where they are written.
         self.tokens: Ints = np.zeros((rows, sizes.max_model_len), dtype=np.int32)
-        self.pages: Ints = np.zeros((rows, pages), dtype=np.int32)
+        self.tables: list[Ints] = [
+            np.zeros((rows, 1 if each.is_state else pages), dtype=np.int32) for each in lifetimes
+        ]
+        """By cache group: the pages of each row, by their places."""
+        self.adapters: Ints = np.full(rows, -1, dtype=np.int32)
+        self.embeddings: dict[int, PromptEmbeddings] = {}
         self.num_tokens: Longs = np.zeros(rows, dtype=np.int64)
         self.num_drafts: Longs = np.zeros(rows, dtype=np.int64)
         """Tokens behind the last one that a step in flight verifies."""
         self.num_computed: Longs = np.zeros(rows, dtype=np.int64)
-        self.num_pages: Longs = np.zeros(rows, dtype=np.int64)
+        self.num_pages: Longs = np.zeros((len(lifetimes), rows), dtype=np.int64)
+        """By cache group: up to which place a row has pages."""
         self.prompt_ends: Longs = np.zeros(rows, dtype=np.int64)
         """The prompt's last index for rows that want its log-probabilities, else 0."""
         self.request_ids: list[bytes | None] = [None] * rows
@@ -42,7 +51,7 @@ class RowStates:
         self.tokens[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
         self.num_computed[row] = num_computed
-        self.num_pages[row] = 0
+        self.num_pages[:, row] = 0
 
     def draft(self, row: int, drafts: Sequence[int]) -> int:
         """Puts drafts behind the row's tokens, and returns how many these are."""
@@ -63,6 +72,8 @@ class RowStates:
 
     def leave(self, row: int) -> None:
         self.request_ids[row] = None
+        self.adapters[row] = -1
+        self.embeddings.pop(row, None)
         self.num_leaves += 1
         self._left_at[row] = self.num_leaves
 
@@ -73,5 +84,5 @@ class RowStates:
 
     def grant(self, grant: Grant) -> None:
         last = grant.first + len(grant.pages)
-        self.pages[grant.row, grant.first : last] = grant.pages
-        self.num_pages[grant.row] = last
+        self.tables[grant.group][grant.row, grant.first : last] = grant.pages
+        self.num_pages[grant.group, grant.row] = last

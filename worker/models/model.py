@@ -22,6 +22,7 @@ from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.sublayer import slots_name
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.program import Rows, with_fused_sums, with_whole_logits
+from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.step.backend import Backend
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.step.inputs import StepInputs
@@ -97,6 +98,11 @@ class Model:
     def cache_spec(self) -> CacheSpec:
         """That of the only cache group. ConfigError for a model of several, which the engine does not serve yet."""
         return only_group(self.cache_groups)
+
+    @property
+    def row_inputs(self) -> RowInputs:
+        """Token ids are all that requests bring so far."""
+        return RowInputs()
 
     def bind_cache(self, *caches: KVCache) -> None:
         """Uses these pages from now on, one cache for each of this model's `cache_groups`."""

@@ -3,7 +3,7 @@
     header   "ASP5", epoch u32, step u64, tokens_hash u32, operation u32, in_flight u32, nine counts u32:
              leaves, drops, joins, grants, saves, loads, runs, drafts, numbers
     drops    16 bytes each
-    joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter u32
+    joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter i32
     numbers  u32 each: leaves; row, page count, group and first place of each grant; source, target and group of each
              save and each load; row and token count of each run and of each draft; then the pages of all grants and
              the tokens of all drafts
@@ -22,7 +22,7 @@ from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, Ste
 
 _MAGIC = b"ASP5"
 _HEADER = struct.Struct("<4sIQIII9I")
-_JOIN = struct.Struct("<I16sQIII")
+_JOIN = struct.Struct("<I16sQIIi")
 _ID_BYTES = 16
 _OPERATIONS = frozenset(int(operation) for operation in Operation)
 

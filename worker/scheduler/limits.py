@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.api.prompts import check_ids, check_length
@@ -38,6 +38,16 @@ class GroupLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What a model's requests may bring beside token ids."""
+
+    num_adapters: int = 0
+    """Adapter slots."""
+    embedding_size: int = 0
+    """Elements of an embedding row; 0: it takes none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The sizes that scheduling depends on. Raises ConfigError for one that cannot be."""
 
@@ -52,12 +62,13 @@ class Limits:
     lifetime: PageLifetime = ALL_TOKENS
     """Of the first cache group, which has `num_pages`."""
     more_groups: tuple[GroupLimits, ...] = ()
+    row_inputs: RowInputs = field(default_factory=RowInputs)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, int) and value < 1:
-                raise ConfigError(f"{field.name} is {value}, must be at least 1")
+                raise ConfigError(f"{each.name} is {value}, must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
@@ -82,6 +93,7 @@ class Limits:
         request.params.check_vocabulary(self.vocab_size)
         request.max_tokens = min(request.params.max_tokens, self.max_model_len - len(ids))
         self._check_resumed(request)
+        self._check_row_inputs(request)
         # The last token is sampled, never computed: it takes no place in the cache.
         computed = len(ids) + request.max_tokens - 1
         for group in self.groups():
@@ -93,6 +105,28 @@ class Limits:
                     f"{group.num_pages * self.page_size + 1} tokens fit",
                     "max_tokens",
                 )
+
+    def _check_row_inputs(self, request: Request) -> None:
+        slots, size, embeddings = self.row_inputs.num_adapters, self.row_inputs.embedding_size, request.embeddings
+        if not -1 <= request.adapter < slots:
+            raise InvalidRequest(
+                f"adapter is slot {request.adapter}, the model has {slots} adapter slots; -1 takes none", "adapter"
+            )
+        if embeddings is None:
+            return
+        if embeddings.rows.ndim != 2 or embeddings.rows.shape[1] != size:
+            raise InvalidRequest(
+                f"embeddings has shape {embeddings.rows.shape}, must be [tokens, {size}]"
+                + ("" if size else ": the model takes token ids only, leave it out"),
+                "embeddings",
+            )
+        last, most = embeddings.first + len(embeddings.rows), len(request.prompt_token_ids)
+        if embeddings.first < 0 or last > most:
+            raise InvalidRequest(
+                f"embeddings take the places {embeddings.first} to {last - 1}, must be within the prompt ({most} "
+                "tokens)",
+                "embeddings",
+            )
 
     def _check_resumed(self, request: Request) -> None:
         """The output tokens that a request comes with."""
@@ -106,14 +140,25 @@ class Limits:
         check_ids(ids, self, "output_token_ids")
 
 
-def limits_of(config: WorkerConfig, vocab_size: int, max_model_len: int, num_pages: int) -> Limits:
-    """Those of a rank: what its model has, and what its configuration says."""
+def limits_of(
+    config: WorkerConfig,
+    vocab_size: int,
+    max_model_len: int,
+    pages: int | tuple[GroupLimits, ...],
+    row_inputs: RowInputs,
+) -> Limits:
+    """Those of a rank: what its model has, and what its configuration says. `pages`: of each cache group; a number is
+    that of one which keeps all tokens."""
+    first, *more = (GroupLimits(pages),) if isinstance(pages, int) else pages
     most = config.scheduler
     return Limits(
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         page_size=config.cache.page_size,
-        num_pages=num_pages,
+        num_pages=first.num_pages,
+        lifetime=first.lifetime,
+        more_groups=tuple(more),
+        row_inputs=row_inputs,
         max_num_seqs=most.max_num_seqs,
         max_num_batched_tokens=most.max_num_batched_tokens,
         max_queued_requests=most.max_queued_requests,

@@ -45,6 +45,7 @@ class PageManager:
         self.groups = tuple(
             PageGroup(i, group, limits.page_size, limits.max_num_batched_tokens) for i, group in enumerate(groups)
         )
+        self._windows = tuple(group for group in self.groups if group.limits.lifetime.window)
         self._weights_version = 1
         self._page_size = limits.page_size
         self._settings = settings
@@ -103,7 +104,10 @@ class PageManager:
     def has_capacity(self, request: Request, tokens: int) -> bool:
         """Whether its pages hold so many tokens more than are computed."""
         total = request.num_computed + tokens
-        return not any(group.lacking(held, total) for group, held in zip(self.groups, request.held, strict=True))
+        for group, held in zip(self.groups, request.held, strict=True):
+            if total > held.last * self._page_size and group.lacking(held, total):
+                return False
+        return True
 
     def extend(self, request: Request, tokens: int) -> list[Grant] | None:
         """Pages for so many tokens more than are computed, or None when there are not enough."""
@@ -148,8 +152,8 @@ class PageManager:
                 keys = self._keys(request, full)
                 for group, held in zip(self.groups, request.held, strict=True):
                     group.commit(held, keys)
-        for group, held in zip(self.groups, request.held, strict=True):
-            group.release_behind(held, request.num_computed)
+        for group in self._windows:
+            group.release_behind(request.held[group.index], request.num_computed)
 
     def release(self, request: Request) -> None:
         """Takes a request's pages back; the full ones of those who take part stay cached."""
@@ -220,5 +224,6 @@ class PageManager:
         return keys if len(keys) == count else keys[:count]
 
     def _root(self, request: Request) -> bytes:
-        adapter = ""  # none yet
-        return root_key(self._settings.model, self._weights_version, adapter, request.options.cache_salt)
+        adapter, embeddings = request.model_inputs
+        salt = request.options.cache_salt
+        return root_key(self._settings.model, self._weights_version, adapter, embeddings.hex(), salt)

@@ -30,7 +30,8 @@ class Join:
     """Tokens whose KV the granted pages already hold (a prefix hit)."""
     num_output: int = 0
     """The last so many tokens of the payload count as output (a resumption)."""
-    adapter: int = 0
+    adapter: int = -1
+    """Its slot; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)

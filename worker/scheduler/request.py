@@ -11,6 +11,7 @@ from allspan.protos.api.errors import InternalError
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.sampling.grammar import CompiledGrammar
+from allspan.worker.step.embeddings import PromptEmbeddings
 
 
 class RequestStatus(enum.Enum):
@@ -62,6 +63,10 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     options: RequestOptions = field(default_factory=RequestOptions)
+    adapter: int = -1
+    """The slot of the adapter that changes the model for this request; -1: none."""
+    embeddings: PromptEmbeddings | None = None
+    """Rows that take the place of some prompt tokens' embeddings."""
     num_resumed: int = 0
     """The first so many of `output_token_ids` came with the payload: another world made them."""
     grammar: CompiledGrammar | None = None
@@ -127,6 +132,11 @@ class Request:
         """A resumption's caller has them: it has output already."""
         return self.params.prompt_logprobs is not None and not self.num_resumed
 
+    @property
+    def model_inputs(self) -> tuple[int, bytes]:
+        """What the KV depends on beside token ids: the adapter, and a digest of the embedding rows."""
+        return self.adapter, self.embeddings.digest if self.embeddings else b""
+
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Token ids from `start` to `stop`, prompt and output."""
         first = len(self.prompt_token_ids)
@@ -145,7 +155,7 @@ class Request:
         """64 bits over the payload: two ranks that hold the same one agree (BLAKE2b, RFC 7693)."""
         if self._digest is None:
             ids = (*self.prompt_token_ids, *self.output_token_ids[: self.num_resumed])
-            text = repr((len(self.prompt_token_ids), self.params, self.options)).encode()
+            text = repr((len(self.prompt_token_ids), self.params, self.options, self.model_inputs)).encode()
             data = self.request_id + struct.pack(f"<{len(ids)}q", *ids) + text
             self._digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
         return self._digest

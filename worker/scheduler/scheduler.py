@@ -308,6 +308,7 @@ class Scheduler:
                 digest=request.digest(),
                 num_computed=request.num_computed,
                 num_output=len(request.output_token_ids),
+                adapter=request.adapter,
             )
         )
 

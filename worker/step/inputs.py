@@ -47,11 +47,21 @@ class SharedInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """Rows that take the place of the embeddings of token ids, on the model's device."""
+
+    at: Tensor
+    """int64 [k]: which of the n tokens."""
+    rows: Tensor
+    """float32 [k, embedding_size]."""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupInputs:
     """Where the tokens of a step lie in the pages of a cache group behind the first; int32 tensors."""
 
     slots: Tensor
-    """[n]."""
+    """[n]: page · page_size + offset; where a page holds a state, the page of the token's request."""
     page_indptr: Tensor
     """[R + 1]."""
     page_indices: Tensor
@@ -99,7 +109,9 @@ class StepInputs:
     groups: tuple[GroupInputs, ...] = ()
     """Those of the cache groups behind the first."""
     adapters: Tensor | None = None
-    """[n]: the adapter slot of each token; None where the model has no adapters."""
+    """[n]: the adapter slot of each token, -1 for none; None where the model has no adapters."""
+    embeddings: EmbeddingRows | None = None
+    """None: all tokens are given by their ids."""
 
     def of_group(self, group: int) -> StepInputs:
         """The step as the layers of a cache group see it."""

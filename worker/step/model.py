@@ -9,6 +9,7 @@ from torch import Tensor
 
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.scheduler.plan import Copy
 from allspan.worker.step.inputs import StepInputs, StepMetadata
 
@@ -22,6 +23,9 @@ class StepModel(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def row_inputs(self) -> RowInputs: ...
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """This rank's slice of the logits, float32 [m, vocab_widths[rank]]; may be overwritten until the next call."""

@@ -24,6 +24,7 @@ from allspan.worker.engine.step_parts import StepParts
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import Sampling
 from allspan.worker.sampling.kernel import sampling_kernel
+from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 
@@ -46,6 +47,7 @@ class NullModel:
     """Meets `allspan.worker.step.model.StepModel` and does nothing: its logits are the same at every step."""
 
     max_model_len = _MODEL_LEN
+    row_inputs = RowInputs()
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
         self.vocab_widths = (vocab_size,)

@@ -1,0 +1,26 @@
+"""Embedding rows that a request brings in the place of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptEmbeddings:
+    """Embedding rows of consecutive prompt tokens. The ids in their places say nothing to the model."""
+
+    first: int
+    """The position of the first one."""
+    rows: NDArray[np.float32]
+    """[k, embedding_size]."""
+    digest: bytes = field(init=False)
+    """128 bits over all of it (BLAKE2b, RFC 7693)."""
+
+    def __post_init__(self) -> None:
+        data = struct.pack("<q", self.first) + np.ascontiguousarray(self.rows, dtype=np.float32).tobytes()
+        object.__setattr__(self, "digest", hashlib.blake2b(data, digest_size=16).digest())
