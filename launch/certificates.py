@@ -1,4 +1,4 @@
-"""Certificates of one's own: an authority, and what it issues, where nobody has others at hand.
+"""A self-made certificate authority and the certificates that it issues, for hosts without others.
 
 Keys are of the curve P-256 and lie in files of mode 0600. Who trusts the authority trusts what it issued.
 """
@@ -21,9 +21,9 @@ from allspan.protos.api.errors import ConfigError
 
 AUTHORITY_DAYS = 3650
 ISSUED_DAYS = 825
-"""Longer lives are refused by some clients."""
+"""Validity of an issued certificate in days; some clients refuse a longer one."""
 EARLIER = datetime.timedelta(hours=1)
-"""For clocks that are behind this one."""
+"""How far the start of the validity is dated back, for hosts whose clocks are behind."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Issued:
 
 
 class Authority:
-    """Made afresh; its key is only kept by who writes `own` down."""
+    """A new certificate authority; its private key is kept only if the caller writes `own` to a file."""
 
     def __init__(self, name: str) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -69,7 +69,8 @@ class Authority:
         self.own = Issued(certificate.public_bytes(serialization.Encoding.PEM), _pem(self._key))
 
     def issue(self, name: str, hosts: Sequence[str] = (), days: int = ISSUED_DAYS) -> Issued:
-        """For both ends of a connection; as a server's it is good for `hosts`, names or addresses."""
+        """Issues a certificate for both ends of a connection; as a server's it is valid for `hosts` (names or
+        addresses)."""
         key = ec.generate_private_key(ec.SECP256R1())
         purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         signer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._identifier)

@@ -22,7 +22,7 @@ config key or field is refused; 3 a model cannot be found or read; 130 Ctrl-C.
 
 
 def parsers() -> list[Parser]:
-    """Of all commands, `allspan serve` first."""
+    """Returns the parsers of all commands, `allspan serve` first."""
     names = [name for name in COMMANDS if name != "bench"]
     made = [importlib.import_module(f"allspan.launch.commands.{name}").make_parser() for name in names]
     return [*made, *(bench.make_parser(row) for row in bench.BENCHMARKS.values())]
@@ -58,7 +58,7 @@ def _table(title: str, actions: Iterable[argparse.Action], own: dict[str, str]) 
 
 
 def _flags(parser: Parser) -> dict[str, str]:
-    """By name, each flag's row; `--help` and `--config` are said of once for all."""
+    """Returns each flag's row by name; `--help` and `--config` are left out, because the page describes them once."""
     return {_name(a): _row(a) for a in parser._actions if a.option_strings and a.dest not in ("help", "config")}
 
 

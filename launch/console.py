@@ -1,4 +1,4 @@
-"""Lines for whoever started the program. Standard output is left to results."""
+"""Lines on the console for the user of a command. Standard output is left to results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def say(text: str) -> None:
-    """One line on standard error; one that cannot be written (full disk, closed pipe) does not end a cluster."""
+    """Writes one line to standard error; a line that cannot be written (full disk, closed pipe) does not end the
+    cluster."""
     with suppress(OSError):
         print(logs.json_line("launcher", text) if logs.is_json() else f"allspan: {text}", file=sys.stderr, flush=True)
 
@@ -28,5 +29,5 @@ def size(num_bytes: float) -> str:
 
 
 def is_terminal() -> bool:
-    """Whether a bar that redraws itself makes sense on standard error."""
+    """Returns whether standard error is a terminal, where a progress bar can redraw itself."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

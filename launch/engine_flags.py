@@ -1,4 +1,5 @@
-"""What `generate`, `chat` and `bench` share: flags for an engine and for sampling, and the engine they describe."""
+"""The flags for an engine and for sampling that `generate`, `chat` and `bench` share, and the engine that they
+describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exit code that tells what kind of error ended a command."""
+"""The exit code of a command for each kind of error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `allspan serve` writes about itself, and in which form."""
+"""The log of `allspan serve`: its settings and its formats."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def begin_log(config: LogConfig, environment: MutableMapping[str, str] = os.envi
 
 
 class ForeignLines:
-    """What other programs write among the JSON lines (mpirun, a traceback at a rank's death), each line in an object of
-    its own."""
+    """Wraps lines of other programs (mpirun, a traceback at a rank's end) in JSON objects, one a line, among the JSON
+    log."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._rest = b""
 
     def pass_on(self, data: bytes) -> bytes:
-        """Whole lines of `data` and of what was held back."""
+        """Returns the whole lines of `data` and of earlier data held back."""
         *lines, self._rest = (self._rest + data.replace(b"\r", b"\n")).split(b"\n")
         return b"".join(self._wrapped(line) for line in lines if line.strip())
 

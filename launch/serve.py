@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from allspan.protos.text import Tokenizer
 
 END_MARGIN_S = 4.0
-"""What an orderly end may take beyond the time that it gives to open requests or to the ranks."""
+"""Seconds that an orderly shutdown may take beyond the time given to open requests or to the ranks."""
 OPEN_FILES = 65536
 ATTACH_TIMEOUT_S = 5.0
 ATTACH_PAUSE_S = 0.5
@@ -50,7 +50,8 @@ logger = logging.getLogger("allspan.gateway")
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends everything at once.
+    """The handler of Ctrl-C and SIGTERM: the first signal starts an orderly shutdown, the second ends everything at
+    once.
 
     So does an orderly end that takes END_MARGIN_S longer than `drain_s`, which requests that run have to finish.
     """
@@ -68,17 +69,17 @@ class Interrupt:
 
     @property
     def remaining_s(self) -> float:
-        """What is left of the time for requests that run; 0 unless a signal asked for the end."""
+        """Returns the seconds that running requests still have; 0 unless a signal started the shutdown."""
         return max(0.0, self._drain_until - time.monotonic()) if self.requested else 0.0
 
     def watch(self, cluster: Cluster) -> None:
-        """From now on a signal ends this cluster (at once, if one came before)."""
+        """Makes a signal end this cluster from now on (at once, if one came before)."""
         self._cluster = cluster
         if self.requested:
             cluster.stop()
 
     def watch_gateway(self, stop: asyncio.Event) -> None:
-        """From now on a signal ends the gateway first; call it on its loop."""
+        """Makes a signal end the gateway first from now on; must be called on the gateway's loop."""
         self._loop, self._stop = asyncio.get_running_loop(), stop
         if self.requested:
             stop.set()
@@ -161,7 +162,7 @@ def serve(settings: ServeSettings) -> int:
 
 
 def _check(settings: ServeSettings) -> None:
-    """What can be refused before anything is fetched or started."""
+    """Checks the settings that can be refused before anything is fetched or started."""
     if sys.platform != "linux":
         raise ConfigError(
             f"a cluster needs Linux, this is {sys.platform}; the client alone works here (on Windows: WSL2)"
@@ -173,8 +174,8 @@ def _check(settings: ServeSettings) -> None:
 
 
 def _prepare_gateway(model: FoundModel, config: GatewayConfig) -> Tokenizer:
-    """What the gateway will need beside the ranks, loaded and tried while they load: its libraries take most of a
-    second. Raises CheckpointError, ConfigError."""
+    """Loads and checks what the gateway needs beside the ranks, while they load: its libraries take most of a second.
+    Raises CheckpointError, ConfigError."""
     from allspan.client.gateway.app import with_template
     from allspan.protos.text import load_tokenizer
 
@@ -220,7 +221,8 @@ def _start(
 
 
 def parallel_config(settings: ServeSettings, placement: Placement) -> ParallelConfig:
-    """A collective waits longer than the watchdog does: who is stopped for a while may go on."""
+    """Returns the ranks' parallel settings; a collective's timeout exceeds the watchdog's, so that a rank stopped for a
+    short time can continue."""
     timeout_s, watchdog_s = settings.parallel.timeout_s, settings.supervisor.watchdog_timeout
     if timeout_s < 2 * watchdog_s:
         timeout_s = 2 * watchdog_s
@@ -229,7 +231,7 @@ def parallel_config(settings: ServeSettings, placement: Placement) -> ParallelCo
 
 
 def _plans(plan: WorldPlan) -> list[WorldPlan]:
-    """One a replica."""
+    """Returns the plan of each replica's world."""
     worlds = plan.placement.worlds()
     if len(worlds) == 1:
         return [plan]
@@ -249,7 +251,7 @@ def _front(
     sockets: Sockets | None,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Serves while the cluster lives: the gateway, or only a ready line for the program that started this one."""
+    """Serves until the cluster ends: runs the gateway, or only prints a ready line for the parent program."""
     if settings.gateway is None or sockets is None or tokenizer is None:
         ready = {"run_dir": str(cluster.run_dir), "model": cluster.info.model if cluster.info else ""}
         print(f"ALLSPAN READY {json.dumps(ready)}", flush=True)
@@ -286,7 +288,7 @@ async def _gateway(
 
 
 async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> ClientEngine | None:
-    """To the world that is ready, or, should it die before that, to the next one. None when `stop` comes first."""
+    """Connects to the world that is ready or, if it ends before that, to the next one. None when `stop` comes first."""
     from allspan.client.async_engine import AsyncClientEngine
 
     loop = asyncio.get_running_loop()
@@ -312,7 +314,7 @@ async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> C
 
 
 def _allow_many_connections() -> None:
-    """Each is an open file, and many systems allow 1,024 unless a program asks for more."""
+    """Raises the limit of open files: each connection is one, and many systems allow 1,024 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -92,7 +92,7 @@ class ServeSettings:
     wire: WireConfig = field(default_factory=WireConfig)
     log: LogConfig = field(default_factory=LogConfig)
     given: str = ""
-    """What of all this differs from the defaults, for the log."""
+    """Returns the settings that differ from their defaults, for the log."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -106,12 +106,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(parser: argparse._ActionsContainer) -> None:
-    """In which form weights are held."""
+    """Adds the flags for the form in which weights are held."""
     _add(parser, ModelConfig, skip=tuple(entry.name for entry in fields(ModelConfig) if entry.name not in HELD_FIELDS))
 
 
 def add_cluster_options(parser: Parser) -> None:
-    """What every command that starts a cluster takes."""
+    """Adds the flags of every command that starts a cluster."""
     ranks = parser.group("ranks", "processes, processors and GPUs")
     _add(ranks, PlacementConfig)
     _add(ranks, ParallelConfig, skip=("threads", "cpus", "memory_node", "oversubscribed", "ranks_on_node"))
@@ -159,7 +159,7 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         weights=build(ModelConfig, namespace, path="", name=""),
         cache=build(CacheConfig, namespace),
         scheduler=build(SchedulerConfig, namespace),
-        # The launcher's `threads` 0 means "decide"; each rank is told its own number.
+        # The launcher's `threads` 0 means "decide"; each rank gets its own number.
         parallel=build(ParallelConfig, namespace, threads=1),
         supervisor=build(SupervisorConfig, namespace),
         gateway=_gateway_config(namespace) if namespace.gateway else None,

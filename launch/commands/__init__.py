@@ -1,1 +1,2 @@
-"""One module a command of `allspan`, each with `run(argv) -> exit code`; imported only when it is asked for."""
+"""The commands of `allspan`, one module each with `run(argv) -> exit code`, imported only when the command is
+called."""

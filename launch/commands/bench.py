@@ -33,7 +33,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 KERNELS = "kernels"
-"""It takes no model, starts no cluster, and runs where the kernels do."""
+"""The name of the benchmark that takes no model, starts no cluster, and runs where the kernels do."""
 
 
 def run(argv: Sequence[str]) -> int:

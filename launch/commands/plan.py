@@ -53,7 +53,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel) -> dict[str, Any]:
-    """One replica's, beside the others. Asks the worker's planner, which needs torch and so is a process of its own.
+    """Plans the memory of one replica, beside the others. Asks the worker's planner, which needs torch and so is a
+    process of its own.
 
     Raises what loading would, and DeadlineExceeded.
     """

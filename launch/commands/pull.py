@@ -1,4 +1,4 @@
-"""`allspan pull NAME`: fetches a model and says where it is."""
+"""`allspan pull NAME`: fetches a model and prints its path."""
 
 from __future__ import annotations
 

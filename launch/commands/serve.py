@@ -33,7 +33,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def given(namespace: argparse.Namespace, defaults: Mapping[str, object]) -> str:
-    """What differs from the defaults, however it was told (flag, file, variable); keys are not shown."""
+    """Returns the settings that differ from their defaults, whether from a flag, a file or a variable; keys are
+    hidden."""
     secret = {field.name for _, group in GROUPS.values() for field in fields(group) if not field.repr}
     told = []
     for name, value in sorted(vars(namespace).items()):

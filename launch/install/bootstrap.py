@@ -28,7 +28,7 @@ OLDEST_TORCH = (2, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NO_CPU_TORCH = 10
 CUDA_MAJORS = ("12", "13")
-"""Of CUDA versions that there are extras for."""
+"""The major CUDA versions that have an extra."""
 FOLDERS = ("public", "protos", "kernels", "worker", "client", "launch")
 STAMP = ".allspan-install"
 PIP_TIMEOUT_S = 1800
@@ -99,7 +99,8 @@ def torch_version(gpu: bool) -> str:
 
 
 def install_torch(gpu: bool) -> None:
-    """Asks pip what torch would bring and installs it, from PyTorch's CPU index if that saves gigabytes of CUDA.
+    """Resolves the torch requirement with pip and installs it, from PyTorch's CPU index if that saves gigabytes of
+    CUDA.
 
     Raises BootstrapError with NO_CPU_TORCH when that index is needed and cannot be reached.
     """
@@ -141,7 +142,7 @@ def cuda_extra() -> list[str]:
 
 
 def dry_run(arguments: Iterable[str]) -> list[dict[str, Any]]:
-    """What pip would install: the entries of its report. Raises BootstrapError with pip's reason."""
+    """Returns the entries of pip's report on what it would install. Raises BootstrapError with pip's reason."""
     words = [
         "install",
         "--dry-run",
@@ -175,7 +176,7 @@ def size_text(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def download_size(url: str) -> int:
-    """Bytes behind a link, 0 when nobody says."""
+    """Returns the size in bytes of a download, 0 where the server does not give it."""
     parts = urllib.parse.urlparse(url)
     try:
         if parts.scheme == "file":
@@ -214,7 +215,7 @@ def fingerprint(extras: Sequence[str]) -> str:
 
 
 def report_kernels(compiler: str | None) -> None:
-    """Says so when the install went without compiled kernels; with ALLSPAN_REQUIRE_KERNELS=1 that is an error."""
+    """Prints a line if the install went without compiled kernels; with ALLSPAN_REQUIRE_KERNELS=1 that is an error."""
     probe = [sys.executable, "-c", "import allspan.kernels.cpu._native"]
     if subprocess.run(probe, capture_output=True, cwd="/").returncode == 0:
         return

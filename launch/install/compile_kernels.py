@@ -16,7 +16,8 @@ TIMEOUT_S = 1800
 
 @dataclass(frozen=True)
 class Warmed:
-    """Of one architecture: sources (with their macros) that were compiled now, and that were there."""
+    """The result for one architecture: how many sources (with their macros) were compiled now, and how many were in the
+    cache."""
 
     architecture: str
     compiled: int
@@ -27,7 +28,7 @@ class Warmed:
 
 @dataclass(frozen=True)
 class Warming:
-    """What a cache of kernels holds now."""
+    """The result of a warm-up of the kernel cache."""
 
     compiler: str
     folder: Path
@@ -35,7 +36,8 @@ class Warming:
 
 
 def warm(architectures: Sequence[str]) -> Warming:
-    """For these architectures, or the GPUs here when none is named. Its progress goes to this terminal.
+    """Compiles the kernels for these architectures, or for this machine's GPUs if none is named. Its progress goes to
+    this terminal.
 
     Raises ConfigError for an architecture that is not known, Unavailable without a compiler, without a GPU where none
     is named, and for a source that does not compile.

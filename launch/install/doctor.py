@@ -35,7 +35,7 @@ _MPI4PY = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: `status` is ok, warn or fail; `fix` says what to do about the last two."""
+    """The result of one check: `status` is ok, warn or fail; `fix` is the way out of the last two."""
 
     status: str
     name: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def check_all(ports: Sequence[int]) -> list[Finding]:
-    """Every check, none of which takes more than a minute."""
+    """Runs every check; none takes more than a minute."""
     checks: list[Callable[[], Finding]] = [
         check_system,
         check_python,

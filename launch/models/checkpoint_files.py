@@ -1,4 +1,4 @@
-"""A look at a checkpoint's files before any process starts: what is missing or cut short is told at once.
+"""Checks of a checkpoint's files before any process starts, so that a missing or truncated file is reported at once.
 
 The ranks check every tensor once more when they read it.
 """
@@ -17,9 +17,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_files(model: Path) -> None:
-    """Of a folder with safetensors: every shard that the index names is there, and every file is as long as its header
-    says, or the manifest of converted weights. Raises CheckpointError naming the file, with its length and the one
-    expected."""
+    """Checks a folder with safetensors: every shard that the index names is there, and every file is as long as its
+    header says, or the manifest of converted weights. Raises CheckpointError naming the file, with its length and the
+    one expected."""
     if is_converted(model):
         _check_converted(model)
         return

@@ -124,7 +124,7 @@ def _run(config: WorkerConfig, ranks: int, into: Path) -> list[dict[str, Any]]:
 
 
 def _sync(folder: Path) -> None:
-    """To the disk, before a name says that it is whole."""
+    """Flushes a folder and its files to the disk, before it is renamed to the name that marks it complete."""
     for path in (*folder.iterdir(), folder):
         handle = os.open(path, os.O_RDONLY)
         try:

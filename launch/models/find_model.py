@@ -1,4 +1,4 @@
-"""From what a user calls a model to the folder or file that holds it."""
+"""Finds the folder or file of a model by the name that a user gives."""
 
 from __future__ import annotations
 

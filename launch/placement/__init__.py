@@ -1,1 +1,1 @@
-"""Which rank runs where: topology, GPUs, processors, memory."""
+"""The placement of ranks: topology, GPUs, processors and memory."""

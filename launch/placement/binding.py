@@ -1,4 +1,4 @@
-"""Lays the ranks over this machine, and says what binds them to the memory of their node."""
+"""Lays the ranks over this machine, and finds what binds them to the memory of their node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from allspan.launch.supervision import mpi
 
 @dataclass(frozen=True)
 class Bound:
-    """`numactl` binds ranks where it is set. `memory` says in words who does."""
+    """A placement with its memory binding. `numactl` is set where that command binds the ranks; `memory` describes the
+    binding for the log."""
 
     placement: Placement
     numactl: str | None
@@ -20,7 +21,8 @@ class Bound:
 
 
 def lay_out(config: PlacementConfig, device: str = "cpu", topology: Topology | None = None) -> Bound:
-    """With "cuda" each rank has a GPU. Raises ConfigError as `place` and `place_on_gpus` do."""
+    """Returns the placement of the ranks; with "cuda" each rank has a GPU. Raises ConfigError as `place` and
+    `place_on_gpus` do."""
     topology = topology or read_topology()
     numactl, why_not = None, ""
     if config.bind != "none":

@@ -1,4 +1,5 @@
-"""Whether ranks that share a model decode faster than replicas would: a rough formula, stated with its figures.
+"""Estimates whether ranks that share a model decode faster than replicas would: a rough formula, stated with its
+figures.
 
 A decode step reads a rank's weights once and has two all-reduces a layer (and one for the embedding):
 
@@ -14,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 THREAD_BYTES_PER_S = 12e9
-"""Of one thread that streams memory."""
+"""Memory bandwidth of one thread, in bytes per second."""
 NODE_BYTES_PER_S = 150e9
-"""What all threads of a node reach together at most."""
+"""Memory bandwidth of all threads of a NUMA node together, in bytes per second."""
 ALL_REDUCE_S = 8e-6
-"""Of a row or a few, through a window of shared memory."""
+"""Seconds of an all-reduce of a row or a few, through a window of shared memory."""
 GPU_BYTES_PER_S = 3.5e12
-"""Of a GPU with HBM3e; an H100 or A100 has two thirds or half of it."""
+"""Memory bandwidth of a GPU with HBM3e, in bytes per second; an H100 or A100 has two thirds or half of it."""
 GPU_ALL_REDUCE_S = 5e-6
-"""Of a row or a few over NVLink, with the residual stream and its norm."""
+"""Seconds of an all-reduce of a row or a few over NVLink, with the residual stream and its norm."""
 SIZEABLE = 0.15
 """Share of a step that all-reduces may take before replicas are advised."""
 
@@ -46,7 +47,7 @@ class DecodeStep:
 
 
 def decode_step(plan: Mapping[str, Any]) -> DecodeStep:
-    """Of a plan as `allspan plan --json` prints it, for its first replica."""
+    """Estimates the decode step of a plan, in the form that `allspan plan --json` prints, for its first replica."""
     weights = [rank["weight_bytes"] for rank in plan["ranks"]]
     count, nodes, threads = len(weights), plan["nodes"], plan["threads"][0]
     if plan["gpus"]:
@@ -60,7 +61,7 @@ def decode_step(plan: Mapping[str, Any]) -> DecodeStep:
 
 
 def advice(plan: Mapping[str, Any]) -> list[str]:
-    """What speaks against this split of the model, a line each; none for one rank."""
+    """Returns the arguments against this split of the model, a line each; none for one rank."""
     count, model = len(plan["ranks"]), plan["model"]
     if count == 1:
         return []

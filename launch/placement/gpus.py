@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs that ranks can be placed on, found without torch: by nvidia-smi, else as the driver's /proc tells."""
+"""The NVIDIA GPUs that ranks can be placed on, found without torch: by nvidia-smi, else in the driver's /proc files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Gpu:
 
     @property
     def visible(self) -> str:
-        """What a rank is given as CUDA_VISIBLE_DEVICES, so that this is its only one."""
+        """The value of CUDA_VISIBLE_DEVICES for a rank, which leaves it this GPU alone."""
         return self.uuid or str(self.index)
 
 
 def find_gpus(
     timeout_s: float = 10.0, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")
 ) -> tuple[Gpu, ...]:
-    """All of this machine, in the order of their bus; none when there is no driver, or it fails."""
+    """Returns all GPUs of this machine in the order of their bus; none when there is no driver, or it fails."""
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         query = [tool, "--query-gpu=index,name,memory.total,uuid,pci.bus_id", "--format=csv,noheader,nounits"]
@@ -54,8 +54,8 @@ def find_gpus(
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """Those of `gpus` that CUDA_VISIBLE_DEVICES leaves, in its order. As CUDA does, the list ends at the first that is
-    not there; parts of a GPU (MIG) are taken at their word. Numbers are those of nvidia-smi."""
+    """Returns the ones of `gpus` that CUDA_VISIBLE_DEVICES leaves, in its order. As CUDA does, the list ends at the
+    first that is not there; parts of a GPU (MIG) are taken at their word. Numbers are those of nvidia-smi."""
     if VISIBLE not in environ:
         return gpus
     found: list[Gpu] = []
@@ -78,8 +78,8 @@ def gpus_for(
     environ: Mapping[str, str] = os.environ,
     are_shared: bool = False,
 ) -> tuple[Gpu, ...]:
-    """The first `count` visible ones; where there are fewer and they may be shared, these in turn. `flags` says in
-    words who asks for so many. Raises ConfigError with the numbers."""
+    """Returns the first `count` visible GPUs; where there are fewer and they may be shared, these in turn. `flags`
+    names the flags that need so many, for the error. Raises ConfigError with the numbers."""
     seen = visible_gpus(gpus, environ)
     if len(seen) >= count:
         return seen[:count]
@@ -97,7 +97,7 @@ def gpus_for(
 
 
 def _node(sys_root: Path, bus: str) -> int | None:
-    """Of a PCI address, which nvidia-smi writes with a longer domain than /sys."""
+    """Returns the NUMA node of a PCI address, which nvidia-smi writes with a longer domain than /sys."""
     domain, _, rest = bus.strip().lower().partition(":")
     try:
         node = int((sys_root / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text())

@@ -9,7 +9,7 @@ from allspan.launch.placement.topology import Node, Topology, parse_list
 from allspan.protos.api.errors import ConfigError
 
 MOST_GPU_THREADS = 8
-"""Of a rank whose work a GPU does: for reading weights, sampling on the host, what torch does on the side."""
+"""Most threads of a rank that computes on a GPU: for reading weights, sampling on the host and torch's own work."""
 MAX_OVERSUBSCRIPTION = 16
 """Threads a core, with --oversubscribe: for trying things out; beyond it a typing error would fell the machine."""
 
@@ -44,12 +44,12 @@ class RankPlace:
     sharing: int = 0
     """Ranks of all replicas that take from the same memory as this one; 0: there is one replica."""
     gpu: Gpu | None = None
-    """Its alone, and the only one that it sees."""
+    """The rank's GPU, the only one visible to it."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """All ranks of a cluster; of several replicas, those of the first come first."""
+    """The places of all ranks of a cluster; with several replicas, the ranks of the first come first."""
 
     ranks: tuple[RankPlace, ...]
     oversubscribed: bool = False
@@ -68,7 +68,7 @@ class Placement:
         return tuple(Placement(tuple(ranks[first : first + size]), self.oversubscribed) for first in firsts)
 
     def describe(self) -> str:
-        """One line: how many replicas, ranks, threads and where."""
+        """Returns one line: how many replicas, ranks and threads there are, and where."""
         threads = sorted({place.threads for place in self.ranks})
         nodes = sorted({place.node for place in self.ranks if place.node is not None})
         where = f" on NUMA node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}" if nodes else ""
@@ -177,7 +177,7 @@ def _cores(cores: int, processors: int) -> str:
 
 
 def _spread(ranks: int, nodes: list[Node]) -> list[tuple[Node, int]]:
-    """How many ranks each node gets: as evenly as they go, in node order."""
+    """Returns the number of ranks for each node: as even as possible, in node order."""
     used = nodes[: min(ranks, len(nodes))]
     each, more = divmod(ranks, len(used))
     return [(node, each + (i < more)) for i, node in enumerate(used)]

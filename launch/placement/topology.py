@@ -1,4 +1,4 @@
-"""What this machine has that a rank can be placed on: NUMA nodes, physical cores, memory (`gpus` knows GPUs).
+"""The parts of this machine that a rank can be placed on: NUMA nodes, physical cores, memory (`gpus` knows GPUs).
 
 Only what this process may use counts: its CPU affinity, its allowed memory nodes and its cgroup's CPU quota.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Node:
-    """One NUMA node. `cores`: the allowed hardware threads of each physical core. Memory in bytes, available now."""
+    """One NUMA node. `cores` are the allowed hardware threads of each physical core. Memory in bytes, available now."""
 
     index: int
     cores: tuple[tuple[int, ...], ...]
@@ -21,7 +21,7 @@ class Node:
 
     @property
     def processors(self) -> tuple[int, ...]:
-        """One hardware thread of every core first, then their siblings."""
+        """Returns one hardware thread of every core first, then their siblings."""
         most = max((len(core) for core in self.cores), default=0)
         return tuple(core[i] for i in range(most) for core in self.cores if i < len(core))
 
@@ -106,7 +106,7 @@ def _cpu_cgroups(root: Path, proc_root: Path) -> set[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Of one cgroup (version 2, then 1)."""
+    """Returns the CPU quota of one cgroup (version 2, then 1)."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -20,8 +20,8 @@ from allspan.protos.api.errors import AllspanError
 from allspan.protos.cluster.cluster_file import ClusterInfo, replica_dir, write_cluster
 
 DISMISS_S = 5.0
-REAPER_LIFE_S = 1.0
-"""One that lives for less than this is not replaced at once."""
+MIN_REAPER_S = 1.0
+"""A reaper that ran for less than this many seconds is not replaced at once."""
 
 
 class Reaper:
@@ -39,7 +39,7 @@ class Reaper:
         return self._process.pid
 
     def dismiss(self) -> None:
-        """It ends without doing anything. Idempotent."""
+        """Ends the reaper without a cleanup. Idempotent."""
         with self._lock:
             self._dismissed.set()
         pipe = self._process.stdin
@@ -58,7 +58,7 @@ class Reaper:
         while True:
             started, process = time.monotonic(), self._process
             code = process.wait()
-            if time.monotonic() - started < REAPER_LIFE_S and self._dismissed.wait(REAPER_LIFE_S):
+            if time.monotonic() - started < MIN_REAPER_S and self._dismissed.wait(MIN_REAPER_S):
                 return
             with self._lock:
                 if self._dismissed.is_set():
@@ -74,7 +74,8 @@ class Reaper:
 
 
 class Cluster:
-    """One supervisor a replica. A cluster of one has its world in the run directory itself, else in `replica-N`.
+    """The supervisors of a cluster, one a replica. A cluster of one has its world in the run directory itself, else in
+    `replica-N`.
 
     It is ready once every replica has been. Until then a replica that fails for good ends all; afterwards the others go
     on, until none is left.
@@ -98,9 +99,9 @@ class Cluster:
         self._abandoned = False
         self._given_up: list[Supervisor] = []
         self.info: ClusterInfo | None = None
-        """As of the moment at which all was ready for the first time."""
+        """The cluster's state at the moment when every replica was ready for the first time."""
         self.error: AllspanError | None = None
-        """Why there is no cluster any more, when nobody asked for its end."""
+        """The error that ended the cluster, unless `stop` ended it."""
 
     @property
     def run_dir(self) -> Path:
@@ -125,7 +126,7 @@ class Cluster:
         callback()
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Asks for the end, after `drain_s` seconds at most for requests that run. Safe in a signal handler."""
+        """Starts the shutdown, after `drain_s` seconds at most for requests that run. Safe in a signal handler."""
         self._asked = True
         for supervisor in self._supervisors:
             supervisor.stop(drain_s)

@@ -1,4 +1,5 @@
-"""`python -S tether.py PARENT_PID COMMAND…`: runs a command that the kernel kills when the thread that started it ends.
+"""`python -S die_with_parent.py PARENT_PID COMMAND…`: runs a command that the kernel kills when the thread that started
+it ends.
 
 A program of its own, because preparing a child between fork and exec is not safe in a process that runs gRPC threads.
 """

@@ -46,7 +46,8 @@ def find_mpirun(environ: Mapping[str, str] = os.environ) -> Mpirun:
 
 
 def identify(path: str, timeout_s: float = 20.0) -> Mpirun:
-    """Asks a launcher who it is. Raises ConfigError when it is neither Open MPI >= 4.1 nor MPICH >= 4."""
+    """Runs a launcher with --version to find out which MPI it belongs to. Raises ConfigError when it is neither Open
+    MPI >= 4.1 nor MPICH >= 4."""
     try:
         run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.SubprocessError) as error:

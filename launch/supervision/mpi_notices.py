@@ -1,4 +1,5 @@
-"""What mpirun itself says among the ranks' output: read for the cause of a death, and kept from the user's terminal."""
+"""mpirun's own messages among the ranks' output: parsed for the cause of a rank's failure, and hidden from the user's
+terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class RankDeath:
 
 
 def find_death(output: str) -> RankDeath | None:
-    """Reads mpirun's message about a dead rank (its lines break anywhere); None when there is none."""
+    """Parses mpirun's message about a failed rank (its lines break anywhere); None when there is none."""
     text = " ".join(output.split())
     if match := _OPEN_MPI.search(text):
         return RankDeath(int(match["rank"]), int(match["pid"]), match["host"], int(match["signal"]))
@@ -36,8 +37,8 @@ def find_death(output: str) -> RankDeath | None:
 
 
 class NoticeFilter:
-    """Drops mpirun's notices, which stand between two rules of dashes (or equals signs), and the ranks' last words,
-    which the supervisor tells itself; passes everything else on.
+    """Drops mpirun's notices, which stand between two rules of dashes (or equals signs), and the ranks' final error
+    lines, which the supervisor reports itself; passes everything else on.
 
     Works on pieces of any length; only a line that may be dropped is held back until it is complete.
     """
@@ -48,7 +49,7 @@ class NoticeFilter:
         self._inside = False
 
     def pass_on(self, data: bytes) -> bytes:
-        """What of `data` (and of what was held back) is to be shown."""
+        """Returns the part of `data` (and of earlier data held back) that is to be shown."""
         shown = b""
         # Open MPI 5 ends some notices with a zero byte.
         for piece in data.replace(b"\0", b"").splitlines(keepends=True):

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a rank for want of memory: what the rank's control groups counted while it lived.
+"""Detects whether the kernel killed a rank for lack of memory, from the counters of the rank's control groups.
 
 Version 1: memory.oom_control, memory.usage_in_bytes, memory.limit_in_bytes; version 2: memory.events, memory.current,
 memory.max (the kernel's admin guide, cgroup-v1/memory and cgroup-v2).
@@ -15,18 +15,19 @@ _FILES = {
     2: ("memory.events", "memory.current", "memory.peak", "memory.max"),
 }
 FULL = 0.98
-"""Of the limit; above it a death by SIGKILL is taken for the kernel's even where it counts none."""
+"""Fraction of the memory limit above which a SIGKILL is attributed to the kernel even where it counts no kill."""
 
 
 @dataclass
 class OomWatch:
-    """`note` each rank now and then while it lives; `suspicion` after its death."""
+    """Watches ranks for out-of-memory kills: call `note` for each rank regularly while it runs, and `suspicion` after
+    its end."""
 
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")
     _memberships: dict[int, str] = field(default_factory=dict)
     _groups: dict[int, dict[Path, int]] = field(default_factory=dict)
-    """By pid: what each group that it has been in (its own and their ancestors) had counted before."""
+    """By pid, the earlier counters of each control group that the process has been in (its own and their ancestors)."""
 
     def note(self, pid: int) -> None:
         """Remembers the groups that a process is in, and their counts when it was first seen there."""
@@ -76,7 +77,7 @@ def _version(group: Path) -> int:
 
 
 def _counts(group: Path) -> bool:
-    """Whether the kernel counts its kills here (old ones of version 1 do not)."""
+    """Returns whether the kernel counts its kills here (old ones of version 1 do not)."""
     return any(line.startswith("oom_kill ") for line in _read(group, 0).splitlines())
 
 

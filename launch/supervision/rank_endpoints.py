@@ -1,4 +1,4 @@
-"""How clients reach the ranks: unix sockets of this host, or TCP with certificates on both ends."""
+"""The ranks' endpoints: unix sockets of this host, or TCP with certificates on both ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 
 FOLDER = "wire"
 SERVER_NAME = "allspan-rank"
-"""What a certificate made here is for, whatever host a rank runs on: its authority issues no other."""
+"""The server name in the certificates made here, whatever host a rank runs on: their authority issues no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class WireConfig:
         return TlsFiles(self.rank_ssl_ca_certs, self.rank_ssl_certfile, self.rank_ssl_keyfile)
 
     def check(self) -> None:
-        """Before anything is started. ConfigError names the flag."""
+        """Checks these settings before anything is started. ConfigError names the flag."""
         if (self.given.is_given or self.rank_port) and not self.rank_host:
             raise ConfigError("--rank-port or --rank-ssl-… is given without --rank-host: ranks are on unix sockets")
         if self.given.is_given:

@@ -25,7 +25,8 @@ LOCK_FILE = "lock"
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for a unix socket's path is 107."""
 MIN_SHM_BYTES = 24 << 20
-"""MPI makes files of some MiB per rank here, mostly holes; with too little room it dies by a signal or mutely."""
+"""Least free bytes for shared memory: MPI makes files of some MiB per rank there, mostly holes, and without room it
+ends by a signal or without a message."""
 MIN_RUN_BYTES = 1 << 20
 
 
@@ -55,7 +56,7 @@ class RunDir:
         return part
 
     def clear_shm(self) -> None:
-        """Removes what a dead world left in the shared-memory folder; the folder and its owner's name stay."""
+        """Removes the files of an ended world from the shared-memory folder; the folder and its owner's name stay."""
         for entry in self.shm.iterdir():
             if entry.name == reaper.OWNER_FILE:
                 continue
@@ -66,7 +67,8 @@ class RunDir:
 
 
 def base_dir(environ: Mapping[str, str] = os.environ, replicas: int = 1) -> Path:
-    """Where this user's run directories lie: $XDG_RUNTIME_DIR/allspan, else /tmp/allspan-UID; made with mode 0700.
+    """Returns the parent of this user's run directories: $XDG_RUNTIME_DIR/allspan, else /tmp/allspan-UID; made with
+    mode 0700.
 
     The variable counts if it names a folder that can be written to and leaves room for a socket's path.
     Raises ConfigError when the folder belongs to somebody else or others may write to it.
@@ -83,7 +85,7 @@ def base_dir(environ: Mapping[str, str] = os.environ, replicas: int = 1) -> Path
 def make_run_dir(
     wanted: str = "", environ: Mapping[str, str] = os.environ, shm: Path = SHM, replicas: int = 1
 ) -> RunDir:
-    """Makes and locks both folders, in `wanted` or under `base_dir()`, after removing those of dead clusters.
+    """Makes and locks both folders, in `wanted` or under `base_dir()`, after removing those of ended clusters.
 
     Where only `wanted` can be written to, those of dead clusters wait for a start that may remove them.
     Raises ConfigError when `wanted` is in use, holds foreign files, or makes a socket path that is too long, and when
@@ -107,7 +109,8 @@ def make_run_dir(
 
 
 def remove_stale(base: Path, shm: Path = SHM) -> list[Path]:
-    """Ends what is left of clusters whose supervisor is dead and removes their folders; returns the run directories.
+    """Ends leftover processes of clusters whose supervisor has ended and removes their folders; returns the run
+    directories.
 
     Everybody may write to `shm`: only folders of this user count, and they point at nothing but run directories.
     """
@@ -160,7 +163,8 @@ def _make(path: Path, shm: Path, replicas: int) -> RunDir:
 
 
 def _make_shm(run_dir: Path, shm: Path) -> Path:
-    """Under its own name it exists with its owner or not at all: another start may be looking for stale ones."""
+    """Makes the shared-memory folder and its owner file in one step: a concurrent start may be looking for stale
+    folders."""
     _check_room(run_dir, MIN_RUN_BYTES, "free some, or set XDG_RUNTIME_DIR or --run-dir to another disk")
     usable = shm.is_dir() and os.access(shm, os.W_OK)
     if usable:
@@ -207,7 +211,7 @@ def _make_private(path: Path) -> None:
 
 
 def _lock(path: Path, wait_s: float = 0.0) -> int | None:
-    """A descriptor that holds the file's lock, or None when somebody else still holds it after `wait_s`.
+    """Returns a descriptor that holds the file's lock, or None when another process still holds it after `wait_s`.
 
     Raises ConfigError when the file cannot be made.
     """

@@ -1,4 +1,4 @@
-"""Has every rank write the Python stacks of all its threads into the log, before a world that hangs is ended."""
+"""Makes every rank write the Python stacks of all its threads into the log, before a world that hangs is ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dump(ranks: Sequence[tuple[RankInfo, int]], received: Callable[[], int], nam
 
 
 def _await_quiet(received: Callable[[], int], before: int, deadline: float) -> None:
-    """Until output has come and ceased."""
+    """Waits until output has come and ceased."""
     last, since = before, time.monotonic()
     while (now := time.monotonic()) < deadline and (last == before or now - since < QUIET_S):
         time.sleep(0.02)

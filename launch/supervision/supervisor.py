@@ -1,4 +1,4 @@
-"""Keeps one world alive: starts it, tells its state in cluster.json, starts the next one when it dies."""
+"""Supervises one world: starts it, writes its state into cluster.json, and restarts it after a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from allspan.protos.cluster.cluster_file import ClusterInfo, write_cluster
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 5.0
 LINGER_S = 1.5
-"""A dead cluster's file stays readable this long, so that every client learns the cause."""
+"""Seconds for which a stopped cluster's file stays readable, so that every client can read the cause."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SupervisorConfig:
 
 
 class Supervisor:
-    """Runs worlds in a thread of its own until `stop`, or until one dies that is not to be followed by another.
+    """Runs worlds in a thread of its own until `stop`, or until one fails that must not be restarted.
 
     `on_change` is called in that thread when the first world is ready, and when there will be no more.
     """
@@ -66,13 +66,13 @@ class Supervisor:
         self.is_over = False
         """There is no world, and there will be none."""
         self.error: AllspanError | None = None
-        """Why, when nobody asked for it."""
+        """The error that ended supervision, unless `stop` ended it."""
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Asks for the end, after `drain_s` seconds at most for requests that run. Safe in a signal handler."""
+        """Starts the shutdown, after `drain_s` seconds at most for requests that run. Safe in a signal handler."""
         self._drain_until = time.monotonic() + drain_s
         os.write(self._stop_write, b"x")
 
@@ -105,7 +105,7 @@ class Supervisor:
             death = self._run_world(epoch)
             if death is None:
                 return
-            if not self._goes_on:
+            if not self._may_restart:
                 self._wait_for_stop(LINGER_S)
                 many = len(self._failures)
                 within = f"{many} failures within {self._config.failure_window_s:g} s, the first: " if many > 1 else ""
@@ -116,7 +116,7 @@ class Supervisor:
                 return
 
     def _run_world(self, epoch: int) -> Death | None:
-        """One world's whole life; None when it was asked to end."""
+        """Runs one world from its start to its end; returns None when `stop` ended it."""
         self._tell(self._state(epoch, "starting"))
         world = WorldProcess(self._plan, self._run, epoch)
         drain_s: float | None = None
@@ -128,7 +128,7 @@ class Supervisor:
                 self._note_ready(world)
                 event = world.wait(stops)
             if event == "stop":
-                self._tell(self._state(epoch, "stopped"))  # nobody is to attach any more
+                self._tell(self._state(epoch, "stopped"))  # no client may attach any more
                 if loaded:
                     drain_s = max(0.0, self._drain_until - time.monotonic())
                 return None
@@ -136,7 +136,7 @@ class Supervisor:
             self._note_failure(death)
             # A start that failed by itself is not tried again: the next one would fail, too.
             fatal = death.error if self.info is None else None
-            self._tell(self._state(epoch, "down", death.cause, fatal is None and self._goes_on))
+            self._tell(self._state(epoch, "down", death.cause, fatal is None and self._may_restart))
             if fatal is not None:
                 raise fatal
             say(f"{self._plan.title} is down: {death.cause}")
@@ -162,12 +162,12 @@ class Supervisor:
             self._failures.popleft()
 
     @property
-    def _goes_on(self) -> bool:
-        """After the failures so far."""
+    def _may_restart(self) -> bool:
+        """Returns whether another world may be started after the failures so far."""
         return self._config.restart and len(self._failures) < self._config.max_failures
 
     def _tell(self, info: ClusterInfo) -> None:
-        """Writes cluster.json. A disk that is full must not keep a dead world's processes and files from their end."""
+        """Writes cluster.json. A full disk must not prevent the cleanup of an ended world's processes and files."""
         try:
             write_cluster(self._run.path, info)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Tells silent, stuck and busy ranks apart by their heartbeats. Dead ones are told by their pidfd.
+"""Detects silent and stuck ranks by their heartbeats. An ended rank is found by its pidfd.
 
 silent   the beats stop while the process is there: it is stopped, starved, or sits in the kernel
 stuck    the beats go on, there is work, and the step loop does not come round
@@ -17,17 +17,17 @@ from allspan.protos.cluster.cluster_file import RankInfo, heartbeat_file
 from allspan.protos.cluster.heartbeat import LOADING, OVER, Beat, read_beat
 
 LOOK_S = 0.25
-"""Between two looks at the beats."""
+"""Seconds between two checks of the heartbeats."""
 SILENT_S = 2.0
-"""A silence is told once it has lasted so long, and again each SAY_EVERY_S."""
+"""Seconds of silence after which it is logged, and again each SAY_EVERY_S."""
 SAY_EVERY_S = 5.0
 MAX_GAP_S = 1.0
-"""More time between two looks is not held against a rank: it was this process that stood still."""
+"""Most seconds between two checks that count against a rank: a longer gap means that this process did not run."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that the watchdog gives up, and why: "was stuck for 30 s at step 7"."""
+    """A rank that failed the watchdog's checks, and why: "was stuck for 30 s at step 7"."""
 
     rank: int
     words: str
@@ -35,16 +35,16 @@ class Lost:
 
 @dataclass
 class _Watched:
-    """What was seen of one rank; times in seconds, as far as this process itself was running."""
+    """The state of one watched rank; times in seconds, counted while this process itself was running."""
 
     pid: int
     beat: Beat | None = None
     silent_s: float = 0.0
     stood_s: float = 0.0
     next_word_s: float = SILENT_S
-    """Of a silence."""
+    """Seconds of silence at which the next log line is due."""
     warned: bool = False
-    """Of a long step."""
+    """Whether a long step has been logged."""
 
     @property
     def step(self) -> int:
@@ -52,7 +52,7 @@ class _Watched:
 
 
 class Watchdog:
-    """`look` at least every LOOK_S, from one thread."""
+    """Checks the heartbeats of the ranks: call `look` at least every LOOK_S, from one thread."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Watchdog:
         return watched.silent_s >= self._limit_s or watched.stood_s >= self._limit(watched)
 
     def _limit(self, watched: _Watched) -> float:
-        """Of standing still."""
+        """Returns the seconds that the rank may go without progress."""
         return self._load_limit_s if watched.beat is not None and watched.beat.phase == LOADING else self._limit_s
 
     def _stand(self, watched: _Watched) -> str:
@@ -133,7 +133,7 @@ class Watchdog:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for it (R, S, D, T, t, Z …), "?" when it does not say."""
+    """Returns the kernel's letter for a process's state (R, S, D, T, t, Z …), "?" when there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -141,7 +141,7 @@ def process_state(pid: int) -> str:
 
 
 def _place(beat: Beat) -> tuple[int, int, int]:
-    """Where the rank is: it changes with every round of the loop."""
+    """Returns the rank's position, which changes with every round of the loop."""
     return (beat.phase, beat.progress, beat.step)
 
 

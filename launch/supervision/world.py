@@ -32,45 +32,47 @@ from allspan.protos.config.settings import WorkerConfig
 
 TAIL_BYTES = 16384
 END_GRACE_S = 3.0
-"""For a rank's orderly end, once nothing runs on it."""
+"""Seconds for a rank's orderly shutdown, once nothing runs on it."""
 CAUSE_WAIT_S = 1.5
-"""How long mpirun and the ranks get to say why a rank died, which a busy machine makes slow."""
+"""Seconds to wait for the messages of mpirun and the ranks about a failure, which a busy machine delays."""
 
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """How worlds of one cluster are started; `config` is rank 0's but for epoch, threads and processors."""
+    """The settings to start worlds of one cluster; `config` is rank 0's but for epoch, threads and processors."""
 
     config: WorkerConfig
     placement: Placement
     mpirun: mpi.Mpirun
     numactl: str | None = None
     start_timeout_s: float = 600.0
-    """How long a world may take to load; and a rank, to read its weights again."""
+    """Seconds that a world may take to load, and a rank to read its weights again."""
     replica: int | None = None
-    """Its index among the cluster's replicas; None for the only world."""
+    """The index among the cluster's replicas; None for the only world."""
 
     @property
     def title(self) -> str:
-        """What the log calls it."""
+        """The name for log lines."""
         return "the cluster" if self.replica is None else f"replica {self.replica}"
 
     @property
     def name(self) -> str:
-        """Begins lines of the log that are about its ranks."""
+        """The prefix of log lines that are about its ranks."""
         return "" if self.replica is None else f"replica {self.replica}: "
 
 
 @dataclass(frozen=True)
 class Death:
-    """Why a world ended. `error`: what a rank said that gave up by itself (a bad checkpoint stays one)."""
+    """The cause of a world's end. `error` is the error of a rank that ended by itself (a bad checkpoint stays one)."""
 
     cause: str
     error: AllspanError | None = None
 
 
 class WorldProcess:
-    """Start it once; wait for it; end it. Used by one thread, which must outlive it (the kernel kills it otherwise)."""
+    """The processes of one world: start it once, wait for it, end it.
+
+    Used by one thread, which must outlive it (the kernel kills it otherwise)."""
 
     def __init__(self, plan: WorldPlan, run: RunDir, epoch: int) -> None:
         self.epoch = epoch
@@ -97,7 +99,7 @@ class WorldProcess:
         return len(self._plan.placement.ranks)
 
     def info(self) -> cluster_file.ClusterInfo | None:
-        """What the leader published, once every rank of this epoch is ready."""
+        """Returns the state that the leader published, once every rank of this epoch is ready."""
         try:
             info = cluster_file.read_cluster(self._run.path)
         except ConfigError:
@@ -115,7 +117,7 @@ class WorldProcess:
             poller = select.poll()
             for fd in (*stop_fds, self._mpirun_fd, *(fd for _, fd in self._ranks.values())):
                 poller.register(fd, select.POLLIN)
-            # A file's arrival wakes nobody: look every 50 ms until all ranks are known and `done`.
+            # No event announces a new file: look every 50 ms until all ranks are known and `done`.
             partial = done is not None or len(self._ranks) < self.num_ranks
             ready = {fd for fd, _ in poller.poll(50 if partial else LOOK_S * 1000)}
             if ready.intersection(stop_fds):
@@ -133,8 +135,8 @@ class WorldProcess:
             self._oom.note(info.pid)
 
     def death(self) -> Death:
-        """Why the world died: from mpirun's message, the rank's last words and who ended first. Takes up to 1.5 s; of a
-        world that hangs, all stacks are in the log first, which takes up to 4 s."""
+        """Finds out why the world ended: from mpirun's message, the ranks' error files and the order of their ends.
+        Takes up to 1.5 s; of a world that hangs, all stacks are in the log first, which takes up to 4 s."""
         if self._lost is not None:
             stacks.dump([self._ranks[rank] for rank in sorted(self._ranks)], lambda: self._received, self._plan.name)
             return Death(f"{self._name(self._lost.rank)} {self._lost.words}")
@@ -142,7 +144,7 @@ class WorldProcess:
         deadline = time.monotonic() + CAUSE_WAIT_S
         while time.monotonic() < deadline:
             told = mpi_notices.find_death(self._output())
-            words = self._last_words()
+            words = self._rank_errors()
             if told or (self._process.poll() is not None and (words or self._process.returncode < 0)):
                 break
             time.sleep(0.02)
@@ -211,9 +213,9 @@ class WorldProcess:
             paths.append(folder / f"worker-{place.rank}.e{self.epoch}.json")
             cluster_file.write_atomically(paths[-1], json.dumps(asdict(config), indent=1))
         words = mpi.command(plan.mpirun, plan.placement, paths, plan.numactl)
-        tethered = [sys.executable, "-S", "-E", str(Path(die_with_parent.__file__)), str(os.getpid()), *words]
+        command = [sys.executable, "-S", "-E", str(Path(die_with_parent.__file__)), str(os.getpid()), *words]
         return subprocess.Popen(
-            tethered,
+            command,
             env=mpi.environment(plan.mpirun, self._run.shm, plan.placement),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -246,7 +248,7 @@ class WorldProcess:
         for rank in range(self.num_ranks):
             if rank in self._ranks or (info := cluster_file.read_rank(self._run.path, rank, self.epoch)) is None:
                 continue
-            with suppress(ProcessLookupError):  # dead before it was seen: mpirun ends, too
+            with suppress(ProcessLookupError):  # it ended before it was found: mpirun ends, too
                 self._ranks[rank] = (info, os.pidfd_open(info.pid))
 
     def _signal_text(self, number: int, pid: int) -> str:
@@ -259,8 +261,8 @@ class WorldProcess:
         free = size(shutil.disk_usage(memory).free)
         return f"{text}: is {memory} full? {free} are free now; docker run --shm-size=1g gives a container more"
 
-    def _last_words(self) -> dict[int, AllspanError]:
-        """What ranks left in their error files: one line, then a traceback that ends with the error's class."""
+    def _rank_errors(self) -> dict[int, AllspanError]:
+        """Reads the ranks' error files: one line, then a traceback that ends with the error's class."""
         words = {}
         for rank in range(self.num_ranks):
             try:
@@ -282,7 +284,8 @@ class WorldProcess:
 
 
 def is_readable(fds: Iterable[int], timeout_s: float) -> bool:
-    """Whether any is, within `timeout_s`; descriptors above select's limit of 1023 are fine."""
+    """Returns whether any descriptor is readable within `timeout_s`; descriptors above select's limit of 1023 are
+    fine."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
