@@ -1,4 +1,4 @@
-"""`ClientEngine` for a program that lives on one asyncio loop, as the gateway does."""
+"""`ClientEngine` for a program that runs on one asyncio loop, as the gateway does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from allspan.client.event_loop import HomeLoop
 
 
 class AsyncClientEngine(ClientEngine):
-    """Its results arrive on `loop` itself rather than on a thread of their own: who reads them there is woken by no
-    system call and no other thread.
+    """An engine whose results arrive on `loop` itself rather than on a thread of their own: their reader is woken
+    without a system call or another thread.
 
     Make and close it on another thread while the loop runs; on the loop, call only the methods for asyncio and
     `release_request`. `options`: those of `ClientEngine`.

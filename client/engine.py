@@ -65,7 +65,7 @@ class ServeOptions(EngineOptions, total=False):
 
 
 class ClientEngine:
-    """Every method of `allspan.protos.api.engine.EngineProtocol`, on a cluster; safe from any thread.
+    """An engine on a cluster, with every method of `allspan.protos.api.engine.EngineProtocol`; safe from any thread.
 
         with ClientEngine("smollm2-135m-instruct", ranks=2) as engine:
             print(engine.generate("The sky is")[0].text)
@@ -148,13 +148,13 @@ class ClientEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Requests are welcome: of one replica at least every rank is heard of, and its model runs."""
+        """True while requests are taken: of one replica at least every rank sends heartbeats, and its model runs."""
         return not self.down_cause
 
     @property
     def down_cause(self) -> str:
-        """Why requests are not welcome: a rank is gone or silent, the model is stopped or unloaded, the step loop has
-        work and stands still; "" while they are."""
+        """The reason why requests are not taken: a rank is gone or silent, the model is stopped or unloaded, the step
+        loop has work and makes no progress; "" while they are."""
         return self._session.unready_cause
 
     @property
@@ -245,7 +245,7 @@ class ClientEngine:
         self._control("stop_profile", 0.0)
 
     async def acontrol(self, operation: str, timeout: float = 0.0) -> None:
-        """One of the operations above, by its method's name, for asyncio."""
+        """Runs one of the operations above, by its method's name, for asyncio."""
         await self._loop.arun(self._session.control(operation, timeout))
 
     def op_profile(self) -> tuple[OpProfile, ...]:
@@ -290,7 +290,7 @@ class ClientEngine:
         self.close()
 
     def _home_loop(self) -> HomeLoop:
-        """Where the results arrive."""
+        """The loop on which the results arrive."""
         return LoopThread("allspan-client")
 
     def _control(self, operation: str, timeout: float) -> None:
@@ -312,7 +312,8 @@ class ClientEngine:
         return generation.run(list(zip(encoded, seeded, strict=True)))
 
     def _tokenizer_for(self, needs_text: bool) -> Tokenizer | None:
-        """None when the model has none and nobody needs it: then completions carry token ids and an empty text."""
+        """Returns the tokenizer, or None when the model has none and no text is needed: completions then carry token
+        ids and an empty text."""
         try:
             return self.tokenizer
         except AllspanError:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class HomeLoop:
-    """Runs coroutines on a loop that somebody else runs; refuses with Unavailable once closed."""
+    """Runs coroutines on an existing event loop; refuses with Unavailable once closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -23,7 +23,7 @@ class HomeLoop:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on the loop itself, which must not wait for it."""
+        """True if the caller is on the loop itself, which must not wait for it."""
         return asyncio._get_running_loop() is self._loop
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -136,7 +136,7 @@ class ClusterProcess:
                 raise from_code(failure["code"], failure["message"])
 
     def _failure(self) -> AllspanError:
-        """The error of a process that ended before it was ready, told by its exit code and its last line."""
+        """Returns the error of a process that ended before it was ready, from its exit code and its last line."""
         try:
             code = self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

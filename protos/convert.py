@@ -1,4 +1,4 @@
-"""Between the wire's messages and the plain values of this package."""
+"""Converts between the messages of the protocol and the plain values of this package."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _logprob_from_wire(entry: pb.TokenLogprobs) -> TokenLogprob:
 
 
 def deliver(queue: ResultQueue, message: pb.RequestOutput) -> None:
-    """Puts what a message says, tokens or failure, into its request's queue."""
+    """Puts a message's tokens or failure into its request's queue."""
     if message.error_code:
         queue.fail(from_code(message.error_code, message.error_message))
     else:

@@ -1,4 +1,5 @@
-"""What a benchmark is: settings, the options of the cluster that it wants, a measurement, and a table of the report."""
+"""The definition of a benchmark: its settings, the cluster options that it needs, a measurement, and a table of the
+report."""
 
 from __future__ import annotations
 

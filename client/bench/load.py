@@ -18,24 +18,24 @@ from allspan.protos.api.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Answer:
-    """One request to its end."""
+    """The times and tokens of one finished request."""
 
     started: float
-    """When it was sent, `time.perf_counter()`."""
+    """The time of sending, `time.perf_counter()`."""
     arrivals: tuple[float, ...]
-    """When each token came."""
+    """The arrival time of each token."""
     token_ids: tuple[int, ...]
     finish_reason: str
     timings: RequestTimings | None
 
     @property
     def ttft_s(self) -> float:
-        """At least one token must have come."""
+        """The seconds to the first token; at least one token must have come."""
         return self.arrivals[0] - self.started
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one message with tokens and the next."""
+        """The seconds between one message with tokens and the next."""
         moments = sorted(set(self.arrivals))
         return [later - earlier for earlier, later in itertools.pairwise(moments)]
 
@@ -48,8 +48,8 @@ async def ask(
     cancel_after: int | None = None,
     seen: Callable[[int], None] | None = None,
 ) -> Answer:
-    """Sends one request and reads it to its end; `cancel_after` stops it once so many tokens have come,
-    `seen` hears of each message's number of tokens.
+    """Sends one request and reads it to its end; `cancel_after` stops it once so many tokens have come, `seen` is
+    called with each message's number of tokens.
 
     Raises the request's error. When the caller is cancelled, so is the request.
     """

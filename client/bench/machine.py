@@ -1,4 +1,4 @@
-"""What was measured on, and with what; and the ranks' memory as the kernel counts it."""
+"""The machine and the libraries of a measurement, and the ranks' memory as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def versions(facts: EngineStatistics) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Of this host: the processors that this process may use, their name, memory, and how busy it is."""
+    """Returns this host's data: the processors that this process may use, their name, memory, and the load."""
     return {
         "processors": len(os.sched_getaffinity(0)),
         "processor": _first(Path("/proc/cpuinfo"), "model name") or platform.machine(),

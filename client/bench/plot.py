@@ -10,7 +10,8 @@ from allspan.protos.api.errors import ConfigError
 
 
 def check_plot(path: str) -> None:
-    """Before anything is measured: ConfigError when no picture could be drawn there. "" asks for none."""
+    """Checks, before anything is measured, that a plot can be written: ConfigError when no picture could be drawn
+    there. "" asks for none."""
     if not path:
         return
     if importlib.util.find_spec("matplotlib") is None:

@@ -1,4 +1,4 @@
-"""Whether a series rises."""
+"""Tests whether a series of figures rises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which replica a request goes to: the one that has most of its prompt in the prefix cache, unless it is far too busy.
+"""Prefix affinity: a request goes to the replica that has most of its prompt in the prefix cache, unless it is far too
+busy.
 
 What a replica holds is not asked but remembered: the blocks of what was sent there. A wrong guess costs a prefill.
 """
@@ -41,7 +42,7 @@ class PrefixIndex:
         return len(self._blocks)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading blocks it has."""
+        """Returns the number of leading blocks that are in the index."""
         for count, key in enumerate(keys):
             if key not in self._blocks:
                 return count
@@ -60,7 +61,8 @@ class PrefixIndex:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """What speaks for a replica: `hit_blocks` of the prompt, and against it: `load` tokens that wait there already."""
+    """A replica's values for routing: `hit_blocks` of the prompt in its prefix cache, and `load` tokens that wait there
+    already."""
 
     index: int
     hit_blocks: int

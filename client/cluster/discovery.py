@@ -1,4 +1,4 @@
-"""Where a facade learns about its cluster: a run directory, or the addresses of the ranks alone."""
+"""Sources of a cluster's state for its clients: a run directory, or the addresses of the ranks alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _ADDRESS = re.compile(r"(unix:|unix-abstract:|ipv[46]:|dns:).+|[^/\s]+:\d+")
 
 
 class ClusterSource(Protocol):
-    """Tells the state of a cluster at this moment."""
+    """A source of the present state of a cluster."""
 
     async def read(self) -> ClusterInfo:
-        """Raises ConfigError when nothing can be read, Unavailable or DeadlineExceeded when nobody answers."""
+        """Returns the cluster's state. Raises ConfigError when nothing can be read, Unavailable or DeadlineExceeded
+        when no rank answers."""
         ...
 
 
@@ -44,7 +45,8 @@ class RunDirectory:
 
 
 class RankAddresses:
-    """Asks the ranks themselves; the leader's address comes first. A world that answers is "ready"."""
+    """A cluster source that queries the ranks themselves; the leader's address comes first. A world that answers is
+    "ready"."""
 
     def __init__(
         self, addresses: Sequence[str], connect: Connect, tls: TlsFiles = NO_TLS, timeout: float = 5.0
@@ -94,7 +96,7 @@ class RankAddresses:
             await transport.close()
 
     def _how(self, address: str) -> str:
-        """What one end may have and the other not."""
+        """Returns a hint for an error about TLS, which one end may use and the other not."""
         if address.startswith("unix"):
             return ""
         if not self._tls.is_given:

@@ -1,4 +1,4 @@
-"""One request's payload to every rank of a world: followers first and together, the leader last, all or none."""
+"""Sends one request's payload to every rank of a world: followers first and together, the leader last, all or none."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ async def fan_out(ranks: Sequence[Transport], message: pb.StartRequestMessage, t
 
 
 async def withdraw(ranks: Sequence[Transport], request_ids: Sequence[bytes], timeout: float) -> bool:
-    """StopRequest to some ranks; whether all have heard it. One that cannot be reached loses the request with its world
-    or its lease."""
+    """Sends StopRequest to some ranks; returns whether all have received it. One that cannot be reached loses the
+    request with its world or its lease."""
     message = pb.RequestIds(request_ids=request_ids)
     calls = (rank.unary(STOP_REQUEST, message, timeout) for rank in ranks)
     replies = await asyncio.gather(*calls, return_exceptions=True)

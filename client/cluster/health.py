@@ -1,4 +1,4 @@
-"""The health of a connected world: when each rank was last heard, and whether the leader's step loop advances."""
+"""The health of a connected world: each rank's last heartbeat, and whether the leader's step loop advances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the caller of a request sees of it: one stream of tokens, however many attempts made them."""
+"""The output of a request for its caller: one stream of tokens, however many attempts made them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RequestOutput:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the present attempt has brought no token yet."""
+        """True until the present attempt has brought a token."""
         return len(self.token_ids) == self._num_earlier
 
     @property
@@ -39,7 +39,7 @@ class RequestOutput:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether all prompt log-probabilities have come, if any were asked for."""
+        """True once all prompt log-probabilities have come, if any were requested."""
         return bool(self.token_ids) or 0 < self._num_prompt_logprobs >= self._prompt_len - 1
 
     def begin_attempt(self, is_resumed: bool, elapsed_s: float) -> None:
@@ -106,7 +106,8 @@ class RequestOutput:
 def _finish_reason(
     tokens: list[int], params: SamplingParams, info: ClusterInfo, prompt_len: int
 ) -> tuple[str, int | None]:
-    """Why a request with these output tokens is finished, and its stop token; "" while it is not."""
+    """Returns the finish reason of a request with these output tokens, and its stop token; "" while it is not
+    finished."""
     if not tokens:
         return "", None
     last = tokens[-1]

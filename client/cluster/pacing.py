@@ -1,4 +1,4 @@
-"""When the outputs of a result stream reach their requests: with their message, or joined while this loop lags."""
+"""The pacing of outputs from a result stream to their requests: with their message, or joined while this loop lags."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ class OutputPacer:
 
 
 def is_urgent(output: pb.RequestOutput) -> bool:
-    """Whether this is a request's first output with a token, its last one, or its error."""
+    """Returns whether this is a request's first output with a token, its last one, or its error."""
     return bool(output.finish_reason or output.error_code) or output.HasField("timings")

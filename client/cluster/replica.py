@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """Must be made and used on one asyncio loop.
+    """A client's view of one replica, made and used on one asyncio loop.
 
     `status`: its state and the cause. `prefixes`: what its prefix cache may hold. `info`: the last world attached to.
     """
@@ -57,7 +57,7 @@ class Replica:
         return self._world if self.status.state.has_world else None
 
     async def view(self, timeout: float) -> ReplicaView:
-        """What is known of it within `timeout` seconds."""
+        """Returns the replica's state and statistics, as far as they are known within `timeout` seconds."""
         if (world := self.world) is not None:
             view = await world.view(self.index, timeout)
             if world is self.world:
@@ -136,7 +136,7 @@ class Replica:
                 await asyncio.sleep(RECONNECT_POLL_S)
 
     async def _clean_up(self, world: WorldClient) -> None:
-        """After a loss: learns the cause and whether another world follows, and closes what is left of this one."""
+        """Handles a loss: finds the cause and whether another world follows, and closes the connections to this one."""
         self.prefixes.clear()
         info = await self._news_of(world.info)
         self._world = None
@@ -145,7 +145,8 @@ class Replica:
         await world.close()
 
     async def _news_of(self, info: ClusterInfo) -> ClusterInfo | None:
-        """What the source says once it tells that a world is over, or last said when that takes too long."""
+        """Returns the source's state once it reports that a world has ended, or its last state when that takes too
+        long."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CAUSE_TIMEOUT_S
         later: ClusterInfo | None = None
@@ -157,7 +158,7 @@ class Replica:
         return later
 
     async def _read_quietly(self, timeout: float) -> ClusterInfo | None:
-        """None when nothing can be read now: while a world is down that is no news."""
+        """Returns the source's state; None when it cannot be read, which is expected while a world is down."""
         try:
             async with asyncio.timeout(max(timeout, 0.0)):
                 return await self._source.read()
@@ -214,7 +215,7 @@ class Replica:
 
 
 async def settled(source: ClusterSource) -> ClusterInfo:
-    """What a source says once it tells of no start that is under way, or about to be."""
+    """Returns a source's state once no start is under way, or about to be."""
     while (info := await source.read()).state == "starting" or (info.state == "down" and info.will_restart):
         await asyncio.sleep(CAUSE_POLL_S)
     return info
@@ -227,7 +228,7 @@ def _waited(error: AllspanError, seconds: float) -> AllspanError:
 
 
 def _is_over(info: ClusterInfo, later: ClusterInfo) -> bool:
-    """Whether a world that was ready is no more, by what is said later."""
+    """Returns whether a world that was ready has ended, according to a later state."""
     return later.epoch != info.epoch or later.state != "ready"
 
 
@@ -240,7 +241,8 @@ def _state_after(info: ClusterInfo | None) -> ReplicaState:
 
 
 def _cause_of(world: WorldClient, info: ClusterInfo | None) -> str:
-    """The supervisor knows more than a broken stream tells."""
+    """Returns the cause of a loss, the supervisor's where there is one: it has more information than a broken
+    stream."""
     if info is not None and info.state == "stopped" and not info.cause:
         return f"the cluster of {info.model} was stopped"
     if info is None or not info.cause:

@@ -22,7 +22,7 @@ from allspan.protos.cluster.cluster_file import ClusterInfo
 from allspan.protos.convert import options_to_wire, output_from_wire, sampling_to_wire
 
 EXPECTED_TOKENS = 256
-"""Output tokens that count as load: `max_tokens` is often a limit that nobody means to reach."""
+"""Output tokens that count as load for a request: `max_tokens` is often far above the real length."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,8 @@ class Owner(Protocol):
 
 
 class OpenRequest:
-    """Everything that a request needs to be resumed in another world: what its first one was sent, and what came back.
+    """The state of a request that is needed to resume it in another world: the parameters first sent, and the outputs
+    that came back.
 
     `attempt`: the last one; None before the first. `is_admitting`: it is on its way to the ranks of that attempt; the
     task that sends it finds out what becomes of it. `is_stopping`: its caller wants no more of it.
@@ -102,7 +103,7 @@ class OpenRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended for its caller; the ranks may not know it yet."""
+        """True once it has ended for its caller; the ranks may not know it yet."""
         return self.queue.state.is_final
 
     @property

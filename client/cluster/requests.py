@@ -32,7 +32,8 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo
 
 CALL_TIMEOUT_S = 45.0
-"""Longer than a rank may be silent before its world is lost: a call to such a rank ends with the loss."""
+"""Seconds of a call to a rank, longer than a rank may be silent before its world is lost: such a call ends with the
+loss."""
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 0.5
 MAX_STOP_CALLS = 3
@@ -44,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """What becomes of unfinished requests when their world is lost."""
+    """The handling of unfinished requests when their world is lost."""
 
     enabled: bool = True
     timeout_s: float = 30.0
-    """How long a request waits for a world to go on in."""
+    """Seconds that a request waits for a world to continue in."""
     max_tries: int = 5
     """Attempts in a row that may be lost without bringing a token."""
 
@@ -60,7 +61,7 @@ class ResumePolicy:
 
 
 class Session:
-    """Must be made and used on one asyncio loop. `sources`: see `Router`."""
+    """All requests of one client and their worlds, made and used on one asyncio loop. `sources`: see `Router`."""
 
     def __init__(
         self,
@@ -83,12 +84,13 @@ class Session:
 
     @property
     def down_cause(self) -> str:
-        """Why requests are refused; "" while they are taken."""
+        """The reason why requests are refused; "" while they are taken."""
         return self._router.down_cause
 
     @property
     def unready_cause(self) -> str:
-        """Why no replica is READY: `down_cause`, a stopped model, a step loop that stands still; "" while one is."""
+        """The reason why no replica is READY: `down_cause`, a stopped model, a step loop that makes no progress; ""
+        while one is."""
         return self._router.unready_cause
 
     async def attach(self, timeout: float, answer_timeout: float = 0.0) -> None:
@@ -160,7 +162,7 @@ class Session:
         return await self._router.statistics()
 
     async def view(self, timeout: float) -> ClusterView:
-        """What is known of the cluster within `timeout` seconds, up or not."""
+        """Returns the cluster's state and statistics, up or not, as far as they are known within `timeout` seconds."""
         return await self._router.view(timeout)
 
     async def control(self, operation: str, timeout: float) -> None:

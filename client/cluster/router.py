@@ -1,4 +1,5 @@
-"""All replicas of a cluster: which one a request goes to, and the calls that concern all of them."""
+"""The router over all replicas of a cluster: it chooses a replica for each request, and makes the calls that concern
+all of them."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceede
 from allspan.protos.cluster.cluster_file import ClusterInfo
 
 SILENCE_WAIT_S = 1.0
-"""A request that finds every world silent waits this long for one to be heard again."""
+"""Seconds that a request waits for a heartbeat when every world is silent."""
 
 T = TypeVar("T")
 
 
 class Router:
-    """Must be made and used on one asyncio loop.
+    """The replicas of a cluster as a client sees them, made and used on one asyncio loop.
 
     `sources`: one for each replica, or one of a cluster that lists its replicas.
     """
@@ -40,7 +41,7 @@ class Router:
 
     @property
     def info(self) -> ClusterInfo | None:
-        """What a connected replica serves; without any, what one served that was connected."""
+        """The cluster information of a connected replica or, without any, of one that was connected."""
         known = [replica for replica in self.replicas if replica.info is not None]
         connected = [replica for replica in known if replica.world is not None]
         return next((replica.info for replica in (*connected, *known)), None)
@@ -52,17 +53,17 @@ class Router:
 
     @property
     def down_cause(self) -> str:
-        """Why no replica takes requests, naming each; "" while one does."""
+        """The reason why no replica takes requests, for each of them; "" while one does."""
         return self._named([replica.status.down_cause for replica in self.replicas])
 
     @property
     def unready_cause(self) -> str:
-        """Why no replica is READY, naming each; "" while one is."""
+        """The reason why no replica is READY, for each of them; "" while one is."""
         return self._named([replica.status.cause for replica in self.replicas])
 
     @property
     def may_return(self) -> bool:
-        """Whether a request that finds no replica may wait for one."""
+        """True if a request that finds no replica may wait for one."""
         return any(replica.status.state.may_return for replica in self.replicas)
 
     async def attach(self, timeout: float, answer_timeout: float = 0.0) -> None:
@@ -127,7 +128,7 @@ class Router:
         return added(answers, len(self.replicas))
 
     async def view(self, timeout: float) -> ClusterView:
-        """What is known of all replicas within `timeout` seconds."""
+        """Returns the state and statistics of all replicas, as far as they are known within `timeout` seconds."""
         return ClusterView(tuple(await asyncio.gather(*(replica.view(timeout) for replica in self.replicas))))
 
     async def control(self, operation: str, timeout: float) -> None:

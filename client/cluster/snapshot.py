@@ -10,32 +10,32 @@ from allspan.protos.api.engine import EngineStatistics, RankStatistics
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One rank. `statistics` is None when it did not answer."""
+    """A snapshot of one rank. `statistics` is None when it did not answer."""
 
     rank: int
     pid: int
     host: str
     heard_s: float | None = None
-    """Seconds since it was last heard of; None when its world is gone."""
+    """Seconds since its last heartbeat; None when its world is gone."""
     statistics: RankStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica. `statistics` is None unless all of its ranks answered."""
+    """A snapshot of one replica. `statistics` is None unless all of its ranks answered."""
 
     index: int
     epoch: int
     """The epoch of its world, one more with every restart."""
     cause: str
-    """Why it lets no requests in, "" while it does."""
+    """The reason why it takes no requests, "" while it does."""
     ranks: tuple[RankView, ...] = ()
     statistics: EngineStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All replicas."""
+    """A snapshot of all replicas."""
 
     replicas: tuple[ReplicaView, ...] = ()
 

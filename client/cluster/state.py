@@ -23,23 +23,23 @@ class ReplicaState(enum.Enum):
     DOWN = "down"
     """No epoch runs; another one is looked for."""
     STOPPED = "stopped"
-    """No epoch runs, and nothing says that another one will be started."""
+    """No epoch runs, and no source reports that another one will be started."""
     CLOSED = "closed"
     """This client has closed its connections for good."""
 
     @property
     def has_world(self) -> bool:
-        """Whether the ranks of an epoch are connected."""
+        """True while the ranks of an epoch are connected."""
         return self in (ReplicaState.READY, ReplicaState.HELD, ReplicaState.SILENT)
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests may be sent; a HELD replica is asked, and says no itself."""
+        """True if requests may be sent; a HELD replica refuses them itself."""
         return self in (ReplicaState.READY, ReplicaState.HELD)
 
     @property
     def may_return(self) -> bool:
-        """Whether a request that found no epoch may wait for one."""
+        """True if a request that found no epoch may wait for one."""
         return self not in (ReplicaState.STOPPED, ReplicaState.CLOSED)
 
 
@@ -79,7 +79,7 @@ class ReplicaStatus:
 
     @property
     def down_cause(self) -> str:
-        """Why no request can be sent; "" while requests can be sent."""
+        """The reason why no request can be sent; "" while requests can be sent."""
         return "" if self.state.takes_requests else self.cause
 
     def move(self, state: ReplicaState, cause: str | None = None) -> bool:

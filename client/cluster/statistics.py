@@ -1,4 +1,4 @@
-"""Every rank's status, as one answer."""
+"""Merges the ranks' statuses into the statistics of a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from allspan.protos.convert import counters_from_wire
 
 
 def merged(statuses: Sequence[pb.WorkerStatus], replica: int = 0) -> EngineStatistics:
-    """One world: the leader's counters, and an entry for each rank. `statuses` is in order of rank."""
+    """Returns the statistics of one world: the leader's counters, and an entry for each rank. `statuses` is in order of
+    rank."""
     counters = [counters_from_wire(status.statistics.counters) for status in statuses]
     leader, *followers = counters
     # A follower's inbox may be full before the leader's queue is. Several refuse much the same requests.
@@ -37,7 +38,7 @@ def added(worlds: Sequence[EngineStatistics], replicas: int) -> EngineStatistics
 
 
 def rank_statistics(status: pb.WorkerStatus, replica: int) -> RankStatistics:
-    """One rank's own."""
+    """Returns one rank's own statistics."""
     return _rank_statistics(status, counters_from_wire(status.statistics.counters), replica)
 
 

@@ -49,7 +49,7 @@ class Receiver(Protocol):
 
 
 class WorldClient:
-    """Must be made and used on one asyncio loop.
+    """The client of one world, made and used on one asyncio loop.
 
     `requests`: the requests that run in it, by the id that the ranks know them by.
     `lost`: the ranks that are gone, in the order of noticing, each with what was seen of it.
@@ -110,7 +110,7 @@ class WorldClient:
         self._tasks.append(asyncio.create_task(self._watch()))
 
     async def view(self, replica: int, timeout: float) -> ReplicaView:
-        """What the ranks answer within `timeout` seconds."""
+        """Returns the ranks' answers within `timeout` seconds."""
         calls = (rank.unary(STATUS, pb.StatusRequest(), timeout) for rank in self._transports)
         replies = await asyncio.gather(*calls, return_exceptions=True)
         ranks, statuses = [], []
@@ -141,7 +141,8 @@ class WorldClient:
             raise refusal
 
     async def stop(self, request_ids: Sequence[bytes]) -> bool:
-        """Asks the leader to end requests; their final outputs follow. False when the leader did not answer."""
+        """Sends the leader a stop of these requests; their final outputs follow. False when the leader did not
+        answer."""
         return await withdraw(self._transports[:1], request_ids, self._call_timeout)
 
     async def forget(self, request_ids: Sequence[bytes]) -> None:
@@ -182,7 +183,7 @@ class WorldClient:
         await asyncio.gather(*(transport.close() for transport in self._transports), return_exceptions=True)
 
     def loss_report(self) -> str:
-        """What this client saw of the ranks that are gone, in the order of noticing."""
+        """Returns the failures of the ranks that are gone, in the order in which this client noticed them."""
         return "; ".join(f"{self._health.describe(rank)} is gone: {seen}" for rank, seen in self.lost.items())
 
     def lose(self, rank: int, seen: str) -> None:
@@ -205,7 +206,8 @@ class WorldClient:
             self.gone.set_result(None)
 
     async def _is_dead(self, refusal: RankRefused) -> bool:
-        """Whether a rank refused because nobody is there, rather than by saying no. One that is slow is not gone."""
+        """Returns whether a call failed because the rank's process is gone, rather than by a refusal. One that is slow
+        is not gone."""
         if not isinstance(refusal.error, Unavailable):
             return False
         try:

@@ -1,1 +1,1 @@
-"""How the facade talks to one rank: gRPC, or anything else that can carry one unary and one streaming call."""
+"""The connection of a client to one rank: gRPC, or any other transport with one unary and one streaming call."""

@@ -15,7 +15,7 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True)
 class Method(Generic[Request, Reply]):
-    """One call of `allspan.worker.v1.Worker`: its name and its messages."""
+    """The description of one call of `allspan.worker.v1.Worker`: its name and its messages."""
 
     name: str
     request: type[Request]
@@ -34,7 +34,7 @@ class Transport(Protocol):
     """Calls to one rank, from one asyncio loop. Failures are AllspanErrors; a rank that is gone is Unavailable."""
 
     async def unary(self, method: Method[Request, Reply], request: Request, timeout: float) -> Reply:
-        """One message for one message; DeadlineExceeded after `timeout` seconds."""
+        """Sends one message and returns the one answer; DeadlineExceeded after `timeout` seconds."""
         ...
 
     def stream(self, method: Method[Request, Reply], request: Request) -> AsyncIterator[Reply]:

@@ -33,7 +33,7 @@ _OPTIONS = (
 
 
 class GrpcTransport:
-    """Must be made and used on one running asyncio loop."""
+    """The gRPC transport to one rank, made and used on one running asyncio loop."""
 
     def __init__(self, address: str, tls: TlsFiles = NO_TLS) -> None:
         """ConfigError: see `Connect`."""

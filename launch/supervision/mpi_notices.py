@@ -12,7 +12,7 @@ _OPEN_MPI = re.compile(
 _MPICH = re.compile(
     r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)[\s=]+EXIT CODE: (?P<code>\d+).*?\(signal (?P<signal>\d+)\)"
 )
-_LAST_WORDS = re.compile(rb"allspan\.worker: rank \d+: ")
+_ERROR_LINE = re.compile(rb"allspan\.worker: rank \d+: ")
 _RULE = re.compile(rb"\s*(-{40,}|={40,})\s*")
 
 
@@ -67,6 +67,6 @@ class NoticeFilter:
         if _RULE.fullmatch(line):
             self._inside = not self._inside
             return b""
-        if _LAST_WORDS.match(line):
+        if _ERROR_LINE.match(line):
             return b""
         return b"" if self._inside else line[passed:]

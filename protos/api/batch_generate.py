@@ -34,7 +34,7 @@ Started = tuple[RequestHandle, ResultQueue]
 
 
 class Waits(Protocol):
-    """How a call of `generate` waits: on an asyncio loop, or by blocking its thread."""
+    """The two ways in which a call of `generate` waits: on an asyncio loop, or by blocking its thread."""
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -63,7 +63,7 @@ class BlockingWaits:
 
 
 class BatchCalls(Protocol):
-    """What `BatchGenerate` asks of an engine."""
+    """The calls of an engine that `BatchGenerate` uses."""
 
     async def start(self, work: Sequence[Work]) -> Sequence[Started | AllspanError]:
         """Starts requests; returns one reply for each. When it raises, none of them runs."""
@@ -90,7 +90,7 @@ class BatchGenerate:
     """
 
     def __init__(self, calls: BatchCalls, waits: Waits, tokenizer: Tokenizer | None) -> None:
-        """Without a tokenizer, completions carry token ids and an empty text."""
+        """Prepares the call. Without a tokenizer, completions carry token ids and an empty text."""
         self._calls = calls
         self._waits = waits
         self._tokenizer = tokenizer

@@ -29,9 +29,9 @@ class Completion:
     ttft_s: float = 0.0
     total_s: float = 0.0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the prompt's tokens from its second on, if asked for."""
+    """Log-probabilities of the prompt's tokens from its second on, if requested."""
     timings: RequestTimings | None = None
-    """All of the request's statistics."""
+    """The request's statistics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class RankStatistics:
     device: str = ""
     """A GPU's name and index, "" on the CPU."""
     numa_nodes: str = ""
-    """Those of its processors, as in "0" or "0,1"; "" where that is not known."""
+    """The NUMA nodes of its processors, as in "0" or "0,1"; "" where that is not known."""
     threads: int = 0
     rss_bytes: int = 0
     """Memory that its process holds now."""
@@ -84,18 +84,18 @@ class EngineStatistics(EngineCounters):
 
     @property
     def kv_bytes(self) -> int:
-        """Of all ranks' KV caches."""
+        """Bytes of all ranks' KV caches."""
         return sum(rank.kv_bytes for rank in self.ranks)
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Of the tokens looked up; 0 before any."""
+        """Fraction of the looked-up prompt tokens that were in the prefix cache; 0 before any look-up."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class OpProfile:
-    """What one op took on one rank, in milliseconds, while profiling was on."""
+    """The time of one op on one rank, in milliseconds, while profiling was on."""
 
     op: str
     count: int
@@ -103,11 +103,12 @@ class OpProfile:
     max_ms: float
     total_ms: float
     share: float
-    """Of all ops' total."""
+    """Fraction of all ops' total time."""
 
 
 class EngineProtocol(Protocol):
-    """Every method may raise an AllspanError (see `allspan.protos.api.errors`); none waits for ever."""
+    """The interface of every engine. Every method may raise an AllspanError (see `allspan.protos.api.errors`); none
+    waits for ever."""
 
     def start_model(self) -> None:
         """Lets new requests in (the state after construction)."""
@@ -155,7 +156,7 @@ class EngineProtocol(Protocol):
     def stop_profile(self) -> None: ...
 
     def op_profile(self) -> tuple[OpProfile, ...]:
-        """What each op took since `start_profile`, on the leader, the longest first."""
+        """Returns the time of each op since `start_profile`, on the leader, the longest first."""
 
     def model_info(self) -> dict[str, Any]:
         """The model's shape, its tensors' sizes and how they lie on each rank, as JSON values."""
@@ -164,7 +165,7 @@ class EngineProtocol(Protocol):
         """The checkpoint's files: names, bytes, format, dtype and the version of allspan that reads them."""
 
     def version(self) -> str:
-        """Of allspan, its kernels and the libraries it runs on, in one line."""
+        """Returns the versions of allspan, its kernels and the libraries it runs on, in one line."""
 
     def generate(
         self,

@@ -36,19 +36,19 @@ class StatusCode(enum.IntEnum):
     PARAM_ERROR = 2
     IO_ERROR = 3
     MEMORY_ERROR = 4
-    """Never: too little memory is a refused setting, PARAM_ERROR, before anything starts."""
+    """Not used: too little memory is a refused setting, PARAM_ERROR, before anything starts."""
     RUNTIME_ERROR = 5
     EXCEED_LIMIT_ERROR = 7
     INVALID_CALL_ERROR = 8
-    """Never: a call out of order is REQUEST_DENIED, with the call that is needed first."""
+    """Not used: a call out of order is REQUEST_DENIED, with the call that is needed first."""
     EMPTY_REQUEST = 9
-    """Never: stopping or releasing a request that has ended is no error."""
+    """Not used: stopping or releasing a request that has ended is no error."""
     ILLEGAL_REQUEST_ID = 10
     CACHE_MEMORY_OUT = 11
-    """Never: a request whose pages run out waits and goes on later."""
+    """Not used: a request whose pages run out waits and is resumed later."""
     REQUEST_DENIED = 12
     CHUNK_PREFILL = 14
-    """Never: prompts are computed in chunks."""
+    """Not used: prompts are computed in chunks."""
     DEPRECATED = 20
     """Never."""
     LORA_NUM_EXCEED_LIMIT = 21
@@ -58,7 +58,7 @@ class StatusCode(enum.IntEnum):
     LORA_ALREADY_LOADED = 24
     LORA_IN_USE = 25
     STREAMING = 200
-    """Never: a request's state is `ResultQueue.state`."""
+    """Not used: a request's state is `ResultQueue.state`."""
 
 
 class AllspanError(Exception):
@@ -134,7 +134,7 @@ class InternalError(AllspanError):
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """How one class of error looks on each wire. `grpc` is the name of a grpc.StatusCode."""
+    """The codes of one class of error in each protocol. `grpc` is the name of a grpc.StatusCode."""
 
     cls: type[AllspanError]
     grpc: str

@@ -47,7 +47,7 @@ class Grammar:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Of a "choice"."""
+        """The texts of a "choice" grammar."""
         return tuple(json.loads(self.text))
 
     def _parsed(self) -> Any:

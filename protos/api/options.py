@@ -1,4 +1,4 @@
-"""What a caller may ask of one request beside its sampling: its place in the queue, its time and its use of caches."""
+"""The options of one request beside its sampling: its place in the queue, its timeout and its use of caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestOptions:
     prefix_cache: bool = True
     """False: neither uses pages that the prefix cache holds nor leaves any there."""
     cache_salt: str = ""
-    """Only requests of the same salt share cached pages; at most 256 characters."""
+    """A salt of the prefix cache: only requests of the same salt share cached pages; at most 256 characters."""
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):

@@ -1,4 +1,4 @@
-"""What callers of either engine may pass as prompts and sampling parameters, in one form and checked at the edge."""
+"""The prompts and sampling parameters that either engine accepts, normalised and validated."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Sizes(Protocol):
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. A list of integers is one prompt."""
+    """Returns one prompt or many as a list. A list of integers is one prompt."""
     _must_be_a_list("prompts", prompts)
     is_many = not isinstance(prompts, str) and all(hasattr(entry, "__len__") for entry in prompts)
     return list(cast(Sequence[Prompt], prompts)) if is_many else [cast(Prompt, prompts)]
 
 
 def params_list(params: Params, count: int) -> list[SamplingParams]:
-    """One for each prompt, each with a seed."""
+    """Returns sampling parameters for each prompt, each with a seed."""
     if params is None or isinstance(params, SamplingParams):
         return [with_seed(params) for _ in range(count)]
     if not isinstance(params, Sequence):

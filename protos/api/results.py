@@ -1,4 +1,4 @@
-"""What a caller holds of a running request: its handle and the queue that its tokens arrive in."""
+"""The caller's view of a running request: its handle and the queue that its tokens arrive in."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RequestTimings:
     """A request's statistics. Seconds on the leader's clock, from the arrival of the request there."""
 
     queue_s: float = 0.0
-    """Until its first step began."""
+    """Seconds until its first step began."""
     ttft_s: float = 0.0
-    """Until its first token; 0 before it."""
+    """Seconds until its first token; 0 before it."""
     total_s: float = 0.0
-    """Until now, or its end."""
+    """Seconds until now, or until its end."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV the prefix cache had."""
@@ -38,7 +38,7 @@ class RequestTimings:
     arrived_at: float = 0.0
     """Seconds since 1970."""
     host_cached_tokens: int = 0
-    """Of the cached ones, those that came from the host tier."""
+    """Number of the cached tokens that came from the host tier."""
     preemptions: int = 0
 
     @property
@@ -62,9 +62,10 @@ class Output:
     finish_reason: str = ""
     stop_token_id: int | None = None
     timings: RequestTimings | None = None
-    """With the first token, and with the finish reason."""
+    """The request's statistics: with the first token, and with the finish reason."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """For those who asked: the prompt's next tokens', beginning with its second. They may come before any token."""
+    """Log-probabilities of the prompt's next tokens, beginning with its second; empty unless requested. They may come
+    before any token."""
 
     def merged(self, later: Output) -> Output:
         return Output(
@@ -157,7 +158,7 @@ class ResultQueue:
             self._wake()
 
     def get(self, timeout: float | None = None) -> Output | None:
-        """All tokens that arrived since the last read, merged; waits for some.
+        """Waits for tokens and returns all that arrived since the last read, merged.
 
         None after `timeout` seconds without any, and None once the request has ended and everything was read.
         Raises the request's AllspanError when it failed.

@@ -31,7 +31,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen. Validated on construction; raises InvalidRequest naming the field.
+    """The sampling parameters of one request. Validated on construction; raises InvalidRequest naming the field.
 
     In this order: repetition penalty; presence and frequency penalties; logit_bias; the masks of no_repeat_ngram_size,
     bad_words_ids, allowed_token_ids, min_tokens and grammar; temperature; top_k; top_p; min_p; typical_p; the draw. A
@@ -72,9 +72,9 @@ class SamplingParams:
     suppress_repetition_in_generation: bool = param(False, Boolean())
     """The repetition penalty looks at the output only."""
     presence_penalty: float = param(0.0, Number(-2.0, 2.0))
-    """Taken once from the logits of tokens in the output; -2 to 2."""
+    """Subtracted once from the logits of tokens in the output; -2 to 2."""
     frequency_penalty: float = param(0.0, Number(-2.0, 2.0))
-    """Taken from a token's logit for each time that it stands in the output; -2 to 2."""
+    """Subtracted from a token's logit for each of its occurrences in the output; -2 to 2."""
     no_repeat_ngram_size: int = param(0, Integer(0, _MOST), masks=True)
     """The output completes no n tokens in a row that stand in prompt or output already; 0 allows it."""
     typical_p: float = param(1.0, Number(0.0, 1.0, instead="for greedy output use temperature 0"))

@@ -25,7 +25,8 @@ CLUSTER_FILE = "cluster.json"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where one rank is. `address` is a gRPC target ("unix:/…" or "host:port"), empty before it listens."""
+    """The address and process of one rank. `address` is a gRPC target ("unix:/…" or "host:port"), empty before it
+    listens."""
 
     rank: int
     pid: int
@@ -48,14 +49,14 @@ class ClusterInfo:
     supervisor_pid: int = 0
     ranks: tuple[RankInfo, ...] = field(default_factory=tuple)
     will_restart: bool = False
-    """In state "down": the supervisor starts another epoch."""
+    """In state "down", whether the supervisor starts another epoch."""
     watchdog_timeout: float = 30.0
     """Seconds of silence after which the supervisor takes a rank for lost."""
     tls: TlsFiles = NO_TLS
-    """With which clients on this host reach ranks that listen over TCP."""
+    """The TLS files with which clients on this host reach ranks that listen over TCP."""
     replicas: tuple[str, ...] = ()
-    """Of a cluster of several worlds: the folders below this one, each a run directory of its own. Such a cluster's own
-    `ranks` are empty, and it is "ready" once every replica has been."""
+    """The subfolders of a cluster of several worlds, each a run directory of its own. Such a cluster's own `ranks` are
+    empty, and it is "ready" once every replica has been."""
 
     @staticmethod
     def from_json(text: str) -> ClusterInfo:
@@ -117,7 +118,7 @@ def write_rank(run_dir: Path, info: RankInfo, epoch: int) -> None:
 
 
 def read_rank(run_dir: Path, rank: int, epoch: int) -> RankInfo | None:
-    """None while the rank has not written its file."""
+    """Returns a rank's information; None while the rank has not written its file."""
     try:
         return RankInfo(**json.loads(rank_file(run_dir, rank, epoch).read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A rank's sign of life: one fixed record in a file, written again and again, read by the supervisor.
+"""A rank's heartbeat: one fixed record in a file, written again and again, read by the supervisor.
 
 A thread of its own writes it, and it tells three things apart: the process runs (`beats` grow), its step loop comes
 round (`progress` grows), there is something to do (`busy`). No clocks are compared: a reader looks for change. It is
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PERIOD_S = 0.2
-"""Between two beats."""
+"""Seconds between two heartbeats."""
 
 LOADING, SERVING, OVER = 0, 1, 2
 """Phases: weights are read (at the start, or again); the step loop runs; the step loop has ended."""
@@ -26,7 +26,7 @@ _MAGIC = b"beat"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One record. `step` counts executed plans, `progress` rounds of the step loop (idle ones, too)."""
+    """One heartbeat record. `step` counts executed plans, `progress` rounds of the step loop (idle ones, too)."""
 
     beats: int
     progress: int = 0
@@ -42,7 +42,7 @@ class Beat:
 
     @staticmethod
     def unpack(data: bytes) -> Beat | None:
-        """None for what is no whole record."""
+        """Returns the record; None for bytes that are no complete record."""
         if len(data) != _RECORD.size or zlib.crc32(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
             return None
         magic, phase, busy, step, beats, progress, _ = _RECORD.unpack(data)

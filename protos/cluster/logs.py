@@ -1,4 +1,4 @@
-"""How every process of a cluster writes its log: a line a record, as text or as a JSON object.
+"""The log format of every process of a cluster: a line a record, as text or as a JSON object.
 
 Two variables tell it, so that what a process starts writes alike: ALLSPAN_LOG_LEVEL ("debug", "info", "warning",
 "error") and ALLSPAN_LOG_FORMAT ("text", "json"). Times are ISO 8601, with milliseconds and the zone.
@@ -21,8 +21,7 @@ REQUESTS = "allspan.gateway.requests"
 
 
 def configure(source: str, environment: Mapping[str, str] = os.environ) -> None:
-    """From now on this process logs to standard error; `source` names it in every line. A second call replaces the
-    first."""
+    """Makes this process log to standard error; `source` names it in every line. A second call replaces the first."""
     level = environment.get(LEVEL, "info").upper()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(source) if is_json(environment) else TextFormatter(source))

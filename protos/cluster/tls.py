@@ -15,7 +15,7 @@ class TlsFiles:
     """Paths of files in PEM form; all three, or none."""
 
     ca_certs: str = ""
-    """Of the authority (its certificates) that both ends' certificates must be from."""
+    """The file of the authority (its certificates) that both ends' certificates must be from."""
     certfile: str = ""
     keyfile: str = ""
     server_name: str = ""
@@ -26,7 +26,8 @@ class TlsFiles:
         return bool(self.ca_certs or self.certfile or self.keyfile)
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """What the authority's, the certificate's and the key's file hold. ConfigError names what does not fit."""
+        """Returns the contents of the authority's, the certificate's and the key's file. ConfigError names what does
+        not fit."""
         contents = []
         for field in fields(self)[:3]:
             path = getattr(self, field.name)
@@ -53,7 +54,7 @@ NO_TLS = TlsFiles()
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine reaches it."""
+    """Returns whether only this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

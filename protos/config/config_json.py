@@ -33,7 +33,8 @@ def to_json(config: WorkerConfig, ranks: Sequence[Mapping[str, Any]] = ()) -> st
 
 
 def from_json(text: str, rank: int = 0) -> WorkerConfig:
-    """What rank `rank` is told. Raises ConfigError naming a key that is unknown, missing, of a wrong kind or value."""
+    """Returns the configuration of rank `rank` from its JSON text. Raises ConfigError naming a key that is unknown,
+    missing, of a wrong kind or value."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -52,7 +53,7 @@ def from_json(text: str, rank: int = 0) -> WorkerConfig:
 
 
 def settled(config: WorkerConfig) -> WorkerConfig:
-    """With the step's sizes that were left to the device."""
+    """Returns the configuration with the step sizes filled in that were left to the device."""
     rows, budget = STEP_SIZES[config.model.device]
     given = config.scheduler
     budget = given.max_num_batched_tokens or max(budget, given.max_num_seqs)

@@ -1,4 +1,4 @@
-"""What `allspan convert` leaves in a folder: the manifest beside the weights of each rank.
+"""The manifest that `allspan convert` writes into a folder, beside the weights of each rank.
 
 allspan.json              this manifest
 rank-K.safetensors        the tensors that rank K holds, packed and quantised, under their canonical names
@@ -22,7 +22,7 @@ from allspan.protos.config.settings import HELD_FIELDS
 MANIFEST = "allspan.json"
 METADATA_GGUF = "metadata.gguf"
 FORMAT = 1
-"""Of the manifest itself."""
+"""Version of the manifest's own format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Manifest:
     format: int
     layout: int
     version: str
-    """Of the project that wrote it."""
+    """Version of the project that wrote it."""
     held: Mapping[str, Any]
     spec: Mapping[str, Any]
     stored: Mapping[str, str]
@@ -119,7 +119,7 @@ def source_files(paths: list[Path]) -> tuple[SourceFile, ...]:
 
 
 def sha256_of(path: Path, num_bytes: int | None = None) -> str:
-    """Of the whole file, or of its first `num_bytes`."""
+    """Returns the digest of the whole file, or of its first `num_bytes`."""
     with path.open("rb") as file:
         if num_bytes is not None:
             return hashlib.sha256(file.read(num_bytes)).hexdigest()

@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         return self.named_groups[name]
 
     def help_on(self, what: str) -> str:
-        """What `--help WHAT` prints. Exits with code 2 when there is no such group or flag."""
+        """Returns the text that `--help WHAT` prints. Exits with code 2 when there is no such group or flag."""
         if what == "all" or not (what or self.named_groups):
             return self.format_help()
         if not what:
@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _overview(self) -> str:
-        """One screen: what stands in no group, and each group's flags by name."""
+        """Returns one screen: the flags that stand in no group, and each group's flags by name."""
         grouped = {action for group in self.named_groups.values() for action in group._group_actions}
         first = self._explained("", [action for action in self._actions if action not in grouped])
         positionals = " ".join(f"[{action.metavar}]" for action in self._get_positional_actions())
@@ -209,7 +209,7 @@ def _from_yaml(text: str) -> Any:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": _from_yaml, ".yml": _from_yaml}
-"""By the end of a file's name; any other is TOML."""
+"""The readers of configuration files by the end of the file's name; any other is TOML."""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -227,7 +227,8 @@ def add_options(
     limits: Mapping[str, tuple[float, float]] = types.MappingProxyType({}),
     optional: bool = False,
 ) -> None:
-    """One option a field of the dataclass `cls`; `aliases`, `choices` and (inclusive) `limits` by field name.
+    """Adds one option for each field of the dataclass `cls`; `aliases`, `choices` and (inclusive) `limits` by field
+    name.
 
     `optional`: what is not given is None instead of the field's default.
     """

@@ -1,4 +1,4 @@
-"""Where this user's models lie: $ALLSPAN_HOME, by default ~/.cache/allspan."""
+"""The folder of this user's models: $ALLSPAN_HOME, by default ~/.cache/allspan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from allspan.protos.api.errors import ConfigError
 
 
 def home() -> Path:
-    """Raises ConfigError when nobody knows this user's home (a container's made-up user id)."""
+    """Returns that folder. Raises ConfigError when this user has no home directory (a container's made-up user id)."""
     try:
         return Path(os.environ.get("ALLSPAN_HOME") or "~/.cache/allspan").expanduser()
     except RuntimeError as error:

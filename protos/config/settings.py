@@ -1,5 +1,5 @@
-"""What a rank is told, one frozen dataclass per concern. Flags, config keys and help are made from these fields by the
-launcher, which passes them on as JSON; "auto" values are resolved there once."""
+"""The settings of a rank, one frozen dataclass per concern. Flags, config keys and help are made from these fields by
+the launcher, which passes them on as JSON; "auto" values are resolved there once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelConfig:
 
 
 HELD_FIELDS = ("dtype", "quantization", "quantization_group")
-"""Of ModelConfig: what decides in which form weights are held; a converted model has its own."""
+"""The fields of ModelConfig that decide in which form weights are held; a converted model has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SchedulerConfig:
 
 
 STEP_SIZES = {"cpu": (64, 512), "cuda": (256, 8192)}
-"""By device: `max_num_seqs` and `max_num_batched_tokens` where nothing else is said."""
+"""The defaults of `max_num_seqs` and `max_num_batched_tokens` for each device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16", "int8", "uint4"),
     "collectives": ("auto", "window", "mpi"),
 }
-"""What a field may be, by its name; flags and config keys refuse anything else."""
+"""The allowed values of a field, by its name; flags and config keys refuse anything else."""
 
 LIMITS: dict[str, tuple[float, float]] = {
     "max_model_len": (0, 2**31 - 1),

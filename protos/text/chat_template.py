@@ -25,7 +25,7 @@ from allspan.protos.api.errors import InvalidRequest
 
 MAX_RENDERED_CHARS = 4 * 2**20
 RENDER_S = 5.0
-"""How long a conversation may take."""
+"""Most seconds that the rendering of a conversation may take."""
 
 
 class TemplateTooSlow(InvalidRequest):
@@ -44,7 +44,8 @@ class _GenerationBlock(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Has every turn of a loop and every call of a macro look at the clock, and every `~` at the length."""
+    """A pass over a template's syntax tree that makes every turn of a loop and every call of a macro check the clock,
+    and every `~` the length."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self._timed(node)
@@ -72,8 +73,8 @@ class _Bounds(NodeTransformer):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Besides what the sandbox forbids: no loop goes on for ever (`allow` a time before rendering), and no operator
-    blows a small template up to gigabytes."""
+    """A sandbox that also bounds time and size: no loop runs for ever (`allow` a time before rendering), and no
+    operator blows a small template up to gigabytes."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -115,7 +116,7 @@ def _too_long(operator: str) -> SecurityError:
 
 
 class ChatTemplate:
-    """One compiled template with the model's begin- and end-of-sequence texts.
+    """A compiled template with the model's begin- and end-of-sequence texts.
 
     `error` says, in one line, why the source is no valid Jinja; None when it is. A model with a bad template can still
     complete text, so only rendering fails.

@@ -1,4 +1,5 @@
-"""From a `Grammar` to llguidance, the library that masks tokens: the same text and limits wherever it is compiled."""
+"""Compiles a `Grammar` with llguidance, the library that masks tokens: the same text and limits wherever it is
+compiled."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from allspan.protos.text.schema_keywords import check_keywords, simplified
 MAX_DEPTH = 96
 """Deepest nesting of a schema's text; the library reads 128."""
 STACK_BYTES = 2**29
-"""Of a thread that compiles: the library's recursion is as deep as what a grammar's rules refer to."""
+"""Stack size of a thread that compiles: the library's recursion is as deep as the references among a grammar's
+rules."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between JSON's signs: without an end to white space a model may write nothing else for ever."""
+"""The white space allowed between JSON's tokens, bounded: a model may otherwise write nothing else for ever."""
 
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 100_000,
@@ -30,11 +32,12 @@ LIMITS: dict[str, Any] = {
 }
 """Arguments of llguidance.LLParserLimits, so that neither a grammar's tables nor a mask grow without bound."""
 MAX_DIVISOR_DIGITS = 4
-"""Of a schema's multipleOf, as a whole number: each remainder is a state."""
+"""Most digits of a schema's multipleOf, as a whole number: each remainder is a state."""
 MAX_EBNF_CHARS = 16_384
 """Grammars of `::=` rules are translated by Python, which holds its lock meanwhile."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""Every way to cut a text into tokens is allowed: other masks may forbid the usual one."""
+"""The options of llguidance: every way to cut a text into tokens is allowed, because other masks may forbid the usual
+one."""
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
 _MOST_ERROR_CHARS = 400
 
@@ -62,12 +65,12 @@ def lark_of(grammar: Grammar) -> str:
 
 
 def refusal(grammar: Grammar, problem: str) -> InvalidRequest:
-    """With what the library says."""
+    """Returns the error for a grammar that the library refuses, with the library's message."""
     return InvalidRequest(f"grammar is no {grammar.kind} that can be followed: {one_line(problem)}", "grammar")
 
 
 def one_line(problem: str) -> str:
-    """What the library says, short: it quotes what it was given."""
+    """Returns the library's message as one short line: it quotes its input."""
     kept = itertools.takewhile(lambda line: not re.match(r"\s*\d+ \|", line), problem.split("\n"))
     line = " ".join(" ".join(kept).replace("<non-verbose/>", "").split())
     return line if len(line) <= _MOST_ERROR_CHARS else line[:_MOST_ERROR_CHARS] + " …"
@@ -120,7 +123,7 @@ def _schema(grammar: Grammar) -> object:
 
 
 def deepest(text: str) -> int:
-    """How many brackets of a JSON text are open at once."""
+    """Returns the number of brackets of a JSON text that are open at once."""
     depth = most = 0
     for sign in _SIGNS.findall(text):
         if sign in "{[":

@@ -15,7 +15,7 @@ from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What the publisher recommends; None where nothing is said."""
+    """The sampling defaults that a model's publisher recommends; None where there is none."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -35,11 +35,12 @@ class GenerationDefaults:
 _NAMES = {
     name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "do_sample")
 } | {"max_new_tokens": "max_tokens"}
-"""In generation_config.json → in SamplingParams."""
+"""The field of SamplingParams for each name in generation_config.json."""
 
 
 def generation_defaults(path: str | Path) -> GenerationDefaults:
-    """Of a model folder or a GGUF file; empty when it says nothing. A bad value is a CheckpointError that names it."""
+    """Returns the defaults of a model folder or a GGUF file; empty when it has none. A bad value is a CheckpointError
+    that names it."""
     path = Path(path)
     if gguf := gguf_of(path):
         return GenerationDefaults(eos_token_ids=end_ids(read_metadata(gguf)))

@@ -1,4 +1,4 @@
-"""Which JSON Schema keywords are enforced, and a schema's first one that is not, by its path."""
+"""The JSON Schema keywords that are enforced, and a schema's first one that is not, by its path."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _IDLE: Mapping[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
-"""Values with which a refused keyword asks for nothing."""
+"""Values with which a refused keyword has no effect."""
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("properties", "patternProperties")
 _ONE = ("additionalItems", "additionalProperties", "items")
@@ -126,7 +126,8 @@ def check_keywords(schema: Any) -> None:
 
 
 def simplified(schema: Any) -> Any:
-    """A copy in the compiler's keywords: without what asks for nothing, `dependentRequired` in terms of others.
+    """Returns a copy in the compiler's keywords: without keywords that have no effect, and with `dependentRequired` in
+    terms of others.
 
     For a schema that `check_keywords` took.
     """
@@ -179,7 +180,7 @@ def _parts(path: str, part: Mapping[str, Any], root: Any) -> Iterator[tuple[str,
 
 
 def _target(reference: str, root: Any) -> Iterator[tuple[str, Any]]:
-    """What a JSON pointer points to; nothing where there is nothing (the compiler says so)."""
+    """Returns the target of a JSON pointer; nothing where there is none (the compiler reports it)."""
     found, path = root, "$"
     for step in reference[2:].split("/"):
         name = unquote(step).replace("~1", "/").replace("~0", "~")

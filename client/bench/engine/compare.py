@@ -71,7 +71,7 @@ class CompareConfig:
 
 @dataclass
 class Contender:
-    """One engine. `error`: what ended its part; then its samples do not count."""
+    """One engine of the comparison. `error` is what ended its part; its samples do not count then."""
 
     play: Play | None
     about: Report
@@ -116,7 +116,7 @@ def measure(engine: ClientEngine, config: CompareConfig, options: Options) -> Re
 
 
 def _threads(options: Options) -> int:
-    """Of all ranks together; 0: as many as the launcher decides."""
+    """Returns the threads of all ranks together; 0 leaves the number to the launcher."""
     return (options.get("threads") or 0) * (options.get("ranks") or 1)
 
 
@@ -141,7 +141,8 @@ def _load(peer: Peer, name: str, model: str, config: CompareConfig, options: Opt
 
 
 def play(engine: ClientEngine, config: CompareConfig, contenders: Mapping[str, Contender]) -> None:
-    """All rounds, into the contenders' samples. An error of the others' ends their part; one of ours is raised."""
+    """Runs all rounds and appends the results to the contenders' samples. An error of the others' ends their part; one
+    of ours is raised."""
     draw = random.Random(config.seed)
     names = list(contenders)
     for number in range(-config.warmup, config.repeats):
@@ -176,7 +177,8 @@ def _turn(play: Play, config: CompareConfig, single: Prompts, batch: Prompts) ->
 
 
 def summary(contenders: Mapping[str, Contender], batch_size: int) -> Report:
-    """Rates by measure and engine, ratios of ours to theirs, and who was left out of what, with the reason."""
+    """Returns rates by measure and engine, ratios of ours to theirs, and the engines that were left out, with the
+    reason."""
     ours = contenders[OURS].samples
     rates: Report = {key: {} for key in ours}
     ratios: Report = {key: {} for key in ours}

@@ -19,14 +19,15 @@ from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceede
 SCRIPT = Path(__file__).with_name("compare_script.py")
 FIND_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
-LAST_WORDS = 300
-"""Characters of what a process said last that an error tells."""
+MAX_OUTPUT_CHARS = 300
+"""Most characters of a process's last output that an error quotes."""
 
 Message = dict[str, Any]
 
 
 class Peer:
-    """One process. Between two requests it is stopped (SIGSTOP), so that its threads take nothing from the others."""
+    """A process that runs one engine of a comparison. Between two requests it is stopped (SIGSTOP), so that its threads
+    take nothing from the others."""
 
     def __init__(self, python: str, script: Path = SCRIPT, pauses: bool = True) -> None:
         """`pauses`: False for one that must go on answering others. Raises ConfigError for an interpreter that cannot
@@ -48,7 +49,8 @@ class Peer:
         self._unread = b""
 
     def ask(self, request: Message, timeout: float) -> Message:
-        """Its answer. Raises DeadlineExceeded, Unavailable when it ended, InternalError with an error of its own."""
+        """Sends a request and returns the answer. Raises DeadlineExceeded, Unavailable when it ended, InternalError
+        with an error of its own."""
         deadline = time.monotonic() + timeout
         late = DeadlineExceeded(f"no answer to {request['do']!r} within --peers-timeout ({timeout:g} s)")
         try:
@@ -106,12 +108,12 @@ class Peer:
             self._signal(signal.SIGKILL)
             code = self._process.wait()
         self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, self._log.tell() - LAST_WORDS))
+        self._log.seek(max(0, self._log.tell() - MAX_OUTPUT_CHARS))
         words = " ".join(self._log.read().decode(errors="replace").split())
         return Unavailable(f"{self._python} ended with code {code}; it said last: {words or 'nothing'}")
 
     def _signal(self, number: signal.Signals) -> None:
-        """To all of its processes; none when it has ended and was waited for."""
+        """Sends a signal to the process and its helpers; none when it has ended and was waited for."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

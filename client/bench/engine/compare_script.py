@@ -107,7 +107,8 @@ class LlamaCpp:
         return self._decode(context, batch, [(token, position, row, True) for row, (token, position) in pairs])
 
     def _decode(self, context: Any, batch: Any, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """One call; the likeliest token after each row (token, position, sequence, wanted) that is wanted."""
+        """Makes one call; returns the likeliest token after each row (token, position, sequence, wanted) that is
+        wanted."""
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted

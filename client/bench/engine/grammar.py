@@ -40,7 +40,7 @@ PEOPLE = {
         "additionalProperties": False,
     },
 }
-"""Longer than any output here, so that none ends early."""
+"""A JSON schema whose outputs are longer than any output length here, so that none ends early."""
 
 
 @dataclass(frozen=True)

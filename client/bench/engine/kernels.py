@@ -65,7 +65,7 @@ def run(config: KernelBenchConfig, tell: Callable[[str], None]) -> Report:
 
 
 def _lines(group: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """What the process says; at its end, when it is not a good one, {"broken": words}."""
+    """Yields the lines of the benchmark process and, if it ends with an error code, {"broken": words}."""
     command = [sys.executable, "-m", "allspan.kernels.bench", group, "--rounds", str(rounds)]
     last = "before the first case"
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -83,7 +83,7 @@ def _lines(group: str, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def summary(cases: Sequence[dict[str, Any]], group: str) -> dict[str, Any]:
-    """Of the cases that another library could run as well; those that were wrong are named."""
+    """Returns the figures over the cases that another library could run as well; cases with wrong results are named."""
     mine = [case for case in cases if case["group"] == group]
     ratios = [case["ratio"] for case in mine if case["ratio"] and not case["wrong"]]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
@@ -122,7 +122,7 @@ def words(case: dict[str, Any], copy_tb_s: float) -> str:
 
 
 def table(report: Report) -> str:
-    """The summary; the cases were told as they came."""
+    """Returns the rows of the summary; the cases were printed as they came."""
     rows = [("group", "cases", "compared", "ratio", "least", "wrong")]
     for group, found in report["summary"].items():
         mean, least = (f"{found[key]:.2f} x" if found[key] else "-" for key in ("ratio", "least"))

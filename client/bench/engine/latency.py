@@ -47,7 +47,8 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class Round:
-    """One batch, from sending to its last token; seconds, and the tokens that came within `decode_s`."""
+    """The times of one batch, from sending to its last token, in seconds, and the tokens that came within
+    `decode_s`."""
 
     ttft_s: float
     decode_s: float
@@ -55,7 +56,8 @@ class Round:
 
 
 def prepare(config: LatencyConfig, options: Options) -> Options:
-    """A context that fits the requests, and room for all of them at once, unless the options say otherwise."""
+    """Returns the options with a context length that fits the requests, and room for all of them at once, unless they
+    are set."""
     options = {"max_num_seqs": max(config.batch_size, 64), **options}
     return with_context(options, config.input_len + config.output_len, "--input-len + --output-len")
 
@@ -104,7 +106,7 @@ def summary(
 
 
 async def one_round(engine: ClientEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Round:
-    """All prompts at once, each to its last token."""
+    """Sends all prompts at once and reads each to its last token."""
     started = time.perf_counter()
     answers = await asyncio.gather(*(ask(engine, prompt, params) for prompt in prompts))
     return round_from(started, [answer.arrivals for answer in answers])

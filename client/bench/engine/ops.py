@@ -13,7 +13,7 @@ from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError
 
 _DECODE_ATTEMPTS = 5
-"""On a busy machine the order to start may come after a short run's end."""
+"""Most attempts to profile decoding: on a busy machine the profile may start only after a short run's end."""
 
 
 @dataclass(frozen=True)

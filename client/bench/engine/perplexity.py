@@ -76,7 +76,8 @@ def cut(engine: ClientEngine, config: PerplexityConfig) -> list[list[int]]:
 
 
 def summary(scores: Sequence[Sequence[float]]) -> Report:
-    """From each window's log-probabilities. The standard error takes the tokens for independent."""
+    """Returns the perplexity from each window's log-probabilities. The standard error takes the tokens for
+    independent."""
     every = [-score for window in scores for score in window]
     mean = statistics.fmean(every)
     perplexity = math.exp(mean)

@@ -1,4 +1,4 @@
-"""`allspan bench step`: what a decode step costs on the host, outside the model: scheduling, plan, sampling's books.
+"""`allspan bench step`: the host time of a decode step outside the model: scheduling, plan, sampling's bookkeeping.
 
 The counters are the leader's own, taken when every request of a batch has its first token and again before any ends.
 """

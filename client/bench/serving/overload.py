@@ -124,7 +124,7 @@ async def _burst(engine: ClientEngine, config: OverloadConfig, count: int, draw:
 
 
 async def _idle(engine: ClientEngine) -> Report:
-    """What the engine holds once nothing runs or waits. DeadlineExceeded when that does not come."""
+    """The engine's state once nothing runs or waits. DeadlineExceeded when that does not come."""
     started = time.perf_counter()
     while (facts := await engine.astatistics()).running + facts.waiting:
         if time.perf_counter() - started > IDLE_TIMEOUT_S:

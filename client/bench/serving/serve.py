@@ -193,7 +193,7 @@ def table(report: Report) -> str:
 
 
 class ServeBenchmark(Benchmark):
-    """It asks a server that runs, or starts one with a gateway."""
+    """The benchmark of a running server, or of one that it starts with a gateway."""
 
     def run(self, model: str, config: Any, quiet: bool = False, **serve_options: Any) -> Report:
         check_plot(config.plot)
@@ -220,7 +220,7 @@ class ServeBenchmark(Benchmark):
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed: who asks should cost as little as can be."""
+    """Returns uvloop's event loop where it is installed, so that the client costs as little as possible."""
     try:
         return importlib.import_module("uvloop").new_event_loop()  # type: ignore[no-any-return]
     except ImportError:

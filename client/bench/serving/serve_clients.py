@@ -1,4 +1,4 @@
-"""Who asks a server in `allspan bench serve`: event streams of OpenAI's API over raw sockets, or gRPC."""
+"""The clients of a server in `allspan bench serve`: event streams of OpenAI's API over raw sockets, or gRPC."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ PATHS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
 
 @dataclass
 class Record:
-    """What became of one request, on this process's clock (`time.perf_counter()`)."""
+    """The times and the result of one request, on this process's clock (`time.perf_counter()`)."""
 
     started: float
     arrivals: list[float] = field(default_factory=list)
-    """When each message with tokens came."""
+    """The arrival time of each message with tokens."""
     ended: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
-    """Its kind: an HTTP status, a gRPC status, "connection", "timeout" or "incomplete"."""
+    """The kind of error: an HTTP status, a gRPC status, "connection", "timeout" or "incomplete"."""
     words: str = ""
 
     @property
@@ -44,23 +44,23 @@ class Record:
 
     @property
     def tpot_s(self) -> float:
-        """Of the tokens after the first; 0 of one token."""
+        """The mean seconds of a token after the first; 0 for one token."""
         return (self.ended - self.arrivals[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     @property
     def itl_s(self) -> list[float]:
-        """Between one message with tokens and the next."""
+        """The seconds between one message with tokens and the next."""
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 class Client(Protocol):
-    """Lives on one loop."""
+    """A client of the server under test, bound to one asyncio loop."""
 
     async def model(self) -> str:
         """The name of the model that is served. Raises ConfigError when nobody answers."""
 
     async def ask(self, item: Item, model: str) -> Record:
-        """One request to its end; failures are in the record."""
+        """Sends one request and reads it to its end; failures are in the record."""
 
     async def close(self) -> None: ...
 
@@ -194,7 +194,7 @@ class GrpcClient:
 
 
 def connect(backend: str, base_url: str, ignore_eos: bool, timeout: float) -> Client:
-    """On the running loop."""
+    """Returns a client for the running loop."""
     if backend == "grpc":
         return GrpcClient(base_url, ignore_eos, timeout)
     return HttpClient(base_url, backend, ignore_eos, timeout)

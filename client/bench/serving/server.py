@@ -23,7 +23,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class ServerAddresses:
-    """Where a server answers. `http` as a URL without a path, `grpc` as a target."""
+    """The addresses of a server. `http` is a URL without a path, `grpc` a target."""
 
     http: str
     grpc: str
@@ -53,7 +53,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the gateway, which is the launcher's process as well."""
+        """The process id of the gateway, which is the launcher's process as well."""
         return self._process.pid
 
     def wait_ready(self, timeout: float) -> ServerAddresses:

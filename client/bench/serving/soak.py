@@ -37,7 +37,7 @@ VARIETIES: tuple[dict[str, float | int | bool], ...] = (
     {"temperature": 1.0, "typical_p": 0.9, "no_repeat_ngram_size": 3, "min_tokens": 2},
     {"temperature": 0.0, "logprobs": 5},
 )
-"""What requests ask of the sampler, in turn at random."""
+"""The kinds of sampling that requests use, chosen at random."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class SoakConfig:
 
 @dataclass
 class _Record:
-    """What happened so far. Times are `time.perf_counter()`."""
+    """The results so far. Times are `time.perf_counter()`."""
 
     finished: list[tuple[float, Answer]] = field(default_factory=list)
-    """With the moment of the end."""
+    """The finished requests, each with the time of its end."""
     cancelled: int = 0
     refused: int = 0
     unexpected: Counter[str] = field(default_factory=Counter)

@@ -32,7 +32,8 @@ class SseConnection(asyncio.Protocol):
         self._reset(None)
 
     async def ask(self, method: str, path: str, headers: dict[str, str], body: bytes, on_event: OnEvent) -> bytes:
-        """The body of an answer that is no event stream; b"" after one, whose events were told. Raises HttpFailure."""
+        """Sends a request and returns the body of an answer that is no event stream; b"" after a stream, whose events
+        went to `on_event`. Raises HttpFailure."""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self._host}:{self._port}", f"Content-Length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         message = "\r\n".join([*lines, "", ""]).encode() + body
@@ -118,7 +119,7 @@ class SseConnection(asyncio.Protocol):
         return self._left <= 0
 
     def _read_chunks(self) -> bool:
-        """Whether the last one has come."""
+        """Reads the chunks that have come; returns whether the last one was among them."""
         start, data = 0, self._unread
         while (line_end := data.find(b"\r\n", start)) >= 0:
             size = int(data[start:line_end].partition(b";")[0], 16)
@@ -152,7 +153,7 @@ class SseConnection(asyncio.Protocol):
 
 
 def host_and_port(base_url: str) -> tuple[str, int]:
-    """Of a plain HTTP address. ConfigError for any other."""
+    """Returns the host and the port of a plain HTTP address. ConfigError for any other."""
     parts = urlsplit(base_url)
     try:
         port = parts.port or 80

@@ -75,7 +75,8 @@ class StreamingConfig:
 
 @dataclass(frozen=True)
 class Turn:
-    """One side's part of a round; processor seconds of who asks (the engine's: of all of it), gateway and ranks."""
+    """One side's part of a round, with the processor seconds of the client (for the engine's side: of all of it),
+    gateway and ranks."""
 
     tokens: int
     messages: int
@@ -126,7 +127,7 @@ class _Run:
             raise
 
     def rounds(self, streams: int) -> dict[str, list[Turn]]:
-        """Every side's turns with this many requests at once."""
+        """Runs every side's turns with this many requests at once."""
         config = self._config
         draw = random.Random(config.seed)
         turns: dict[str, list[Turn]] = {side: [] for side in self._peers}
@@ -166,7 +167,8 @@ def _load(side: str, model: str, served: str, addresses: ServerAddresses, option
 
 
 def summary(turns: Mapping[str, Sequence[Turn]]) -> Report:
-    """By side: tokens per second, the ratio to the engine's, messages a token, gaps, processor time of 1000 tokens."""
+    """Returns for each side: tokens per second, the ratio to the engine's, messages a token, gaps, processor time of
+    1000 tokens."""
     ours = turns["engine"]
     report: Report = {}
     for side, found in turns.items():
@@ -222,7 +224,7 @@ def _part(streams: int, sides: Report) -> str:
 
 
 class StreamingBenchmark(Benchmark):
-    """It starts a server with a gateway, and an engine beside it."""
+    """The benchmark that compares streaming through a gateway with an engine in the client's process."""
 
     def run(self, model: str, config: Any, quiet: bool = False, **serve_options: Any) -> Report:
         given = {key: value for key, value in serve_options.items() if value is not None}

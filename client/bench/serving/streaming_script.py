@@ -1,4 +1,5 @@
-"""One side of `allspan bench streaming`, in a process of its own: who asks, and, for the engine, the engine itself.
+"""One side of `allspan bench streaming`, in a process of its own: the client and, for the engine's side, the engine
+itself.
 
 Reads one JSON object a line from standard input and answers each with one on standard output:
 
@@ -37,17 +38,17 @@ Message = dict[str, Any]
 
 
 @dataclass
-class Heard:
-    """What came for one request, or for several."""
+class Received:
+    """The tokens, messages and times received for one request, or for several."""
 
     tokens: int = 0
     messages: int = 0
     gaps: list[float] = field(default_factory=list)
     """Seconds between a chunk with tokens and the next."""
     steps: list[float] = field(default_factory=list)
-    """Seconds of a step, one figure a request, where its statistics are told."""
+    """Seconds of a step, one figure for each request whose statistics have it."""
 
-    def add(self, other: Heard) -> None:
+    def add(self, other: Received) -> None:
         self.tokens += other.tokens
         self.messages += other.messages
         self.gaps += other.gaps
@@ -80,13 +81,13 @@ class OfEngine:
         else:
             self._engine = public.ClientEngine(attach=Path(request["address"]))
 
-    def round(self, request: Message) -> Heard:
+    def round(self, request: Message) -> Received:
         answers = self._engine.generate(request["prompts"], _params(request["output_len"]))
-        heard = Heard(sum(len(answer.token_ids) for answer in answers), len(answers))
+        received = Received(sum(len(answer.token_ids) for answer in answers), len(answers))
         for answer in answers:
             if answer.timings is not None and (rate := answer.timings.decode_tokens_per_s) > 0:
-                heard.steps.append(1 / rate)
-        return heard
+                received.steps.append(1 / rate)
+        return received
 
 
 class OfGrpc:
@@ -105,8 +106,8 @@ class OfGrpc:
         self._channel = self._loop.run_until_complete(connect())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    def round(self, request: Message) -> Heard:
-        async def all_of() -> list[Heard]:
+    def round(self, request: Message) -> Received:
+        async def all_of() -> list[Received]:
             return await asyncio.gather(*(self._one(ids, request["output_len"]) for ids in request["prompts"]))
 
         return _sum(self._loop.run_until_complete(all_of()))
@@ -115,7 +116,7 @@ class OfGrpc:
         self._loop.run_until_complete(self._channel.close())
         self._loop.close()
 
-    async def _one(self, ids: list[int], output_len: int) -> Heard:
+    async def _one(self, ids: list[int], output_len: int) -> Received:
         message = self._pb.GenerateRequest(token_ids=self._pb.TokenIds(ids=ids))
         message.sampling.max_tokens, message.sampling.temperature, message.sampling.ignore_eos = output_len, 0.0, True
         tokens = messages = 0
@@ -125,7 +126,7 @@ class OfGrpc:
             if response.token_ids:
                 tokens += len(response.token_ids)
                 arrivals.append(time.perf_counter())
-        return Heard(tokens, messages, _gaps(arrivals))
+        return Received(tokens, messages, _gaps(arrivals))
 
 
 class OfHttp:
@@ -138,12 +139,12 @@ class OfHttp:
         self._connections: list[SseConnection] = []
         self._loop = _new_loop()
 
-    def round(self, request: Message) -> Heard:
+    def round(self, request: Message) -> Received:
         asked = request["texts"] if self._is_chat else request["prompts"]
         while len(self._connections) < len(asked):
             self._connections.append(SseConnection(self._host, self._port))
 
-        async def all_of() -> list[Heard]:
+        async def all_of() -> list[Received]:
             pairs = zip(self._connections, asked, strict=False)
             return await asyncio.gather(*(self._one(*pair, request["output_len"]) for pair in pairs))
 
@@ -155,7 +156,7 @@ class OfHttp:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    async def _one(self, connection: SseConnection, prompt: Any, output_len: int) -> Heard:
+    async def _one(self, connection: SseConnection, prompt: Any, output_len: int) -> Received:
         messages, last = 0, b""
         arrivals = []
 
@@ -176,10 +177,10 @@ class OfHttp:
         found = _TOKENS.search(last)
         if found is None:
             raise RuntimeError(f"{path} told no usage")
-        return Heard(int(found[1]), messages, _gaps(arrivals))
+        return Received(int(found[1]), messages, _gaps(arrivals))
 
     def _has_text(self, data: bytes) -> bool:
-        """Whether an event brings text: neither a role nor a finish reason alone."""
+        """Returns whether an event has text, rather than a role or a finish reason alone."""
         return (b'"delta":{"content"' if self._is_chat else b'"text":"') in data and b'"text":""' not in data
 
 
@@ -197,21 +198,21 @@ def answer(loaded: list[Any], request: Message) -> Message:
         loaded.append(SIDES[request["side"]](request))
         return {}
     cpu, started = time.process_time(), time.perf_counter()
-    heard = loaded[-1].round(request)
+    received = loaded[-1].round(request)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    return {**heard.report(), "seconds": seconds, "cpu_s": cpu}
+    return {**received.report(), "seconds": seconds, "cpu_s": cpu}
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed: who asks should cost as little as can be."""
+    """Returns uvloop's event loop where it is installed, so that the client costs as little as possible."""
     try:
         return importlib.import_module("uvloop").new_event_loop()  # type: ignore[no-any-return]
     except ImportError:
         return asyncio.new_event_loop()
 
 
-def _sum(parts: list[Heard]) -> Heard:
-    whole = Heard()
+def _sum(parts: list[Received]) -> Received:
+    whole = Received()
     for part in parts:
         whole.add(part)
     return whole

@@ -1,4 +1,5 @@
-"""What `allspan bench serve` sends, and when: made-up prompts, conversations from a file, or a recorded trace."""
+"""The requests of `allspan bench serve` and their times: random prompts, conversations from a file, or a recorded
+trace."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class Item:
-    """One request: `at` seconds after the beginning."""
+    """One request of the workload, sent `at` seconds after the beginning."""
 
     at: float
     prompt: Prompt
@@ -88,7 +89,7 @@ class Item:
 
 
 def workload(config: WorkloadConfig) -> list[Item]:
-    """In the order of sending. ConfigError for a file that cannot be read, naming its line."""
+    """Returns the requests in the order of sending. ConfigError for a file that cannot be read, naming its line."""
     draw = random.Random(config.seed)
     if config.dataset_name == "trace":
         return list(_trace(config, draw))

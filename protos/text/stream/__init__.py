@@ -1,1 +1,1 @@
-"""From tokens to text while they are generated: detokenizing, stop strings, completions."""
+"""Text from tokens while they are generated: detokenizing, stop strings, completions."""

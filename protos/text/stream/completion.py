@@ -1,4 +1,4 @@
-"""From a request's outputs, as they come, to its `Completion`; shared by both engines' `generate`."""
+"""Builds a `Completion` from a request's outputs as they come; shared by both engines' `generate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CompletionBuilder:
     def __init__(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        """Without a tokenizer the text stays empty."""
+        """Starts an empty completion. Without a tokenizer the text stays empty."""
         self._request_id = request_id
         self._prompt = tuple(prompt)
         self._stream = TextStream(tokenizer, params)

@@ -22,7 +22,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """What these tokens add to the text; bytes of an unfinished character wait for the rest."""
+        """Returns the text that these tokens add; bytes of an unfinished character wait for the rest."""
         data = b"".join(self._tokenizer.pieces(ids, self._skip_special_tokens))
         if self._strip_space and data:
             self._strip_space = False

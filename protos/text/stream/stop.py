@@ -31,12 +31,12 @@ class StopStrings:
         return text[:pending], None
 
     def finish(self) -> str:
-        """What was held back, at the end of an output without a match."""
+        """Returns the text held back, at the end of an output without a match."""
         text, self._held = self._held, ""
         return text
 
     def _pending(self, text: str) -> int:
-        """Where the longest suffix begins that is the beginning of some stop string (len(text): nowhere)."""
+        """Returns the start of the longest suffix that is the beginning of some stop string (len(text): nowhere)."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for start in range(max(0, len(text) - longest), len(text)):
             suffix = text[start:]

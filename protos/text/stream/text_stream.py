@@ -1,4 +1,4 @@
-"""From a request's tokens to its text: incremental, never half a character, cut before a stop string.
+"""Turns a request's tokens into text: incrementally, never half a character, cut before a stop string.
 
 Shared by both engines' `generate` and the gateway. The request's owner stops it on the engine when
 `TextDelta.stopped_early` is set:
@@ -26,7 +26,8 @@ from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one `Output` adds. `finish_reason` is "" while the request goes on, else "stop", "length" or "cancelled"."""
+    """The text that one `Output` adds. `finish_reason` is "" while the request continues, else "stop", "length" or
+    "cancelled"."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -44,7 +45,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """What of an output becomes text."""
+    """The choice of which parts of an output become text."""
 
     skip_special_tokens: bool = True
     """Control tokens are no text."""
@@ -53,7 +54,7 @@ class TextOptions:
     detokenize: bool = True
     """False: no text at all, only token ids."""
     only_prompt: bool = False
-    """Neither text nor tokens: the caller wants no more than the prompt's log-probabilities. Ends with "length"."""
+    """Drops text and tokens: only the prompt's log-probabilities are requested. Ends with "length"."""
 
 
 PLAIN_TEXT = TextOptions()

@@ -1,4 +1,4 @@
-"""What one token adds to the text, from the `decoder` entry of a tokenizer.json.
+"""The text that one token adds, from the `decoder` entry of a tokenizer.json.
 
 A decoder is described there as steps over a list of tokens. Those of the supported families work on each token by
 itself (the leading space of a text apart), which is what makes incremental detokenising exact and cheap.
@@ -26,7 +26,7 @@ class PieceDecoder:
     steps: tuple[Callable[[str], str | bytes], ...]
     strips_leading_space: bool = False
     before: bytes = b""
-    """Stands before every token, those of the added vocabulary too."""
+    """A text that precedes every token, those of the added vocabulary too."""
 
     def __call__(self, token: str) -> bytes:
         value: str | bytes = token
@@ -38,7 +38,7 @@ class PieceDecoder:
 
 
 def piece_decoder(decoder: dict[str, Any] | None, path: Path) -> PieceDecoder:
-    """For a decoder as tokenizer.json describes it. Raises CheckpointError for one that is not supported."""
+    """Returns the decoder that tokenizer.json describes. Raises CheckpointError for one that is not supported."""
     if decoder is None:  # words, with spaces between them
         return PieceDecoder((), strips_leading_space=True, before=b" ")
     steps: list[Callable[[str], str | bytes]] = []

@@ -1,4 +1,4 @@
-"""Which ids of a GGUF file's vocabulary end an answer. Needs no tokenizer: a rank asks, too."""
+"""The ids of a GGUF file's vocabulary that end an answer. Needs no tokenizer: a rank asks, too."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def token_types(metadata: Mapping[str, Any]) -> list[int]:
-    """One a token; NORMAL where the file does not say."""
+    """Returns the type of each token; NORMAL where the file has none."""
     count = len(metadata.get("tokenizer.ggml.tokens", []))
     types = metadata.get("tokenizer.ggml.token_type", [])
     return [*types[:count], *[int(TokenType.NORMAL)] * (count - len(types))]

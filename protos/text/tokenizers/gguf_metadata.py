@@ -31,7 +31,7 @@ class GgufTensor:
     kind: int
     shape: tuple[int, ...]
     offset: int
-    """In bytes, from the start of the file."""
+    """The offset in bytes, from the start of the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ def _add_tokens(path: Path, backend: Backend, config: Mapping[str, Any]) -> None
 def _wrapping(
     backend: Backend, config: Mapping[str, Any], bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What goes before and after a prompt: the config's explicit flags, else what the post-processor adds."""
+    """Returns the ids before and after a prompt: from the config's explicit flags, else from the post-processor."""
     if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
         prefix = (bos,) if config.get("add_bos_token") and bos is not None else ()
         return prefix, (eos,) if config.get("add_eos_token") and eos is not None else ()

@@ -1,4 +1,4 @@
-"""One door to every kind of tokenizer: a Hugging Face folder or a GGUF file."""
+"""Loads every kind of tokenizer: from a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 

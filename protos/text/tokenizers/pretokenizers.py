@@ -1,4 +1,4 @@
-"""How byte-level BPE vocabularies cut text into words before merging, by the names that GGUF files use
+"""The rules by which byte-level BPE vocabularies cut text into words before merging, by the names that GGUF files use
 (`tokenizer.ggml.pre`).
 
 A rule is a list of regular expressions: each cuts what the ones before it left, into its matches and what lies between.
@@ -48,13 +48,13 @@ _CASED_LETTERS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """How one family of vocabularies cuts text."""
+    """The pre-tokenization rule of one family of vocabularies."""
 
     expressions: tuple[str, ...]
     ignore_merges: bool = False
     """A word that is a token as a whole is taken at once, whatever its merges."""
     add_bos: bool = False
-    """Prompts begin with the begin-of-sequence id unless the file says otherwise."""
+    """Prompts begin with the begin-of-sequence id unless the file sets otherwise."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in self.expressions]
@@ -96,5 +96,5 @@ def rule(name: str) -> Rule | None:
 
 
 def names() -> list[str]:
-    """Every name with a rule."""
+    """Returns every name with a rule."""
     return sorted(name for names in _RULES for name in names)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 
 class SpecialTokens:
-    """`control` texts count only where the caller lets text speak for the model; `defined` ones always do."""
+    """The special tokens of a vocabulary. `control` texts count only where the caller allows special tokens in its
+    text; `defined` ones always do."""
 
     def __init__(self, control: Mapping[str, int], defined: Mapping[str, int]) -> None:
         self._all = _Cutter({**control, **defined})

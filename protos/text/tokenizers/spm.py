@@ -1,4 +1,4 @@
-"""SentencePiece's BPE: merge the neighbours whose union has the best score, until no union is a token.
+"""SentencePiece's BPE: merges the adjacent pair whose union has the best score, until no union is a token.
 
 Kudo & Richardson 2018; the order of merges (best score, then leftmost) is that of sentencepiece and llama.cpp.
 """

@@ -19,7 +19,8 @@ class Codec(Protocol):
         """Token ids; the text of a special token becomes its id only if `parse_special`."""
 
     def piece(self, token_id: int) -> bytes:
-        """What a token adds to the text, as UTF-8 bytes (perhaps part of a character); empty for an unknown id."""
+        """Returns the bytes that a token adds to the text, as UTF-8 (perhaps part of a character); empty for an unknown
+        id."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Tokenizer:
 
     codec: Codec
     name: str
-    """Of the model, for messages."""
+    """The name of the model, for messages."""
     special_ids: frozenset[int] = frozenset()
     """Control tokens: not part of the text."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """Every id that ends an answer, the tokenizer's own first."""
+    """The ids that end an answer, the tokenizer's own first."""
     prefix: tuple[int, ...] = ()
     """Ids put before a prompt (usually the begin-of-sequence id, or nothing)."""
     suffix: tuple[int, ...] = ()
@@ -89,7 +90,7 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def pieces(self, ids: Iterable[int], skip_special_tokens: bool = True) -> Iterable[bytes]:
-        """What each token adds, as bytes, in order."""
+        """Returns the bytes that each token adds, in order."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return (self.codec.piece(token_id) for token_id in ids if token_id not in skipped)
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from allspan.client.bench.serving.streaming import StreamingConfig, Turn, prepare, summary, table
-from allspan.client.bench.serving.streaming_script import SIDES, Heard
+from allspan.client.bench.serving.streaming_script import SIDES, Received
 from allspan.protos.api.errors import ConfigError
 from support.gateway import fake_engine, gateway
 
@@ -59,15 +59,15 @@ async def test_each_side_counts_every_token_that_a_gateway_streams(side: str) ->
         address = running.grpc_address if side == "grpc" else running.http_address
         asked = {"prompts": [[65, 66], [67, 68]], "texts": ["one", "two"], "output_len": 9}
 
-        def play() -> Heard:
+        def play() -> Received:
             asker = SIDES[side]({"side": side, "address": address, "model": "tiny"})
-            heard: Heard = asker.round(asked)
-            assert asker.round(asked).tokens == heard.tokens, "connections are used again"
+            received: Received = asker.round(asked)
+            assert asker.round(asked).tokens == received.tokens, "connections are used again"
             asker.close()
-            return heard
+            return received
 
-        heard = await asyncio.to_thread(play)
-    assert heard.tokens == 18
-    assert heard.messages >= 2
-    assert 1 <= len(heard.gaps) <= 16
-    assert heard.report()["gap_s"]["p50"] >= 0.001, "a step takes 2 ms"
+        received = await asyncio.to_thread(play)
+    assert received.tokens == 18
+    assert received.messages >= 2
+    assert 1 <= len(received.gaps) <= 16
+    assert received.report()["gap_s"]["p50"] >= 0.001, "a step takes 2 ms"
