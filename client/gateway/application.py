@@ -34,7 +34,7 @@ ROUTES: tuple[Callable[[GatewayContext], list[Endpoint]], ...] = (
 
 
 def make_app(context: GatewayContext) -> FastAPI:
-    """All of ROUTES over one gateway."""
+    """Returns the application with all of ROUTES over one gateway."""
     app = FastAPI(title="allspan", version=__version__, docs_url=None, redoc_url=None)
     endpoints = [endpoint for make in ROUTES for endpoint in make(context)]
     for endpoint in endpoints:

@@ -1,4 +1,4 @@
-"""Where the gateway listens, what it lets in and what it tells: one dataclass a concern, each a group of flags."""
+"""The gateway's settings: one dataclass a concern, each a group of flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 @dataclass(frozen=True, slots=True)
 class SecurityConfig:
-    """Who may ask."""
+    """The settings of access: keys, certificates, and allowed hosts and origins."""
 
     insecure: bool = False
     """Allows listening on an address other than loopback without TLS."""
@@ -57,7 +57,7 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """What one request, and all together, may take."""
+    """The limits of one request, and of all together."""
 
     max_body_bytes: int = 16 * 2**20
     """Limits the bytes of an HTTP request body."""
@@ -116,7 +116,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """How conversations become prompts, and outputs messages."""
+    """The settings of chat: templates, tool calls and reasoning."""
 
     chat_template: str = ""
     """Uses this Jinja file (or the template itself) instead of the model's chat template."""
@@ -134,7 +134,7 @@ class ChatConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesConfig:
-    """What /v1/responses keeps, so that a conversation can go on from one (previous_response_id)."""
+    """The settings of the store of /v1/responses, from which a conversation can be continued (previous_response_id)."""
 
     max_stored_responses: int = 1000
     """Limits the responses kept in memory for previous_response_id (64 MiB at most); the oldest are dropped first. 0
@@ -197,4 +197,4 @@ GROUPS: dict[str, tuple[str, type]] = {
     "responses": ("responses that are kept", ResponsesConfig),
     "grpc": ("gRPC", GrpcConfig),
 }
-"""By the field of GatewayConfig that holds them: a group's title in --help, and its flags."""
+"""The title of each group in --help and its flags, by the field of GatewayConfig that holds them."""

@@ -1,4 +1,4 @@
-"""What the parts of the gateway share: each route and each gRPC method is made of it."""
+"""The objects that the parts of the gateway share: every route and gRPC method is made with them."""
 
 from __future__ import annotations
 

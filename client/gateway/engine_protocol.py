@@ -1,4 +1,4 @@
-"""What the gateway asks of its engine beside `EngineProtocol`: facts of its world, and calls that never block."""
+"""The gateway's requirements of its engine beside `EngineProtocol`: facts of its world, and calls that never block."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class GatewayEngine(EngineProtocol, Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Every rank is up, the model runs and its step loop makes progress."""
+        """True while every rank is up, the model runs and its step loop makes progress."""
 
     @property
     def down_cause(self) -> str:
-        """Why it is not ready, "" while it is."""
+        """The reason why it is not ready, "" while it is."""
 
     async def astart_request(
         self,

@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What the function returns. `size`: characters, or as many of whatever takes as long."""
+    """Returns the function's result, run on a thread if it is large. `size` is the number of characters, or of units
+    that take as long."""
     if size <= INLINE_CHARS:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)

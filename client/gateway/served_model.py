@@ -36,7 +36,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, info: ClusterInfo, config: GatewayConfig) -> ServedModel:
-        """From what a ready cluster says of itself and what its model's files recommend. CheckpointError."""
+        """Returns the model of a ready cluster, with the defaults that its files recommend. CheckpointError."""
         known = (__version__, info.model, info.model_path, info.max_model_len, info.vocab_size)
         return cls(
             name=config.served_model_name or info.model,

@@ -1,4 +1,4 @@
-"""What a server says of itself: what runs, on which ranks, whether it is ready, and what a request may ask for."""
+"""The server's description of itself: model, ranks, readiness, and the limits of a request."""
 
 from __future__ import annotations
 

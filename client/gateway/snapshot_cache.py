@@ -29,7 +29,7 @@ class Seen:
 
 
 class SnapshotCache:
-    """Must be used on the gateway's loop. Callers at the same time share one look."""
+    """A cache of cluster snapshots, used on the gateway's loop. Callers at the same time share one look."""
 
     def __init__(self, engine: GatewayEngine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Both ports are taken before a model loads, so that a busy one fails at once and not after minutes."""
+"""Binds both ports before a model loads, so that a busy one fails at once and not after minutes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Sockets:
     http: socket.socket
     grpc: socket.socket
     http_address: str
-    """As a URL without a path."""
+    """The HTTP address as a URL without a path."""
     grpc_address: str
-    """As a gRPC target."""
+    """The gRPC address as a target."""
 
     def close(self) -> None:
         """Frees both ports. Idempotent."""
@@ -34,7 +34,8 @@ class Sockets:
 
 
 def bind(config: GatewayConfig) -> Sockets:
-    """Takes both ports; ConfigError names the port, its flag and, where it can be found out, who holds it."""
+    """Binds both ports; ConfigError names the port, its flag and, where it can be found out, the process that holds
+    it."""
     tls = Tls.of(config.security)
     if tls is None and not config.security.insecure and not is_loopback(config.host):
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""From a request to running generations: encode, validate, admit, follow."""
+"""The way from a request to running generations: encode, validate, admit, follow."""

@@ -1,4 +1,4 @@
-"""One running request seen from the gateway: its text as it comes, and its end in one log line."""
+"""One running request in the gateway: its text as it comes, and one log line at its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ActiveRequest:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.prompt_logprobs: list[PromptLogprob] = []
-        """As far as they have come; the first is the prompt's second token's."""
+        """Log-probabilities of the prompt that have come so far; the first is the prompt's second token's."""
         self._engine = engine
         self._prompt = prompt
         self._queue = queue
@@ -49,7 +49,8 @@ class ActiveRequest:
         self._must_stop = False
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """What each engine step adds (or several, for a reader that is slower); the last one has the finish reason.
+        """Yields the text of each engine step (or of several, for a slower reader); the last delta has the finish
+        reason.
 
         Raises the request's AllspanError when it failed.
         """

@@ -27,7 +27,7 @@ from allspan.protos.text import Tokenizer
 from allspan.protos.text.stream.text_stream import PLAIN_TEXT, TextOptions, TextStream
 
 RETRY_AFTER_S = 1
-"""Seconds after which a caller that found no room is told to try again."""
+"""Seconds in the Retry-After of a request that was refused for lack of room."""
 DRAIN_LOG_S = 5.0
 
 logger = logging.getLogger("allspan.gateway")
@@ -35,22 +35,22 @@ logger = logging.getLogger("allspan.gateway")
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt and how to go on from it."""
+    """One prompt with its sampling parameters and options."""
 
     token_ids: Sequence[int]
     params: SamplingParams
     continues: bool = True
-    """The output goes on from the prompt's text, rather than being an answer of its own."""
+    """Whether the output continues the prompt's text, rather than being an answer of its own."""
     options: RequestOptions | None = None
     text: TextOptions = PLAIN_TEXT
     tokenizer: Tokenizer | None = None
     """Makes the output's text; None: the gateway's."""
     grammar_field: str = "grammar"
-    """What the caller calls `params.grammar`."""
+    """The request's field that `params.grammar` comes from."""
 
 
 class Hold(enum.Enum):
-    """Why the operator lets no request in; the value is what callers are told."""
+    """The operator's reason for taking no requests; the value is the text for callers."""
 
     NONE = ""
     PAUSED = "the server is paused by its operator; POST /resume lets requests in again"
@@ -102,11 +102,11 @@ class Admission:
 
     @property
     def down_cause(self) -> str:
-        """Why new requests are not welcome, "" while they are."""
+        """The reason why new requests are not taken, "" while they are."""
         return "the server is shutting down" if self._draining else self.hold.value or self._engine.down_cause
 
     def running_requests(self) -> list[ActiveRequest]:
-        """What runs now."""
+        """The requests that run now."""
         return list(self._running)
 
     @contextlib.asynccontextmanager
@@ -157,8 +157,8 @@ class Admission:
             self._leave(len(ending))
 
     async def abort(self, request_id: str, caller: Caller) -> int:
-        """Ends a request of this caller's (anybody's, for the admin) on behalf of another call than its own; returns
-        how many choices that ended. Unknown, ended and foreign ids are all the same: 0.
+        """Ends a request of this caller (of any caller, for the admin) on behalf of another call than its own; returns
+        the number of choices that it ended. Unknown, ended and foreign ids are all the same: 0.
 
         `request_id`: the name that came with it, or the id of its answer (or of one of its choices).
         """

@@ -12,7 +12,8 @@ MAX_BAD_WORD_CHARS = 256
 
 
 def bad_words_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text and as it follows a space: most vocabularies have other tokens for the two.
+    """Returns the ids of each word as it begins a text and as it follows a space: most vocabularies have other tokens
+    for the two.
 
     A word can still be spelled out in tokens that no tokenizer would choose for it. InvalidRequest names the word.
     """

@@ -19,14 +19,15 @@ from allspan.protos.api.grammar import Grammar
 from allspan.protos.text import Tokenizer
 
 CHILDREN = 2
-"""So that one explosive grammar does not keep the others waiting."""
+"""Number of child processes that compile, so that one very slow grammar does not block the others."""
 MOST_WAITING = 256
 MOST_KEPT = 4096
 """Answers kept, by digest: some 1 kB each at most."""
 START_S = 30.0
-"""Within which a child must be up."""
-PATIENCE = 4
-"""The limit of time is of a processor; a child that gets less than a quarter of one fails all the same."""
+"""Seconds within which a child must be ready."""
+WALL_TIME_FACTOR = 4
+"""Wall-clock limit of a check as a multiple of its limit of processor time: a child that gets less than a quarter of a
+processor fails."""
 _WAY_OUT = "make it simpler"
 
 logger = logging.getLogger("allspan.gateway")
@@ -69,7 +70,7 @@ class GrammarCheck:
         await asyncio.gather(*(child.end() for child in children))
 
     async def _shared(self, key: bytes, grammar: Grammar) -> str:
-        """One check for all who ask for the same meanwhile; it goes on when they leave."""
+        """Runs one check for all requests with the same grammar meanwhile; it continues when their callers leave."""
         task = self._checking.get(key)
         if task is None:
             if len(self._checking) >= MOST_WAITING:
@@ -82,7 +83,7 @@ class GrammarCheck:
         async with self._turns:
             child = self._idle.pop() if self._idle else await self._start()
             try:
-                problem = await _within(PATIENCE * self._limits.grammar_timeout, child.ask(grammar))
+                problem = await _within(WALL_TIME_FACTOR * self._limits.grammar_timeout, child.ask(grammar))
                 self._idle.append(child)
             except (TimeoutError, EOFError) as error:
                 took_long = isinstance(error, TimeoutError) or await child.end() == -signal.SIGPROF
@@ -146,7 +147,7 @@ class _Child:
         return str(answer["problem"])
 
     async def end(self) -> int:
-        """At once, if it has not ended by itself; its exit code."""
+        """Ends the process at once, unless it has ended by itself; returns its exit code."""
         if self._is_dead and self._process.returncode is None:
             with contextlib.suppress(TimeoutError):
                 await _within(1.0, self._process.wait())

@@ -1,4 +1,4 @@
-"""The process that compiles callers' grammars first, where exceeding a limit kills nobody else.
+"""The process that compiles callers' grammars first, where exceeding a limit ends no other process.
 
 It reads requests on its standard input, one JSON object a line ({"kind", "text"}), and answers each with a line:
 {"problem": ""} when the grammar compiles and can begin an output, else what is wrong. Started by `grammar_check`, with
@@ -25,7 +25,7 @@ from allspan.protos.text.grammar_compiler import LIMITS, lark_of, on_deep_stack,
 STACK_BYTES = 2**28
 """Half of what the ranks compile on: what passes here passes there."""
 ARENA_BYTES = 2**26
-"""What the C library maps for a thread's small allocations."""
+"""Bytes that the C library maps for a thread's small allocations."""
 
 
 class StandIn:
@@ -50,7 +50,7 @@ class StandIn:
 
 
 def main() -> None:
-    """Until standard input ends."""
+    """Compiles grammars until standard input ends."""
     os.nice(5)  # beside a rank on every processor it must still get on
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     model = json.loads(sys.stdin.readline())
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _mapped_bytes() -> int:
-    """Of this process, used or not."""
+    """Returns the mapped bytes of this process, used or not."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

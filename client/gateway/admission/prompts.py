@@ -1,4 +1,4 @@
-"""From prompts and conversations to checked token ids."""
+"""Turns prompts and conversations into checked token ids."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from allspan.protos.text import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """How a text, token ids or a conversation become a prompt. None: as the endpoint does by default."""
+    """The options for turning a text, token ids or a conversation into a prompt. None: as the endpoint does by
+    default."""
 
     add_special_tokens: bool | None = None
-    """Wrap a text as the model wants its prompts; a conversation's template has done so already."""
+    """Adds the special tokens that the model expects around a prompt; a conversation's template has done so already."""
     last_tokens: int | None = None
-    """Keep this many of the prompt's last tokens; -1: as many as leave room for `max_tokens`."""
+    """Keeps this many of the prompt's last tokens; -1: as many as leave room for `max_tokens`."""
     max_tokens: int | None = None
     add_generation_prompt: bool = True
     """A conversation ends with the beginning of the assistant's turn."""

@@ -1,4 +1,4 @@
-"""From the sampling fields of a request to parameters that this server accepts."""
+"""Turns the sampling fields of a request into parameters that this server accepts."""
 
 from __future__ import annotations
 

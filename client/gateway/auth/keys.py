@@ -1,4 +1,4 @@
-"""API keys: where they come from, and who brings one. Kept as digests; nothing here tells a key to anybody."""
+"""API keys: their sources, and the callers that they identify. Kept as digests; nothing here reveals a key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOW = "send it as `Authorization: Bearer KEY`"
 
 
 class Keys:
-    """Which caller each key belongs to. None of users' keys: everybody may ask, with whatever key."""
+    """The API keys, each with its caller. None of users' keys: everybody may ask, with whatever key."""
 
     def __init__(self, users: Mapping[str, str], admin: str = "") -> None:
         """`users`: key → its name, "" for one that is made of the key's digest. `admin`: "" for none."""
@@ -35,7 +35,7 @@ class Keys:
         self.has_admin = bool(admin)
 
     def find(self, key: str) -> Caller | None:
-        """Whose it is. Takes as long for any key: it compares digests, and all of them."""
+        """Returns the caller of a key. Takes as long for any key: it compares digests, and all of them."""
         digest, found = _digest(key), None
         for known, caller in self._callers:
             if hmac.compare_digest(known, digest):
@@ -43,7 +43,7 @@ class Keys:
         return found
 
     def caller(self, presented: str, is_admin_call: bool = False) -> Caller:
-        """Who may go on; Unauthenticated when a key is needed and `presented` is none of them."""
+        """Returns the caller of `presented`; Unauthenticated when a key is needed and it is none of them."""
         if (found := self.find(presented)) is not None:
             return found
         if not self.has_users and not (is_admin_call and self.has_admin):
@@ -60,7 +60,8 @@ def presented_key(authorization: str, x_api_key: str) -> str:
 
 
 def load_keys(config: SecurityConfig) -> Keys:
-    """From flags and files. ConfigError names the flag, the file and the line of what is no key, and never the key."""
+    """Reads the keys from flags and files. ConfigError names the flag, the file and the line of what is no key, and
+    never the key."""
     users: dict[str, str] = {}
     if config.api_key is not None:
         users |= dict.fromkeys(_checked("--api-key", config.api_key), "")

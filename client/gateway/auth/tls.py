@@ -1,4 +1,4 @@
-"""The certificate that the gateway shows, over HTTP and gRPC alike, and whose certificates it asks to see."""
+"""TLS of the gateway, for HTTP and gRPC alike: its certificate, and the authority of clients' certificates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("allspan.gateway")
 
 @dataclass(frozen=True)
 class Pem:
-    """What the files hold; `ca` is empty when no client is asked for a certificate."""
+    """The contents of the PEM files; `ca` is empty when no client certificate is checked."""
 
     certificate: bytes
     key: bytes
@@ -37,7 +37,7 @@ class Tls:
 
     @classmethod
     def of(cls, config: SecurityConfig) -> Tls | None:
-        """None when no certificate is given."""
+        """Returns the TLS settings, None when no certificate is given."""
         if config.ssl_certfile:
             return cls(config)
         others = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
@@ -48,7 +48,7 @@ class Tls:
 
     @property
     def requires_clients(self) -> bool:
-        """Whoever has no certificate of the authority is refused."""
+        """Whether a client without a certificate of the authority is refused."""
         return self._config.ssl_cert_reqs == ssl.CERT_REQUIRED
 
     @property
@@ -123,7 +123,7 @@ def _bytes(flag: str, name: str) -> bytes:
 
 
 def _refuse_password() -> str:
-    """Without it OpenSSL asks on the terminal, where a server has nobody."""
+    """Refuses a password prompt: OpenSSL would otherwise wait for input on the server's terminal."""
     raise ConfigError(
         "--ssl-keyfile is encrypted with a passphrase: give a key without one, readable by this user only"
     )

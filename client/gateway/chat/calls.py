@@ -102,7 +102,7 @@ class CallReader:
         return True
 
     def _before_call(self) -> bool:
-        """Within a region, before an object or the list of them."""
+        """Reads the state within a region, before an object or the list of them."""
         self._hold_space()
         first = self._buffer[:1]
         if first == "[" and not self._listed:
@@ -141,7 +141,7 @@ class CallReader:
         return (key is not None and key[1] not in _KEYS) or (name is not None and not self._is_tool(name[1]))
 
     def _whole_call(self, end: int) -> bool:
-        """For members in another order than usual."""
+        """Reads a whole call, for members in another order than usual."""
         call = _call_of(self._buffer[:end])
         if call is None or not self._is_tool(call[0]):
             return self._fail()
@@ -187,7 +187,7 @@ class CallReader:
         return False
 
     def _after_arguments(self) -> bool:
-        """To the end of the call's object; a model that forgets its brace is understood."""
+        """Reads to the end of the call's object; a missing closing brace is tolerated."""
         for at, char in enumerate(self._buffer):
             if self._scanner.push(char) and not self._scanner.done:
                 continue
@@ -221,7 +221,7 @@ class CallReader:
         return self._final
 
     def _fail(self) -> bool:
-        """It was no call: what was held is text, and what follows is looked at again."""
+        """Handles text that turned out to be no call: the held part is emitted as text, and the rest is read again."""
         if not self._held:
             self._held, self._buffer = self._buffer[:1], self._buffer[1:]
         self._text(self._held)
@@ -247,7 +247,7 @@ class CallReader:
             self._emit(CallArguments(self._calls - 1, text))
 
     def _text(self, text: str) -> None:
-        """Its last space waits: a call may follow."""
+        """Emits text but for its last space, which waits: a call may follow."""
         text = self._space + text
         sure = text.rstrip(SPACE)
         self._space = text[len(sure) :]
@@ -288,7 +288,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours of a kind as one."""
+    """Joins adjacent pieces of the same kind."""
     merged: list[Piece] = []
     for piece in pieces:
         last = merged[-1] if merged else None

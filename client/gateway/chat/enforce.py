@@ -12,9 +12,9 @@ from allspan.protos.text.schema_keywords import check_keywords, simplified
 
 
 def calls_grammar(form: CallFormat, use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
-    """What an output must be that may call tools: calls and nothing else when they are required; else calls or the
-    `answer`, where that has a form; text and well-formed calls, when one of the functions is strict. None where the
-    model is free. InvalidRequest when the schemas are too large, or the answer's form cannot be told from calls."""
+    """Returns the grammar of an output that may call tools: calls and nothing else when they are required; else calls
+    or the `answer`, where that has a form; text and well-formed calls, when one of the functions is strict. None where
+    the model is free. InvalidRequest when the schemas are too large, or the answer's form cannot be told from calls."""
     if use.required:
         start = "start: calls\n"
     elif answer is not None and use.functions:

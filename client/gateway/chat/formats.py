@@ -1,4 +1,4 @@
-"""How models write tool calls: a row a format, for the parser, the prompt and the grammar alike."""
+"""The formats of tool calls: a row a format, for the parser, the prompt and the grammar alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Region:
     """Empty: an output that begins with JSON is a call."""
     close: str = ""
     known_names_only: bool = False
-    """What looks like a call but names no tool of the request is an answer."""
+    """Treats an object that names no tool of the request as the answer rather than as a call."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class CallFormat:
     arguments: str = "arguments"
     """The member that holds the arguments, where we write a call; read are all names in use."""
     separator: str = "\n"
-    """Between two calls of one output."""
+    """The text between two calls of one output."""
 
     def written(self, name: str, arguments: Any) -> str:
-        """One call as this format's model would write it. `arguments`: an object, or text that is none."""
+        """Returns one call as this format's model would write it. `arguments` is an object, or text that is none."""
         call = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
         region = self.regions[0]
         return f"{region.open}\n{call}\n{region.close}" if region.close else f"{region.open}{call}"
@@ -69,11 +69,12 @@ GENERIC = CallFormat(
 )
 
 FORMATS: Mapping[str, CallFormat] = {row.name: row for row in (HERMES, LLAMA3_JSON, MISTRAL, GENERIC)}
-"""By the name that `--tool-call-parser` takes."""
+"""The formats by the name that `--tool-call-parser` takes."""
 
 
 def format_of_template(source: str, renders_tools: bool) -> CallFormat:
-    """The format that a chat template's own text shows; for one that knows nothing of tools the one we teach."""
+    """Returns the format that a chat template's own text shows; for a template without tools, the one that the system
+    prompt teaches."""
     if "[TOOL_CALLS]" in source:
         return MISTRAL
     if "<tool_call>" in source or not renders_tools:

@@ -27,7 +27,7 @@ class JsonScanner:
 
     @classmethod
     def after_member(cls) -> JsonScanner:
-        """Goes on in an object, behind the value of one of its members."""
+        """Continues in an object, behind the value of one of its members."""
         scanner = cls()
         scanner._stack, scanner._expects = ["}"], "comma"
         return scanner

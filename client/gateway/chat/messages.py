@@ -10,7 +10,7 @@ from allspan.protos.api.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
-"""Of one message."""
+"""Most calls of one message."""
 
 Message = dict[str, Any]
 """role (system, user, assistant, tool) and content (text; None only beside tool_calls); name, reasoning_content,
@@ -38,7 +38,7 @@ def read_messages(value: Any, field: str = "messages") -> list[Message]:
 
 
 def characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """What a template can make of them is about as long."""
+    """Returns the approximate length of the text that a template makes of the messages."""
     total = 0
     for message in messages:
         total += len(message["content"] or "") + len(message.get("reasoning_content", ""))
@@ -48,7 +48,7 @@ def characters(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 class _Reader:
-    """Of one message."""
+    """The reader of one message."""
 
     def __init__(self, field: str, place: str) -> None:
         self._field = field

@@ -1,4 +1,4 @@
-"""What an assistant's message is made of, as it comes."""
+"""The pieces of an assistant's message, as they come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thinks before it answers."""
+    """A piece of the model's reasoning before its answer."""
 
     text: str
 
@@ -30,7 +30,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments: a piece of a JSON object's text."""
+    """A piece of a call's arguments: part of a JSON object's text."""
 
     index: int
     text: str
@@ -69,5 +69,5 @@ class Message:
 
 
 def overlap(text: str, mark: str) -> int:
-    """How long an end of the text is that begins the mark, but is not all of it."""
+    """Returns the length of the text's longest end that begins the mark, but is not all of it."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

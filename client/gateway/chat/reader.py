@@ -1,4 +1,4 @@
-"""From an output's text, as it comes, to the pieces of a message: thinking, then text and tool calls."""
+"""Turns an output's text, as it comes, into the pieces of a message: reasoning, then text and tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allspan.client.gateway.chat.thinking import Tags, ThinkReader
 
 @dataclass(frozen=True)
 class Reading:
-    """What to look for in the outputs of one request. Text alone unless something is said."""
+    """The settings for reading the outputs of one request. Text alone unless something is said."""
 
     tags: Tags | None = None
     opened: str = ""
@@ -21,7 +21,7 @@ class Reading:
     tell_reasoning: bool = True
     form: CallFormat | None = None
     names: Collection[str] = ()
-    """Of the tools that may be called."""
+    """The names of the tools that may be called."""
     parallel: bool = True
     """False: of several calls the first counts."""
 

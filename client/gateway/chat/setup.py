@@ -1,4 +1,4 @@
-"""How one gateway holds conversations: its template, its models' ways of calling tools and of thinking."""
+"""The chat settings of one gateway: the template, and its models' formats of tool calls and of reasoning."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from allspan.protos.text.chat_template import RENDER_S, TemplateTooSlow
 logger = logging.getLogger("allspan.gateway")
 
 INLINE_S = 0.02
-"""A template that takes longer goes on in a thread."""
+"""Seconds that a template may render on the event loop; a slower one is rendered again on a thread."""
 MAX_VARIABLE_CHARS = 256
 _TAIL_TOKENS = 8
-"""So many of a prompt's last tokens have room for a tag that opens the thinking."""
+"""Number of a prompt's last tokens that are searched for a tag that opens the reasoning."""
 
 
 @dataclass(frozen=True)
 class ChatSetup:
-    """Made once. Without a chat template nothing but `tokenizer` is of use."""
+    """The chat settings, made once. Without a chat template nothing but `tokenizer` is of use."""
 
     tokenizer: Tokenizer
     conversations: Conversations | None
     form: CallFormat
     tags: Tags | None
-    """None: whatever the model thinks is its answer."""
+    """The reasoning tags; None treats all of the output as the answer."""
     auto_tool_choice: bool
     """The model may decide by itself to call a tool."""
     variables: frozenset[str]
-    """Of the template, that a request may set."""
+    """The template's variables that a request may set."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ChatConfig) -> ChatSetup:

@@ -1,5 +1,5 @@
-"""One model's chat template: what it makes of tools and tool calls, found out by trying, and conversations as it wants
-them."""
+"""One model's chat template: its handling of tools and tool calls, found out by rendering probes, and its
+conversations."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ RESERVED = frozenset(
         "eos_token",
     )
 )
-"""What no request can set as a variable of the template."""
+"""The template's variables that no request can set."""
 
 PROBE_S = 1.0
 _END = "\ue000the end\ue001"
-"""Stands at the end of a message that goes on; no conversation has it."""
+"""A mark for the end of a message that the model continues; it occurs in no conversation."""
 _NAME, _VALUE, _RESULT, _SYSTEM = "probe_function", "probe value", "probe result", "probe system"
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How a conversation is made a prompt, beside its messages."""
+    """The options for rendering a conversation as a prompt, beside its messages."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     generation_prompt: bool = True
@@ -44,19 +44,19 @@ class Rendering:
     continues: bool = False
     """The last message is the beginning of the answer."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the template."""
+    """The values of the template's variables."""
     think: bool = True
     """False: should the template begin with thinking, then that ends at once."""
 
     @property
     def characters(self) -> int:
-        """What the tools add to a prompt, about."""
+        """The approximate number of characters that the tools add to a prompt."""
         return sum(len(json.dumps(tool, ensure_ascii=False)) for tool in self.tools)
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a template does."""
+    """The features of a template."""
 
     tools: bool
     """Lists them."""
@@ -65,9 +65,9 @@ class Traits:
     system: bool
     """Takes a system message."""
     arguments_are_text: bool = False
-    """It wants a call's arguments as JSON text rather than as an object."""
+    """Whether it expects a call's arguments as JSON text rather than as an object."""
     empty_is_none: bool = False
-    """It knows a message with calls by its content, which must be none."""
+    """Whether it recognises a message with calls by its content, which must be none."""
 
 
 def traits_of(template: ChatTemplate) -> Traits:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told from the answer in text that arrives in pieces."""
+"""Separates a model's reasoning from its answer in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ TAGS: Mapping[str, Tags] = {
         ),
     )
 }
-"""By the name that `--reasoning-parser` takes."""
+"""The reasoning tags by the name that `--reasoning-parser` takes."""
 
 
 def tags_of_template(source: str) -> Tags | None:
-    """Those that a chat template's own text names."""
+    """Returns the tags that a chat template's own text contains."""
     named = [pair for pair in TAGS["generic"].pairs if pair[0] in source or pair[1] in source]
     return Tags("auto", tuple(named)) if named else None
 
@@ -134,7 +134,7 @@ class ThinkReader:
 
 
 class ThoughtCounter:
-    """How many of an output's tokens are thinking, its tags among them."""
+    """Counts the tokens of an output that are reasoning, its tags among them."""
 
     def __init__(self, tags: Tags | None, opened: str, piece: Callable[[int], bytes]) -> None:
         self._reader = ThinkReader(tags, opened) if tags else None

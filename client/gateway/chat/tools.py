@@ -20,18 +20,18 @@ _AS_TRAINED = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 @dataclass(frozen=True)
 class Function:
-    """One tool."""
+    """One function that the model may call."""
 
     name: str
     tool: dict[str, Any]
-    """As the request has it, for the template."""
+    """The tool as the request has it, for the template."""
     strict: bool = False
-    """Its arguments follow its schema to the letter."""
+    """Whether its arguments must follow its schema exactly."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of its arguments, for a grammar. Without parameters there are none. Of a strict function every keyword holds
-        (InvalidRequest names one that cannot), of others what can."""
+        """The schema of its arguments, for a grammar. Without parameters there are none. Of a strict function every
+        keyword holds (InvalidRequest names one that cannot), of others what can."""
         schema = self.tool["function"].get("parameters")
         if schema is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -52,7 +52,7 @@ class Function:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Which functions the model sees, and whether it must call."""
+    """The functions that the model may call, and whether it must call one."""
 
     functions: tuple[Function, ...] = ()
     required: bool = False

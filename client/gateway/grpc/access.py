@@ -1,4 +1,4 @@
-"""Who may call which gRPC method: with keys, every one but the health service asks for a key."""
+"""Access to the gRPC methods: with keys, every one but the health service requires a key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Finds out who calls, before a message is read."""
+    """Identifies the caller of a call before a message is read."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._keys = context.keys

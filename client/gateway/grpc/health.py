@@ -17,7 +17,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class EngineHealth(aio.HealthServicer):  # type: ignore[misc]
-    """Check asks the engine itself; Watch hears of a change within POLL_S."""
+    """The health service: Check asks the engine itself; Watch reports a change within POLL_S."""
 
     def __init__(self, is_ready: Callable[[], bool], services: tuple[str, ...]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class EngineHealth(aio.HealthServicer):  # type: ignore[misc]
         self._server_status.clear()
 
     async def refresh(self) -> None:
-        """Tells the watchers what is true now."""
+        """Sends the watchers the present state."""
         status = SERVING if self._is_ready() else NOT_SERVING
         for service in self._services:
             if self._server_status.get(service) != status:

@@ -1,4 +1,4 @@
-"""Between the messages of `allspan.v1` and what the gateway works with."""
+"""Converts between the messages of `allspan.v1` and the gateway's own values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MAPS = _named(TokenBiases)
 
 
 def messages_of(chat: pb.Messages) -> list[dict[str, str]]:
-    """For the chat template; InvalidRequest names the place of what does not fit."""
+    """Returns the messages for the chat template; InvalidRequest names the place of an invalid one."""
     count = len(chat.messages)
     if not 1 <= count <= MAX_MESSAGES:
         raise InvalidRequest(f"chat.messages has {count} entries, must have from 1 to {MAX_MESSAGES}", "chat.messages")
@@ -109,7 +109,7 @@ def options_of(request: pb.GenerateRequest, remaining_s: float | None) -> Reques
 def responses(
     request_id: str, index: int, delta: TextDelta, prompt_logprobs: Sequence[PromptLogprob], generation: ActiveRequest
 ) -> Iterator[pb.GenerateResponse]:
-    """One message, or several where there is too much for one (of a reader that has been slow)."""
+    """Returns one message, or several where the content is too large for one (of a reader that has been slow)."""
     places = len(prompt_logprobs) + len(delta.token_ids)
     if places <= MAX_ENTRIES // MAX_PER_PLACE:
         yield _response(request_id, index, delta, prompt_logprobs, generation)

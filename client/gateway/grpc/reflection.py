@@ -18,7 +18,7 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, files: Sequence[FileDescriptor]) -> None:
-    """Tells of all services of `files`, and of itself."""
+    """Adds the reflection service, which lists all services of `files` and itself."""
     names = [service.full_name for file in files for service in file.services_by_name.values()]
     pool = descriptor_pool.DescriptorPool()
     for file in files:

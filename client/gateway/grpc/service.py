@@ -47,7 +47,7 @@ class InferenceService:
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
         self._calls: set[Origin] = set()
-        """Of Generate, those that gave themselves a name."""
+        """The running calls of Generate that have a request id."""
 
     async def generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
         origin = _origin("Generate", request, context)
@@ -99,7 +99,7 @@ class InferenceService:
         return pb.AbortResponse(aborted=await self._context.admission.abort(request.request_id, caller))
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """For `grpc.method_handlers_generic_handler`."""
+        """Returns the handlers for `grpc.method_handlers_generic_handler`."""
         return {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.generate, _leniently(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
@@ -211,7 +211,7 @@ class InferenceService:
 
 
 class _Whole:
-    """One choice of a request that does not stream."""
+    """The collected output of one choice of a request that does not stream."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -219,7 +219,7 @@ class _Whole:
         self._logprobs: list[TokenLogprob] = []
 
     def add(self, delta: TextDelta) -> TextDelta | None:
-        """All of it with the last one, None before."""
+        """Adds a delta; returns the whole output with the last one, None before."""
         self._texts.append(delta.text)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
@@ -236,7 +236,8 @@ def _origin(method: str, request: Any, context: grpc.aio.ServicerContext) -> Ori
 
 
 def _leniently(kind: type[Request]) -> Callable[[bytes], Request | None]:
-    """None for bytes that are no such message, so that the handler can say so; gRPC alone would answer INTERNAL."""
+    """Returns a parser that gives None for invalid bytes, so that the handler can report it; gRPC alone would answer
+    INTERNAL."""
 
     def parse(data: bytes) -> Request | None:
         message: Request = kind()

@@ -26,7 +26,7 @@ def status_code(error: AllspanError) -> grpc.StatusCode:
 
 
 def shown_message(error: AllspanError) -> str:
-    """In one line that fits in the trailers."""
+    """Returns the message as one line that fits in the trailers."""
     text = error.message.encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[: MAX_MESSAGE_CHARS - 1]}…"
 

@@ -1,4 +1,4 @@
-"""Who may call which path: by default nobody without a key, once there are keys."""
+"""Access to the HTTP paths: once there are keys, every path but a few requires one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.api.errors import PermissionDenied, Unauthenticated
 
 OPEN_PREFIX = "/page/"
-"""Under it lie the page's files alone: what else is asked for there is not found, with a key or without."""
+"""The prefix of the page's files, which need no key; other paths below it are not found, with a key or without."""
 
 
 class KeyCheck:
-    """ASGI middleware: finds out who calls, and lets nobody else in. Whatever is no endpoint needs a key."""
+    """ASGI middleware that identifies the caller of a request and refuses all others. Whatever is no endpoint needs a
+    key."""
 
     def __init__(self, app: ASGIApp, context: GatewayContext, endpoints: Iterable[Endpoint]) -> None:
         self._app = app

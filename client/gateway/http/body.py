@@ -13,7 +13,7 @@ from allspan.client.gateway.http.errors import HttpError
 from allspan.protos.api.errors import RequestCancelled
 
 UNREAD_S = 2.0
-"""How long the rest of a body that is too large is still taken in, so that its sender comes to read the answer."""
+"""Seconds for which the rest of a body that is too large is still received, so that its sender reads the answer."""
 
 
 async def read_json_body(request: Request, limits: LimitsConfig) -> bytes:

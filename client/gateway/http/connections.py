@@ -1,5 +1,5 @@
-"""HTTP connections that cost the server nothing for ever: those that say nothing, too slowly or too much before their
-request, those that never take their answer, and more of them than there is room for."""
+"""Limits on HTTP connections: idle ones, slow or oversized request heads, clients that do not read their answer, and
+their number."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from allspan.client.gateway.http.body import UNREAD_S
 from allspan.client.gateway.http.errors import HttpError, response_of
 
 BODY_MARGIN_S = UNREAD_S + 3.0
-"""A body may take --body-timeout, after which its route answers; who is cut off here has not let it."""
+"""Seconds beyond --body-timeout after which a connection is closed whose route has not answered by itself."""
 RESERVED_FILES = 256
-"""Of the files that this process may open, those that are not for HTTP connections."""
+"""Number of this process's open files that are not for HTTP connections."""
 WARN_EVERY_S = 10.0
 
 logger = logging.getLogger("allspan.gateway")
 
 
 class Connections:
-    """Of one server: how many there are, and which of them nobody would miss."""
+    """The HTTP connections of one server: their number, and which of them are idle."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self.limits = limits
@@ -36,11 +36,11 @@ class Connections:
         self.most = min(limits.max_connections, max(files - RESERVED_FILES, 1))
         self.open = 0
         self.idle: dict[GuardedProtocol, None] = {}
-        """Without a request that is known of, the one that has been so longest first."""
+        """The connections without a request, the longest idle one first."""
         self._warned = -WARN_EVERY_S
 
     def make_room(self) -> bool:
-        """For one that has just come: the oldest idle one goes. False when all are at work."""
+        """Makes room for a new connection by closing the oldest idle one. False when all are at work."""
         if self.open <= self.most:
             return True
         oldest = next(iter(self.idle), None)
@@ -121,7 +121,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._wait_for_reader(False)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """To WebSocket or HTTP/2, which the client may do without: it is answered as if it had not asked."""
+        """Ignores an upgrade to WebSocket or HTTP/2, which the client can do without."""
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(HttpError(400, "this is no valid HTTP/1.1 request"))
@@ -169,7 +169,8 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, error: HttpError) -> None:
-        """What is no request yet has no route to answer it. Never into the middle of another answer."""
+        """Answers data that is not a complete request, which has no route to answer it. Never into the middle of
+        another answer."""
         if self.transport.is_closing():
             return
         if not self._is_answering:
@@ -179,8 +180,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def keep_alive_options(sock: socket.socket, limits: LimitsConfig) -> None:
-    """For a listening socket, inherited by its connections: a peer that has vanished, or that takes nothing of what the
-    kernel holds for it, is given up."""
+    """Sets the keep-alive options of a listening socket, inherited by its connections: a peer that has vanished, or
+    that does not read its data, is disconnected."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 30),

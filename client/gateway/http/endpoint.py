@@ -1,4 +1,4 @@
-"""One row of the HTTP interface: routing, who may call, and the OpenAPI document are made from it."""
+"""The row that describes one HTTP endpoint: routing, access checks and the OpenAPI document are made from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class Access(enum.Enum):
-    """What a caller must show."""
+    """The credentials that a caller must present."""
 
     NOTHING = "nothing"
     KEY = "a key"
@@ -37,13 +37,13 @@ class Endpoint:
     required: tuple[str, ...] = ()
     """Fields of the body that must be given, beside those that the model's types require."""
     answer: Json | None = None
-    """JSON schema of what it answers with, where callers may rely upon one."""
+    """JSON schema of its answer, where callers may rely upon one."""
     media_types: tuple[str, ...] = ()
-    """Of answers that are not JSON, or not only."""
+    """The media types of answers that are not JSON, or not only."""
     is_described: bool = True
     """Whether the OpenAPI document has it."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Its path and method as the OpenAPI document names them."""
+        """The path and the method as the OpenAPI document names them."""
         return re.sub(r":\w+}", "}", self.path), self.method.lower()

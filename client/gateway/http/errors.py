@@ -14,7 +14,7 @@ _UNREAD = (408, 413)
 
 
 class HttpError(AllspanError):
-    """An error that HTTP alone knows (a body too large, no such path …)."""
+    """An error that exists in HTTP alone (a body too large, no such path …)."""
 
     code = "invalid_request"
 
@@ -46,5 +46,5 @@ def response_of(error: AllspanError) -> Response:
 
 
 def internal(request_id: str) -> InternalError:
-    """What a caller sees of a bug: the id under which the log has the traceback."""
+    """Returns the answer for an unexpected error: it has the id under which the log has the traceback."""
     return InternalError(f"internal error; the server's log says more under {request_id}")

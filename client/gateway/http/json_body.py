@@ -1,6 +1,6 @@
-"""What JSON allows and no request means: a name twice, of which one reader takes the first and another the last;
-numbers that are none; text with NUL, where some library would end it; and so many small things that reading them would
-hold up everybody else."""
+"""Checks for JSON that no request means: a duplicate name, of which one reader takes the first and another the last;
+numbers that are none; text with NUL, where some library would end it; and so many small values that parsing them would
+delay all other requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jiter
 from allspan.client.gateway.http.errors import HttpError
 
 SMALL_BYTES = 1 << 18
-"""So much is read before anybody could notice, whatever it is."""
+"""Bytes of a body that are parsed without a check, because any content of that size is parsed quickly."""
 MAX_STRINGS = 1 << 16
 MAX_ENTRIES = 1 << 20
 
@@ -19,7 +19,7 @@ _ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def check_size(body: bytes) -> None:
-    """Before it is read. HttpError 400 when it is made of too many pieces; a long text is one."""
+    """Checks a body before it is parsed. HttpError 400 when it is made of too many pieces; a long text is one."""
     if len(body) <= SMALL_BYTES:
         return
     for what, count, most in (

@@ -1,4 +1,5 @@
-"""Which web pages may ask: by default the server's own alone, also when somebody else's name leads to this machine."""
+"""Checks which web pages may send requests: by default the server's own alone, also when another host name leads to
+this machine."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ METHODS = ("GET", "POST", "DELETE")
 
 
 class HostCheck:
-    """ASGI middleware against DNS rebinding: a page of evil.example whose name suddenly means 127.0.0.1 is of the same
-    origin as this server to its browser, but the Host header still says evil.example.
+    """ASGI middleware against DNS rebinding: a page of evil.example whose name is changed to resolve to 127.0.0.1 has
+    the same origin as this server for its browser, but the Host header still has evil.example.
 
     Only where that would be enough to get in: without keys, on loopback.
     """
@@ -54,7 +55,7 @@ def with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def host_name(header: str) -> str:
-    """Without the port and an IPv6 address's brackets, in lower case."""
+    """Returns the host without the port and an IPv6 address's brackets, in lower case."""
     host = header.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -62,7 +63,8 @@ def host_name(header: str) -> str:
 
 
 def is_harmless(host: str) -> bool:
-    """No name that a stranger can point here: an address, localhost, a bare name (or none, which no browser sends)."""
+    """Returns whether no attacker's DNS name can be meant: an address, localhost, a bare name (or none, which no
+    browser sends)."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

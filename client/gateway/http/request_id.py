@@ -1,4 +1,4 @@
-"""What is noted of every HTTP request at its arrival, and counted of its answer.
+"""Records every HTTP request at its arrival, and counts its answer.
 
 X-Request-Id: the caller's is echoed, a missing one is made up.
 """
@@ -16,7 +16,7 @@ from allspan.client.gateway.telemetry.request_context import plain_name
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
 OTHER = "other"
-"""Stands for what a caller can make up: paths without a route, methods that nobody knows."""
+"""The label for values that a caller can make up: paths without a route, unknown methods."""
 
 
 class RequestIds:

@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any, name: str = "") -> bytes:
-    """One event with a JSON payload, and with a name for those who listen by names."""
+    """Returns one event with a JSON payload, and with a name for clients that listen by names."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + _encode(data).encode() + b"\n\n"
 
@@ -37,7 +37,7 @@ class ChunkWriter:
         self._tail = self._closed(after)
 
     def chunk(self, choice: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> bytes:
-        """One event; `after`, where it is given, stands in place of the stream's."""
+        """Returns one event; `after`, where it is given, replaces the stream's."""
         tail = self._tail if after is None else self._closed(after)
         return self._head + _encode(choice).encode() + tail
 

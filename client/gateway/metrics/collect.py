@@ -1,4 +1,4 @@
-"""How the metrics are read: from the gateway's own counts, and from a view of the cluster."""
+"""The readers of metrics: from the gateway's own counts, and from a view of the cluster."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from allspan.protos.api.engine import EngineStatistics, RankStatistics
 Buckets = tuple[tuple[float, ...], tuple[int, ...], float]
 """Upper bounds, counts (one more, for what is above them) and the sum of all values."""
 Mean = tuple[int, float]
-"""How many, and their sum."""
+"""The number of values, and their sum."""
 Value = float | Buckets | Mean
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is read at one scrape."""
+    """The data of one scrape."""
 
     context: GatewayContext
     view: ClusterView
@@ -61,7 +61,7 @@ def replicas(value: Callable[[ReplicaView], float]) -> Read:
 
 
 def engines(value: Callable[[EngineStatistics], Value]) -> Read:
-    """Of the replicas that answered."""
+    """Returns a reader of a value of each replica that answered."""
 
     def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
         for replica in scene.view.replicas:
@@ -77,7 +77,7 @@ def counter(name: str) -> Read:
 
 
 def ranks(value: Callable[[RankView], Value | None]) -> Read:
-    """Of those ranks for which there is one."""
+    """Returns a reader of a value of each rank that has one."""
 
     def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
         for replica in scene.view.replicas:
@@ -93,7 +93,7 @@ def _told(value: Callable[[RankStatistics], Value], rank: RankView) -> Value | N
 
 
 def rank_counters(value: Callable[[RankStatistics], Value]) -> Read:
-    """Of the ranks that answered."""
+    """Returns a reader of a value of each rank that answered."""
     return ranks(partial(_told, value))
 
 

@@ -1,4 +1,4 @@
-"""A scrape of /metrics in Prometheus' text format, or in OpenMetrics for those who ask for it."""
+"""A scrape of /metrics in Prometheus' text format, or in OpenMetrics for clients that ask for it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Exposition:
 
 
 class _Families(Collector):
-    """What the library's writers ask for."""
+    """A collector over given metric families, as the library's writers expect it."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._families = families
@@ -75,7 +75,7 @@ def _family(metric: Metric, scene: Scene) -> Family:
 
 
 def _parts(value: Value) -> tuple[object, ...]:
-    """As a family's `add_metric` takes them."""
+    """Returns a value as the arguments of a family's `add_metric`."""
     if not isinstance(value, tuple):
         return (float(value),)
     if len(value) == 2:

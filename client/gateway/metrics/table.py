@@ -1,4 +1,4 @@
-"""What /metrics tells: a row a metric, each with how it is read. docs/metrics.md has the same rows; a test compares.
+"""The metrics of /metrics: a row a metric, each with its reader. docs/metrics.md has the same rows; a test compares.
 
 Names are those that vLLM's users know, with our prefix; speculative decoding and adapters are not served and have none.
 """

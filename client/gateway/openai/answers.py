@@ -1,4 +1,4 @@
-"""From a checked plan to its answer, whole or as a stream of events."""
+"""Answers a checked plan, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from allspan.client.gateway.openai.shapes import Endpoint, Gathered, Json, Plan,
 from allspan.client.gateway.telemetry.request_context import Origin, origin_of
 
 INLINE_LOGPROBS = 2048
-"""More of them than these are written as JSON on a thread: other streams go on meanwhile."""
+"""Number of log-probabilities above which they are written as JSON on a thread, so that other streams continue."""
 
 logger = logging.getLogger("allspan.gateway")
 
 
 class Answers:
-    """Of the endpoints whose answers are choices in an envelope."""
+    """Makes the answers of the endpoints whose choices stand in an envelope."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context

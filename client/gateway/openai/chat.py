@@ -37,7 +37,8 @@ async def plan_chat(context: GatewayContext, body: bytes) -> Plan:
 
 
 async def chat_job(context: GatewayContext, request: ChatRequest) -> tuple[Job, Reading]:
-    """What a conversation has the engine do, and how its output is read. InvalidRequest names what does not fit."""
+    """Returns the engine's job for a conversation, and the reader of its output. InvalidRequest names what does not
+    fit."""
     setup = context.prompts.chat
     fields = context.sampling.fields(request.sampling())
     chat = read_chat(request, setup, fields.get("grammar"))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions as a pydantic model, and what it asks for in the terms of this package."""
+"""POST /v1/chat/completions as a pydantic model, and its meaning in the terms of this package."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ class ChatRequest(SamplingFields):
 
 @dataclass(frozen=True)
 class Chat:
-    """One request's conversation: what goes in, and how what comes out is read."""
+    """One request's conversation: its input, and how its output is read."""
 
     messages: list[Message]
     use: ToolUse
     rendering: Rendering
     grammar: Grammar | None
-    """That the output follows, for its tools or as the request says."""
+    """The grammar of the output, from its tools or from the request."""
     grammar_field: str
-    """Of the request, that asks for it."""
+    """The request's field that the grammar comes from."""
     separate_reasoning: bool
     tell_reasoning: bool
 

@@ -15,7 +15,7 @@ from allspan.protos.text.stream.text_stream import TextDelta
 
 
 class ChatShape:
-    """Of one request."""
+    """The shape of one chat request's answer."""
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
@@ -115,7 +115,7 @@ class ChatShape:
 
 
 class _Choice:
-    """How far one choice has come."""
+    """The state of one choice."""
 
     def __init__(self, reading: Reading, texts: TokenTexts) -> None:
         self.reader = MessageReader(reading)
@@ -159,5 +159,6 @@ def _message(message: Message) -> Json:
 
 
 def _reasoning(text: str) -> Json:
-    """Under both names in use: `reasoning_content` (DeepSeek, SGLang), `reasoning` (OpenRouter, vLLM)."""
+    """Returns the reasoning under both names in use: `reasoning_content` (DeepSeek, SGLang), `reasoning` (OpenRouter,
+    vLLM)."""
     return {"reasoning_content": text, "reasoning": text}

@@ -14,7 +14,7 @@ from allspan.protos.text.stream.text_stream import TextDelta
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What its caller wants to see beside the text."""
+    """The parts of the answer that the caller requested beside the text."""
 
     logprobs: int | None
     prompt_logprobs: int | None
@@ -47,13 +47,13 @@ class CompletionShape:
         self._echoes = echoes
         self._offsets: dict[int, _Offsets] = {}
         self._unopened: dict[int, ActiveRequest] = {}
-        """Streams whose prompt is still to be told."""
+        """Streams whose prompt has not been sent yet."""
 
     def usage_details(self) -> Json:
         return {}
 
     def opening(self, index: int, generation: ActiveRequest) -> list[Json]:
-        """Nothing yet: what there is to tell of the prompt is complete with the first token."""
+        """Returns no choice yet: the prompt's data is complete with the first token."""
         if self._echoes or self._shown.token_ids:
             self._unopened[index] = generation
         return []
@@ -99,7 +99,8 @@ class CompletionShape:
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, index: int, prompt: Sequence[PromptLogprob] | None, output: Gathered) -> Json | None:
-        """Of the output's tokens, and before them of the echoed prompt's, whose first has none (None: not now)."""
+        """Returns the log-probabilities of the output's tokens, and before them of the echoed prompt's, whose first has
+        none (None: not now)."""
         count = self._shown.logprobs
         if count is None:
             return None
@@ -128,7 +129,7 @@ class CompletionShape:
 
 
 class _Offsets:
-    """Where each token's characters begin in the text; a character in several tokens begins with its last."""
+    """The offset of each token's first character in the text; a character in several tokens begins with its last."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
@@ -141,5 +142,5 @@ class _Offsets:
 
 
 def _likeliest(entry: TokenLogprob, count: int) -> TokenLogprob:
-    """With `count` of those that another field asked for."""
+    """Returns the entry with `count` of its likeliest tokens; another field may have requested more."""
     return TokenLogprob(entry.logprob, entry.top[:count])

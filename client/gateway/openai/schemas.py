@@ -73,14 +73,14 @@ class StreamOptions(_Strict):
 
 
 class RequestBody(BaseModel):
-    """What `parse` makes. None is as good as absent."""
+    """The base of every request body that `parse` makes. None is as good as absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: str = ""
 
     def check(self, limits: LimitsConfig) -> None:
-        """What no type says; InvalidRequest names the field."""
+        """Checks rules that types cannot express; InvalidRequest names the field."""
 
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ else:
 
 
 class SamplingFields(_SamplingTable):
-    """What both endpoints share: the sampling fields of the table, and these."""
+    """The fields that both endpoints share."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -135,7 +135,7 @@ class SamplingFields(_SamplingTable):
 
     @property
     def grammar_field(self) -> str:
-        """What asks for a structured output, if anything does."""
+        """The name of the field that requests structured output, if any does."""
         return "grammar" if self._grammar is None else self._grammar[1]
 
     @property
@@ -148,7 +148,7 @@ class SamplingFields(_SamplingTable):
 
     @property
     def continuous_usage(self) -> bool:
-        """In every chunk as it is by then (vLLM's)."""
+        """Whether every chunk carries the usage so far (vLLM's extension)."""
         return (
             self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
         )
@@ -180,7 +180,7 @@ class SamplingFields(_SamplingTable):
         )
 
     def check(self, limits: LimitsConfig) -> None:
-        """What no type says; InvalidRequest names the field."""
+        """Checks rules that types cannot express; InvalidRequest names the field."""
         if not 1 <= self.choices <= limits.max_n:
             raise InvalidRequest(f"n is {self.n}, must be from 1 to {limits.max_n}", "n")
         if self.stream_options is not None and not self.stream:
@@ -201,7 +201,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def candidates(self) -> int:
-        """Of each prompt; the choices are the best of them."""
+        """The number of outputs for each prompt; the choices are the best of them."""
         return self.choices if self.best_of is None else self.best_of
 
     def check(self, limits: LimitsConfig) -> None:
@@ -217,7 +217,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse(model: type[Body], body: bytes, limits: LimitsConfig) -> Body:
-    """The checked request; HttpError (malformed JSON) or InvalidRequest (a field) says what is wrong."""
+    """Returns the checked request; raises HttpError (malformed JSON) or InvalidRequest (a field)."""
     check_size(body)
     request = _checked(model.model_validate_json, body, limits)
     check_json(body)
@@ -242,7 +242,8 @@ def _checked(validate: Callable[[Any], Body], body: Any, limits: LimitsConfig) -
 
 
 def read_prompts(value: Any, limits: LimitsConfig) -> list[Prompt]:
-    """One text, texts, token ids, or lists of token ids; InvalidRequest names the place of what does not fit."""
+    """Returns the prompts from one text, texts, token ids, or lists of token ids; InvalidRequest names the place of an
+    invalid one."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):

@@ -1,4 +1,5 @@
-"""What both OpenAI endpoints share: the envelope around choices, usage, and log-probabilities with tokens' text."""
+"""The parts that both OpenAI endpoints share: the envelope around choices, usage, and log-probabilities with tokens'
+text."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Gathered:
-    """One choice of an answer that is not streamed, as far as it has come."""
+    """The collected output of one choice of an answer that is not streamed."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -36,18 +37,18 @@ class Gathered:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens; minus infinity for no token."""
+        """The mean log-probability of its tokens; minus infinity for no token."""
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
 
 class Shape(Protocol):
-    """How one endpoint's answer looks."""
+    """The shape of one endpoint's answer."""
 
     id_prefix: str
     object: str
     chunk_object: str
     envelope: Json
-    """What stands beside the choices, whole and in chunks."""
+    """The fields beside the choices, whole and in chunks."""
 
     def opening(self, index: int, generation: ActiveRequest) -> list[Json]:
         """Choices of the chunks that come before a stream's first token."""
@@ -59,10 +60,10 @@ class Shape(Protocol):
         """A whole choice."""
 
     def extras(self, gathered: Sequence[Gathered]) -> Json:
-        """What stands beside the choices."""
+        """Returns the fields beside the choices of a whole answer."""
 
     def usage_details(self) -> Json:
-        """What the choices so far add to the usage."""
+        """Returns the fields that the choices so far add to the usage."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,14 @@ class Plan:
     jobs: list[Job]
     shape: Shape
     choices: int
-    """Of each prompt."""
+    """The number of choices for each prompt."""
     stream: bool
     include_usage: bool
     candidates: int = 0
-    """Of each prompt, when there are more than choices: the likeliest are taken, by their tokens' mean."""
+    """The number of outputs for each prompt, when there are more than choices: the likeliest are taken, by their
+    tokens' mean."""
     continuous_usage: bool = False
-    """In every chunk."""
+    """Whether every chunk carries the usage so far."""
 
     @property
     def jobs_per_prompt(self) -> int:
@@ -96,7 +98,7 @@ class Plan:
 
 
 class Endpoint(Protocol):
-    """From a body to a plan."""
+    """A function that makes a plan from a request's body."""
 
     async def __call__(self, context: GatewayContext, body: bytes) -> Plan: ...
 
@@ -135,7 +137,7 @@ class TokenTexts:
         return [None, *(self._at(token_id, entry) for token_id, entry in prompt_logprobs)]
 
     def _at(self, token_id: int, entry: TokenLogprob) -> Json:
-        """By token id: the prompt's own and the likeliest. A rank is known among these only."""
+        """Returns entries by token id: the prompt's own and the likeliest. A rank is known among these only."""
         ranked = {top_id: (logprob, rank) for rank, (top_id, logprob) in enumerate(entry.top, start=1)}
         found = {token_id: ranked.pop(token_id, (entry.logprob, None)), **ranked}
         return {

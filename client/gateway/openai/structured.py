@@ -13,7 +13,7 @@ from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.grammar import MAX_GRAMMAR_CHARS, Grammar
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""At most one of a request's asks for something."""
+"""The fields that request structured output; a request may have at most one."""
 OPENAI_TYPES = ("text", "json_object", "json_schema")
 KINDS = {
     "json": "json_schema",
@@ -27,7 +27,8 @@ _INERT = ("disable_any_whitespace", "disable_additional_properties", "disable_fa
 
 
 def grammar_of(fields: Mapping[str, Any]) -> tuple[Grammar, str] | None:
-    """What FIELDS ask for, and the name of the field; None: any text. InvalidRequest names what does not fit."""
+    """Returns the grammar that FIELDS request, and the name of the field; None for free text. InvalidRequest names what
+    does not fit."""
     asked: dict[str, Grammar] = {}
     for name in FIELDS:
         value = fields.get(name)

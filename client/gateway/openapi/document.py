@@ -39,7 +39,7 @@ _REFUSALS = {
 
 
 def describe(app: FastAPI, context: GatewayContext, endpoints: Sequence[Endpoint]) -> None:
-    """Has the application serve it at /openapi.json."""
+    """Makes the application serve its description at /openapi.json."""
     made: Json = {}
 
     def openapi() -> Json:

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 def with_ranges(schema: Json, described: Json) -> Json:
-    """A field's schema with what is described of it, where they speak of the same type; null stays what it was."""
+    """Returns a field's schema with the described ranges added, where both have the same type; null stays allowed."""
     arms = schema.get("anyOf", [schema])
     types = {arm.get("type") for arm in arms}
     if None not in types and described.get("type") not in (None, *types):
@@ -26,7 +26,7 @@ def with_ranges(schema: Json, described: Json) -> Json:
 
 
 def described_fields(model: type[BaseModel], served: ServedModel, limits: LimitsConfig) -> dict[str, Json]:
-    """What to add to the schema of each field that the model has."""
+    """Returns the additions to the schema of each field that the model has."""
     room = served.max_model_len - 1
     token = {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}
     ids: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": room}
@@ -71,8 +71,8 @@ def described_fields(model: type[BaseModel], served: ServedModel, limits: Limits
 
 
 def _structured(limits: LimitsConfig) -> dict[str, Json]:
-    """What asks for a structured output; whether a schema or an expression can be followed is known once it is
-    compiled."""
+    """Returns the schemas of the fields that request structured output; whether a schema or an expression is supported
+    is known once it is compiled."""
     text: Json = {"type": "string", "minLength": 1, "maxLength": limits.max_grammar_bytes}
     schema: Json = {"anyOf": [{"type": "object"}, {"type": "boolean"}, text]}
     choice: Json = {

@@ -1,4 +1,4 @@
-"""Items, as a conversation is made of them here, to and from the messages that a chat template knows."""
+"""Converts between the items of /v1/responses and the messages of a chat template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def new_id(prefix: str) -> str:
 
 
 def read_items(value: Any) -> list[Json]:
-    """What `input` holds, each item with its id; InvalidRequest names the place of what does not fit."""
+    """Returns the items of `input`, each with its id; InvalidRequest names the place of an invalid one."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:

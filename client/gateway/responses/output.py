@@ -1,4 +1,4 @@
-"""From the pieces of an output to a response's items, with the events that tell of them as they come."""
+"""Turns the pieces of an output into a response's items, with their events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class OutputItems:
 
     def __init__(self) -> None:
         self.items: list[Json] = []
-        """Those that are complete."""
+        """The items that are complete."""
         self._item: Json | None = None
         self._texts: list[str] = []
         self._logprobs: list[Json] = []

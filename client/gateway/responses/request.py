@@ -37,7 +37,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 class TextConfig(BaseModel):
-    """How the text has to look."""
+    """The format of the output text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -46,7 +46,7 @@ class TextConfig(BaseModel):
 
 
 class ReasoningConfig(BaseModel):
-    """How much the model thinks."""
+    """The amount of reasoning."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -109,7 +109,7 @@ class ResponsesRequest(RequestBody):
                 raise InvalidRequest(f"{name} is {_short(value)}: not supported; {why}", name)
 
     def conversation(self, messages: list[Json]) -> Json:
-        """The body for /v1/chat/completions that asks for the same."""
+        """Returns the equivalent body for /v1/chat/completions."""
         body = {name: value for name, value in (self.model_extra or {}).items() if name not in _NEVER}
         body |= {"model": self.model, "messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.wants_logprobs:

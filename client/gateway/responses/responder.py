@@ -1,4 +1,4 @@
-"""From a request's body to its response, whole or as a stream of typed events."""
+"""Answers a request's body, whole or as a stream of typed events."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Responder:
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """With the names that this endpoint has for the fields of a conversation."""
+    """Returns an error with this endpoint's names for the fields of a conversation."""
     field = error.field or ""
     name = _NAMES.get(field, field)
     message = error.message.replace(field, name) if field in _NAMES else error.message

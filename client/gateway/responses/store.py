@@ -13,22 +13,22 @@ from allspan.client.gateway.openai.shapes import Json
 from allspan.protos.api.errors import InvalidRequest
 
 MAX_BYTES = 64 * 2**20
-"""Of all that is kept, as JSON: a bound on memory, whatever the number of entries."""
+"""Most bytes of all that is kept, as JSON: a bound on memory, whatever the number of entries."""
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """One response and what came before it."""
+    """One response with its input and its history."""
 
     response: Json
     input: list[Json]
-    """Its own input's items."""
+    """The items of its own input."""
     history: list[Json]
     """All items of the conversation up to its end."""
 
 
 class ResponseStore:
-    """Each belongs to the owner that asked for it; nobody else finds it. The oldest make room for new ones."""
+    """The stored responses; each is visible to its owner alone. The oldest make room for new ones."""
 
     def __init__(self, max_entries: int, ttl: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`ttl`: seconds from when it was put in."""
@@ -61,13 +61,13 @@ class ResponseStore:
             self._drop(oldest)
 
     def get(self, owner: str, response_id: str) -> StoredResponse:
-        """HttpError 404 for one that is not there (any more) or is somebody else's."""
+        """Returns a response; HttpError 404 for one that does not exist (any more) or has another owner."""
         if (found := self._find(owner, response_id)) is None:
             raise HttpError(404, f"response {response_id[:128]!r} is not kept here: {self._why()}")
         return found
 
     def history(self, owner: str, response_id: str) -> list[Json]:
-        """Of the conversation to go on from; InvalidRequest in place of the 404."""
+        """Returns the history of the conversation to continue; InvalidRequest in place of the 404."""
         if (found := self._find(owner, response_id)) is None:
             field = "previous_response_id"
             raise InvalidRequest(f"{field} is {response_id[:128]!r}, which is not kept here: {self._why()}", field)

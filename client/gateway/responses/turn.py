@@ -1,4 +1,4 @@
-"""One response from its first event to its last: the object, how it grows, and what is kept of it."""
+"""One response from its first event to its last: the object, its growth, and the part of it that is stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ResponseTurn:
     model: str
     input: list[Json]
     before: Sequence[Json]
-    """Items of the conversation so far, which `input` goes on from."""
+    """Items of the conversation so far, which `input` continues."""
     response: Json = field(default_factory=dict)
     _output: OutputItems = field(default_factory=OutputItems)
     _pending: list[Json] = field(default_factory=list)
@@ -72,7 +72,7 @@ class ResponseTurn:
             yield from self._finish(delta.finish_reason, generation)
 
     def fail(self, error: AllspanError, generation: ActiveRequest) -> Iterator[Json]:
-        """It breaks off: what there is of it stays."""
+        """Ends the response with an error; the output so far stays."""
         for event in self._output.finish("incomplete"):
             yield self._numbered(event)
         status = "cancelled" if isinstance(error, RequestCancelled) else "failed"
@@ -126,7 +126,7 @@ class ResponseTurn:
         }
 
     def _head(self, response_id: str) -> Json:
-        """Everything that is known before the first token; what was asked for is echoed."""
+        """Returns the fields that are known before the first token; the request's own are echoed."""
         request, params = self.request, self.job.params
         text, reasoning = request.text, request.reasoning
         return {

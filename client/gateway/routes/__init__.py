@@ -1,1 +1,1 @@
-"""One module a group of endpoints; `application.ROUTES` lists them."""
+"""The routes, one module for each group of endpoints; `http.ROUTES` lists them."""

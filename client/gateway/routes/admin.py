@@ -1,4 +1,4 @@
-"""What an operator does to a server that runs, under the names that vLLM's users know: for the admin key alone."""
+"""The operator's endpoints, under the names that vLLM's users know: for the admin key alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("allspan.gateway")
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
-    """Its endpoints."""
+    """Returns the operator's endpoints."""
     return [
         Endpoint(method, path, _endpoint(path, act), summary, Access.ADMIN)
         for method, path, act, summary in _table(_Operator(context))
@@ -68,7 +68,7 @@ def _table(operator: _Operator) -> list[tuple[str, str, Act, str]]:
 
 
 class _Operator:
-    """Each method is an endpoint: what it did, or told, as JSON."""
+    """The operator's endpoints, one for each method; each returns its result as JSON."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -137,7 +137,7 @@ class _Operator:
         return {"aborted": await self._context.admission.abort(name, current_caller())}
 
     async def requests(self, request: Request) -> dict[str, Any]:
-        """What runs, the oldest first: no prompt, no output."""
+        """Returns the running requests, the oldest first, without prompt and output."""
         now = time.monotonic()
         running = [
             {

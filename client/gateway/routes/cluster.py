@@ -33,7 +33,7 @@ _OF_A_RANK = (
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
-    """Its endpoint."""
+    """Returns the endpoint of the cluster's state."""
 
     async def cluster() -> Response:
         return JSONResponse(described(context, await context.snapshots.look()))
@@ -42,7 +42,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
 
 
 def described(context: GatewayContext, view: ClusterView) -> dict[str, Any]:
-    """All that is known; what only a rank that answers can tell is missing without one."""
+    """Returns all that is known; fields that only a rank can answer are missing when none does."""
     counted = view.statistics
     return {
         "model": context.model.name,

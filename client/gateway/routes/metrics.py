@@ -12,7 +12,7 @@ from allspan.client.gateway.metrics.exposition import Exposition
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
-    """Its endpoint."""
+    """Returns the endpoint of the metrics."""
     exposition = Exposition()
 
     async def metrics(request: Request) -> Response:

@@ -17,7 +17,7 @@ from allspan.client.gateway.openai.shapes import Json
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
-    """Its endpoints."""
+    """Returns the completion endpoints of OpenAI's API."""
     answers = Answers(context)
 
     def card() -> Json:

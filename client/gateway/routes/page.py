@@ -1,4 +1,5 @@
-"""A page to talk to the model and to see the cluster: static files of the package that load nothing from elsewhere."""
+"""The built-in web page to chat with the model and to see the cluster: static files of the package that load nothing
+from elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _HEADERS = {
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
-    """One a file."""
+    """Returns an endpoint for each file of the page."""
     found = []
     for name, content, media_type in _files():
         path = "/" if name == "index.html" else f"/page/{name}"

@@ -20,7 +20,7 @@ _CANCELLED = object_of(id=TEXT, status={"const": "cancelled"})
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
-    """Its endpoints."""
+    """Returns the endpoints of /v1/responses."""
     responder = Responder(context)
     store = responder.store
 
@@ -45,7 +45,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(response_id: str) -> Response:
-        """Of a stream that still runs; its own last event tells of it."""
+        """Cancels a stream that still runs; its own last event reports it."""
         caller = current_caller()
         if await context.admission.abort(response_id, caller):
             return JSONResponse({"id": response_id, "object": "response", "status": "cancelled"})

@@ -1,4 +1,4 @@
-"""What the server says of itself: alive, ready, version."""
+"""The endpoints of the server's state: liveness, readiness, version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allspan.protos.api.errors import Unavailable
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
-    """Its endpoints."""
+    """Returns the endpoints of the server's state."""
 
     async def health() -> Response:
         return JSONResponse({"status": "alive"})

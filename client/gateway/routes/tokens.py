@@ -62,7 +62,7 @@ class DetokenizeRequest(RequestBody):
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
-    """Its endpoints."""
+    """Returns the endpoints of tokenizing and detokenizing."""
     limits = context.config.limits
 
     async def tokenize(request: Request) -> Response:
@@ -96,7 +96,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
             return JSONResponse({"prompt": await off_loop(len(ids), lambda: decode(ids, skip))})
 
     async def tokenizer_info() -> Response:
-        """What a client that renders and counts by itself has to know; evaluation harnesses ask for it."""
+        """Returns the facts that a client needs to render and count by itself, as evaluation harnesses do."""
         return JSONResponse(_described(context.tokenizer))
 
     return [

@@ -1,1 +1,1 @@
-"""What is recorded of each request: times, traces, log lines."""
+"""The records of each request: times, traces, log lines."""

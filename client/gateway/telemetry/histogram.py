@@ -14,9 +14,9 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
-        """One a bound, and one for what is above them all."""
+        """The count for each bound, and one for the values above them all."""
         self.total = 0.0
-        """Of all values."""
+        """The sum of all values."""
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times

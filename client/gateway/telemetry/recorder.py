@@ -1,4 +1,4 @@
-"""What the gateway measures of requests. On the path of a token there is one call, `RequestRecord.output`.
+"""The gateway's measurements of requests. On the path of a token there is one call, `RequestRecord.output`.
 
 All seconds are differences of one process's monotonic clock: the gateway's, from a call's arrival (before its body is
 read and its prompt tokenised), or the leader's (`RequestTimings`). Everything here runs on the gateway's loop.
@@ -21,13 +21,13 @@ FINISHED = ("stop", "length")
 MILD = ("cancelled", "deadline_exceeded")
 """Ends that are the caller's doing."""
 KEPT_GAPS = 4096
-"""Of so many of a request's last gaps between tokens its log line has the median."""
+"""Number of a request's last gaps between tokens whose median its log line has."""
 
 logger = logging.getLogger(REQUESTS)
 
 
 class Telemetry:
-    """What has been counted since the gateway's start."""
+    """The counts since the gateway's start."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -37,20 +37,21 @@ class Telemetry:
         """Prompt tokens of requests that have had their first token."""
         self.output_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED, 0))
-        """By finish reason."""
+        """Finished requests by finish reason."""
         self.failed: Counter[str] = Counter(dict.fromkeys(ERRORS, 0))
-        """By the error's code: what ended requests that were let in, and what others were refused with."""
+        """Errors by their code: of admitted requests, and of refused calls."""
         self.answers: Counter[tuple[str, str, int]] = Counter()
-        """By method, path (as the route names it) and status."""
+        """HTTP answers by method, path (as the route names it) and status."""
         self.grpc_calls: Counter[tuple[str, str]] = Counter()
-        """By method and status."""
+        """gRPC calls by method and status."""
 
     def record(self, origin: Origin, request_id: str, num_prompt_tokens: int) -> RequestRecord:
-        """For a request that was let in."""
+        """Returns the record of an admitted request."""
         return RequestRecord(self, origin, request_id, num_prompt_tokens)
 
     def refused(self, origin: Origin, error: AllspanError, status: int | str) -> None:
-        """A call that came to nothing. If its requests were let in, each of them tells its own end."""
+        """Counts a refused call. If its requests were admitted, each of them records its own end. If its requests were
+        let in, each of them tells its own end."""
         if origin.is_admitted:
             return
         self.failed[error.code] += 1
@@ -82,7 +83,7 @@ class RequestRecord:
         self._gaps: deque[float] = deque(maxlen=KEPT_GAPS)
 
     def output(self, num_tokens: int) -> None:
-        """So many tokens more have come: the one call on the path of a token, to be kept cheap."""
+        """Records that `num_tokens` more tokens have come: the one call on the path of a token, to be kept cheap."""
         if not num_tokens:
             return
         now = monotonic()
@@ -175,6 +176,6 @@ def _told(origin: Origin) -> str:
 
 
 def _fields(origin: Origin) -> dict[str, object]:
-    """For logs in JSON."""
+    """Returns the fields of an origin for logs in JSON."""
     named = {name.replace(" ", "_"): value for name, value in _names(origin).items()}
     return {"call": origin.label, **named}

@@ -1,4 +1,4 @@
-"""Where a request came from: what was called, when, by whom and under which names. Its log lines tell it."""
+"""The origin of a request: its endpoint, arrival time, caller and names. Its log lines tell it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Origin:
     of a request share one."""
 
     label: str
-    """What was called: "POST /v1/completions", "gRPC allspan.v1.Inference/Generate"."""
+    """The endpoint that was called: "POST /v1/completions", "gRPC allspan.v1.Inference/Generate"."""
     name: str = ""
-    """What its caller calls it; of HTTP, the X-Request-Id that goes back, too."""
+    """The caller's name for it; in HTTP, the X-Request-Id that is sent back, too."""
     trace_id: str = ""
-    """From its traceparent (W3C Trace Context): 32 hexadecimal digits, or ""."""
+    """The trace id from its traceparent (W3C Trace Context): 32 hexadecimal digits, or ""."""
     arrived: float = field(default_factory=time.monotonic)
-    """On the monotonic clock."""
+    """The arrival time on the monotonic clock."""
     owner: str = field(default_factory=lambda: current_caller().owner)
-    """Its caller's (`access.Caller.owner`)."""
+    """The owner name of its caller (`caller.Caller.owner`)."""
     is_aborted: bool = False
     """Ended by another call than its own; what is still to start of it need not."""
     is_admitted: bool = False
-    """Its requests were let in: each of them tells its own end."""
+    """Whether its requests were admitted: each of them then records its own end."""
 
 
 def origin_of(request: Request) -> Origin:
@@ -53,13 +53,13 @@ def origin_of(request: Request) -> Origin:
 
 
 def trace_id(headers: Mapping[str, str]) -> str:
-    """Of a valid traceparent header, else ""."""
+    """Returns the trace id of a valid traceparent header, else ""."""
     match = _TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
     return match[1] if match and match[1].strip("0") else ""
 
 
 def plain_label(text: str) -> str:
-    """What was called, as it may stand in a log line: a line it stays, whatever the caller put into it."""
+    """Returns the call's label for a log line: it stays one line, whatever text the caller sent."""
     return quote(text[:200], safe=_LABEL)
 
 

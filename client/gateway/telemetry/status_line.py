@@ -1,4 +1,4 @@
-"""One line each 10 s about the cluster as a whole, while it has something to do."""
+"""Logs one line each 10 s about the cluster as a whole, while it has something to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("allspan.gateway")
 
 
 class StatusLine:
-    """Lives on the gateway's loop."""
+    """The periodic log line, run on the gateway's loop."""
 
     def __init__(self, snapshots: SnapshotCache, period_s: float = PERIOD_S) -> None:
         self._snapshots = snapshots
@@ -33,7 +33,7 @@ class StatusLine:
 
 
 def status(before: EngineStatistics, now: EngineStatistics, seconds: float) -> str:
-    """What went on between two looks; "" when nothing did."""
+    """Returns the line about the time between two snapshots; "" when nothing happened."""
     prompt = max(now.prompt_tokens - before.prompt_tokens, 0)
     generated = max(now.generated_tokens - before.generated_tokens, 0)
     if not (now.running or now.waiting or prompt or generated):
