@@ -23,7 +23,7 @@ AUTHORITY_DAYS = 3650
 ISSUED_DAYS = 825
 """Validity of an issued certificate in days; some clients refuse a longer one."""
 EARLIER = datetime.timedelta(hours=1)
-"""How far the start of the validity is dated back, for hosts whose clocks are behind."""
+"""The time by which the start of the validity is dated back, for hosts whose clocks are behind."""
 
 
 @dataclass(frozen=True)

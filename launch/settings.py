@@ -63,7 +63,7 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
 
 @dataclass(frozen=True)
 class ResumeConfig:
-    """What the gateway does with requests whose ranks died."""
+    """The gateway's handling of requests whose ranks failed."""
 
     resume: bool = True
     """Continues requests on another replica, or on the restarted ranks, when theirs die."""

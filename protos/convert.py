@@ -77,12 +77,13 @@ def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
 
 
 def counters_to_wire(counters: EngineCounters) -> bytes:
-    """Each counter by its name, as JSON."""
+    """Returns each counter by its name, as JSON."""
     return json.dumps(counters_of(counters), separators=(",", ":")).encode()
 
 
 def counters_from_wire(data: bytes) -> EngineCounters:
-    """What `counters_to_wire` was given; lists are tuples. Empty: a rank that has counted nothing."""
+    """Returns the counters that `counters_to_wire` was given; lists are tuples. Empty: a rank that has counted
+    nothing."""
     sent: dict[str, Any] = json.loads(data or b"{}")
     values: dict[str, Any] = {name: tuple(told) if isinstance(told, list) else told for name, told in sent.items()}
     return EngineCounters(**values)

@@ -42,13 +42,13 @@ class Owner(Protocol):
     """Decides what follows when an attempt of a request ends."""
 
     def finished(self, request: OpenRequest, reason: str) -> None:
-        """Its final output has been delivered."""
+        """Called when a request's final output has been delivered."""
 
     def failed(self, request: OpenRequest, error: AllspanError) -> None:
-        """The ranks have ended it with an error, which its caller has not seen yet."""
+        """Called when the ranks have ended a request with an error, which its caller has not seen yet."""
 
     def lost(self, request: OpenRequest) -> None:
-        """Its world is lost, and with it the attempt."""
+        """Called when the world of a request's attempt is lost."""
 
 
 class OpenRequest:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 
 class ReplicaState(enum.Enum):
-    """What a client can do with a replica now."""
+    """The states of a replica for its client."""
 
     CONNECTING = "connecting"
     """Connections to the ranks of an epoch are being opened."""

@@ -16,7 +16,7 @@ MAX_OVERSUBSCRIPTION = 16
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """How the ranks are laid over this machine."""
+    """The settings for laying the ranks over this machine."""
 
     ranks: int = 0
     """Sets the tensor-parallel ranks: processes that share one copy of the model, each with a GPU of its own with

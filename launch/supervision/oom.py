@@ -27,7 +27,7 @@ class OomWatch:
     cgroups: Path = Path("/sys/fs/cgroup")
     _memberships: dict[int, str] = field(default_factory=dict)
     _groups: dict[int, dict[Path, int]] = field(default_factory=dict)
-    """By pid, the earlier counters of each control group that the process has been in (its own and their ancestors)."""
+    """The earlier counters of each control group that a process has been in (its own and their ancestors), by pid."""
 
     def note(self, pid: int) -> None:
         """Remembers the groups that a process is in, and their counts when it was first seen there."""

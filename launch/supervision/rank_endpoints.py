@@ -15,7 +15,7 @@ SERVER_NAME = "allspan-rank"
 
 @dataclass(frozen=True, slots=True)
 class WireConfig:
-    """Where ranks listen for the gateway and other facades."""
+    """The addresses on which ranks listen for the gateway and other clients."""
 
     rank_host: str = ""
     """Makes the ranks listen on this address over TCP, for clients with a certificate only (0.0.0.0: all addresses,

@@ -25,7 +25,7 @@ LINGER_S = 1.5
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """What happens around the world's life."""
+    """The settings for supervising and restarting worlds."""
 
     restart: bool = True
     """Starts the ranks again when one dies, is silent for too long or makes no progress."""

@@ -43,7 +43,7 @@ class EngineCounters:
     pages_total: int = counter(0)
     pages_used: int = counter(0)
     pages_cached: int = counter(0)
-    """Neither free nor used: kept for prefix hits, and given up when pages run short."""
+    """Pages neither free nor used: kept for prefix hits, and freed when pages run short."""
     page_size: int = counter(0, combine=itemgetter(0))
     """Tokens; the same in every replica."""
     host_pages_total: int = counter(0)
@@ -51,11 +51,11 @@ class EngineCounters:
     prompt_tokens: int = counter(0, is_total=True)
     generated_tokens: int = counter(0, is_total=True)
     finished_requests: int = counter(0, is_total=True)
-    """However they ended."""
+    """Requests that ended, for whatever reason."""
     cancelled_requests: int = counter(0, is_total=True)
     failed_requests: int = counter(0, is_total=True)
     refused_requests: int = counter(0, is_total=True)
-    """By a full queue, or a full inbox."""
+    """Requests refused by a full queue, or by a full inbox."""
     preemptions: int = counter(
         0, Metric("num_preemptions_total", "Requests preempted for want of pages."), is_total=True
     )
@@ -65,13 +65,13 @@ class EngineCounters:
     )
     prefix_hit_tokens: int = counter(0, Metric("prefix_cache_hits_total", "Of those, the tokens found."))
     prefix_host_hit_tokens: int = counter(0)
-    """Of the tokens found, those in the host tier."""
+    """Number of the found tokens that came from the host tier."""
     host_s: float = counter(0.0)
     """Seconds of steps outside the model's forward pass."""
     model_s: float = counter(0.0)
     """Seconds inside the forward pass."""
     prompt_tokens_per_s: float = counter(0.0)
-    """Over the last 10 s or so."""
+    """Prompt tokens a second over about the last 10 s."""
     generated_tokens_per_s: float = counter(0.0)
     """Over the last 10 s or so."""
     weights_version: int = counter(1, combine=min)
@@ -86,14 +86,14 @@ class EngineCounters:
 
 
 COUNTERS = {each.name: each.metadata for each in fields(EngineCounters)}
-"""What was declared of each counter, by name."""
+"""The declaration of each counter, by name."""
 
 
 def combined(counters: Sequence[EngineCounters]) -> dict[str, Any]:
-    """Each counter's value over several replicas, at least one."""
+    """Returns each counter's value over several replicas, at least one."""
     return {name: told["combine"]([getattr(each, name) for each in counters]) for name, told in COUNTERS.items()}
 
 
 def counters_of(source: EngineCounters) -> dict[str, Any]:
-    """Each counter's value, by name."""
+    """Returns each counter's value, by name."""
     return {name: getattr(source, name) for name in COUNTERS}

@@ -1,4 +1,4 @@
-"""One exception tree for callers and one table for the wire.
+"""The tree of exceptions for callers, and the table of their codes in each protocol.
 
     AllspanError
     ├── InvalidRequest        a field's value is refused (names field, value, limit)

@@ -125,4 +125,4 @@ class SamplingParams:
 SAMPLING_FIELDS = fields_of(SamplingParams)
 """Default and rule of each field, by name."""
 MASKING_FIELDS = masks_of(SamplingParams)
-"""Those that may forbid tokens."""
+"""The fields that may forbid tokens."""

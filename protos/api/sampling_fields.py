@@ -29,7 +29,7 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 class Rule(ABC):
-    """What one sampling field may hold."""
+    """The allowed values of one sampling field."""
 
     request_type: Any = None
     """The field's type in an HTTP request; None where requests ask for it under other names."""

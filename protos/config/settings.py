@@ -11,7 +11,7 @@ from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and in which form its weights are held."""
+    """The model, and the form in which its weights are held."""
 
     path: str
     """The model: a Hugging Face folder, a GGUF file, or (for random weights) a folder with a config.json."""
@@ -74,7 +74,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What one step may hold."""
+    """The limits of one step."""
 
     max_num_seqs: int = 0
     """Limits the requests that run at once. 0 takes 64 on CPUs and 256 on GPUs, but no more than
@@ -120,7 +120,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """Where this rank listens."""
+    """The endpoint of this rank."""
 
     run_dir: str
     """The cluster's run directory (mode 0700)."""
@@ -147,7 +147,7 @@ class ServiceConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Everything that one rank needs."""
+    """All settings of one rank."""
 
     model: ModelConfig
     service: ServiceConfig

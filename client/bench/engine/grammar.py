@@ -45,7 +45,7 @@ PEOPLE = {
 
 @dataclass(frozen=True)
 class GrammarConfig:
-    """How many requests, and of which grammar."""
+    """The settings of the grammar benchmark."""
 
     batch_size: int = 16
     """Decodes this many requests at once."""

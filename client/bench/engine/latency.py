@@ -26,7 +26,7 @@ from allspan.protos.api.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class LatencyConfig:
-    """What is measured, and how often."""
+    """The settings of the latency benchmark."""
 
     batch_size: int = 1
     """Sends this many requests at once."""

@@ -18,7 +18,7 @@ _DECODE_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class OpsConfig:
-    """What runs while the ops are timed."""
+    """The settings of the op benchmark."""
 
     batch_size: int = 1
     """Sends this many requests at once."""

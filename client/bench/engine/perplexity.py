@@ -23,7 +23,7 @@ from allspan.protos.api.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class PerplexityConfig:
-    """Which text, and how it is cut."""
+    """The text of the perplexity benchmark, and its windows."""
 
     text: str
     """Names the file of UTF-8 text to read."""

@@ -25,7 +25,7 @@ from allspan.protos.api.options import RequestOptions
 
 @dataclass(frozen=True)
 class PrefixConfig:
-    """What is sent, and how often."""
+    """The settings of the prefix-cache benchmark."""
 
     prompt_len: int = 1024
     """Sets the prompt tokens of each request; they are drawn at random."""

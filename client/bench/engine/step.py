@@ -26,7 +26,7 @@ ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Which batches, and for how long."""
+    """The batches of the step benchmark, and their duration."""
 
     batch_sizes: tuple[int, ...] = (1, 64)
     """Measures decode steps of these numbers of requests."""

@@ -29,7 +29,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class OverloadConfig:
-    """How much too much, and what goodput is measured with."""
+    """The load of the overload benchmark, and the requests that goodput is measured with."""
 
     factor: int = 10
     """Sets the requests of a burst, as a multiple of --max-queued-requests."""

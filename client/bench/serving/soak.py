@@ -42,7 +42,7 @@ VARIETIES: tuple[dict[str, float | int | bool], ...] = (
 
 @dataclass(frozen=True)
 class SoakConfig:
-    """How long, how much, and how much of it goes wrong."""
+    """The duration and the load of a soak, and the share of requests that are cancelled or invalid."""
 
     minutes: float = 10.0
     """Sets the minutes of load."""

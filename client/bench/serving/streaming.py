@@ -43,7 +43,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class StreamingConfig:
-    """What is sent, and how often."""
+    """The settings of the streaming benchmark."""
 
     streams: tuple[int, ...] = (32,)
     """Sends this many requests at once. Each of several numbers is measured by itself."""
