@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,9 @@ STRANGERS = {
     "worker/scheduler": ("torch", "numpy", "grpc", "mpi4py"),
     "worker/cache/page_pool.py": ("torch", "numpy", "grpc", "mpi4py"),
 }
+# First words of a docstring that is a fragment instead of a sentence that says what the thing is.
+FRAGMENTS = ("Of", "By", "So many", "Those", "Beside", "Whoever", "Who")
+PLAIN_FOLDERS = ("protos", "client", "launch")
 UNSAFE = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 
 
@@ -213,6 +217,26 @@ def test_public_functions_and_classes_of_contracts_have_docstrings() -> None:
             if not ast.get_docstring(node):
                 found.append(f"{place(file)}:{node.lineno} {node.name}")
     assert not found, found
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """The strings that stand as statements of their own: docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize("folder", PLAIN_FOLDERS)
+def test_docstrings_do_not_begin_as_fragments(folder: str) -> None:
+    files = [file for file in sources() if place(file).startswith(f"{folder}/")]
+    assert files
+    found = [
+        f"{place(file)}:{text.lineno} {text.value[:60]!r}"
+        for file in files
+        for text in docstrings(ast.parse(file.read_text()))
+        if re.match(rf"({'|'.join(FRAGMENTS)})\b", str(text.value).strip())
+    ]
+    assert not found, "say what it is in a full sentence:\n" + "\n".join(found)
 
 
 def is_error(node: ast.ClassDef) -> bool:
