@@ -39,7 +39,7 @@ logger = logging.getLogger("allspan.cluster")
 
 
 def flags(options: Mapping[str, object]) -> list[str]:
-    """`serve`'s flags for options by their names; None leaves one out.
+    """Returns `serve`'s flags for options by their names; None leaves one out.
 
     >>> flags({"ranks": 2, "oversubscribe": True, "restart": False, "threads": None})
     ['--ranks=2', '--oversubscribe', '--no-restart']
@@ -107,7 +107,7 @@ class ClusterProcess:
         return words if code is None else f"{words} (allspan serve ended with code {code})"
 
     def close(self) -> None:
-        """SIGTERM, ten seconds of grace, SIGKILL (its own reaper then ends the ranks). Idempotent."""
+        """Ends the cluster: SIGTERM, ten seconds of grace, SIGKILL (its own reaper then ends the ranks). Idempotent."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -154,7 +154,7 @@ class ClusterProcess:
         self._lines.put(None)
 
     def _read_log(self) -> None:
-        """Hands its log on to this process's stderr, and keeps the end of it."""
+        """Forwards the process's log to this process's stderr, and keeps the end of it."""
         assert self._process.stderr is not None
         with self._process.stderr as stream:
             for line in stream:

@@ -34,7 +34,7 @@ class Issued:
     key: bytes
 
     def write(self, folder: Path, name: str) -> None:
-        """NAME.pem and NAME.key."""
+        """Writes NAME.pem and NAME.key."""
         (folder / f"{name}.pem").write_bytes(self.certificate)
         handle = os.open(folder / f"{name}.key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "wb") as file:
@@ -88,7 +88,8 @@ class Authority:
 
 
 def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
-    """ca, server (for `hosts`) and client, each .pem and .key. ConfigError when one is there already, or cannot be."""
+    """Writes ca, server (for `hosts`) and client, each .pem and .key. ConfigError when one is there already, or cannot
+    be."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("ca", "server", "client"):

@@ -44,7 +44,7 @@ def sampling_to_wire(params: SamplingParams) -> bytes:
 
 
 def sampling_from_wire(data: bytes) -> SamplingParams:
-    """Validates again: a rank trusts no sender."""
+    """Returns the parameters of a message, validated again: a rank trusts no sender."""
     try:
         given = json.loads(data)
     except (ValueError, RecursionError):
@@ -59,7 +59,7 @@ def sampling_from_wire(data: bytes) -> SamplingParams:
 
 
 def options_to_wire(options: RequestOptions, message: pb.StartRequestMessage) -> None:
-    """Fills in `message`'s fields."""
+    """Fills in the fields of `message`."""
     message.priority = options.priority
     message.timeout_s = options.timeout_s or 0.0
     message.no_prefix_cache = not options.prefix_cache
@@ -67,7 +67,7 @@ def options_to_wire(options: RequestOptions, message: pb.StartRequestMessage) ->
 
 
 def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
-    """Validates again."""
+    """Returns the options of a message, validated again."""
     return RequestOptions(
         priority=message.priority,
         timeout_s=message.timeout_s or None,

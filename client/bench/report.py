@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, the first row a heading; the first column is set left, the others right."""
+    """Formats rows of cells, the first row a heading; the first column is set left, the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -14,9 +14,9 @@ from hashlib import blake2b
 
 BLOCK_TOKENS = 32
 MAX_KEYS = 512
-"""Blocks of one request that are looked at: its first 16,384 tokens tell where it belongs."""
+"""Most blocks of one request that are looked up: its first 16,384 tokens decide."""
 MAX_BLOCKS = 65536
-"""Remembered for one replica, the least recently used go first: two million tokens."""
+"""Most blocks remembered for one replica, two million tokens; the least recently used are dropped first."""
 SLACK_TOKENS = 2048
 """Load by which one replica may exceed another before that outweighs a hit: four steps of the default token budget."""
 

@@ -32,7 +32,8 @@ class SessionCalls:
             raise
 
     async def outlast(self, error: Unavailable) -> None:
-        """While requests of this session are being resumed, so may be a start."""
+        """Waits until a start may be tried again while requests of this session are being resumed; raises `error`
+        without any."""
         if not self._session.queues():
             raise error
         await self._session.outlast()

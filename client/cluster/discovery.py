@@ -31,7 +31,7 @@ class RunDirectory:
     """Reads `cluster.json`, which the supervisor and the leader keep true."""
 
     def __init__(self, path: Path, tls: TlsFiles = NO_TLS) -> None:
-        """`tls`: instead of the files that the cluster names."""
+        """Sets the directory; `tls` replaces the files that the cluster names."""
         self._path = path.parent if path.name == CLUSTER_FILE else path
         self._tls = tls
 

@@ -27,7 +27,8 @@ class RankRefused(Exception):
 
 
 async def fan_out(ranks: Sequence[Transport], message: pb.StartRequestMessage, timeout: float) -> None:
-    """Once the leader has it, everyone has. Raises RankRefused after withdrawing it from the ranks that took it."""
+    """Sends the payloads. Once the leader has its own, every rank has. Raises RankRefused after withdrawing it from the
+    ranks that took it."""
     replies = await asyncio.gather(
         *(rank.unary(START_REQUEST, message, timeout) for rank in ranks[1:]), return_exceptions=True
     )

@@ -69,7 +69,7 @@ class WorldHealth:
         self._last_message = [time.monotonic()] * len(self._last_message)
 
     def longest_silent(self) -> int | None:
-        """Looks for ranks that are silent by now; returns the one that has been so for longest, None without any."""
+        """Finds the ranks that are silent by now; returns the one that has been silent longest, None without any."""
         now = time.monotonic()
         silent = {rank for rank, last in enumerate(self._last_message) if now - last > QUIET_S}
         self._silent |= silent

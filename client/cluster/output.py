@@ -34,7 +34,7 @@ class RequestOutput:
 
     @property
     def num_computed_before(self) -> int:
-        """Tokens that the present attempt has to compute before its first new one."""
+        """Number of tokens that the present attempt has to compute before its first new one."""
         return self._prompt_len + self._num_earlier
 
     @property
@@ -73,7 +73,7 @@ class RequestOutput:
         return bool(reason)
 
     def _new_prompt_logprobs(self, output: Output) -> tuple[TokenLogprob, ...]:
-        """Leaves out those that an earlier attempt has brought."""
+        """Returns the prompt log-probabilities without those that an earlier attempt has brought."""
         known = min(self._num_repeated, len(output.prompt_logprobs))
         self._num_repeated -= known
         self._num_prompt_logprobs += len(output.prompt_logprobs) - known

@@ -58,7 +58,7 @@ class OutputPacer:
             self._timer = self._loop.call_later(max(self._rest_s, LEAST_JOIN_S), self.flush)
 
     def flush(self) -> None:
-        """Delivers what is held."""
+        """Delivers the outputs that are held back."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -68,7 +68,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Tokens that its world has still to compute for this client, estimated."""
+        """Estimated number of tokens that its world has still to compute for this client."""
         world = self.world
         return sum(request.work for request in world.requests.values()) if world is not None else 0
 
@@ -109,7 +109,8 @@ class Replica:
             logger.debug("replica %d cannot be attached to within %g s", self.index, TRY_ATTACH_S)
 
     def keep(self) -> None:
-        """Stays attached from now on, in the background: reconnects after every loss, and now if nothing is there."""
+        """Stays attached from now on, in the background: reconnects after every loss, and now if no world is
+        attached."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
 
@@ -233,7 +234,7 @@ def _is_over(info: ClusterInfo, later: ClusterInfo) -> bool:
 
 
 def _state_after(info: ClusterInfo | None) -> ReplicaState:
-    """DOWN when a replica that is described so after a loss may have another world. One that nothing describes (a run
+    """Returns the state after a loss: DOWN when the replica may have another world. One that nothing describes (a run
     directory that was removed, addresses where nobody answers) has no one who would start it again."""
     if info is None or info.state == "stopped" or (info.state == "down" and not info.will_restart):
         return ReplicaState.STOPPED

@@ -114,7 +114,7 @@ class OpenRequest:
 
     @property
     def work(self) -> int:
-        """Tokens that its world has still to compute for it, estimated."""
+        """Estimated number of tokens that its world has still to compute for it."""
         hits = self.attempt.hit_tokens if self.attempt is not None else 0
         prefill = max(self.output.num_computed_before - hits, 0) if self.output.is_prefilling else 0
         return prefill + min(max(self.params.max_tokens - len(self.output.token_ids), 0), EXPECTED_TOKENS)

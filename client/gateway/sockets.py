@@ -59,7 +59,7 @@ def _address(sock: socket.socket) -> str:
 
 
 def hand_over(sockets: Sockets) -> None:
-    """Right before the servers listen."""
+    """Sets the sockets' options for reuse, right before the servers listen."""
     # Connections inherit this: those that linger after the end must not keep the next gateway from its port.
     sockets.http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # The gRPC library insists on binding by itself, beside this socket.

@@ -38,7 +38,7 @@ class Transport(Protocol):
         ...
 
     def stream(self, method: Method[Request, Reply], request: Request) -> AsyncIterator[Reply]:
-        """Messages until the rank ends the stream; ending the iteration ends the call."""
+        """Yields messages until the rank ends the stream; ending the iteration ends the call."""
         ...
 
     async def close(self) -> None:
@@ -50,5 +50,6 @@ class Connect(Protocol):
     """Makes the transport to a rank's address ("unix:/…" or "host:port", there with TLS); connects on first use."""
 
     def __call__(self, address: str, tls: TlsFiles = NO_TLS) -> Transport:
-        """ConfigError for files that do not fit, and for an address of another host without any."""
+        """Returns a transport to an address; ConfigError for files that do not fit, and for an address of another host
+        without any."""
         ...

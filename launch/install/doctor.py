@@ -194,7 +194,7 @@ def _version(package: str) -> str | None:
 
 
 def _probe(words: Sequence[str], first_line: bool = False) -> tuple[int, str]:
-    """Exit code and the last (or first) line of a program's output; it may not crash or hang this one."""
+    """Returns the exit code and the last (or first) line of a program's output; it cannot crash or hang this one."""
     env = os.environ | {"OMPI_MCA_osc": "^ucx"}
     try:
         run = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=env)

@@ -124,7 +124,7 @@ def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) ->
 def place_on_gpus(
     topology: Topology, config: PlacementConfig, gpus: tuple[Gpu, ...], can_bind: bool = True
 ) -> Placement:
-    """Rank i of all replicas on the i-th visible GPU, with cores of the NUMA node that it hangs on.
+    """Places rank i of all replicas on the i-th visible GPU, with cores of that GPU's NUMA node.
 
     The work is the GPU's: without `threads` a rank has up to MOST_GPU_THREADS, and too few cores are no reason to
     refuse. Raises ConfigError for too few GPUs, and as `place` does.

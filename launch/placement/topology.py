@@ -35,13 +35,13 @@ class Topology:
 
     @property
     def num_cores(self) -> int:
-        """Physical cores that may be used at once, at least 1."""
+        """Number of physical cores that may be used at once, at least 1."""
         cores = sum(len(node.cores) for node in self.nodes)
         return max(1, min(cores, int(self.cpu_limit)) if self.cpu_limit else cores)
 
     @property
     def num_processors(self) -> int:
-        """Hardware threads that may be used at once, at least 1."""
+        """Number of hardware threads that may be used at once, at least 1."""
         count = sum(len(node.processors) for node in self.nodes)
         return max(1, min(count, int(self.cpu_limit)) if self.cpu_limit else count)
 
@@ -81,7 +81,8 @@ def available_memory(proc_root: Path = Path("/proc")) -> int:
 
 
 def cpu_quota(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> float | None:
-    """Processors' worth of time that this process's cgroup and those around it allow; None without a limit."""
+    """Returns the processors' worth of time that this process's cgroup and those around it allow; None without a
+    limit."""
     quotas = [_quota(folder) for folder in _cpu_cgroups(sys_root / "fs/cgroup", proc_root)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
@@ -153,7 +154,7 @@ def _meminfo(path: Path) -> dict[str, int]:
 
 
 def _node_memory(folder: Path) -> int:
-    """Free memory and what the page cache would give back."""
+    """Returns the free memory and the part of the page cache that can be freed."""
     values = _meminfo(folder / "meminfo")
     return values.get("MemFree", 0) + values.get("FilePages", 0) + values.get("SReclaimable", 0)
 

@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_ranks(folder: Path, manifest: Manifest, ranks: int) -> None:
-    """ConfigError when a world of so many ranks cannot use the files."""
+    """Checks the number of ranks; ConfigError when a world of so many cannot use the files."""
     count = len(manifest.ranks)
     if ranks != count:
         raise ConfigError(

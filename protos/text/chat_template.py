@@ -88,7 +88,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree.set_environment(self)  # type: ignore[return-value]
 
     def allow(self, seconds: float) -> None:
-        """Renderings of this thread have so long from now."""
+        """Sets the time that renderings of this thread may take from now."""
         self._clock.deadline = time.monotonic() + seconds
 
     def tick(self) -> str:

@@ -111,7 +111,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_keywords(schema: Any) -> None:
-    """InvalidRequest (field "grammar") names the first keyword that is not enforced, and its path ($ is the root)."""
+    """Checks a schema; InvalidRequest (field "grammar") names the first keyword that is not enforced, and its path ($
+    is the root)."""
     home = schema.get("$id") if isinstance(schema, dict) else None
     home = home if isinstance(home, str) and home else "#"
     waiting: list[tuple[str, Any]] = [("$", schema)]

@@ -26,7 +26,7 @@ from allspan.protos.api.errors import AllspanError, ConfigError
 
 OURS = "allspan"
 ONE_AT_A_TIME = {"openvino": "its pipeline takes one sequence of token ids at a time"}
-"""Engines that are not asked for batches, and why."""
+"""The engines that are measured without batches, and why."""
 
 Prompts = list[list[int]]
 Play = Callable[[Prompts, int], Round]
@@ -35,7 +35,7 @@ Play = Callable[[Prompts, int], Round]
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Against whom, what is measured, and how often."""
+    """The engines of the comparison, the measures, and the number of rounds."""
 
     peers_python: tuple[str, ...] = ()
     """Names Python interpreters whose environments have llama-cpp-python or openvino-genai; every engine found takes
@@ -166,7 +166,7 @@ def play(engine: ClientEngine, config: CompareConfig, contenders: Mapping[str, C
 
 
 def _turn(play: Play, config: CompareConfig, single: Prompts, batch: Prompts) -> dict[str, float]:
-    """Tokens per second of one engine's turn."""
+    """Returns the tokens per second of one engine's turn."""
     alone = play(single, config.output_len)
     rates = {"decode": alone.decode_tokens / alone.decode_s, "prefill": config.input_len / alone.ttft_s}
     if batch:

@@ -65,7 +65,7 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the process. Idempotent."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):

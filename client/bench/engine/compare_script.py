@@ -91,7 +91,7 @@ class LlamaCpp:
         return self._contexts[many]
 
     def _read(self, context: Any, batch: Any, prompts: list[list[int]]) -> list[int]:
-        """Whole prompts one after another, MAX_BATCH tokens a call; the first token of each."""
+        """Reads whole prompts one after another, MAX_BATCH tokens a call; returns the first token of each."""
         rows = [
             (token, position, sequence, position == len(prompt) - 1)
             for sequence, prompt in enumerate(prompts)
@@ -153,7 +153,7 @@ class OpenVino:
 
 
 def _streamer(genai: Any, moments: list[float]) -> Any:
-    """Notes when each token comes."""
+    """Returns a streamer that records when each token comes."""
 
     class Clock(genai.StreamerBase):  # type: ignore[misc]
         def write(self, tokens: Any) -> Any:

@@ -57,7 +57,7 @@ def measure(engine: ClientEngine, config: PerplexityConfig, options: Options) ->
 
 
 def cut(engine: ClientEngine, config: PerplexityConfig) -> list[list[int]]:
-    """Token ids of each window. ConfigError for a text that does not fill one."""
+    """Returns the token ids of each window. ConfigError for a text that does not fill one."""
     try:
         text = Path(config.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -143,7 +143,7 @@ async def _idle(engine: ClientEngine) -> Report:
 
 
 async def _goodput(engine: ClientEngine, config: OverloadConfig, draw: random.Random) -> float:
-    """Tokens per second that reach the callers of the steady load."""
+    """Returns the tokens per second that reach the callers of the steady load."""
     begun = time.perf_counter() + config.seconds / 10
     count = 0
 

@@ -34,12 +34,12 @@ from allspan.protos.api.errors import ConfigError
 START_TIMEOUT_S = 600.0
 METRICS = ("ttft", "tpot", "itl", "e2el")
 SAMPLES = 3
-"""Words of so many failed requests are kept."""
+"""Number of failed requests whose messages are kept."""
 
 
 @dataclass(frozen=True)
 class ServeBenchConfig(WorkloadConfig):
-    """Whom to ask, how many at once, and what is good."""
+    """The server under test, the load, and the latency goals."""
 
     base_url: str = ""
     """Measures a server that runs, at http://HOST:PORT (gRPC: HOST:PORT), with the key of the variable OPENAI_API_KEY;

@@ -66,7 +66,7 @@ class Client(Protocol):
 
 
 class HttpClient:
-    """Connections are kept and used again."""
+    """The client of OpenAI's endpoints; connections are kept and used again."""
 
     def __init__(self, base_url: str, backend: str, ignore_eos: bool, timeout: float) -> None:
         self._address = host_and_port(base_url)

@@ -57,7 +57,8 @@ class ServerProcess:
         return self._process.pid
 
     def wait_ready(self, timeout: float) -> ServerAddresses:
-        """DeadlineExceeded after `timeout` seconds, Unavailable when it ended before; then it is closed."""
+        """Waits until the server is ready; DeadlineExceeded after `timeout` seconds, Unavailable when it ended before;
+        then it is closed."""
         deadline = time.monotonic() + timeout
         try:
             while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
@@ -73,7 +74,7 @@ class ServerProcess:
         raise Unavailable(f"the server ended before it was ready; last line: {self._last}")
 
     def close(self) -> None:
-        """SIGTERM, ten seconds of grace, SIGKILL. Idempotent."""
+        """Ends the server: SIGTERM, ten seconds of grace, SIGKILL. Idempotent."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -95,7 +96,7 @@ class ServerProcess:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds that a process of this host has taken; 0 once it is gone."""
+    """Returns the processor seconds that a process of this host has taken; 0 once it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

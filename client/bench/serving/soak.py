@@ -153,7 +153,7 @@ async def _good(
 
 
 async def _bad(engine: ClientEngine, draw: random.Random) -> None:
-    """Something that must be refused, at the facade or by a rank."""
+    """Sends a request that the client or a rank must refuse."""
     sizes = engine.cluster
     kinds: tuple[Callable[[], tuple[list[int], SamplingParams]], ...] = (
         lambda: ([sizes.vocab_size], SamplingParams(max_tokens=4)),
@@ -204,7 +204,7 @@ def _memory(record: _Record, started: float, end: float) -> Report:
 
 
 def _latency(record: _Record, started: float, end: float) -> Report:
-    """P99 of the first and the last minute (of a short run: of its halves)."""
+    """Returns the P99 latency of the first and the last minute (of a short run: of its halves)."""
     minute = min(60.0, (end - started) / 2)
     parts = {}
     for name, first, last in (("first", started, started + minute), ("last", end - minute, end)):

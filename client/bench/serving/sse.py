@@ -62,7 +62,7 @@ class SseConnection(asyncio.Protocol):
         return await self._done
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connection. Idempotent."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None

@@ -31,7 +31,7 @@ def new_call_id() -> str:
 
 
 class CallReader:
-    """`push` text in order, then `finish`; both give the pieces that are sure by then.
+    """The reader of tool calls: `push` text in order, then `finish`; both return the pieces that are certain by then.
 
     Space beside a call is the format's, not the answer's.
     """
@@ -45,7 +45,7 @@ class CallReader:
         self._state = self._in_text
         self._buffer = ""
         self._held = ""
-        """Read already, and text if no call comes of it."""
+        """Text that has been read, and is emitted as text if it is no call."""
         self._space = ""
         """The end of the text so far, which may stand before a call."""
         self._wrote = False

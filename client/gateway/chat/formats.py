@@ -13,7 +13,7 @@ class Region:
     """Calls between two marks: JSON objects with a name and arguments, or a list of them."""
 
     open: str
-    """Empty: an output that begins with JSON is a call."""
+    """The text that begins a call; if empty, an output that begins with JSON is a call."""
     close: str = ""
     known_names_only: bool = False
     """Treats an object that names no tool of the request as the answer rather than as a call."""

@@ -16,7 +16,7 @@ MAX_NUMBER_CHARS = 512
 
 
 class JsonScanner:
-    """Follows one object or array. Control characters within strings are let through: models write them."""
+    """A scanner of one JSON object or array. Control characters within strings are let through: models write them."""
 
     def __init__(self) -> None:
         self._stack: list[str] = []
@@ -37,7 +37,8 @@ class JsonScanner:
         return self._expects in ("string", "key string", "escape", "key escape")
 
     def push(self, char: str) -> bool:
-        """False when the value cannot go on with this character; nothing is pushed after that, nor after `done`."""
+        """Reads a character; returns False when the value cannot continue with it; nothing is pushed after that, nor
+        after `done`."""
         if self.in_string:
             return self._in_string(char)
         if self._word:

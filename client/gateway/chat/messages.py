@@ -21,7 +21,7 @@ _OTHER_MEDIA = ("image_url", "input_image", "input_audio", "file", "input_file",
 
 
 def read_messages(value: Any, field: str = "messages") -> list[Message]:
-    """InvalidRequest names the place of what does not fit."""
+    """Returns the messages for a chat template; InvalidRequest names the place of an invalid one."""
     if not isinstance(value, list) or not value:
         raise InvalidRequest(f"{field} is missing or empty, must be a list with at least one message", field)
     if len(value) > MAX_MESSAGES:

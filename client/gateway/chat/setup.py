@@ -44,7 +44,7 @@ class ChatSetup:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ChatConfig) -> ChatSetup:
-        """ConfigError for flags that do not go together."""
+        """Returns the settings of these flags; ConfigError for flags that do not go together."""
         if taken := RESERVED & set(config.allow_chat_template_kwargs):
             raise ConfigError(f"--allow-chat-template-kwargs has {min(taken)}, which no request may set")
         template = tokenizer.chat_template
@@ -104,7 +104,8 @@ class ChatSetup:
         return self.tokenizer if len(kept) == len(special) else replace(self.tokenizer, special_ids=kept)
 
     def check_variables(self, given: Mapping[str, Any]) -> None:
-        """InvalidRequest for variables of the template that no request may set, or not to such a value."""
+        """Checks a request's template variables; InvalidRequest for one that no request may set, or not to such a
+        value."""
         field = "chat_template_kwargs"
         for name, value in given.items():
             if name not in self.variables:

@@ -46,7 +46,7 @@ class Rendering:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """The values of the template's variables."""
     think: bool = True
-    """False: should the template begin with thinking, then that ends at once."""
+    """If False, reasoning that the template begins is ended at once."""
 
     @property
     def characters(self) -> int:
@@ -59,9 +59,9 @@ class Traits:
     """The features of a template."""
 
     tools: bool
-    """Lists them."""
+    """Whether it lists tools."""
     calls: bool
-    """Shows calls and results."""
+    """Whether it shows calls and results."""
     system: bool
     """Takes a system message."""
     arguments_are_text: bool = False
@@ -71,7 +71,7 @@ class Traits:
 
 
 def traits_of(template: ChatTemplate) -> Traits:
-    """Found out by rendering small conversations."""
+    """Finds a template's features by rendering small conversations."""
     tool = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
     user = {"role": "user", "content": "Hi"}
 
@@ -100,8 +100,8 @@ def traits_of(template: ChatTemplate) -> Traits:
 
 
 class Conversations:
-    """Renders them through one template. What the template does not know of tools is written into messages that it
-    does know, in the call format of the server."""
+    """The renderer of conversations through one template. What the template does not know of tools is written into
+    messages that it does know, in the call format of the server."""
 
     def __init__(self, template: ChatTemplate, traits: Traits, form: CallFormat) -> None:
         self._template = template

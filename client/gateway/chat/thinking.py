@@ -12,7 +12,7 @@ from allspan.client.gateway.chat.pieces import overlap
 
 @dataclass(frozen=True)
 class Tags:
-    """Around the thinking, at the beginning of an output."""
+    """The tags around the reasoning, at the beginning of an output."""
 
     name: str
     pairs: tuple[tuple[str, str], ...]
@@ -49,7 +49,8 @@ def tags_of_template(source: str) -> Tags | None:
 
 
 class ThinkReader:
-    """`push` text in order, then `finish`; both give (thinking, answer), as far as it is sure.
+    """The reader of reasoning: `push` text in order, then `finish`; both return (reasoning, answer), as far as it is
+    certain.
 
     Space around the tags belongs to neither. Tags further on in the answer are the answer's own text.
     """
@@ -69,7 +70,7 @@ class ThinkReader:
 
     @property
     def is_over(self) -> bool:
-        """Whatever comes now is the answer."""
+        """True once all further text is the answer."""
         return self._state in (self._in_answer, self._in_answer_space)
 
     def push(self, text: str) -> tuple[str, str]:
@@ -89,7 +90,7 @@ class ThinkReader:
         return found
 
     def _before(self) -> bool:
-        """Does it open with a tag?"""
+        """Reads the beginning of the output, which may be a tag."""
         text = self._buffer.lstrip(SPACE)
         for opening, closing in self._pairs:
             if text.startswith(opening):

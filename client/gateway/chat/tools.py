@@ -71,7 +71,7 @@ NO_TOOLS = ToolUse()
 
 
 def read_tools(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolUse:
-    """OpenAI's three fields. InvalidRequest names the place of what does not fit."""
+    """Reads OpenAI's three fields. InvalidRequest names the place of what does not fit."""
     functions = _functions(tools)
     use = ToolUse(functions, parallel=parallel is not False)
     if tool_choice is None or tool_choice == "auto":

@@ -68,7 +68,7 @@ def _options(config: GrpcConfig) -> list[tuple[str, Any]]:
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Asked at every handshake, so that a renewed certificate is shown from then on."""
+    """Returns the server's credentials, read at every handshake, so that a renewed certificate takes effect."""
 
     def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], pem.ca or None)

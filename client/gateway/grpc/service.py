@@ -42,7 +42,8 @@ Request = TypeVar("Request", bound=Message)
 
 
 class InferenceService:
-    """Handlers on the gateway's loop. A cancelled or expired call cancels its handler, which stops the request."""
+    """The handlers of the inference service, on the gateway's loop. A cancelled or expired call cancels its handler,
+    which stops the request."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -181,7 +182,8 @@ class InferenceService:
 
     @contextlib.contextmanager
     def _named(self, origin: Origin, request_id: str) -> Iterator[None]:
-        """AlreadyExists while another call of the same caller has this name; InvalidRequest for one that is none."""
+        """Registers a call under its request id; AlreadyExists while another call of the same caller has it;
+        InvalidRequest for an invalid one."""
         if not request_id:
             yield
             return

@@ -17,7 +17,8 @@ UNREAD_S = 2.0
 
 
 async def read_json_body(request: Request, limits: LimitsConfig) -> bytes:
-    """Not parsed yet. HttpError: 415 for another type than JSON, 413 too large, 408 too slow."""
+    """Returns the body of a request, not parsed yet. HttpError: 415 for another type than JSON, 413 too large, 408 too
+    slow."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, f"Content-Type is {kind[:64]!r}, must be application/json")

@@ -54,7 +54,7 @@ class Connections:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's, with a deadline for whatever it waits for from the client."""
+    """uvicorn's protocol with a deadline for every wait for the client."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
@@ -130,7 +130,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.drop()
 
     def drop(self) -> None:
-        """Closes it, idle as it is."""
+        """Closes the connection."""
         self._all.idle.pop(self, None)
         self.transport.close()
         self._wait_for_reader(True)

@@ -31,7 +31,7 @@ def check_size(body: bytes) -> None:
 
 
 def check_json(body: bytes) -> None:
-    """HttpError 400 for the rest; the body is known to be JSON otherwise."""
+    """Checks that a body is strict JSON; HttpError 400 with the reason."""
     try:
         jiter.from_json(body, catch_duplicate_keys=True, allow_inf_nan=False, cache_mode="none")
     except ValueError as error:

@@ -48,7 +48,8 @@ class HostCheck:
 
 
 def with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
-    """Lets pages of these origins read the answers. No cookies: keys come in a header that a page must know."""
+    """Wraps the application so that pages of these origins can read the answers. No cookies: keys come in a header that
+    a page must know."""
     return CORSMiddleware(
         app, allow_origins=origins, allow_methods=METHODS, allow_headers=("*",), expose_headers=EXPOSED, max_age=600
     )

@@ -24,7 +24,7 @@ class Shown:
 
 
 class CompletionShape:
-    """Whole and as chunks, which have the same shape. `echoes`: a text a prompt, or none at all."""
+    """The shape of text completions, the same whole and in chunks. `echoes`: a text a prompt, or none at all."""
 
     id_prefix = "cmpl-"
     object = "text_completion"

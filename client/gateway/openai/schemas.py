@@ -165,11 +165,11 @@ class SamplingFields(_SamplingTable):
         return fields
 
     def options(self) -> RequestOptions:
-        """InvalidRequest names the field."""
+        """Returns the request's options; InvalidRequest names the field."""
         return RequestOptions(**{name: value for name in _OPTIONS if (value := getattr(self, name)) is not None})
 
     def prompt_options(self) -> PromptOptions:
-        """InvalidRequest names the field."""
+        """Returns the prompt's options; InvalidRequest names the field."""
         return PromptOptions(self.add_special_tokens, self.truncate_prompt_tokens, self.max_tokens)
 
     def text_options(self) -> TextOptions:
@@ -272,7 +272,7 @@ def _token_ids(place: str, values: list[Any]) -> list[int]:
 
 
 def _bias_id(key: str) -> int:
-    """JSON's keys are text."""
+    """Returns the token id of a key of `logit_bias`: JSON's keys are text."""
     if not (key.isascii() and key.isdecimal() and len(key) < 11):
         raise InvalidRequest(f"logit_bias has the key {_short(key)}, must be a token id", "logit_bias")
     return int(key)

@@ -49,7 +49,7 @@ def grammar_of(fields: Mapping[str, Any]) -> tuple[Grammar, str] | None:
 
 
 def from_message(options: pb.SamplingOptions) -> Grammar | None:
-    """gRPC's `sampling.structured`."""
+    """Returns the grammar of gRPC's `sampling.structured`."""
     if not options.HasField("structured"):
         return None
     asked = options.structured
@@ -139,7 +139,8 @@ def _dumped(value: Any, place: str) -> str:
 
 
 def _is_longer(value: Any, limit: int) -> bool:
-    """Than so many characters, or nearly so; it takes no longer to say so than `limit` characters take."""
+    """Returns whether a value has more than about `limit` characters as JSON; it takes no longer than `limit`
+    characters take."""
     waiting, size = [value], 0
     while waiting and size <= limit:
         item = waiting.pop()

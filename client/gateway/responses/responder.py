@@ -69,7 +69,7 @@ class Responder:
         )
 
     async def count(self, request: Request) -> int:
-        """Tokens of the prompt that the request would have."""
+        """Returns the number of prompt tokens that the request would have."""
         try:
             turn = await self._plan(await read_json_body(request, self._limits))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Responses that are kept in memory, so that a conversation can go on from one: so many, so large, for so long."""
+"""The store of responses in memory, so that a conversation can be continued: bounded in number, size and time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ResponseStore:
         return found.history
 
     def delete(self, owner: str, response_id: str) -> None:
-        """HttpError 404."""
+        """Deletes a response; HttpError 404 when there is none."""
         self.get(owner, response_id)
         self._drop((owner, response_id))
 

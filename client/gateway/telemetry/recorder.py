@@ -17,7 +17,7 @@ from allspan.protos.api.results import RequestTimings
 from allspan.protos.cluster.logs import REQUESTS
 
 FINISHED = ("stop", "length")
-"""Reasons of requests that had what they asked for."""
+"""The finish reasons of requests that completed."""
 MILD = ("cancelled", "deadline_exceeded")
 """Ends that are the caller's doing."""
 KEPT_GAPS = 4096

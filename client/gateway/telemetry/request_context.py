@@ -33,7 +33,7 @@ class Origin:
     owner: str = field(default_factory=lambda: current_caller().owner)
     """The owner name of its caller (`caller.Caller.owner`)."""
     is_aborted: bool = False
-    """Ended by another call than its own; what is still to start of it need not."""
+    """Whether another call has ended it; its parts that have not started need not start."""
     is_admitted: bool = False
     """Whether its requests were admitted: each of them then records its own end."""
 

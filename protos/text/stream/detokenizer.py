@@ -1,4 +1,4 @@
-"""Tokens to text as they come, a bounded amount of work for each."""
+"""Turns tokens into text as they come, with a bounded amount of work for each."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """(text that is safe to show, the stop string that was found or None). Nothing comes after a match."""
+        """Returns (the text that is safe to show, the stop string that was found or None). Nothing comes after a
+        match."""
         if self._matched is not None:
             return "", self._matched
         text = self._held + delta

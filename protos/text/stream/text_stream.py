@@ -48,11 +48,11 @@ class TextOptions:
     """The choice of which parts of an output become text."""
 
     skip_special_tokens: bool = True
-    """Control tokens are no text."""
+    """Leaves control tokens out of the text."""
     include_stop: bool = False
     """The stop string, or the token that ended the output, stands at the text's end."""
     detokenize: bool = True
-    """False: no text at all, only token ids."""
+    """If False, there is no text at all, only token ids."""
     only_prompt: bool = False
     """Drops text and tokens: only the prompt's log-probabilities are requested. Ends with "length"."""
 
@@ -61,8 +61,8 @@ PLAIN_TEXT = TextOptions()
 
 
 class TextStream:
-    """Feeds on the outputs of one request, in order. The text leaves out special tokens and the token that ended it,
-    unless `options` say otherwise.
+    """The text of one request, from its outputs in order. The text leaves out special tokens and the token that ended
+    it, unless `options` say otherwise.
 
     `continues`: the text goes on from the prompt's, so that a first word keeps its space (see Detokenizer).
     Without a tokenizer the text stays empty; stop strings need one.
@@ -87,7 +87,8 @@ class TextStream:
         self._finished = False
 
     def push(self, output: Output) -> TextDelta:
-        """Text that is sure: what may begin a stop string, or half a character, waits for the next push or the end.
+        """Returns the text that is certain: a possible beginning of a stop string, or half a character, waits for the
+        next push or the end.
 
         With stop strings, tokens after the one that completed the first match are dropped, however outputs were merged.
         Empty deltas once it has finished.

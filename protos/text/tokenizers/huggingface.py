@@ -141,7 +141,7 @@ def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:
 
 
 def _add_tokens(path: Path, backend: Backend, config: Mapping[str, Any]) -> None:
-    """Tokens that only tokenizer_config.json or added_tokens.json lists, under the ids they name there."""
+    """Adds tokens that only tokenizer_config.json or added_tokens.json lists, under the ids they name there."""
     known = backend.get_added_tokens_decoder()
     listed: dict[int, AddedToken] = {}
     for text, token_id in _read_json(path / "added_tokens.json").items():
@@ -203,5 +203,5 @@ def _template(source: str, named: Mapping[str, str]) -> ChatTemplate:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Empty when there is no such file."""
+    """Returns the file's content, empty when there is no such file."""
     return read_json_object(file) if file.is_file() else {}

@@ -16,7 +16,7 @@ class Codec(Protocol):
     vocab_size: int
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        """Token ids; the text of a special token becomes its id only if `parse_special`."""
+        """Returns token ids; the text of a special token becomes its id only if `parse_special`."""
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to the text, as UTF-8 (perhaps part of a character); empty for an unknown
@@ -25,7 +25,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Immutable and safe to share between threads. Made by `load_tokenizer`."""
+    """A model's tokenizer, immutable and safe to share between threads. Made by `load_tokenizer`."""
 
     codec: Codec
     name: str
@@ -62,7 +62,7 @@ class Tokenizer:
         return replace(self, chat_template=template)
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Returns the token ids of a text.
 
         `add_special_tokens` wraps them as the model wants its prompts (usually: begin-of-sequence first; never a second
         one, should the text spell it out). `parse_special` reads the text of a special token ("<|im_end|>") as that
@@ -110,5 +110,6 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
-        """Ids of the rendered chat. A template writes every special token itself, so nothing is added to it."""
+        """Returns the ids of the rendered chat. A template writes every special token itself, so nothing is added to
+        it."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **kwargs), add_special_tokens=False)
