@@ -50,7 +50,7 @@ def check_sums(world: World, group: GpuCollectives) -> None:
 
 def check_graph(world: World, group: GpuCollectives) -> None:
     x = torch.ones(3, WIDTH, dtype=torch.bfloat16, device="cuda")
-    residual, weight = torch.zeros(3, WIDTH, device="cuda"), torch.ones(WIDTH, device=CudaBackend().collectives)
+    residual, weight = torch.zeros(3, WIDTH, device="cuda"), torch.ones(WIDTH, device="cuda")
     group.all_reduce_add_rms_norm(x, residual, weight, 1e-5, torch.empty_like(x))
     graph = torch.cuda.CUDAGraph()
     out = torch.empty_like(x)
