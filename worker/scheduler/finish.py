@@ -12,7 +12,7 @@ from allspan.worker.scheduler.plan import Run, StepResult
 from allspan.worker.scheduler.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class End:
     """What a step's new tokens did to a request."""
 
@@ -25,7 +25,9 @@ class End:
     """What ended it without a finish reason."""
 
 
-NOT_ENDED = End(0)
+NO_TOKEN = End(0)
+ONE_TOKEN = End(1)
+"""Most steps give a request one token, with which it goes on."""
 
 
 def append(request: Request, tokens: Sequence[int], eos_token_ids: Set[int], now: float) -> End:
@@ -35,12 +37,13 @@ def append(request: Request, tokens: Sequence[int], eos_token_ids: Set[int], now
         if token < 0:
             error = failure(token, request.num_tokens)
             return End(count, "" if error else "stop", error=error)
-        request.first_token_at = request.first_token_at or now
+        if not request.first_token_at:
+            request.first_token_at = now
         request.output_token_ids.append(token)
         reason, stop_token_id = finish(request, eos_token_ids)
         if reason:
             return End(count + 1, reason, stop_token_id)
-    return End(len(tokens))
+    return ONE_TOKEN if len(tokens) == 1 else End(len(tokens))
 
 
 def outputs_of(request: Request, run: Run, end: End, result: StepResult, now: float) -> list[Output | AllspanError]:

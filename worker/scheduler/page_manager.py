@@ -45,6 +45,7 @@ class PageManager:
         self.groups = tuple(
             PageGroup(i, group, limits.page_size, limits.max_num_batched_tokens) for i, group in enumerate(groups)
         )
+        self._keeps_all = len(self.groups) == 1 and self.groups[0].keeps_all
         self._windows = tuple(group for group in self.groups if group.limits.lifetime.window)
         self._weights_version = 1
         self._page_size = limits.page_size
@@ -104,10 +105,9 @@ class PageManager:
     def has_capacity(self, request: Request, tokens: int) -> bool:
         """Whether its pages hold so many tokens more than are computed."""
         total = request.num_computed + tokens
-        for group, held in zip(self.groups, request.held, strict=True):
-            if total > held.last * self._page_size and group.lacking(held, total):
-                return False
-        return True
+        if self._keeps_all:  # most models: nothing was given back, and the page table is all there is to look at
+            return total <= len(request.held[0].pages) * self._page_size
+        return not any(group.lacking(held, total) for group, held in zip(self.groups, request.held, strict=True))
 
     def extend(self, request: Request, tokens: int) -> list[Grant] | None:
         """Pages for so many tokens more than are computed, or None when there are not enough."""
@@ -146,12 +146,11 @@ class PageManager:
     def commit_computed(self, request: Request) -> None:
         """The KV of `num_computed` tokens lies in its pages: those that have become full can be found from now on, and
         those that no later token sees are given back."""
-        if request.generation == self.cache.generation:
-            full = request.num_computed // self._page_size
-            if full > request.held[0].num_inserted:
-                keys = self._keys(request, full)
-                for group, held in zip(self.groups, request.held, strict=True):
-                    group.commit(held, keys)
+        full = request.num_computed // self._page_size
+        if full > request.held[0].num_inserted and request.generation == self.cache.generation:
+            keys = self._keys(request, full)
+            for group, held in zip(self.groups, request.held, strict=True):
+                group.commit(held, keys)
         for group in self._windows:
             group.release_behind(request.held[group.index], request.num_computed)
 

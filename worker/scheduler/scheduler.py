@@ -22,7 +22,7 @@ from allspan.protos.api.results import Output
 from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.scheduler.counters import SchedulerCounters, Throughput
 from allspan.worker.scheduler.drafting import Drafting
-from allspan.worker.scheduler.finish import NOT_ENDED, append, outputs_of, timings
+from allspan.worker.scheduler.finish import NO_TOKEN, ONE_TOKEN, append, outputs_of, timings
 from allspan.worker.scheduler.invariants import Standing, check_standing
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.lookahead import Lookahead
@@ -173,23 +173,25 @@ class Scheduler:
         now = self._clock()
         before = self.counters.generated_tokens
         outcomes: list[Outcome] = []
-        drafted = dict(flight.plan.drafts)
+        drafted, sampled, commit = dict(flight.plan.drafts), result.tokens, self.memory.commit_computed
         for run, request in zip(flight.plan.runs, flight.requests, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue
-            tokens = result.tokens.get(run.row, ())
-            output = len(request.output_token_ids)
-            end = append(request, tokens, self._eos, now) if tokens else NOT_ENDED
-            self.counters.generated_tokens += len(request.output_token_ids) - output
-            request.num_unknown -= bool(tokens)
+            tokens, is_first, end = sampled.get(run.row, ()), not request.first_token_at, NO_TOKEN
+            if tokens:
+                request.num_unknown -= 1
+                end = append(request, tokens, self._eos, now)
+                self.counters.generated_tokens += end.count
             request.num_in_flight -= run.num_tokens
             request.num_computed += run.num_tokens
             if run.row in drafted:  # without the drafts that were not kept
                 request.num_computed = min(request.num_computed, request.num_tokens - 1)
-            self.memory.commit_computed(request)
+            commit(request)
             if run.row in drafted:
                 self.memory.retract(request)
-            if tokens or run.row in result.prompt_logprobs:
+            if end is ONE_TOKEN and not (is_first or result.prompt_logprobs):
+                outcomes.append((request, Output(tokens, result.logprobs.get(run.row, ())[:1])))
+            elif tokens or run.row in result.prompt_logprobs:
                 outcomes += [(request, news) for news in outputs_of(request, run, end, result, now)]
                 if end.reason or end.error:
                     self._end(request, RequestStatus.FAILED if end.error else RequestStatus.FINISHED)

@@ -32,7 +32,11 @@ class StepBuilder:
 
     def decode(self, request: Request, run: Run) -> None:
         """One token of a request, of which it is the last."""
-        self._add(request, run, samples=True)
+        self.runs.append(run)
+        self.requests.append(request)
+        self.sampled.append(request)
+        request.num_in_flight += 1
+        request.num_unknown += 1
         self.budget -= 1
         self.logits -= 1
 
