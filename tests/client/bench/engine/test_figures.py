@@ -137,7 +137,7 @@ def test_files_that_are_missing_are_refused_before_anything_starts(tmp_path: Pat
 
 def test_without_matplotlib_a_picture_is_refused_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'allspan\[plots\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[plots\]'"):
         PREFIX.run("nosuch", PrefixConfig(plot="x.png"))
 
 
