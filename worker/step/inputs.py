@@ -28,7 +28,7 @@ class PlanTiles(Protocol):
 class SharedInputs:
     """Of decodes that begin with the same pages, read once for all who share them; int32 tensors, on the GPU.
 
-    Made of an `allspan.kernels.cuda.attention.cascade_rule.Sharing`: the level's tiles, rows and pages, and each
+    Made by the device from the groups of its cascade rule: the level's tiles, rows and pages, and each
     row's own pages, in the indices of the whole page table.
     """
 
