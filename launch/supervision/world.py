@@ -270,7 +270,7 @@ class WorldProcess:
             except OSError:
                 continue
             if text:
-                kinds = re.findall(r"^allspan\.protos\.errors\.(\w+)", text, re.MULTILINE)
+                kinds = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+)", text, re.MULTILINE)
                 kind = getattr(errors, kinds[-1], InternalError) if kinds else InternalError
                 words[rank] = kind(text.splitlines()[0])
         return words
