@@ -15,7 +15,7 @@ _HEAD = """
 import os, sys
 
 if "allspan.worker" in sys.orig_argv:
-    from allspan.worker import host
+    from allspan.worker.process import host
 
     RANK, RANKS = host.place() or (0, 1)
 
