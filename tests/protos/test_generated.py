@@ -36,8 +36,10 @@ def test_the_check_sees_a_changed_message(tmp_path: Path) -> None:
     copy.mkdir()
     for file in [*PROTOS.glob("*_pb2*"), *PROTOS.glob("*.proto"), PROTOS / "generate.sh"]:
         shutil.copy(file, copy)
-    proto = copy / "worker.proto"
-    proto.write_text(proto.read_text().replace("uint32 max_tokens = 1;", "uint32 max_tokens = 15;"))
+    proto = copy / "inference.proto"
+    before, after = "uint32 max_tokens = 1;", "uint32 max_tokens = 99;"
+    assert proto.read_text().count(before) == 1
+    proto.write_text(proto.read_text().replace(before, after))
     assert check(copy).returncode == 1
 
 
