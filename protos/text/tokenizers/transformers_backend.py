@@ -35,4 +35,9 @@ def converted_backend(path: Path) -> Backend:
             f"{path} has no tokenizer.json, and {type(made).__name__} of transformers runs in Python alone, which is "
             f"not supported; use a folder with a tokenizer.json, {_SAVE}"
         )
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    if backend.get_vocab(with_added_tokens=False).keys() <= added:  # what the model's class alone gives
+        raise CheckpointError(
+            f"{path} has no tokenizer.json, and no other file with a tokenizer's vocabulary; add its files, {_SAVE}"
+        )
     return backend

@@ -61,3 +61,11 @@ def test_a_folder_whose_files_make_no_tokenizer_is_refused(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json, .*cannot convert.*save_pretrained"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_a_folder_without_any_vocabulary_is_refused(tmp_path: Path, family: str) -> None:
+    """transformers makes a tokenizer of special tokens for some families."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json, .*save_pretrained"):
+        load_tokenizer(tmp_path)
