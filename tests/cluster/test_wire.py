@@ -61,7 +61,7 @@ def test_ranks_on_tcp_serve_whoever_has_a_certificate(tiny: Path, tmp_path: Path
             made = Certificates(tmp_path)
             foreign = TlsFiles(made.pem("ca"), made.pem("client"), made.key("client"), tls.server_name)
             with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
-                ClientEngine(attach=addresses, tls=foreign)
+                ClientEngine(attach=addresses, tls=foreign, startup_timeout=0)
             assert server.ask_to_end() == 0
             traces.assert_gone()
         finally:

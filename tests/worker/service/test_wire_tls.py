@@ -60,7 +60,7 @@ def test_an_engine_attaches_with_a_certificate_of_the_ranks_authority(
             assert engine.version() == '1 (kernels "cpu")'
         for wrong in (files(certificates, "foreign"), files(certificates, ca="stranger"), NO_TLS):
             with pytest.raises(Unavailable, match=r"no rank answers at 127.0.0.1:\d+ \(.*TLS"):
-                ClientEngine(attach=addresses, tls=wrong)
+                ClientEngine(attach=addresses, tls=wrong, startup_timeout=0)
         with ClientEngine(attach=addresses, tls=files(certificates)) as engine:
             assert engine.is_ready
 
@@ -76,7 +76,7 @@ def test_a_certificate_for_another_host_is_refused(certificates: Certificates, t
     }
     with ranks(tmp_path, made["rank"]) as addresses:
         with pytest.raises(Unavailable, match="must be from the ranks"):
-            ClientEngine(attach=addresses, tls=made["client"])
+            ClientEngine(attach=addresses, tls=made["client"], startup_timeout=0)
         with ClientEngine(attach=addresses, tls=replace(made["client"], server_name="other.example")) as engine:
             assert engine.is_ready
 
