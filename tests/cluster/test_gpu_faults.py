@@ -149,7 +149,7 @@ def test_a_killed_rank_is_named_to_every_request_and_its_memory_is_free(start: S
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(1, 3000), (2, 400)])
-def test_the_next_world_has_the_memory_of_the_one_before_and_goes_on_with_its_requests(
+def test_the_next_world_has_the_memory_of_the_one_before_and_its_requests(
     start: Start, ranks: int, tokens: int
 ) -> None:
     """Twice: what a dead rank left would add up. Ranks that share a GPU take turns at it, milliseconds each."""

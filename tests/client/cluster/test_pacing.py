@@ -103,7 +103,7 @@ def test_readers_that_keep_up_get_one_message_a_step_without_delay() -> None:
     assert loop.chunks == {name: [[step] for step in range(20)] for name in NAMES}
 
 
-def test_readers_that_lag_get_several_steps_in_a_message_and_each_token_once_in_order() -> None:
+def test_a_lagging_reader_gets_several_steps_a_message_and_each_token_once() -> None:
     loop = FakeLoop()
     loop.reader_s = STEP_S  # three of them take three steps' time for one
     play(loop, 60)

@@ -95,7 +95,7 @@ async def test_a_leader_that_refuses_withdraws_it_from_all_followers(cluster: Cl
     assert cluster.session.queues() == []
 
 
-async def test_a_leader_that_does_not_answer_is_asked_to_stop_and_followers_keep_it_until_it_says_so(
+async def test_a_leader_that_does_not_answer_is_asked_to_stop_before_its_followers(
     cluster: Cluster,
 ) -> None:
     cluster.ranks[0].replies["StartRequest"] = 60.0

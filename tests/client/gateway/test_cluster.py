@@ -47,7 +47,7 @@ async def test_a_cluster_that_is_down_is_told_with_its_cause_and_without_counts(
     assert "running" not in told
 
 
-async def test_many_who_look_at_once_ask_the_ranks_once_and_a_slow_answer_is_not_waited_for() -> None:
+async def test_concurrent_readers_ask_the_ranks_once_and_do_not_wait_for_a_slow_answer() -> None:
     async with gateway(fake_engine(view_s=60.0)) as server:
         began = time.monotonic()
         answers = await asyncio.gather(*(server.http.get("/cluster") for _ in range(20)))

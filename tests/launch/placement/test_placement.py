@@ -161,7 +161,7 @@ def with_siblings(nodes: int, cores: int) -> Topology:
     return Topology(tuple(made))
 
 
-def test_threads_take_a_physical_core_each_and_siblings_only_when_there_are_more_of_them() -> None:
+def test_threads_take_a_physical_core_each_and_siblings_only_when_there_are_more() -> None:
     machine = with_siblings(nodes=2, cores=3)
     placed = place(machine, PlacementConfig())
     assert [rank.cpus for rank in placed.ranks] == [(0, 2, 4), (6, 8, 10)]

@@ -202,7 +202,7 @@ def test_a_row_that_is_taken_is_refused(batch, inbox):
         batch.apply(StepPlan(1, 2, result.tokens_hash, joins=(joined(inbox, 2, [1], 0),)), inbox)
 
 
-def test_every_token_before_a_prompt_token_needs_logits_where_its_log_probabilities_are_wanted(batch, inbox):
+def test_prompt_log_probabilities_need_logits_of_every_prompt_position(batch, inbox):
     one, other = request(1, [10, 11, 12, 13], prompt_logprobs=0), request(2, [20, 21])
     for each in (one, other):
         inbox.put(each)

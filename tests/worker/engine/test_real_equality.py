@@ -81,7 +81,7 @@ def one_by_one(folder, kv):
 
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "uint4"])
-def test_a_pool_so_small_that_everything_is_put_out_gives_the_tokens_of_an_endless_one(tiny, kv):
+def test_a_pool_that_preempts_all_the_time_gives_the_tokens_of_an_endless_one(tiny, kv):
     expected = one_by_one(tiny, kv)
     for num_pages, host_pages, budget in ((200, 0, 512), (9, 0, 64), (9, 24, 7)):
         core, collected = engine(tiny, num_pages, host_pages, kv, max_num_batched_tokens=budget)

@@ -109,7 +109,7 @@ def test_a_head_of_a_gguf_file_is_held_in_eight_bits_where_it_would_be_decoded(
     assert (held[1] < 0.6 * held[0]) == is_smaller
 
 
-def test_one_rank_has_no_collective_and_two_have_two_a_layer_and_one_for_the_embedding(tmp_path: Path) -> None:
+def test_two_ranks_have_two_collectives_a_layer_and_one_for_the_embedding(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     config = ModelConfig(path=str(tmp_path), name="tiny")
     counts = []

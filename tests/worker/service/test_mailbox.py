@@ -51,7 +51,7 @@ def test_what_was_posted_before_the_loop_listens_is_delivered_by_flush():
     assert asyncio.run(main()) == ["early"]
 
 
-def test_after_a_release_what_can_wait_does_until_the_pause_ends_and_what_is_urgent_is_delivered_without_a_release():
+def test_after_a_release_only_urgent_outputs_are_delivered_before_the_pause_ends() -> None:
     async def main() -> list[tuple[int, int]]:
         seen: list[str] = []
         stages: list[tuple[int, int]] = []

@@ -41,7 +41,7 @@ def test_decode_begins_when_everybody_has_a_first_token() -> None:
     assert round_from(1.0, [[2.0, 2.5, 3.0], [2.5, 3.5, 4.0]]) == Round(1.5, 1.5, 3)
 
 
-def test_a_batch_whose_last_prompt_waited_for_the_others_has_a_decode_rate_all_the_same() -> None:
+def test_a_batch_whose_last_prompt_waited_for_the_others_has_a_decode_rate() -> None:
     assert round_from(0.0, [[1.0, 1.5], [2.0, 2.0]]) == Round(2.0, 1.0, 2)
     assert round_from(0.0, [[1.0], [2.0]]).decode_tokens == 0
 

@@ -124,7 +124,7 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_known(device: 
 
 
 @pytest.mark.parametrize("asked", [ASKED[i] for i in (6, 7, 8)], ids=str)
-def test_a_row_whose_next_step_needs_its_last_token_is_sampled_when_that_is_asked_for(
+def test_a_row_whose_next_step_needs_its_last_token_is_sampled_at_the_result(
     asked: dict[str, Any], device: str, small: dict[str, int]
 ) -> None:
     one, _ = pair(device, small)
