@@ -2,7 +2,9 @@
 # The client (no torch, no MPI) on every other Python that is claimed and can be had here. What is not here is named.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-own=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+python=${ALLSPAN_VENV:-$root/.venv-tests}/bin/python
+if [ ! -x "$python" ]; then python=python3; fi
+own=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') # the suite itself runs on this one
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 

@@ -40,7 +40,7 @@ def fails_with(read: Callable[[], object], since: float) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_killed_rank_is_named_to_every_request_and_nothing_is_left(start: Start, rank: int) -> None:
     served = start("--no-gateway", "--no-restart")
     traces = served.traces()
@@ -73,7 +73,7 @@ def test_a_killed_mpirun_is_told_and_leaves_nothing(start: Start) -> None:
     assert served.wait_exit(5.0) == 1
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-gateway",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--no-gateway",), marks=pytest.mark.nightly)])
 def test_a_killed_supervisor_leaves_nothing(start: Start, flags: tuple[str, ...]) -> None:
     served = start(*flags)
     traces = served.traces()
@@ -165,6 +165,7 @@ def test_without_resuming_a_killed_rank_is_told_at_once_and_the_next_world_serve
     assert served.ask_to_end() == 0
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_before_the_gateway_is_there_is_followed_by_the_next_world(start: Start) -> None:
     served = start(wait=False)
     wait_until(lambda: next(served.runtime.glob("allspan/*/cluster.json"), None), 30.0)
@@ -176,6 +177,7 @@ def test_a_rank_that_dies_before_the_gateway_is_there_is_followed_by_the_next_wo
     assert served.ask_to_end() == 0
 
 
+@pytest.mark.nightly
 def test_without_restart_the_server_ends_with_the_cause(start: Start) -> None:
     served = start("--no-restart")
     traces, victim = served.traces(), served.rank_pid(0)
@@ -185,6 +187,7 @@ def test_without_restart_the_server_ends_with_the_cause(start: Start) -> None:
     traces.assert_gone()
 
 
+@pytest.mark.nightly
 def test_a_world_that_dies_again_and_again_is_given_up(start: Start) -> None:
     served = start("--no-gateway", "--max-failures=2")
     traces = served.traces()

@@ -59,7 +59,7 @@ def refusal(served: Served) -> tuple[int, str]:
         return answer.code, str(json.load(answer)["error"]["message"])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_an_exception_in_one_rank_is_told_once_and_ends_the_world_in_order(
     start: Start, tmp_path: Path, rank: int
 ) -> None:

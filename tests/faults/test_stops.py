@@ -30,7 +30,10 @@ pytestmark = pytest.mark.timeout(180)
 ENDLESS = SamplingParams(max_tokens=60000, temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("number", "flags"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--no-gateway",))])
+@pytest.mark.parametrize(
+    ("number", "flags"),
+    [(signal.SIGINT, ()), pytest.param(signal.SIGTERM, ("--no-gateway",), marks=pytest.mark.nightly)],
+)
 def test_one_signal_ends_it_in_order(start: Start, number: signal.Signals, flags: tuple[str, ...]) -> None:
     served = start(*flags)
     traces = served.traces()
@@ -111,6 +114,7 @@ def test_a_second_signal_ends_it_at_once(start: Start) -> None:
         assert time.monotonic() - started < 7.0
 
 
+@pytest.mark.nightly
 def test_ranks_that_do_not_answer_are_killed_in_time(start: Start) -> None:
     served = start("--no-gateway", "--shutdown-timeout=1")
     traces = served.traces()
@@ -136,7 +140,7 @@ def test_a_gateway_whose_requests_get_no_answer_is_ended_in_time(start: Start) -
     traces.assert_gone(within=1.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM])
 def test_a_signal_while_loading_leaves_nothing(start: Start, number: signal.Signals) -> None:
     served = start(wait=False)
     wait_until(lambda: "loading the model" in served.log, 30.0)
@@ -145,6 +149,7 @@ def test_a_signal_while_loading_leaves_nothing(start: Start, number: signal.Sign
     traces.assert_gone(within=1.0)
 
 
+@pytest.mark.nightly
 def test_two_clusters_on_a_host_do_not_meet(start: Start, runtime: Path) -> None:
     first, second = start("--no-gateway", wait=False), start("--no-gateway", f"--run-dir={runtime}/own", wait=False)
     first.wait_ready()
