@@ -359,7 +359,8 @@ class EngineCore:
     def _end_cause(self) -> str:
         """Why the loop ends or has ended, "" while it goes on."""
         if self._failure is not None:
-            return f"the engine has failed: {self._failure}"
+            named = "" if isinstance(self._failure, AllspanError) else f"{type(self._failure).__name__}: "
+            return f"the engine of rank {self._rank} has failed: {named}{self._failure}"
         return "the engine is shutting down" if self._stopping or self._is_over else ""
 
     def _check_alive(self) -> None:

@@ -232,8 +232,8 @@ async def test_a_leader_that_gives_its_requests_up_before_it_dies_fails_none(clu
     request_id, queue = await cluster.start(max_tokens=2)
     cluster.ranks.step()
     await until(lambda: queue.num_tokens == 1)
-    cluster.ranks[0].replies["StartRequest"] = Unavailable("the engine has failed: a peer is gone")
-    cluster.ranks[0].fail(request_id, Unavailable("the engine has failed: a peer is gone"))
+    cluster.ranks[0].replies["StartRequest"] = Unavailable("the engine of rank 0 has failed: a peer is gone")
+    cluster.ranks[0].fail(request_id, Unavailable("the engine of rank 0 has failed: a peer is gone"))
     await until(lambda: len(cluster.sent) > 1)  # refused, for the time being
     await cluster.die_and_return()
     await until(lambda: cluster.sent)
