@@ -143,6 +143,7 @@ class ErrorRow:
     status: StatusCode
 
 
+# What only HTTP can refuse (405, 413, 415 …) has its statuses in client/gateway/http/errors.py.
 ERRORS: dict[str, ErrorRow] = {
     row.cls.code: row
     for row in (

@@ -1,1 +1,0 @@
-"""Structured output: what the gateway, which checks a grammar, and the ranks, which apply it, must do alike."""
