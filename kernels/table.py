@@ -77,17 +77,17 @@ CUDA = {
     "append_kv": "allspan.kernels.cuda.rows.rotary_append:append_kv",
     "linear": REFERENCE["linear"],  # torch's own is cuBLAS there
     "add": "allspan.kernels.cuda.rows.elementwise:add",
-    "rms_norm": "allspan.kernels.cuda.rows.norm:rms_norm",
-    "add_rms_norm": "allspan.kernels.cuda.rows.norm:add_rms_norm",
+    "rms_norm": "allspan.kernels.cuda.rows.rms_norm:rms_norm",
+    "add_rms_norm": "allspan.kernels.cuda.rows.rms_norm:add_rms_norm",
     "silu_mul": "allspan.kernels.cuda.rows.elementwise:silu_mul",
     "gather_rows": "allspan.kernels.cuda.rows.elementwise:gather_rows",
     "gather_columns": "allspan.kernels.cuda.rows.gather_columns:gather_columns",
     "rotary_append": "allspan.kernels.cuda.rows.rotary_append:rotary_append",
     "attention": "allspan.kernels.cuda.attention.attention:attention",
-    "packed_linear": "allspan.kernels.cuda.linear.linear:packed_linear",
-    "packed_linear_add": "allspan.kernels.cuda.linear.linear:packed_linear_add",
-    "packed_gated_linear": "allspan.kernels.cuda.linear.linear:packed_gated_linear",
-    "packed_embedding": "allspan.kernels.cuda.linear.linear:packed_embedding",
+    "packed_linear": "allspan.kernels.cuda.linear.packed_linear:packed_linear",
+    "packed_linear_add": "allspan.kernels.cuda.linear.packed_linear:packed_linear_add",
+    "packed_gated_linear": "allspan.kernels.cuda.linear.packed_linear:packed_gated_linear",
+    "packed_embedding": "allspan.kernels.cuda.linear.packed_embedding:packed_embedding",
 }
 
 BACKENDS: Mapping[str, Backend] = {

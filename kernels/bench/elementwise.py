@@ -13,7 +13,7 @@ from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
 from allspan.kernels.cuda.rows.elementwise import silu_mul
-from allspan.kernels.cuda.rows.norm import add_rms_norm
+from allspan.kernels.cuda.rows.rms_norm import add_rms_norm
 from allspan.kernels.cuda.rows.rotary_append import rotary_append
 from allspan.kernels.library.quantised_rows import add_rms_norm_quantised, silu_mul_quantised
 from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
-from allspan.kernels.cuda.linear.linear import packed_linear
+from allspan.kernels.cuda.linear.packed_linear import packed_linear
 from allspan.kernels.packed import FORMATS, PackedSpec
 from allspan.kernels.reference.packed import unpack
 from allspan.kernels.rows import codes_of, numbers_of

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from allspan.kernels.abi.sampling import SETTINGS
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
-from allspan.kernels.cuda.sampling.sampling import Wanted, best_tokens, sample_rows, sampling_workspace
+from allspan.kernels.cuda.sampling.best_tokens import best_tokens
+from allspan.kernels.cuda.sampling.sample_rows import Wanted, sample_rows
+from allspan.kernels.cuda.sampling.workspace import sampling_workspace
 
 MOST_SETS = 8
 CHECKED_ROWS = 64

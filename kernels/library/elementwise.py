@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.rows.elementwise import silu_mul
-from allspan.kernels.cuda.rows.norm import add_rms_norm, rms_norm
+from allspan.kernels.cuda.rows.rms_norm import add_rms_norm, rms_norm
 from allspan.kernels.library.arrays import Array, tensor
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from allspan.kernels.cuda.rows.arguments import FLOATS, GROUP, QUANTISED, check
 from allspan.kernels.cuda.rows.elementwise import check_gate_up, elementwise
-from allspan.kernels.cuda.rows.norm import check_norm, norm_rows
-from allspan.kernels.cuda.rows.rows import FLOATS, GROUP, QUANTISED, check
+from allspan.kernels.cuda.rows.rms_norm import check_norm, norm_rows
 
 
 def quantise_rows(x: Tensor, out: Tensor, scales: Tensor) -> None:

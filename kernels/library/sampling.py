@@ -1,4 +1,4 @@
-"""Drawing tokens: sampling.cu, whose filters are temperature, top-k, top-p of what is left, min-p.
+"""Drawing tokens: sample_rows.cu, whose filters are temperature, top-k, top-p of what is left, min-p.
 
 Filters are thresholds: tokens that are equally likely stay or go together, so top-k may keep more than k. One seed for
 each row comes from torch's generator (or `seed` and `offset`); equal seeds draw equal tokens, whatever the batch.
@@ -13,12 +13,8 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.abi.sampling import SETTINGS
-from allspan.kernels.cuda.sampling.sampling import (
-    SamplingWorkspace,
-    Wanted,
-    sample_rows,
-    sampling_workspace,
-)
+from allspan.kernels.cuda.sampling.sample_rows import Wanted, sample_rows
+from allspan.kernels.cuda.sampling.workspace import SamplingWorkspace, sampling_workspace
 from allspan.kernels.library.arrays import Array, ints, tensor
 
 Share = float | Array

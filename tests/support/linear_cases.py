@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.cuda.jit.modules import gpu
-from allspan.kernels.cuda.linear import linear, skinny, skinny_sm90
+from allspan.kernels.cuda.linear import packed_linear as linear
+from allspan.kernels.cuda.linear.gemm import skinny, skinny_shared, skinny_sm90
 from allspan.kernels.packed import ROW_FORMATS, PackedSpec
 from allspan.kernels.reference.packed import unpack
 from support.packed_cases import random_weight
@@ -64,7 +65,9 @@ class Case:
         end = self.column + expected.shape[1]
         inside = out[:, self.column : end].double()
         device = gpu(torch.device(self.device))
-        is_few = skinny.is_few(len(out), self.spec, device) and not skinny_sm90.pays(len(out), self.spec, device)
+        rows, spec = len(out), self.spec
+        is_few = rows <= skinny.MOST_ROWS or skinny_shared.takes(rows, spec, device)
+        is_few = is_few and not skinny_sm90.takes(rows, spec, device)
         rounded = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}[out.dtype]
         many = 4e-3 if self.dtype is torch.float16 and not self.spec.kind.is_e4m3 else 2e-2
         tolerance = rounded if is_few else many

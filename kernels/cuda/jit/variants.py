@@ -22,8 +22,8 @@ and what knows no elements of 16 bits."""
 @cache
 def all_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
     """In order of the modules' names, each kernel once."""
-    rooms = [info.name for info in pkgutil.iter_modules([str(FOLDER)]) if info.ispkg]
-    modules = [f"{room}.{info.name}" for room in rooms for info in pkgutil.iter_modules([str(FOLDER / room)])]
+    here = "allspan.kernels.cuda."
+    modules = [info.name.removeprefix(here) for info in pkgutil.walk_packages([str(FOLDER)], here) if not info.ispkg]
     return variants_of(modules, capability)
 
 

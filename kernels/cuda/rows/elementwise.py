@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import Kernel, element_macro, kernel, launch
-from allspan.kernels.cuda.rows.rows import (
+from allspan.kernels.cuda.rows.arguments import (
     EARLY,
     FLOATS,
     TYPES,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, kernel, launch
-from allspan.kernels.cuda.rows.rows import check
+from allspan.kernels.cuda.rows.arguments import check
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, kernel, launch
-from allspan.kernels.cuda.rows.rows import EARLY, NOTHING, TYPES, check, is_whole
+from allspan.kernels.cuda.rows.arguments import EARLY, NOTHING, TYPES, check, is_whole
 from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
 
 LEAST_CAPABILITY = (7, 5)

@@ -1,4 +1,4 @@
-// SwiGLU of many rows to int8 or fp8 with a scale for each row, with the bits of norm.cu.
+// SwiGLU of many rows to int8 or fp8 with a scale for each row, with the bits of rms_norm.cu.
 //
 // There, a block finds nothing while its row comes, and asks for nothing while it finds and writes: two rows, all that
 // the registers of a multiprocessor have room for, do not keep memory busy. Here blocks stay, two on a multiprocessor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import Kernel, element_macro, gpu, kernel, launch
-from allspan.kernels.cuda.rows.rows import EARLY, TYPES, strides_of
+from allspan.kernels.cuda.rows.arguments import EARLY, TYPES, strides_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""

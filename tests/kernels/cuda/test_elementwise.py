@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.rows.elementwise import add, embedding, gather_rows, silu_mul
-from allspan.kernels.cuda.rows.norm import add_rms_norm, rms_norm
+from allspan.kernels.cuda.rows.rms_norm import add_rms_norm, rms_norm
 from support import kernel_oracle
 from support.cuda_rows import BF16, F16, F32, is_kept, poisoned, rows
 

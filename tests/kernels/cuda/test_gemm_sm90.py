@@ -10,9 +10,11 @@ import torch
 from torch.nn import functional
 
 from allspan.kernels.cuda.jit import modules
-from allspan.kernels.cuda.linear import linear
-from allspan.kernels.cuda.linear.gemm_sm90 import Scales, gemm_sm90, pays
-from allspan.kernels.cuda.linear.products import ADD, GATED, STORE
+from allspan.kernels.cuda.linear import packed_linear as linear
+from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output
+from allspan.kernels.cuda.linear.dispatch import choose
+from allspan.kernels.cuda.linear.gemm import gemm_sm90 as module
+from allspan.kernels.cuda.linear.gemm.gemm_sm90 import Scales, gemm_sm90
 from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.packed import PackedSpec
 from allspan.kernels.reference.packed import unpack
@@ -146,14 +148,14 @@ def test_linear_ops_take_it_where_it_pays(kind: str, device: str, monkeypatch: p
         taken.append(arguments)
         gemm_sm90(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(linear, "gemm_sm90", noted)
+    monkeypatch.setattr(module, "gemm_sm90", noted)
     for op, spec, dtype in products(kind):
         x = torch.randn(70, spec.inputs, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
         weight, bias = random_weight(spec).to(device), torch.randn(spec.features, device=device)
         width = spec.parts[0] if op is linear.packed_gated_linear else spec.features
         found = []
         for does in (False, True):
-            monkeypatch.setattr(linear, "pays", lambda *_, does=does: does)
+            monkeypatch.setattr(module, "pays", lambda *_, does=does: does)
             out = torch.full((70, width + 8), 0.5, dtype=dtype, device=device)
             op(x, weight, bias, spec, 8, out)
             found.append(out)
@@ -165,17 +167,27 @@ def test_linear_ops_take_it_where_it_pays(kind: str, device: str, monkeypatch: p
 
 
 def test_it_pays_where_it_saves_a_pass_and_fills_the_gpu(device: str) -> None:
-    x, matrix = (torch.zeros(n, 512, dtype=BF16, device=device) for n in (2048, 4096))
-    out = torch.zeros(2048, 2056, dtype=BF16, device=device)
-    assert pays(x, matrix, out[:, 8:], GATED)
-    assert not pays(x, matrix[:2048], out[:, 8:], STORE)  # cuBLAS has no pass behind it
-    assert pays(x.to(E4M3), matrix[:2048].to(E4M3), out[:, 8:], STORE)
-    assert not pays(x[:64], matrix, out[:64, 8:], GATED)
-    assert not pays(x[:257], matrix[:16], out[:257, 8:16], GATED) or device == "cpu"
-    assert not pays(x, matrix, out[:, 4:2052], GATED)  # not aligned
-    assert not pays(x, matrix[:4088], out[:, :2044], GATED)  # what copies out would write past its columns
-    assert not pays(x[:, 1:], matrix[:, 1:], out[:, 8:], GATED)
-    assert not pays(x, matrix, out[:, 8:].float(), GATED)
+    x = torch.zeros(2048, 512, dtype=BF16, device=device)
+    weights = {kind: torch.zeros(8192, 1024, dtype=torch.uint8, device=device) for kind in ("bf16", "fp8")}
+    out = torch.zeros(2048, 4104, dtype=BF16, device=device)
+
+    def chosen(features: int, epilogue: int, rows: int = 2048, column: int = 8, kind: str = "bf16") -> str:
+        parts = (features // 2, features // 2) if epilogue == GATED else (features,)
+        spec = PackedSpec(kind, {"bf16": "bf16", "fp8": "e4m3"}[kind], parts, 512, memory="rows")
+        output = Output(out[:rows] if epilogue != ADD else out[:rows].float(), column, epilogue)
+        return choose(LinearCall(x[:rows], weights[kind], None, spec, output)).name
+
+    assert chosen(4096, GATED) == "gemm_sm90"
+    assert chosen(2048, STORE) == "cublas"  # which has no pass behind it
+    assert chosen(2048, STORE, kind="fp8") == "gemm_sm90_e4m3"
+    assert chosen(4096, GATED, rows=64) == "cublas"
+    assert chosen(16, GATED, rows=257) == "cublas" or device == "cpu"
+    assert chosen(4096, GATED, column=4) == "cublas"  # not aligned
+    assert chosen(4088, GATED) == "cublas"  # what copies out would write past its columns
+    unaligned = torch.zeros(2048 * 512 + 1, dtype=BF16, device=device)[1:].view(2048, 512)
+    spec = PackedSpec("bf16", "bf16", (2048, 2048), 512, memory="rows")
+    assert choose(LinearCall(unaligned, weights["bf16"], None, spec, Output(out, 8, GATED))).name == "cublas"
+    assert choose(LinearCall(x, weights["bf16"], None, spec, Output(out.float(), 8, GATED))).name == "cublas"
 
 
 @pytest.mark.gpu

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from allspan.kernels.cuda.jit.modules import Gpu, shared_limit
-from allspan.kernels.cuda.linear import gemv, linear
-from allspan.kernels.cuda.linear.gemv import Form
-from allspan.kernels.cuda.linear.products import GATED, STORE, Into
+from allspan.kernels.cuda.linear import packed_linear as linear
+from allspan.kernels.cuda.linear.call import GATED, STORE, Output
+from allspan.kernels.cuda.linear.gemm import gemv
+from allspan.kernels.cuda.linear.gemm.gemv import Form
 from allspan.kernels.packed import ROW_FORMATS
 from support.linear_cases import Case, check_add, check_gated, check_store, spec_of
 
@@ -73,14 +74,14 @@ def test_a_row_that_is_not_finite_gives_nothing_finite(name: str, device: str) -
 def test_weights_of_codes_that_fit_are_taken() -> None:
     """For what one of Qwen2.5-7B's layers has on an H200, blocks fit; its head is large."""
     hopper = Gpu(132, shared_limit((9, 0)), (9, 0))
-    into, gated = (Into(torch.empty(0), 0, epilogue) for epilogue in (STORE, GATED))
+    output, gated = (Output(torch.empty(0), 0, epilogue) for epilogue in (STORE, GATED))
     spec = spec_of("group4", 32, (18944, 18944), 3584)
     assert gemv.takes(spec, gated, hopper)
-    assert gemv.takes(replace(spec, parts=(3584,), inputs=18944), into, hopper)
-    assert not gemv.takes(replace(spec, parts=(152064,)), into, hopper)
-    assert not gemv.takes(replace(spec, group=96), into, hopper)
-    assert not gemv.takes(replace(spec, parts=(64,), inputs=1 << 20), into, hopper)
-    assert not gemv.takes(spec_of("bf16", 0, (64,), 64), into, hopper)
+    assert gemv.takes(replace(spec, parts=(3584,), inputs=18944), output, hopper)
+    assert not gemv.takes(replace(spec, parts=(152064,)), output, hopper)
+    assert not gemv.takes(replace(spec, group=96), output, hopper)
+    assert not gemv.takes(replace(spec, parts=(64,), inputs=1 << 20), output, hopper)
+    assert not gemv.takes(spec_of("bf16", 0, (64,), 64), output, hopper)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +89,12 @@ def test_weights_of_codes_that_fit_are_taken() -> None:
 )
 def test_no_gpu_is_asked_for_more_shared_memory_than_it_has(capability: tuple[int, int], multiprocessors: int) -> None:
     device = Gpu(multiprocessors, shared_limit(capability), capability)
-    into = Into(torch.empty(0), 0, STORE)
+    output = Output(torch.empty(0), 0, STORE)
     for (name, group), outputs, inputs in itertools.product(ALL, (2048, 3584, 4608, 6144), (1536, 2048, 3584, 18944)):
         spec = spec_of(name, group, (outputs,), inputs)
-        form = gemv.form_of(spec, into, device)
+        form = gemv.form_of(spec, output, device)
         if form is not None:
-            assert form.shared_bytes(spec, gemv._tiles(spec, into, device)[1]) <= device.shared_bytes
+            assert form.shared_bytes(spec, gemv._tiles(spec, output, device)[1]) <= device.shared_bytes
 
 
 @pytest.mark.gpu

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.cuda.linear import linear, skinny, skinny_sm90
+from allspan.kernels.cuda.linear import cublas, quantise_input
+from allspan.kernels.cuda.linear import packed_linear as linear
+from allspan.kernels.cuda.linear.gemm import skinny, skinny_shared, skinny_sm90
+from allspan.kernels.cuda.linear.packed_embedding import packed_embedding
 from allspan.kernels.packed import ROW_FORMATS, PackedSpec
 from allspan.kernels.reference.packed import packed_linear, unpack
 from support.linear_cases import Case, check_add, check_gated, check_odd_sizes, check_store, spec_of, weight_of
@@ -94,8 +97,7 @@ def test_a_few_rows_of_which_one_is_not_finite_say_so_alone(name: str, device: s
 def test_tiles_that_blocks_share_agree_with_float64(
     name: str, group: int, parts: tuple[int, ...], inputs: int, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skinny, "_LAUNCH_BYTES", -(1 << 40))
-    monkeypatch.setattr(linear, "is_few", lambda *_: True)
+    monkeypatch.setattr(skinny_shared, "_LAUNCH_BYTES", -(1 << 40))
     case = Case(spec_of(name, group, parts, inputs), rows, device)
     (check_gated if len(parts) == 2 else check_add)(case)
 
@@ -118,7 +120,7 @@ def test_every_format_agrees_with_float64(
     for i, rows in enumerate((1, 9, 20, 33, 64, 130, 2, 5, 8, 9, 16, 17, 25, 32, 33, 56, 64, 65)):
         has_bias = i % 2 == 0
         if i == 6:
-            monkeypatch.setattr(skinny, "_LAUNCH_BYTES", -(1 << 40))
+            monkeypatch.setattr(skinny_shared, "_LAUNCH_BYTES", -(1 << 40))
         if ROW_FORMATS[name].is_e4m3 and rows > 16:
             continue  # x becomes e4m3, too: test_layers_of_real_sizes_agree_with_float64
         for is_half in (False, True) if name != "bf16" else (False,):
@@ -192,7 +194,7 @@ def test_rows_of_e4m3_agree_with_float64(
     check: Callable[[Case], None], held: int, is_half: bool, hopper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a block cannot keep a row."""
-    monkeypatch.setattr(linear, "_HELD_ROW", held)
+    monkeypatch.setattr(quantise_input, "_HELD_ROW", held)
     check_e4m3(check, spec_of("fp8", 0, (24, 24), 90), 70, hopper, is_half)
 
 
@@ -253,7 +255,7 @@ def test_a_captured_chain_computes_with_what_the_one_ahead_has_written(
     name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each product reads what the one before wrote, though its blocks begin before that one ends."""
-    monkeypatch.setattr(skinny, "_LAUNCH_BYTES", -(1 << 40))
+    monkeypatch.setattr(skinny_shared, "_LAUNCH_BYTES", -(1 << 40))
     gated, down = spec_of(name, 0, (1500, 1500), 1000), spec_of(name, 0, (1000,), 1500)
     weights = [random_weight(spec).cuda() for spec in (gated, down)]
     x, hidden = (torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16) for width in (1000, 1500))
@@ -288,7 +290,7 @@ def check_embedding(name: str, group: int, device: str) -> None:
     values = unpack(weight, spec)
     expected = torch.stack([values[i - 4] if 4 <= i < 24 else torch.zeros(77) for i in ids.tolist()])
     out = torch.full((5, 77), math.nan, device=device)
-    linear.packed_embedding(ids.to(device), weight.to(device), spec, 4, out)
+    packed_embedding(ids.to(device), weight.to(device), spec, 4, out)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -302,7 +304,7 @@ def test_embeddings_of_another_type_are_refused(device: str) -> None:
         spec = spec_of(name, 32 if name == "group4" else 0, (20,), 64)
         ids, out = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 64, dtype=dtype, device=device)
         with pytest.raises(ValueError, match=f"out: {dtype} is none of .* which {name} rows become"):
-            linear.packed_embedding(ids, random_weight(spec).to(device), spec, 0, out)
+            packed_embedding(ids, random_weight(spec).to(device), spec, 0, out)
 
 
 @pytest.mark.gpu
@@ -341,15 +343,15 @@ def test_a_bias_that_is_filled_again_counts_from_then_on(device: str) -> None:
 def test_a_bias_is_rounded_in_one_place_for_each_type(device: str) -> None:
     """Captured graphs have its address."""
     bias = torch.zeros(8, device=device)
-    first = linear._rounded(bias, torch.bfloat16)
-    assert linear._rounded(bias, torch.float16).dtype == torch.float16
+    first = cublas._rounded(bias, torch.bfloat16)
+    assert cublas._rounded(bias, torch.float16).dtype == torch.float16
     bias += 1
-    assert linear._rounded(bias, torch.bfloat16) is first
+    assert cublas._rounded(bias, torch.bfloat16) is first
     assert first.tolist() == [1.0] * 8
     with torch.inference_mode():
         unwatched = torch.zeros(8, device=device)
         for value in (0.0, 1.0):
-            assert linear._rounded(unwatched.fill_(value), torch.bfloat16).tolist() == [value] * 8
+            assert cublas._rounded(unwatched.fill_(value), torch.bfloat16).tolist() == [value] * 8
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:

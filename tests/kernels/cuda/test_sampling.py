@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.abi.sampling import SETTINGS
-from allspan.kernels.cuda.sampling.sampling import (
-    SamplingWorkspace,
-    Wanted,
-    best_tokens,
-    likely_tokens,
-    sample_rows,
-    sampling_workspace,
-)
+from allspan.kernels.cuda.sampling.best_tokens import best_tokens
+from allspan.kernels.cuda.sampling.likely_tokens import likely_tokens
+from allspan.kernels.cuda.sampling.sample_rows import Wanted, sample_rows
+from allspan.kernels.cuda.sampling.workspace import SamplingWorkspace, sampling_workspace
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.sampling.kernel import ReferenceKernel, SamplingKernel, sampling_kernel
 from allspan.worker.sampling.settings import Settings, settings_of

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from allspan.kernels.abi.sampling import ALL_MASKED, CHANGES, NOT_FINITE, SETTINGS
 from allspan.kernels.cuda.jit.modules import driver
-from allspan.kernels.cuda.sampling.changes import ban_tokens, change_rows, note_sampled, note_tokens
-from allspan.kernels.cuda.sampling.sampling import Wanted, best_tokens, likely_tokens, sample_rows, sampling_workspace
+from allspan.kernels.cuda.sampling.best_tokens import best_tokens
+from allspan.kernels.cuda.sampling.change_rows import ban_tokens, change_rows, note_sampled, note_tokens
+from allspan.kernels.cuda.sampling.likely_tokens import likely_tokens
+from allspan.kernels.cuda.sampling.sample_rows import Wanted, sample_rows
+from allspan.kernels.cuda.sampling.workspace import sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
 from allspan.worker.sampling.grammar import mask_of

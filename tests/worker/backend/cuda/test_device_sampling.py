@@ -203,7 +203,8 @@ def test_a_full_batch_of_a_large_vocabulary_agrees_with_the_host(vocab: int) -> 
 @pytest.mark.gpu
 def test_a_captured_graph_draws_for_other_settings_and_positions() -> None:
     from allspan.kernels.abi.sampling import SETTINGS
-    from allspan.kernels.cuda.sampling.sampling import Wanted, sample_rows, sampling_workspace
+    from allspan.kernels.cuda.sampling.sample_rows import Wanted, sample_rows
+    from allspan.kernels.cuda.sampling.workspace import sampling_workspace
     from allspan.worker.sampling.kernel import sampling_kernel
     from allspan.worker.sampling.settings import settings_of
 

@@ -1,6 +1,7 @@
-// The last kernel of sampling.cu for log-probabilities: a block a row, which looks at few of its tokens.
+// The most likely tokens of rows, behind scan and weigh (scan.cu): a block a row, which looks at few of its tokens,
+// those of the groups that may hold such. Memory bounds it.
 
-#include "sampling/sampling.cuh"
+#include "sampling/weights.cuh"
 
 namespace {
 

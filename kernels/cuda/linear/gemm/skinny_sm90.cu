@@ -1,15 +1,15 @@
 // Products of up to 64 rows of x with a weight in rows (kernels/rows.py) of 4-bit codes, on Hopper. Bound by decoding
 // them beside what tensor cores need, which at 64 rows is as long as reading the weight.
 //
-// Compiled with BITS and FLOATS (codes.cuh); GROUP_SETS, sets of 32 inputs of a step that share float16 numbers (0: all
-// inputs share float32 ones); STAGES (steps that are on their way or worked on).
+// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a step that share float16 numbers (0:
+// all inputs share float32 ones); STAGES (steps that are on their way or worked on).
 //
 // A block has one tile of the features (gated: the same number of either half), 16 a warp, and all rows of x; of the
 // inputs all, or one of `splits` stretches, whose sums go to `partial` for skinny_sum. Warpgroups multiply: features
 // are rows of a, which comes from registers as mma.sync would have it, rows of x columns of b, in shared memory. There
 // x's inputs lie in the order in which a's registers have them: pairs are copied one by one. Codes of one scale a
 // channel are multiplied as whole numbers, and scales meet sums; with groups, they become 16-bit elements before.
-#include "linear/codes.cuh"
+#include "linear/decode.cuh"
 #include "ptx/ptx_sm90.cuh"
 
 #ifndef GROUP_SETS

@@ -1,4 +1,4 @@
-"""Products of many rows on Hopper, with what becomes of them: see gemm_sm90.cu."""
+"""Matrix products of many rows on Hopper, with their epilogues: see gemm_sm90.cu."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch, tensor_map
-from allspan.kernels.cuda.linear.products import ADD, GATED, STORE
+from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall
+from allspan.kernels.cuda.linear.dequantise import matrix_of
+from allspan.kernels.cuda.linear.quantise_input import quantise_rows
 from allspan.kernels.errors import BackendUnavailable
+from allspan.kernels.rows import codes_of, numbers_of
 
 CAPABILITY = (9, 0)
 
@@ -75,24 +78,52 @@ def gemm_sm90(
     launch(_kernel(x.dtype, epilogue, out.dtype), (blocks,), _THREADS, arguments, _SHARED, is_early=True)
 
 
-def pays(x: Tensor, matrix: Tensor, out: Tensor, epilogue: int) -> bool:
-    """Whether `gemm_sm90` takes these, and the pass behind cuBLAS which it saves takes longer than what multiprocessors
-    without a tile could do in the last wave. Without a pass both are as fast."""
-    device = gpu(x.device)
-    if len(x) < _LEAST_ROWS or device.capability != CAPABILITY or x.dtype not in _FLOPS:
+def run_halves(call: LinearCall) -> None:
+    """Multiplies in x's type; quantised weights are dequantised before."""
+    view = call.output.view(call.spec)
+    gemm_sm90(call.x, matrix_of(call), None, call.bias, view, call.output.epilogue)
+
+
+def run_e4m3(call: LinearCall) -> None:
+    """Multiplies e4m3 by e4m3, both in the order of a slab."""
+    codes, scales, _ = quantise_rows(call.padded_x(), call.spec, torch.float8_e4m3fn)
+    matrix = codes_of(call.weight, call.spec).view(torch.float8_e4m3fn)
+    factors = Scales(scales, numbers_of(call.weight, call.spec)[0])
+    gemm_sm90(codes, matrix, factors, call.bias, call.output.view(call.spec), call.output.epilogue)
+
+
+def pays_halves(call: LinearCall) -> bool:
+    """Whether `run_halves` is faster than cuBLAS, and takes these tensors."""
+    spec, x = call.spec, call.x
+    if not pays((call.rows, spec.features, spec.inputs), x.dtype, call.output.view(spec), call.output.epilogue):
         return False
-    if x.dtype in HALVES and epilogue != GATED:
+    lies_well = spec.lead % 8 == 0 and (spec.kind.bits < 16 or call.weight.data_ptr() % 16 == 0)
+    return lies_well and _is_aligned(x)
+
+
+def pays_e4m3(call: LinearCall) -> bool:
+    """Whether `run_e4m3` is faster than cuBLAS, and takes these tensors."""
+    spec, view = call.spec, call.output.view(call.spec)
+    sizes = call.rows, spec.features, spec.depth
+    return call.weight.data_ptr() % 16 == 0 and pays(sizes, torch.float8_e4m3fn, view, call.output.epilogue)
+
+
+def pays(sizes: tuple[int, int, int], dtype: torch.dtype, out: Tensor, epilogue: int) -> bool:
+    """Whether `gemm_sm90` takes `out` and `sizes`, rows, features and depth in `dtype`, and is faster than cuBLAS.
+
+    It is where the pass behind cuBLAS which it saves takes longer than what multiprocessors without a tile could do in
+    the last wave. Without a pass both are as fast.
+    """
+    device, (rows, features, depth) = gpu(out.device), sizes
+    if rows < _LEAST_ROWS or device.capability != CAPABILITY or dtype not in _FLOPS:
         return False
-    if out.dtype not in _outcomes(x, epilogue):
+    if dtype in HALVES and epilogue != GATED:
         return False
-    if any(t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16 or t.stride(1) != 1 for t in (x, matrix, out)):
+    if out.dtype not in _outcomes(dtype, epilogue) or not _is_aligned(out) or _is_ragged(out):
         return False
-    if _is_ragged(out):
-        return False
-    (rows, depth), features = x.shape, len(matrix)
     waves = -(-_tiles(rows, features) // device.multiprocessors)
     idle = waves * device.multiprocessors * _ROWS * _FEATURES - rows * features
-    return 2 * idle * depth / _FLOPS[x.dtype] < _PASS_S + 4 * rows * features / _PASS_BYTES
+    return 2 * idle * depth / _FLOPS[dtype] < _PASS_S + 4 * rows * features / _PASS_BYTES
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
@@ -104,7 +135,9 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 
 def _kernel(inputs: torch.dtype, epilogue: int, out: torch.dtype) -> Kernel:
     is_e4m3 = int(inputs is torch.float8_e4m3fn)
-    return kernel("linear/gemm_sm90.cu", "gemm_sm90", E4M3=is_e4m3, EPILOGUE=epilogue, **element_macro(inputs, out))
+    return kernel(
+        "linear/gemm/gemm_sm90.cu", "gemm_sm90", E4M3=is_e4m3, EPILOGUE=epilogue, **element_macro(inputs, out)
+    )
 
 
 def _tiles(rows: int, features: int) -> int:
@@ -118,7 +151,7 @@ def _check(x: Tensor, matrix: Tensor, scales: Scales | None, bias: Tensor | None
         sides = f"x: {x.dtype} {list(x.shape)} and matrix {matrix.dtype} {list(matrix.shape)}"
         raise ValueError(f"{sides} are not {' or '.join(map(str, dtypes))}")
     outputs = features // 2 if epilogue == GATED else features
-    kinds = _outcomes(x, epilogue)
+    kinds = _outcomes(x.dtype, epilogue)
     if out.dtype not in kinds or tuple(out.shape) != (len(x), outputs):
         raise ValueError(
             f"out: {out.dtype} {list(out.shape)} is not {' or '.join(map(str, kinds))} [{len(x)}, {outputs}]"
@@ -131,13 +164,18 @@ def _check(x: Tensor, matrix: Tensor, scales: Scales | None, bias: Tensor | None
         raise ValueError(f"scales: {list(scales.rows.shape)} and {list(scales.numbers.shape)} are not of x and matrix")
 
 
-def _outcomes(x: Tensor, epilogue: int) -> tuple[torch.dtype, ...]:
-    """The types that out may have."""
+def _outcomes(dtype: torch.dtype, epilogue: int) -> tuple[torch.dtype, ...]:
+    """Returns the types that out may have."""
     if epilogue == ADD:
         return (torch.float32,)
-    return (x.dtype,) if x.dtype in HALVES else HALVES
+    return (dtype,) if dtype in HALVES else HALVES
 
 
 def _is_ragged(out: Tensor) -> bool:
     """What copies tiles out writes whole 16 bytes, also past the end of a row."""
     return out.shape[1] * out.element_size() % 16 != 0
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether rows of `matrix` begin at multiples of 16 bytes."""
+    return matrix.data_ptr() % 16 == matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.stride(1) == 1

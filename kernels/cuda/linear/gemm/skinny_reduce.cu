@@ -1,12 +1,13 @@
 // Adds up what blocks of skinny_shared have of tiles that they share, in their order, and makes of it what the product
 // is to become; thread for thread as they held it. A block has a tile's 8 rows. For sm_80 and later; bound by L2.
-#include "linear/products.cuh"
+#include "linear/gemm/epilogue.cuh"
+#include "linear/gemm/stream_k.cuh"
 
 extern "C" __global__ void skinny_reduce(const float* partial, const float* bias, void* out, int rows, int outputs,
                                          int epilogue, int out_floats, int out_stride, int column, int row_tiles,
                                          int tiles, int steps, int rest, int blocks) {
-  const Into into = {bias, out, rows, outputs, epilogue, out_floats, out_stride, column};
-  const Shares shares = {tiles, steps, 0, rest, blocks};
+  const Epilogue target = {bias, out, rows, outputs, epilogue, out_floats, out_stride, column};
+  const StreamK shares = {tiles, steps, 0, rest, blocks};
   const int n = blockIdx.x % row_tiles, line = blockIdx.x / row_tiles;  // which tile, of those that are shared
   if (n * 8 >= rows) return;
   const int threads = blockDim.x, piece = row_tiles * 2 * threads;
@@ -34,5 +35,5 @@ extern "C" __global__ void skinny_reduce(const float* partial, const float* bias
         sum[p][0] += part[i][p].x, sum[p][1] += part[i][p].y, sum[p][2] += part[i][p].z, sum[p][3] += part[i][p].w;
       }
   }
-  into.put(sum, (line + tiles - rest) * (threads / 32) * into.each() + threadIdx.x / 32 * into.each(), n * 8);
+  target.put(sum, (line + tiles - rest) * (threads / 32) * target.each() + threadIdx.x / 32 * target.each(), n * 8);
 }

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the residual's sum, on a GPU: norm.cu. What the ops read and write is in ops.py.
+"""RMSNorm, alone or with the residual's sum, on a GPU: rms_norm.cu. What the ops read and write is in ops.py.
 
 Every tensor of elements may be float32 or bfloat16, or float32 or float16, and so may norm weights; sums are float32
 (a residual of 16 bits is rounded before the norm sees it, as vLLM does). Rows may have any length and are fastest where
@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, kernel, launch
-from allspan.kernels.cuda.rows.rows import (
+from allspan.kernels.cuda.rows.arguments import (
     EARLY,
     FLOATS,
     TYPES,
@@ -49,7 +49,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
 
 
 def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    """Raises ValueError for what norm.cu would read past."""
+    """Raises ValueError for what rms_norm.cu would read past."""
     check("x", x, FLOATS, (len(x), x.shape[1]))
     check("residual", residual, FLOATS, (len(x), x.shape[1]))
     check("weight", weight, FLOATS, (x.shape[1],))
@@ -63,7 +63,7 @@ def norm_rows(
     out: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """A thread block a row: see norm.cu."""
+    """A thread block a row: see rms_norm.cu."""
     n, width = out.shape
     if out.numel() == 0:
         return
@@ -118,6 +118,6 @@ def _norm_kernel(
     """types: of source, addend, weight and out."""
     source, addend, weight, out = map(type_number, types)
     return kernel(
-        "rows/norm.cu", "norm_rows", OP=_OPS[op], SOURCE=source, ADDEND=addend, WEIGHT=weight, OUT=out,
+        "rows/rms_norm.cu", "norm_rows", OP=_OPS[op], SOURCE=source, ADDEND=addend, WEIGHT=weight, OUT=out,
         GROUPED=int(is_grouped), UNITS=units, THREADS=threads, WHOLE=whole, **element_macro(*types),
     )  # fmt: skip

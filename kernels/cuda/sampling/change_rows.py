@@ -1,4 +1,4 @@
-"""Penalties, biases and masks on rows of logits on a GPU, in place: see sampling_changes.cu."""
+"""Penalties, biases and masks on rows of logits on a GPU, in place: see change_rows.cu."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _launch(name: str, rows: Tensor, entries: Tensor, *more: Tensor) -> None:
 
 
 def _kernel(name: str) -> Kernel:
-    return kernel("sampling/sampling_changes.cu", name, THREADS=_THREADS, LOADS=_LOADS)
+    return kernel("sampling/change_rows.cu", name, THREADS=_THREADS, LOADS=_LOADS)
 
 
 def _check_ints(tokens: Tensor) -> None:

@@ -2,15 +2,16 @@
 // rows are bound by reading the weight, more by tensor cores and by what x costs on its way from L2: therefore a block
 // has 32 · WARPS features (of gated products as many of either half together), which share x in shared memory.
 //
-// Compiled with BITS and FLOATS (codes.cuh), GROUP_SETS (skinny.cu); TILES, of 8 rows of x, all of which a block has;
+// Compiled with BITS and FLOATS (decode.cuh), GROUP_SETS (skinny.cu); TILES, of 8 rows of x, all of which a block has;
 // WARPS, each with two parts of 16 features; STAGES (steps that are on their way or worked on), BLOCKS (of a
 // multiprocessor).
 //
-// Blocks stay, and take steps of inputs of one tile after the other ("Shares": whole tiles, then an equal stretch of
+// Blocks stay, and take steps of inputs of one tile after the other ("StreamK": whole tiles, then an equal stretch of
 // the line of those that are left: M. Osama et al., Stream-K, arXiv:2301.03598). What a block has of a tile that is not
 // its own alone goes to `partial`, and skinny_reduce adds it up in order. As in skinny.cu, codes are multiplied as
 // whole numbers and scales meet sums; the sums of x that offsets need are found once for all warps, a step ahead.
-#include "linear/products.cuh"
+#include "linear/gemm/epilogue.cuh"
+#include "linear/gemm/stream_k.cuh"
 
 #ifndef GROUP_SETS
 #define GROUP_SETS 0
@@ -55,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool is_gated = epilogue == kGated;
   const int outputs = is_gated ? features / 2 : features;
-  const Into into = {bias, out, rows, outputs, epilogue, out_floats, out_stride, column};
-  const Shares shares = {tiles, steps, waves, rest, static_cast<int>(gridDim.x)};
+  const Epilogue target = {bias, out, rows, outputs, epilogue, out_floats, out_stride, column};
+  const StreamK shares = {tiles, steps, waves, rest, static_cast<int>(gridDim.x)};
   const int block = blockIdx.x, line_begin = shares.begin(block), stretch = shares.begin(block + 1) - line_begin;
   const int whole = min(waves, block < tiles - rest ? (tiles - rest - block - 1) / shares.blocks + 1 : 0);
   const int count = whole * steps + stretch;
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int at = round == whole ? line_begin : (line_begin / steps + 1) * steps;
     return Cursor{round, tiles - rest + at / steps, at % steps};
   };
-  const auto first_output = [&](int tile) { return (tile * WARPS + warp) * into.each(); };
+  const auto first_output = [&](int tile) { return (tile * WARPS + warp) * target.each(); };
   // Feature i of part p, the last one again where there are no more.
   const auto feature = [&](int tile, int p, int i) {
     const int f = first_output(tile) + i;
@@ -282,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
     if (at.round < whole) {
 #pragma unroll
-      for (int n = 0; n < TILES; ++n) into.put(sum[n], first_output(at.tile), n * 8);
+      for (int n = 0; n < TILES; ++n) target.put(sum[n], first_output(at.tile), n * 8);
     } else {
       // A block's first piece, and its second, which is the beginning of a tile.
       float4* const to = reinterpret_cast<float4*>(partial) +

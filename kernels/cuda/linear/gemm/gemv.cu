@@ -1,7 +1,7 @@
 // Products of one row of x with a weight in rows (kernels/rows.py), for sm_80 and later: what a single stream decodes
 // with. Bound by reading the weight, once, at the speed of memory; codes of 4 bits as much by instructions.
 //
-// Compiled with BITS and FLOATS (codes.cuh); GROUP_SETS, sets of 32 inputs of a slab that share numbers (0: all inputs
+// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a slab that share numbers (0: all inputs
 // share float32 ones); WARPS and STAGES (units of a warp that are on their way); BLOCKS, that have to have registers on
 // a multiprocessor.
 //
@@ -14,7 +14,7 @@
 // whole numbers of 16 bits, 256 · high + low with a scale for each 128 inputs (a quad of sets): two columns. Each set
 // of a quad has two of its own, so that the four lanes of a feature have the sums of one set each, and scales of groups
 // are applied four sets at a time. e4m3 codes become halves, and so does x, with a power of two for each quad.
-#include "linear/codes.cuh"
+#include "linear/decode.cuh"
 
 #ifndef GROUP_SETS
 #define GROUP_SETS 0

@@ -1,12 +1,11 @@
-// The most likely tokens of rows, and what log-probabilities need: memory bounds both.
+// The highest logit of rows and the token that it belongs to, and the weight of rows: memory bounds both.
 //
 //   scan   each part of a row: the highest logit, and the highest of every group of 16; the last part knows the row's
 //   weigh  each part: its weight, reading in reverse order: the end of the first pass is in L2 still
-//   likely (sampling_likely.cu) the most likely ones, from the groups that may hold such
 //
 // Rows are cut into parts whatever the batch, and nothing depends on how.
 
-#include "sampling/sampling.cuh"
+#include "sampling/weights.cuh"
 
 namespace {
 

@@ -7,8 +7,8 @@
 // cores while the other is at its outputs. Of a gated product, a tile has 128 features of each half. Bound by the
 // tensor cores, or what power they may draw.
 //
-// Compiled with E4M3 (elements of x and weight; else of 16 bits) and EPILOGUE (codes.cuh; 0: stored).
-#include "linear/codes.cuh"
+// Compiled with E4M3 (elements of x and weight; else of 16 bits) and EPILOGUE (decode.cuh; 0: stored).
+#include "linear/decode.cuh"
 #include "ptx/ptx_sm90.cuh"
 
 #ifndef E4M3

@@ -2,8 +2,8 @@
 // Bound by reading the weight, once, at the speed of memory. Every block has an equal share of the features, so that
 // all end together; copies run ahead from one pass to the next, and begin while the kernel ahead still runs.
 //
-// Compiled with BITS and FLOATS (codes.cuh); GROUP_SETS, sets of 32 inputs of a slab that share float16 numbers (0: all
-// inputs share float32 ones); WHOLE, whether x is multiplied as whole numbers, too; TILES, of 8 rows of x, or 4 as
+// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a slab that share float16 numbers (0:
+// all inputs share float32 ones); WHOLE, whether x is multiplied as whole numbers, too; TILES, of 8 rows of x, or 4 as
 // whole numbers; PARTS, of up to 16 features, that a warp has at once; WARPS and STAGES (slabs of a warp that are on
 // their way); BLOCKS (of a multiprocessor); RESIDENT, whether x stays in shared memory, for blocks that go over it
 // again and again or have to make whole numbers of it, or comes along with the weight.
@@ -15,97 +15,7 @@
 // sums of codes · x and of x itself. To make bfloat16 of codes takes more instructions than there are in the time that
 // they take from memory, so x becomes whole numbers of 16 bits with a scale for each slab: two columns, 256 · high +
 // low.
-#include "linear/codes.cuh"
-
-#ifndef GROUP_SETS
-#define GROUP_SETS 0
-#endif
-#ifndef TILES
-#define TILES 1
-#endif
-#ifndef PARTS
-#define PARTS 2
-#endif
-#ifndef WARPS
-#define WARPS 8
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
-#ifndef RESIDENT
-#define RESIDENT 1
-#endif
-#ifndef WHOLE
-#define WHOLE 0
-#endif
-constexpr int kThreads = WARPS * 32, kStages = STAGES;
-constexpr bool kGrouped = GROUP_SETS > 0, kHasSums = BITS < 16 && !FLOATS, kIsResident = RESIDENT, kIsWhole = WHOLE;
-constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets;
-constexpr int kGroups = kSets / kGroupSets;  // that a slab has a part of
-constexpr int kCodeBytes = PARTS * 2 * 512, kXBytes = kIsResident ? 0 : kSets * TILES * 512;
-constexpr int kNumbers = kGrouped ? kGroups * PARTS * 16 : 0, kNumberCopies = (kNumbers + 31) / 32;
-constexpr int kStageBytes = kCodeBytes + kXBytes + kNumbers * 4;
-constexpr int kTileRows = kIsWhole ? 4 : 8, kRows = TILES * kTileRows;
-constexpr float kLack = kIsWhole ? (BITS == 4 ? 0 : -128) : kBase;  // what is multiplied, less the code
-constexpr float kTimes = kIsWhole ? 1 : kUnit;
-static_assert(!kIsWhole || (kHasSums && kIsResident));
-constexpr int kPitch = PARTS * 16 + 4;  // floats of a row of sums: a warp's stores meet no bank twice
-
-// Byte of the numbers of feature at % 16 of part at / 16: those that a lane needs lie together.
-__device__ __forceinline__ int place_of_pair(int at) {
-  return (at / (PARTS * 16) * (PARTS * 16) + at % 8 * (PARTS * 2) + at / 16 % PARTS * 2 + at / 8 % 2) * 4;
-}
-__device__ __forceinline__ int pairs_at(int group, int g) {
-  return kCodeBytes + kXBytes + (group * 16 + g * 2) * PARTS * 4;
-}
-struct alignas(PARTS == 2 ? 16 : 8) Pairs {
-  uint32_t of[PARTS][2];
-};
-
-// 8 inputs of x as whole numbers, `by` times which they are, of 16 bits: 256 · high + low. Bytes are in the order in
-// which masks find codes. A slab has a scale, and `sum` is of a group. All lanes of a warp come here, neighbours with
-// neighbouring inputs.
-struct Whole {
-  uint2 high, low;
-  float by, sum;
-
-  __device__ __forceinline__ explicit Whole(const uint4& chunk) {
-    float x[8];
-    unsigned top = 0;  // of what is not a number, larger than of infinity
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i * 2] = wide_low(word(chunk, i)), x[i * 2 + 1] = wide_high(word(chunk, i));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) top = max(top, __float_as_uint(x[i]) & 0x7fffffff);
-#pragma unroll
-    for (int o = kSets * 2; o; o >>= 1) top = max(top, __shfl_xor_sync(~0u, top, o));
-    const float most = __uint_as_float(top), times = most > 1e-30f && most < kInf ? 32512.0f / most : 0;
-    int all = 0, halves[2][8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int whole = __float2int_rn(x[i] * times);
-      all += whole;
-      halves[0][i] = (whole + 128) >> 8, halves[1][i] = whole & 255;
-    }
-#pragma unroll
-    for (int o = kGroupSets * 2; o; o >>= 1) all += __shfl_xor_sync(~0u, all, o);
-    by = most * (1 / 32512.0f), sum = by * 0 + static_cast<float>(all);  // neither a number, if by is not
-    constexpr int kOrder[2][4] = {{0, BITS == 4 ? 4 : 1, BITS == 4 ? 1 : 2, BITS == 4 ? 5 : 3},
-                                  {BITS == 4 ? 2 : 4, BITS == 4 ? 6 : 5, BITS == 4 ? 3 : 6, 7}};
-    uint32_t words[2][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        words[half][w] = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[half][w] |= (halves[half][kOrder[w][i]] & 255) << 8 * i;
-      }
-    high = make_uint2(words[0][0], words[0][1]), low = make_uint2(words[1][0], words[1][1]);
-  }
-};
+#include "linear/gemm/integer_x.cuh"
 
 // What an output needs beside the product.
 struct Beside {

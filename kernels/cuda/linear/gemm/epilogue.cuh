@@ -1,9 +1,9 @@
 // What becomes of products of rows of x with features of a weight, as fragments of m16n8k16 hold them: lane 4·g + t has
 // features g and g + 8 of each of two parts, of rows 2·t and 2·t + 1 of 8.
 #pragma once
-#include "linear/codes.cuh"
+#include "linear/decode.cuh"
 
-struct Into {
+struct Epilogue {
   const float* bias;  // or null
   void* out;
   int rows, outputs, epilogue, out_floats, out_stride, column;
@@ -43,22 +43,5 @@ struct Into {
  private:
   __device__ __forceinline__ long long at(int feature, int row) const {
     return static_cast<long long>(row) * out_stride + column + feature;
-  }
-};
-
-// How `tiles` are shared out over thread blocks: each has `waves` whole ones, block b those at b, b + blocks, …; the
-// last `rest` are one line of steps along the inputs, of which each block has an equal stretch. No stretch is longer
-// than a tile, so it meets two at most.
-struct Shares {
-  int tiles, steps, waves, rest, blocks;
-
-  __device__ __forceinline__ int begin(int block) const {
-    const int all = rest * steps, each = all / blocks, more = all % blocks;
-    return block * each + min(block, more);
-  }
-  // The block whose stretch has this step of the line.
-  __device__ __forceinline__ int owner(int step) const {
-    const int all = rest * steps, each = all / blocks, more = all % blocks;
-    return step < more * (each + 1) ? step / (each + 1) : more + (step - more * (each + 1)) / each;
   }
 };
