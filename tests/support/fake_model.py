@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.scheduler.limits import RowInputs
-from allspan.worker.scheduler.plan import Copy
 from allspan.worker.step.inputs import SharedInputs, StepInputs
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import ConfigError, InternalError
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import SCALE_BYTES, CacheSpec
 from allspan.worker.process.release_memory import anonymous
-from allspan.worker.scheduler.plan import Copy
 
 _ELEMENTS = {
     "float32": torch.float32,

@@ -7,8 +7,18 @@ so its contents may serve once more). Numbers only: what a page holds is the cac
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from allspan.protos.api.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A page whose contents go from one tier of the cache to the other."""
+
+    source: int
+    target: int
+    group: int = 0
 
 
 class PagePool:

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.cache.page_pool import PagePool
-from allspan.worker.scheduler.plan import Copy
+from allspan.worker.cache.page_pool import Copy, PagePool
 
 KEY_BYTES = 16
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.scheduler.plan import Copy
+from allspan.worker.cache.page_pool import Copy
 
 
 class HostPages(Protocol):

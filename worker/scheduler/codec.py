@@ -18,7 +18,8 @@ import struct
 from collections.abc import Iterator
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
+from allspan.worker.cache.page_pool import Copy
+from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan
 
 _MAGIC = b"ASP5"
 _HEADER = struct.Struct("<4sIQIII9I")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, StepPlan
+from allspan.worker.cache.page_pool import Copy
+from allspan.worker.scheduler.plan import Grant, Join, Operation, StepPlan
 from allspan.worker.scheduler.step_builder import StepBuilder
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.protos.api.errors import InternalError
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_keys, root_key
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.page_group import PageGroup
-from allspan.worker.scheduler.plan import Copy, Grant
+from allspan.worker.scheduler.plan import Grant
 from allspan.worker.scheduler.request import HeldPages, Request
 
 

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from allspan.protos.api.results import TokenLogprob
+from allspan.worker.cache.page_pool import Copy
 
 
 class Operation(enum.IntEnum):
@@ -51,15 +52,6 @@ class Grant:
     group: int = 0
     first: int = 0
     """The place of the first one in the row's page table: pages of equally many tokens, from the prompt's beginning."""
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A page's contents, from one tier of the cache to the other."""
-
-    source: int
-    target: int
-    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Protocol
 from torch import Tensor
 
 from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.scheduler.limits import RowInputs
-from allspan.worker.scheduler.plan import Copy
 from allspan.worker.step.inputs import StepInputs, StepMetadata
 
 

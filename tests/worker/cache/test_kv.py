@@ -6,9 +6,9 @@ import pytest
 
 from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.process import release_memory
-from allspan.worker.scheduler.plan import Copy
 
 
 class WithoutHugePages(mmap.mmap):

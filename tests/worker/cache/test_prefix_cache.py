@@ -3,8 +3,8 @@
 import pytest
 
 from allspan.protos.api.errors import InternalError
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_keys, root_key
-from allspan.worker.scheduler.plan import Copy
 
 ROOT = root_key("model", 1, "", "")
 

@@ -6,11 +6,12 @@ import torch
 
 from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.sampler import Sampled, Sampler
-from allspan.worker.scheduler.plan import Copy, Grant, Join, Run, StepPlan
+from allspan.worker.scheduler.plan import Grant, Join, Run, StepPlan
 from allspan.worker.step.buffer_sizes import BatchSizes
 from support.cores import request
 

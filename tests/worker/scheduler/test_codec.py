@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allspan.protos.api.errors import InternalError
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.scheduler.codec import decode, encode
-from allspan.worker.scheduler.plan import Copy, Grant, Join, Operation, Run, StepPlan
+from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

@@ -23,9 +23,9 @@ from allspan.protos.api.errors import ConfigError, InternalError
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Event, Patience
 from allspan.worker.backend.cuda.streams import Lanes
 from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.process.release_memory import anonymous
-from allspan.worker.scheduler.plan import Copy
 
 MovePages = Callable[[Tensor, Sequence[int], Tensor, int], None]
 

@@ -19,8 +19,8 @@ from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cuda.host_pages import HostPages
 from allspan.worker.backend.cuda.streams import Lanes, cuda_lanes
 from allspan.worker.cache.kv import KVCache
+from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.scheduler.plan import Copy
 from support.emulator.backend import EmulatedBackend, add_device
 from support.emulator.driver import EmulatorDriver
 from support.tiny_models import prompt, save_tiny
