@@ -190,7 +190,7 @@ class EngineOptions(TypedDict, total=False):
 CHOICES: dict[str, tuple[str | int, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "dummy"),
-    "device": ("cpu", "cuda"),
+    "device": tuple(STEP_SIZES),
     "quantization_group": (0, -1, 32, 64, 128, 256, 512),
     "page_size": (16, 32, 64, 128),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16", "int8", "uint4"),
