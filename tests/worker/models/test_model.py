@@ -52,6 +52,13 @@ def test_threads_that_cannot_be_started_are_a_setting_that_is_refused(monkeypatc
         open_ops(config)
 
 
+@pytest.mark.parametrize("kernels", ["cuda", "cuda/sm_90"])
+def test_kernels_of_another_device_are_refused(kernels: str) -> None:
+    config = WorkerConfig(ModelConfig("", ""), ServiceConfig(run_dir=""))
+    with pytest.raises(ConfigError, match=f"kernels is '{kernels}', which needs device 'cuda'; device is 'cpu'"):
+        open_ops(config, kernels)
+
+
 def note(seen: list[tuple[int, int]], done: int, total: int) -> None:
     seen.append((done, total))
 

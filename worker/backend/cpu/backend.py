@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from allspan.kernels.ops import OpSet
-from allspan.kernels.table import op_set
+from allspan.kernels.table import BACKENDS, op_set
+from allspan.protos.api.errors import ConfigError
 from allspan.worker.backend.cpu.attention import PagedMetadata
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.cache.available_memory import available_bytes
@@ -48,6 +49,12 @@ class CpuBackend:
         return Room(available_bytes(cpus))
 
     def open_ops(self, kernels: str, threads: int, cpus: tuple[int, ...], needs: Callable[[], KernelNeeds]) -> OpSet:
+        row = BACKENDS.get(kernels.partition("/")[0])
+        if row is not None and row.device != "cpu":
+            raise ConfigError(
+                f"kernels is {kernels!r}, which needs device {row.device!r}; device is 'cpu': leave kernels at 'auto', "
+                f"or set device to {row.device!r}"
+            )
         return op_set(kernels, threads, cpus)
 
     def executor(
