@@ -124,7 +124,8 @@ class EngineCore:
         if self._channel is not None and not self.is_leader:
             self._channel.expect()
         request.digest()  # here, and not in the step that it joins
-        self.grammars.supply(request)
+        if (grammar := request.params.grammar) is not None and request.grammar is None:
+            request.grammar = self.grammars.compiled(grammar)
         with self._changed:
             if cause := self.refusal:
                 raise Unavailable(cause)

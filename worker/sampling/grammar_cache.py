@@ -16,7 +16,6 @@ from allspan.protos.api.errors import AllspanError, InternalError, InvalidReques
 from allspan.protos.api.grammar import Grammar
 from allspan.worker.process.host import run_on
 from allspan.worker.sampling.grammar import CompiledGrammar
-from allspan.worker.scheduler.request import Request
 
 if TYPE_CHECKING:
     from allspan.protos.text.tokenizers.tokenizer import Tokenizer
@@ -72,11 +71,6 @@ class Grammars:
             return self.begin(grammar).result(COMPILE_S)
         except FutureTimeoutError:
             raise took_too_long() from None
-
-    def supply(self, request: Request) -> None:
-        """Gives a request its grammar, if it asks for one and has not got it. Raises as `compiled`."""
-        if request.params.grammar is not None and request.grammar is None:
-            request.grammar = self.compiled(request.params.grammar)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:
