@@ -36,6 +36,7 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.backend.table import open_backend
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import LoadedEngine, load_engine
+from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.world import World, join_world
 from allspan.worker.process import host
@@ -43,7 +44,6 @@ from allspan.worker.process.heartbeat_writer import Heart
 from allspan.worker.process.load_progress import LoadProgress
 from allspan.worker.process.release_memory import num_memory_nodes
 from allspan.worker.scheduler.plan import Operation
-from allspan.worker.service.introspection import Inspection
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
 from allspan.worker.step.backend import Backend

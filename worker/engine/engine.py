@@ -45,12 +45,12 @@ from allspan.worker.engine.requests import OpenRequests
 from allspan.worker.engine.settings import EngineSettings, worker_config
 from allspan.worker.engine.setup import load_engine
 from allspan.worker.engine.weights import Weights
+from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.process.host import host_name, peak_rss_bytes, rss_bytes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
-from allspan.worker.service.introspection import Inspection
 
 CLOSE_TIMEOUT_S = 60.0
 """A step in flight is waited for."""

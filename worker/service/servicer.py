@@ -36,7 +36,7 @@ PROFILE_TIMEOUT_S = 20.0
 
 
 Inspect = Callable[[str], dict[str, Any]]
-"""The answer to an InspectRequest; see `allspan.worker.service.introspection`."""
+"""The answer to an InspectRequest; see `allspan.worker.load.introspection`."""
 
 logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
