@@ -12,9 +12,10 @@ from allspan.protos.api.results import Output
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.scheduler.limits import GroupLimits, RowInputs
+from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.row_inputs import RowInputs
 from support.cores import PAGE_SIZE, Collected, config, request, step_until_idle
 from support.fake_model import logits_after
 

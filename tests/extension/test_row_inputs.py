@@ -13,10 +13,9 @@ from torch import Tensor
 from allspan.protos.api.errors import InvalidRequest
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.scheduler.request import Request
-from allspan.worker.step.embeddings import PromptEmbeddings
 from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.row_inputs import PromptEmbeddings, RowInputs
 from support.cores import PAGE_SIZE, Collected, config, fake_core, request, step_until_idle
 from support.fake_model import logits_after
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from allspan.worker.cache.page_pool import Copy
-from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.step.inputs import SharedInputs, StepInputs
+from allspan.worker.step.row_inputs import RowInputs
 
 
 class FakeModel:

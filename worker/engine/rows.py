@@ -11,7 +11,7 @@ from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.scheduler.plan import Grant
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.embeddings import PromptEmbeddings
+from allspan.worker.step.row_inputs import PromptEmbeddings
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

@@ -22,11 +22,11 @@ from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.sublayer import slots_name
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.program import Rows, with_fused_sums, with_whole_logits
-from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.step.backend import Backend
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.model import Record, Recording
+from allspan.worker.step.row_inputs import RowInputs
 
 
 class Model:

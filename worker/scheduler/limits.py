@@ -10,6 +10,7 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.scheduler.request import Request
+from allspan.worker.step.row_inputs import RowInputs
 
 LOGITS_ROWS = 64
 """A step may have so many rows of logits, however few requests run."""
@@ -35,16 +36,6 @@ class GroupLimits:
         if self.lifetime.window:
             return min(pages, pages_of(self.lifetime.window - 1 + step_tokens, page_size) + 1)
         return pages
-
-
-@dataclass(frozen=True, slots=True)
-class RowInputs:
-    """What a model's requests may bring beside token ids."""
-
-    num_adapters: int = 0
-    """Adapter slots."""
-    embedding_size: int = 0
-    """Elements of an embedding row; 0: it takes none."""
 
 
 @dataclass(frozen=True, slots=True)

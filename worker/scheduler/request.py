@@ -11,7 +11,7 @@ from allspan.protos.api.errors import InternalError
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.sampling.grammar import CompiledGrammar
-from allspan.worker.step.embeddings import PromptEmbeddings
+from allspan.worker.step.row_inputs import PromptEmbeddings
 
 
 class RequestStatus(enum.Enum):

@@ -10,8 +10,8 @@ from torch import Tensor
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import CacheSpec
-from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.step.inputs import StepInputs, StepMetadata
+from allspan.worker.step.row_inputs import RowInputs
 
 
 class StepModel(Protocol):

@@ -24,9 +24,9 @@ from allspan.worker.engine.step_parts import StepParts
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import Sampling
 from allspan.worker.sampling.kernel import sampling_kernel
-from allspan.worker.scheduler.limits import RowInputs
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.row_inputs import RowInputs
 
 _MODEL_LEN = 4096
 _PAGE_SIZE = 32

@@ -1,4 +1,4 @@
-"""Embedding rows that a request brings in the place of token ids."""
+"""What requests may bring beside token ids: an adapter slot, and embedding rows in the place of ids."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What a model's requests may bring beside token ids."""
+
+    num_adapters: int = 0
+    """Adapter slots."""
+    embedding_size: int = 0
+    """Elements of an embedding row; 0: it takes none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
