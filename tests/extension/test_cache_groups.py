@@ -16,7 +16,7 @@ from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.row_inputs import RowInputs
-from support.cores import PAGE_SIZE, Collected, config, request, step_until_idle
+from support.cores import PAGE_SIZE, Collected, config, host_parts, request, step_until_idle
 from support.fake_model import logits_after
 
 WINDOW = 6
@@ -69,7 +69,8 @@ class TwoKinds:
 
 def two_kinds(pages: tuple[int, int], collected: Collected, **scheduler: int) -> EngineCore:
     groups = GroupLimits(pages[0]), GroupLimits(pages[1], PageLifetime(WINDOW))
-    core = EngineCore(config(**scheduler), TwoKinds(pages), groups, LocalCollectives())
+    settings, model = config(**scheduler), TwoKinds(pages)
+    core = EngineCore(settings, model, groups, LocalCollectives(), host_parts(settings, model.max_model_len))
     core.on_outputs = collected
     return core
 

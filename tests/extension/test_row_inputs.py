@@ -16,7 +16,7 @@ from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.row_inputs import PromptEmbeddings, RowInputs
-from support.cores import PAGE_SIZE, Collected, config, fake_core, request, step_until_idle
+from support.cores import PAGE_SIZE, Collected, config, fake_core, host_parts, request, step_until_idle
 from support.fake_model import logits_after
 
 VOCABULARY, SIZE = 97, 8
@@ -59,7 +59,8 @@ class Rich:
 
 def tokens_of(ones: list[Request], pages: int = 64) -> list[list[int]]:
     collected = Collected()
-    core = EngineCore(config(max_num_batched_tokens=7), Rich(pages), pages, LocalCollectives())
+    settings, model = config(max_num_batched_tokens=7), Rich(pages)
+    core = EngineCore(settings, model, pages, LocalCollectives(), host_parts(settings, model.max_model_len))
     core.on_outputs = collected
     for one in ones:
         core.submit(one)

@@ -12,14 +12,17 @@ from allspan.protos.api.errors import AllspanError
 from allspan.protos.api.results import Output
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.engine.step_parts import StepParts, batch_sizes
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.sampling.device import Sampling
 from allspan.worker.scheduler.lookahead import DEPTH
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome
+from allspan.worker.step.backend import StepParts
+from allspan.worker.step.buffer_sizes import batch_sizes
 from support.fake_model import FakeGpuModel, FakeModel, FakeTiers, OneTile
 
 PAGE_SIZE = 4
@@ -63,6 +66,11 @@ def config(**scheduler: int) -> WorkerConfig:
     )
 
 
+def host_parts(settings: WorkerConfig, max_model_len: int) -> StepParts:
+    """Step buffers of the host and its sampling kernel, on one thread."""
+    return StepParts(StepBuffers(batch_sizes(settings, max_model_len)), Sampling())
+
+
 def fake_core(
     num_pages: int = 64,
     collected: Callable[[list[Outcome]], None] | None = None,
@@ -77,7 +85,9 @@ def fake_core(
     world = collectives or LocalCollectives()
     model = FakeModel(num_pages, PAGE_SIZE, max_model_len, widths, world.rank)
     tiers = FakeTiers(model, num_host_pages) if num_host_pages else None
-    core = EngineCore(config(**scheduler), model, num_pages, world, channel, eos, tiers)
+    settings = config(**scheduler)
+    parts = host_parts(settings, max_model_len)
+    core = EngineCore(settings, model, num_pages, world, parts, channel, eos, tiers)
     core.on_outputs = collected or Collected()
     return core, model
 
@@ -95,9 +105,9 @@ def fake_gpu_core(
     """Its steps come as a GPU's, with lookahead of `depth` steps; every rank has whole rows of logits."""
     model, settings = FakeGpuModel(num_pages, PAGE_SIZE), config(**scheduler)
     buffers = DeviceBuffers(batch_sizes(settings, model.max_model_len), torch.device("cpu"), OneTile(), rule)
-    world, parts = collectives or LocalCollectives(), StepParts(buffers)
+    world, parts = collectives or LocalCollectives(), StepParts(buffers, Sampling())
     with patch("allspan.worker.engine.core.DEPTH", depth):
-        core = EngineCore(settings, model, num_pages, world, channel, eos, parts=parts)
+        core = EngineCore(settings, model, num_pages, world, parts, channel, eos)
     core.on_outputs = collected or Collected()
     return core, model
 

@@ -22,14 +22,12 @@ from allspan.protos.api.errors import (
     Unavailable,
 )
 from allspan.protos.config.settings import WorkerConfig
-from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.loop import StepLoop
 from allspan.worker.engine.pending import Pending
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.statistics import scheduler_statistics
-from allspan.worker.engine.step_parts import StepParts, batch_sizes
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.sampling.grammar import MaskMaker
 from allspan.worker.sampling.grammar_cache import Grammars
@@ -41,6 +39,8 @@ from allspan.worker.scheduler.page_manager import PrefixSettings
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
+from allspan.worker.step.backend import StepParts
+from allspan.worker.step.buffer_sizes import batch_sizes
 from allspan.worker.step.model import PageTiers, StepModel
 
 IDLE_SECONDS = 0.5  # an idle loop wakes so often to count progress
@@ -64,13 +64,13 @@ class EngineCore:
         model: StepModel,
         num_pages: int | tuple[GroupLimits, ...],
         collectives: Collectives,
+        parts: StepParts,
         channel: PlanChannel | None = None,
         eos_token_ids: tuple[int, ...] = (),
         tiers: PageTiers | None = None,
-        parts: StepParts | None = None,
     ) -> None:
-        """`num_pages`, of one cache group or of each, must be the same on every rank. `channel` may be None in a world
-        of one rank. `tiers` None: no host tier. `parts` of the device; None: those of the host, on one thread."""
+        """`num_pages`, of one cache group or of each, must be the same on every rank. `parts` come from the device's
+        backend. `channel` may be None in a world of one rank. `tiers` None: no host tier."""
         if channel is None and collectives.size > 1:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
         most = config.scheduler
@@ -95,16 +95,14 @@ class EngineCore:
         # The leader's queue is the limit that callers meet; the inbox also holds what runs and what was just withdrawn.
         self._inbox = Inbox(2 * (most.max_queued_requests + most.max_num_seqs))
         sizes = batch_sizes(config, model.max_model_len)
-        parts = parts or StepParts()
-        inputs = parts.inputs or StepBuffers(sizes)
         self.masks = masks = MaskMaker(config.parallel.cpus)
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
         self._sampler = sampler = Sampler(
             most.max_num_seqs, model.vocab_widths, collectives, eos_token_ids, parts.sampling, masks
         )
         lifetimes, has_adapters = [each.lifetime for each in self.limits.groups()], model.row_inputs.num_adapters > 0
-        self._batch = Batch(sizes, sampler, inputs, tiers, lifetimes, has_adapters)
-        depth = DEPTH if most.async_scheduling and inputs.runs_ahead else 1
+        self._batch = Batch(sizes, sampler, parts.inputs, tiers, lifetimes, has_adapters)
+        depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
         runner, lookahead = Runner(model, sampler, self._batch), Lookahead(depth, sampler.samples_ahead)
         self._loop = StepLoop(runner, self._inbox, self._operate, channel, epoch, depth)
         self._scheduler = Scheduler(self.limits, eos_token_ids, epoch, prefix, lookahead=lookahead)

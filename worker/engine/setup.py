@@ -18,15 +18,14 @@ from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.budget import CacheDemand, check_weights_fit, num_kv_pages
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.engine.step_parts import StepParts, batch_sizes
 from allspan.worker.engine.weights import Weights
 from allspan.worker.load.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel
-from allspan.worker.scheduler.limits import most_logits_rows
 from allspan.worker.scheduler.plan import Operation
-from allspan.worker.step.backend import Backend
+from allspan.worker.step.backend import Backend, StepParts
+from allspan.worker.step.buffer_sizes import batch_sizes, most_logits_rows
 
 OnProgress = Callable[[int, int], None]
 
@@ -89,7 +88,7 @@ def load_engine(
     loaded.bind_cache(kv)
     eos = ends_of(model, loaded.spec)
     parts = StepParts(backend.step_inputs(sizes, loaded), sampling)
-    core = EngineCore(config, loaded, num_pages, collectives, channel, eos, Tiers(kv, host) if host else None, parts)
+    core = EngineCore(config, loaded, num_pages, collectives, parts, channel, eos, Tiers(kv, host) if host else None)
     records = collectives.capabilities.is_capturable and not model.enforce_eager
     steps = backend.steps(loaded, parts.inputs if records else None, host, core.beat)
     if steps is not None:

@@ -10,14 +10,8 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.scheduler.request import Request
+from allspan.worker.step.buffer_sizes import most_logits_rows
 from allspan.worker.step.row_inputs import RowInputs
-
-LOGITS_ROWS = 64
-"""A step may have so many rows of logits, however few requests run."""
-
-
-def most_logits_rows(max_num_seqs: int) -> int:
-    return max(max_num_seqs, LOGITS_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,14 @@ class AttentionHeads:
     """Of the products of queries and keys."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The buffers and the sampling kernels that a backend made for the steps of one engine."""
+
+    inputs: InputBuffers
+    sampling: Sampling
+
+
 class Executor(Protocol):
     """Runs one program. Its buffers are made for as many rows as the model's limits say."""
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allspan.protos.config.settings import WorkerConfig
+
+LOGITS_ROWS = 64
+"""A step may have this many rows of logits, however few requests run."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -27,3 +32,15 @@ class BatchSizes:
     page_size: int
     max_logits_rows: int
     """Of a step."""
+
+
+def most_logits_rows(max_num_seqs: int) -> int:
+    """Returns the most rows of logits of a step of up to `max_num_seqs` requests."""
+    return max(max_num_seqs, LOGITS_ROWS)
+
+
+def batch_sizes(config: WorkerConfig, max_model_len: int) -> BatchSizes:
+    """Returns the sizes of a step of an engine with this configuration."""
+    most = config.scheduler
+    rows = most_logits_rows(most.max_num_seqs)
+    return BatchSizes(most.max_num_seqs, most.max_num_batched_tokens, max_model_len, config.cache.page_size, rows)

@@ -30,7 +30,7 @@ from allspan.worker.models.pieces import Linear
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.spec_json import spec_json
 from allspan.worker.program.program import Rows, buffer_bytes
-from allspan.worker.scheduler.limits import most_logits_rows
+from allspan.worker.step.buffer_sizes import most_logits_rows
 
 
 @dataclass(frozen=True, slots=True)

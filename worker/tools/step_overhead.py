@@ -19,12 +19,14 @@ from torch import Tensor
 from allspan.kernels.table import op_set
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.engine.step_parts import StepParts
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.device import Sampling
 from allspan.worker.sampling.kernel import sampling_kernel
 from allspan.worker.scheduler.request import Request
+from allspan.worker.step.backend import StepParts
+from allspan.worker.step.buffer_sizes import batch_sizes
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.row_inputs import RowInputs
 
@@ -103,8 +105,9 @@ def _core(batch: int, vocab_size: int, threads: int) -> EngineCore:
     )
     num_pages = batch * _MODEL_LEN // _PAGE_SIZE
     model = NullModel(vocab_size, max(batch, 64))
-    sampling = Sampling(sampling_kernel(op_set("auto", threads).runtime))
-    return EngineCore(config, model, num_pages, LocalCollectives(), NullChannel(), parts=StepParts(sampling=sampling))
+    sizes = batch_sizes(config, model.max_model_len)
+    parts = StepParts(StepBuffers(sizes), Sampling(sampling_kernel(op_set("auto", threads).runtime)))
+    return EngineCore(config, model, num_pages, LocalCollectives(), parts, NullChannel())
 
 
 def main() -> None:
