@@ -109,7 +109,7 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
             world.barrier,
         )
     facts = _facts(config, world, loaded, kernels, backend.device_name())
-    inspection = Inspection(config.model, loaded.model, kernels, loaded.core.masks.summary)
+    inspection = Inspection(config.model, loaded.model, kernels, loaded.core.sampler.masks.summary)
     server = RankServer(loaded.core, facts, config, stop.fail, inspection.answer, cpus)
     loaded.core.on_outputs = server.deliver
     address = server.start()
@@ -117,7 +117,7 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
     infos = world.gather(json.dumps(asdict(RankInfo(world.rank, os.getpid(), facts.host, address))).encode())
     _mark_operations(loaded.core, heart)
     stop.core = loaded.core
-    loaded.core.within_step = lambda: loaded.model.progress
+    loaded.core.loop_progress.within_step = lambda: loaded.model.progress
     heart.serve(loaded.core)
     if world.rank == 0:
         info = _cluster_info(config, facts, infos)
@@ -234,13 +234,13 @@ def _bind_memory(node: int) -> None:
 
 def _mark_operations(core: EngineCore, heart: Heart) -> None:
     """Weights are given back and read again on the loop's thread, for as long as a start may take."""
-    operate = core.on_operation
+    operate = core.operations.on_operation
 
     def marked(operation: Operation) -> None:
         with heart.loading():
             operate(operation)
 
-    core.on_operation = marked
+    core.operations.on_operation = marked
 
 
 def _prepare_run_dir(config: WorkerConfig, rank: int) -> Heart:

@@ -76,7 +76,7 @@ def two_kinds(pages: tuple[int, int], collected: Collected, **scheduler: int) ->
 
 
 def used(core: EngineCore, group: int) -> int:
-    return core._scheduler.memory.groups[group].cache.device.num_used
+    return core._planner.scheduler.memory.groups[group].cache.device.num_used
 
 
 def test_pages_behind_the_window_are_free_again() -> None:

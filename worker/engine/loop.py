@@ -4,6 +4,7 @@ before is over, and overlapped, where the next steps are planned and launched wh
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from allspan.protos.api.errors import InternalError
@@ -22,6 +23,31 @@ class Planner(Protocol):
 
     def finish(self, result: StepResult) -> None:
         """Takes a step's tokens in and reports them."""
+
+
+class Progress:
+    """Counts the rounds of a step loop, so that one that hangs is told from one that is idle. Reading takes no lock."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.within_step: Callable[[], int] = lambda: 0
+        """Counts up while a long step goes on."""
+        self._moved_at = time.monotonic()
+
+    def beat(self) -> None:
+        """Counts a round; a long operation calls it now and then from the loop's thread."""
+        self.rounds += 1
+        self._moved_at = time.monotonic()
+
+    @property
+    def total(self) -> int:
+        """Rounds, and what the step under way has come to: a loop that is busy hangs where this stands."""
+        return self.rounds + self.within_step()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last round; an idle loop comes round every half second."""
+        return time.monotonic() - self._moved_at
 
 
 class StepLoop:
@@ -69,6 +95,11 @@ class StepLoop:
             return False
         planner.finish(self._land())
         return True
+
+    def expect(self) -> None:
+        """A request has come to this rank, so the leader's plan that joins it will follow; returns at once."""
+        if self._channel is not None:
+            self._channel.expect()
 
     def follow(self, timeout: float) -> bool:
         """Carries out the next plan of the leader; False when none has come for `timeout` seconds."""

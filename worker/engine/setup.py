@@ -90,12 +90,12 @@ def load_engine(
     parts = StepParts(backend.step_inputs(sizes, loaded), sampling)
     core = EngineCore(config, loaded, num_pages, collectives, parts, channel, eos, Tiers(kv, host) if host else None)
     records = collectives.capabilities.is_capturable and not model.enforce_eager
-    steps = backend.steps(loaded, parts.inputs if records else None, host, core.beat)
+    steps = backend.steps(loaded, parts.inputs if records else None, host, core.loop_progress.beat)
     if steps is not None:
         steps.capture()
     pages = [*kv.keys, *kv.values, *(host.tensors if host else ())]
     weights = Weights(loaded, model, cache, collectives, pages, await_others, steps)
-    core.on_operation = _on_operation(core, loaded, weights)
+    core.operations.on_operation = _on_operation(core, loaded, weights)
     return LoadedEngine(core, loaded, weights, eos, kv.num_bytes, time.monotonic() - started)
 
 
@@ -109,7 +109,7 @@ def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[
     """What a rank does at an operation of a plan."""
     actions: dict[Operation, Callable[[], None]] = {
         Operation.UNLOAD_WEIGHTS: weights.unload,
-        Operation.RELOAD_WEIGHTS: lambda: weights.reload(core.beat),
+        Operation.RELOAD_WEIGHTS: lambda: weights.reload(core.loop_progress.beat),
         Operation.START_PROFILE: model.start_profile,
         Operation.STOP_PROFILE: model.stop_profile,
     }
@@ -118,7 +118,7 @@ def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[
         try:
             actions[operation]()
         finally:
-            core.weights_loaded = weights.is_loaded
+            core.operations.weights_loaded = weights.is_loaded
 
     return operate
 

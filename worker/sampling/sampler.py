@@ -150,7 +150,7 @@ class Sampler:
         where the host samples, all who want more than the most likely one."""
         self._grammars: dict[int, GrammarRow] = {}
         """Of those rows that have one."""
-        self._masks = masks or MaskMaker()
+        self.masks = masks or MaskMaker()
         self._seen_masks = SeenMasks(self._vocab_size)
         self._seen: Tensor | None = None
         self._seen_as: Logits = np.zeros((0, 0), dtype=np.float32)
@@ -230,7 +230,7 @@ class Sampler:
             if (grammar := self._grammars.get(int(rows[i]))) and (targets is None or targets[i] < 0):
                 mine.setdefault(grammar, int(positions[i]))  # those behind drafts are made one after the other
         if mine:
-            self._masks.begin(list(mine.items()))
+            self.masks.begin(list(mine.items()))
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """A token, or its log-probabilities, for each row of logits.
@@ -289,7 +289,7 @@ class Sampler:
     def _launch_on(self, device: DeviceSampler, logits: Tensor, wanted: _Wanted) -> _OnDevice:
         if not self._demanding and wanted.counts.max(initial=-1) < 0 and wanted.targets.max(initial=-1) < 0:
             return _OnDevice(device.launch_best(logits), wanted)
-        self._masks.wait()
+        self.masks.wait()
         step = device.launch(logits, wanted.rows, wanted.positions, wanted.targets, self._settings, wanted.counts)
         return _OnDevice(step, wanted)
 
@@ -362,7 +362,7 @@ class Sampler:
         what each one gets when no token is left."""
         raw: dict[int, Logits | None] = {}
         verdicts: dict[int, int] = {}
-        self._masks.wait()
+        self.masks.wait()
         for i, row in enumerate(wanted.rows.tolist()):
             processors = self._processors.get(row)
             if processors is None or wanted.targets[i] >= 0 or not math.isfinite(logits[i].max()):

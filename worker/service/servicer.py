@@ -46,10 +46,12 @@ Message = TypeVar("Message")
 class Core(Protocol):
     """What the service asks of the engine; every method may be called from its thread."""
 
-    is_leader: bool
-    progress: int
     grammars: Grammars
 
+    @property
+    def is_leader(self) -> bool: ...
+    @property
+    def progress(self) -> int: ...
     @property
     def state(self) -> str: ...
     @property

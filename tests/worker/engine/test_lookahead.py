@@ -194,22 +194,16 @@ def test_an_operation_waits_until_no_step_is_in_flight() -> None:
     collected = Collected()
     core, _ = fake_gpu_core(collected=collected)
     done: list[Operation] = []
-    core.on_operation = done.append
+    core.operations.on_operation = done.append
     one = request(1, [4, 4, 4], max_tokens=20, ignore_eos=True)
     core.submit(one)
     for _ in range(5):
         core.step()
-    core._operations.append(pending := _pending(Operation.START_PROFILE))
+    pending = core.operations.add(Operation.START_PROFILE)
     step_until_idle(core)
     assert done == [Operation.START_PROFILE]
     assert pending.is_done
     assert collected.tokens(one) == expected(one)
-
-
-def _pending(operation: Operation) -> object:
-    from allspan.worker.engine.pending import Pending
-
-    return Pending(operation)
 
 
 def test_preemption_waits_until_no_step_is_in_flight() -> None:

@@ -1,0 +1,89 @@
+"""LeaderPlanner: what it leaves in the inbox, when it reports ends, and what an operation waits for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from allspan.protos.api.errors import AllspanError, DeadlineExceeded, InvalidRequest, Unavailable
+from allspan.protos.api.results import Output
+from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.operations import Operations
+from allspan.worker.engine.planner import LeaderPlanner
+from allspan.worker.engine.status import EngineState, EngineStatus
+from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.plan import Operation, StepResult
+from allspan.worker.scheduler.scheduler import Outcome, Scheduler
+from support.cores import request
+
+
+class Leader:
+    """A planner with all that it works on."""
+
+    def __init__(self) -> None:
+        self.ends: list[Outcome] = []
+        self.status, changed = EngineStatus(0), threading.Condition()
+        self.inbox = Inbox(8)
+        self.operations = Operations(changed, self.status)
+        scheduler = Scheduler(Limits(97, 64, 4, 16, 4, 16, 8))
+        self.planner = LeaderPlanner(scheduler, self.inbox, self.operations, self.status, changed, self.ends.extend)
+
+    def submit(self, number: int, prompt: list[int]) -> bytes:
+        one = request(number, prompt, max_tokens=4)
+        self.inbox.put(one)
+        self.planner.submit(one)
+        return one.request_id
+
+
+def test_a_request_that_is_refused_leaves_the_inbox() -> None:
+    leader = Leader()
+    with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+        leader.submit(1, [1000])
+    assert len(leader.inbox) == 0
+    assert leader.planner.is_drained()
+
+
+def test_a_cancelled_request_ends_with_the_next_plan_and_keeps_its_id_for_a_while() -> None:
+    leader = Leader()
+    one = leader.submit(1, [1, 2])
+    leader.planner.cancel([one])
+    assert leader.ends == []
+    leader.planner.plan()
+    assert [(ended.request_id, end.finish_reason) for ended, end in leader.ends if isinstance(end, Output)] == [
+        (one, "cancelled")
+    ]
+    with pytest.raises(AllspanError, match="cancelled just now"):
+        leader.inbox.put(request(1, [3]))
+
+
+def test_an_operation_is_done_when_its_step_is_finished() -> None:
+    leader = Leader()
+    pending = leader.operations.add(Operation.START_PROFILE)
+    plan = leader.planner.plan()
+    assert plan is not None
+    assert (plan.operation, pending.is_planned, pending.is_done) == (Operation.START_PROFILE, True, False)
+    leader.operations.carry_out(plan.operation, leader.planner.invalidate)
+    leader.planner.finish(StepResult(plan.step, {}))
+    assert pending.is_done
+    assert not leader.planner.has_work
+
+
+def test_a_shutdown_goes_before_operations_that_wait() -> None:
+    leader = Leader()
+    leader.operations.add(Operation.START_PROFILE)
+    leader.status.close()
+    plan = leader.planner.plan()
+    assert plan is not None
+    assert plan.operation is Operation.SHUTDOWN
+
+
+def test_draining_ends_with_the_last_request_or_the_loop() -> None:
+    leader = Leader()
+    leader.submit(1, [1, 2])
+    with pytest.raises(DeadlineExceeded, match=r"1 requests still run after 0\.01 s"):
+        leader.planner.drain(0.01)
+    leader.status.move(EngineState.FAILED, "the engine has failed: a peer is gone")
+    leader.planner.drain(0.01)
+    leader.planner.end()
+    assert [(type(end), str(end)) for _, end in leader.ends] == [(Unavailable, "the engine has failed: a peer is gone")]
