@@ -20,8 +20,6 @@ MAX_ATTRIBUTES = 15
 CROWDED = {
     "worker/backend/cuda/step_inputs.py DeviceBuffers",
     "worker/models/model.py Model",
-    "worker/sampling/grammar.py GrammarRow",
-    "worker/sampling/sampler.py Sampler",
 }
 
 # Library → the only places (folders or files) that may import it.

@@ -15,7 +15,8 @@ from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.engine.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.rows import Ints, Longs, RowStates
-from allspan.worker.sampling.sampler import Sampled, Sampler
+from allspan.worker.sampling.result import Sampled
+from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import EmbeddingRows, GroupInputs, InputBuffers

@@ -21,8 +21,8 @@ from allspan.worker.engine.planner import LeaderPlanner, OnOutputs
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.status import EngineState, EngineStatus
 from allspan.worker.parallel.base import Collectives, PlanChannel
-from allspan.worker.sampling.grammar import MaskMaker
 from allspan.worker.sampling.grammar_cache import Grammars
+from allspan.worker.sampling.grammar_masks import MaskMaker
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.drafting import Drafting, drafter_of
 from allspan.worker.scheduler.limits import GroupLimits, limits_of

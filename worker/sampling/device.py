@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allspan.worker.sampling.kernel import SamplingKernel, sampling_kernel
+from allspan.worker.sampling.kernel import SamplingKernel, Settings, sampling_kernel
 from allspan.worker.sampling.processor import DeviceChange
-from allspan.worker.sampling.settings import Settings
 
 Rows = NDArray[np.int64]
 

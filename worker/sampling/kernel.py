@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allspan.kernels.reference import sampling as reference
-from allspan.kernels.reference.sampling import Ints, Logits, Settings
+from allspan.kernels.reference.sampling import Ints, Logits
+from allspan.protos.api.sampling import SamplingParams
+
+Settings = NDArray[np.void]
+"""What a kernel draws by: a row of `allspan.kernels.abi.sampling.SETTINGS` for each row of the batch."""
 
 
 class SamplingKernel(Protocol):
@@ -73,3 +78,10 @@ def sampling_kernel(runtime: Any = None) -> SamplingKernel:
     except ImportError:
         return ReferenceKernel()
     return NativeKernel(native, runtime) if hasattr(native, "best_tokens") else ReferenceKernel()
+
+
+def settings_of(params: SamplingParams) -> tuple[int, float, float, float, float, int, bool]:
+    """Returns a request's row of the settings. A seed that was not drawn counts as 0."""
+    min_z = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    random = not params.is_greedy
+    return params.seed or 0, params.top_p, params.typical_p, params.temperature, min_z, params.top_k, random

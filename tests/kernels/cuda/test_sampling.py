@@ -16,8 +16,7 @@ from allspan.kernels.cuda.sampling.likely_tokens import likely_tokens
 from allspan.kernels.cuda.sampling.sample_rows import Wanted, sample_rows
 from allspan.kernels.cuda.sampling.workspace import SamplingWorkspace, sampling_workspace
 from allspan.protos.api.sampling import SamplingParams
-from allspan.worker.sampling.kernel import ReferenceKernel, SamplingKernel, sampling_kernel
-from allspan.worker.sampling.settings import Settings, settings_of
+from allspan.worker.sampling.kernel import ReferenceKernel, SamplingKernel, Settings, sampling_kernel, settings_of
 
 FILTERS: list[dict[str, Any]] = [
     {"temperature": 0},

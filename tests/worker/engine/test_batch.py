@@ -10,7 +10,8 @@ from allspan.worker.cache.page_pool import Copy
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.sampling.sampler import Sampled, Sampler
+from allspan.worker.sampling.result import Sampled
+from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.plan import Grant, Join, Run, StepPlan
 from allspan.worker.step.buffer_sizes import BatchSizes
 from support.cores import request

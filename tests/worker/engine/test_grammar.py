@@ -15,7 +15,7 @@ import pytest
 from allspan.protos.api.errors import AllspanError, InvalidRequest
 from allspan.protos.api.grammar import Grammar
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.sampling import grammar, guidance
+from allspan.worker.sampling import grammar, grammar_masks, guidance
 from allspan.worker.scheduler.request import Request
 from support.byte_tokenizer import byte_tokenizer
 from support.cores import Collected, fake_core, fake_gpu_core, request, step_until_idle
@@ -293,7 +293,7 @@ def test_a_matcher_in_trouble_takes_its_own_request_with_it_and_no_other(
 
     then = {"breaks": breaks, "hangs": lambda: over.wait(20.0) and None, "is dear": burn}[trouble]
     if trouble == "hangs":
-        monkeypatch.setattr(grammar, "WAIT_S", 0.3)
+        monkeypatch.setattr(grammar_masks, "WAIT_S", 0.3)
     if trouble == "is dear":
         monkeypatch.setattr(grammar, "FIRST_ALLOWANCE_S", 0.03)
     core, collected = core_with()

@@ -22,8 +22,7 @@ from transformers import (
 from allspan.kernels.abi.sampling import SETTINGS
 from allspan.kernels.reference import sampling as reference
 from allspan.protos.api.sampling import SamplingParams
-from allspan.worker.sampling.kernel import ReferenceKernel, SamplingKernel, sampling_kernel
-from allspan.worker.sampling.settings import Settings, settings_of
+from allspan.worker.sampling.kernel import ReferenceKernel, SamplingKernel, Settings, sampling_kernel, settings_of
 
 V = 50
 

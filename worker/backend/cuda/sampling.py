@@ -28,8 +28,8 @@ from allspan.kernels.cuda.sampling.workspace import sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
 from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
 from allspan.worker.sampling.grammar import mask_of
+from allspan.worker.sampling.kernel import Settings
 from allspan.worker.sampling.processor import DeviceChange
-from allspan.worker.sampling.settings import Settings
 
 Rows = NDArray[np.int64]
 

@@ -205,8 +205,7 @@ def test_a_captured_graph_draws_for_other_settings_and_positions() -> None:
     from allspan.kernels.abi.sampling import SETTINGS
     from allspan.kernels.cuda.sampling.sample_rows import Wanted, sample_rows
     from allspan.kernels.cuda.sampling.workspace import sampling_workspace
-    from allspan.worker.sampling.kernel import sampling_kernel
-    from allspan.worker.sampling.settings import settings_of
+    from allspan.worker.sampling.kernel import sampling_kernel, settings_of
 
     m, vocab = 9, 32000
     workspace = sampling_workspace(m, vocab, "cuda")
