@@ -50,7 +50,11 @@ class HomeLoop:
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
             self._check_open(coroutine)
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            try:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            except RuntimeError as error:  # its owner closed the loop between the check and the call
+                coroutine.close()
+                raise Unavailable("the engine is closed") from error
 
     def _check_open(self, coroutine: Coroutine[Any, Any, object] | None = None) -> None:
         if self._closed or self._loop.is_closed():

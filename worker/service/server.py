@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -111,7 +112,8 @@ class RankServer:
     def stop(self) -> None:
         """Lets the streams carry what they hold, then ends them. Takes a few seconds at most."""
         if self._loop is not None and self._stopping is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the service has ended by itself
+                self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(STOP_GRACE_S + 5.0)
 
     def _is_urgent(self, outcomes: list[Outcome]) -> bool:
