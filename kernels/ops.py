@@ -195,7 +195,7 @@ class OpSet(Protocol):
         Caches and scales are those of `append_kv`. What a page holds is what every query reads, a token's own included.
         out [n, Hq, d], with Hq this rank's query heads; q [n, Hq or more, d], of which the first Hq heads are read, so
         that it may be a fused buffer of queries, keys and values. Query i of the L new ones of a request with kv_len
-        tokens sees kv_len - L + i + 1 of them.
+        tokens sees the first kv_len - L + i + 1 of them, with a window the last ones of these.
 
         `meta` is what the device prepares of a step once for all layers. The CPU and the reference take an
         `AttentionMeta`; the CUDA kernels take a `allspan.kernels.cuda.attention.attention.StepAttention` of the same
@@ -227,3 +227,5 @@ class AttentionMeta(Protocol):
     """[Hq]: which of this rank's KV heads each query head reads (uneven splits share no fixed ratio)."""
     scale: float
     """Of the logits, usually 1/sqrt(d)."""
+    window: int
+    """Tokens that a query sees, its own included; those before them are not read. 0: all tokens."""

@@ -36,6 +36,7 @@ struct AttentionArgs {
   CacheArgs cache;
   int64_t heads;
   float scale;
+  int64_t window;  // tokens that a query sees, its own included; 0: all
 };
 
 // Some queries of one request, with all heads that read one KV head; some splits of the tokens that they see.
@@ -46,10 +47,11 @@ struct AttentionTile {
   int64_t kv_head;
   int64_t first_query;  // row of q
   int64_t query_count;
-  int64_t first_visible;  // tokens that the first query sees; every later one sees one more
+  int64_t first_visible;  // tokens up to the first query's own; every later query has one more
+  int64_t begin;          // the first token that any of the queries sees: 0 without a window
   int64_t first_split, last_split;
   float* partial;  // null: these are all splits, and out is written. Else states go here, state_floats() apart: splits
-                   // from the first token on are merged into one, later ones stay apart
+                   // from that of `begin` on are merged into one, later ones stay apart
 };
 
 enum class Epilogue {

@@ -88,7 +88,12 @@ def attention(
         values = _tokens(v_cache, v_scales, pages, kv_len, q.shape[-1])[:, heads]
         scores = torch.einsum("qhd,khd->hqk", q[first:last, : len(heads)].float(), keys) * meta.scale
         reach = torch.arange(kv_len - (last - first), kv_len, device=q.device)[:, None]
-        hidden = torch.arange(kv_len, device=q.device)[None, :] > reach
+        places = torch.arange(kv_len, device=q.device)[None, :]
+        hidden = places > reach
+        if meta.window:
+            behind = max(0, kv_len - (last - first) + 1 - meta.window)
+            keys[:behind] = values[:behind] = 0  # their pages may be another request's by now
+            hidden = hidden | (places <= reach - meta.window)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 

@@ -107,6 +107,7 @@ def cut(arguments: list[Any], first: int, last: int) -> list[Any]:
         torch.tensor([last], dtype=torch.int32),
         meta.kv_head_of,
         meta.scale,
+        meta.window,
     )
     return [q[first:last], *cache, chunk, poison(last - first, *q.shape[1:])]
 
@@ -134,6 +135,18 @@ def test_attention_across_splits(backend: str, dtype: torch.dtype) -> None:
         assert_same_bits(attend(backend, threads, cut(arguments, 0, length)), whole)
         for first, last in [(255, 256), (256, 257), (255, 258), (511, 520), (length - 1, length), (400, length)]:
             assert_same_bits(attend(backend, threads, cut(arguments, first, last)), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
+@pytest.mark.parametrize("window", [5, 64, 290])
+def test_attention_with_a_window(backend: str, window: int, dtype: torch.dtype) -> None:
+    """Chunks that begin anywhere, shared out over threads, have the bits of the whole prompt."""
+    length = 600
+    arguments = attention(48, 16, [(length, length)], UNEVEN, dtype, window=window)
+    whole = attend(backend, 1, arguments)
+    assert_same_bits(attend(backend, 3, cut(arguments, 0, length)), whole)
+    for first, last in [(3, 4), (63, 66), (255, 258), (289, 330), (511, 520), (length - 1, length), (400, length)]:
+        assert_same_bits(attend(backend, 2, cut(arguments, first, last)), whole[first:last])
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())

@@ -28,6 +28,7 @@ class Meta:
     kv_lens: Tensor
     kv_head_of: Tensor
     scale: float
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,10 @@ def attention(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     more_heads: int = 0,
+    window: int = 0,
 ) -> list[Any]:
-    """requests: (new tokens, tokens in the cache). Pages are handed out in a shuffled order.
+    """requests: (new tokens, tokens in the cache). Pages are handed out in a shuffled order; nobody has written those
+    that no query of the window sees.
 
     q has `more_heads` that nobody reads.
     """
@@ -102,7 +105,7 @@ def attention(
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(seed)).tolist()
     page_indptr = [sum(counts[:r]) for r in range(len(counts) + 1)]
     cache = pages(len(order), kv_heads, page_size, dim, dtype)
-    for request, (_, length) in enumerate(requests):
+    for request, (new, length) in enumerate(requests):
         own = torch.tensor(order[page_indptr[request] : page_indptr[request + 1]], dtype=torch.int32)
         tokens = torch.arange(length, dtype=torch.int32)
         slots = own[tokens // page_size] * page_size + tokens % page_size
@@ -111,7 +114,8 @@ def attention(
             for which in range(2 if length else 0)
         ]
         if rows:
-            append_to(cache, rows, slots)
+            first = max(0, length - new + 1 - window) // page_size * page_size if window else 0
+            append_to(cache, [each[first:] for each in rows], slots[first:])
     starts = [sum(new for new, _ in requests[:r]) for r in range(len(requests) + 1)]
     meta = Meta(
         ints(starts),
@@ -120,6 +124,7 @@ def attention(
         ints([length for _, length in requests]),
         ints(kv_head_of),
         dim**-0.5,
+        window,
     )
     q = torch.full((starts[-1], len(kv_head_of) + more_heads, dim), NAN)
     q[:, : len(kv_head_of)] = randn(starts[-1], len(kv_head_of), dim, seed=5) * 2
@@ -282,6 +287,12 @@ def _cases() -> Iterator[Case]:
     for dtype in (F32, BF16, I8):
         fused = (64, 16, [(1, 40), (5, 20)], UNEVEN, dtype, 0, 4)
         yield Case("attention", f"front-of-fused-{dtype}", attention, fused)
+    for dtype in (F32, BF16, I8, U4):
+        for window in (1, 30, 64, 300):
+            requests = [(1, 700), (40, 640), (1, 90), (33, 33), (0, 12), (1, 257)]
+            yield Case(
+                "attention", f"window-{window}-{dtype}", attention, (64, 16, requests, UNEVEN, dtype, 0, 0, window)
+            )
 
 
 CASES: tuple[Case, ...] = tuple(_cases())

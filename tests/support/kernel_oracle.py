@@ -133,8 +133,9 @@ def attention(
             seen = kv_len - (last - token) + 1
             for head, kv_head in enumerate(meta.kv_head_of.tolist()):
                 used = pages[: math.ceil(seen / page_size)]
-                keys = torch.cat([held_keys[page, kv_head] for page in used])[:seen]
-                values = torch.cat([held_values[page, kv_head] for page in used])[:seen]
+                behind = max(0, seen - meta.window) if meta.window else 0
+                keys = torch.cat([held_keys[page, kv_head] for page in used])[behind:seen]
+                values = torch.cat([held_values[page, kv_head] for page in used])[behind:seen]
                 out[token, head] = (keys @ q[token, head] * meta.scale).softmax(-1) @ values
 
 

@@ -69,6 +69,8 @@ class AttentionHeads:
     """Query heads that read one KV head, at most on any rank."""
     scale: float
     """Of the products of queries and keys."""
+    window: int = 0
+    """Tokens that a query sees, its own included; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ class Tiles {
       : args_(args), batch_(batch), groups_(groups), queries_(queries), task_cost_(task_cost) {}
 
   AttentionTile tile{};
-  int64_t rows = 0, splits = 0, parts = 0;
-  int64_t partial = 0;  // where the states of a tile that is cut begin, in floats
+  int64_t rows = 0, splits = 0, parts = 0;  // splits: that some query sees
+  int64_t partial = 0;                      // where the states of a tile that is cut begin, in floats
 
   // False past the last tile.
   bool next() {
@@ -65,7 +65,9 @@ class Tiles {
     tile.query_count = std::min(queries_, end - first);
     tile.first_visible = batch_.kv_lens[request_] - (end - first) + 1;
     rows = tile.query_count * tile.head_count;
-    splits = (tile.first_visible + tile.query_count - 1 + kSplitTokens - 1) / kSplitTokens;
+    tile.begin = args_.window ? std::max<int64_t>(0, tile.first_visible - args_.window) : 0;
+    before_ = tile.begin / kSplitTokens;
+    splits = (last_visible() + kSplitTokens - 1) / kSplitTokens - before_;
     parts = 1;
     if (cost() > 2 * task_cost_) {
       each_ = std::max<int64_t>(1, static_cast<int64_t>(splits * task_cost_ / cost()));
@@ -74,27 +76,31 @@ class Tiles {
     return true;
   }
   double cost() const {
-    return static_cast<double>(tile.first_visible + tile.query_count - 1) * static_cast<double>(rows + kBlockRows);
+    return static_cast<double>(last_visible() - tile.begin) * static_cast<double>(rows + kBlockRows);
   }
   // States of a tile that is cut: one of the first part, then one a split.
   int64_t states() const { return parts > 1 ? 1 + splits - each_ : 0; }
   int64_t partial_floats() const { return states() * state_floats(rows, args_.cache.dim); }
   AttentionTile part(int64_t index, float* states_of_all) const {
     AttentionTile task = tile;
-    task.first_split = parts > 1 ? index * each_ : 0;
-    task.last_split = parts > 1 ? std::min(splits, task.first_split + each_) : splits;
-    const int64_t state = index == 0 ? 0 : 1 + task.first_split - each_;
+    const int64_t first = parts > 1 ? index * each_ : 0, last = parts > 1 ? std::min(splits, first + each_) : splits;
+    task.first_split = before_ + first;
+    task.last_split = before_ + last;
+    const int64_t state = index == 0 ? 0 : 1 + first - each_;
     task.partial = parts > 1 ? states_of_all + partial + state * state_floats(rows, args_.cache.dim) : nullptr;
     return task;
   }
 
  private:
+  int64_t last_visible() const { return tile.first_visible + tile.query_count - 1; }
+
   const AttentionArgs& args_;
   const AttentionBatch& batch_;
   const Groups& groups_;
   const int64_t queries_;
   const double task_cost_;
   int64_t request_ = -1, block_ = 0, kv_head_ = std::numeric_limits<int64_t>::max() - 1, each_ = 0;
+  int64_t before_ = 0;  // splits that no query of the tile sees
 };
 
 }  // namespace

@@ -86,8 +86,10 @@ Task attention_op(Runtime& runtime, OpArguments& args) {
   const BatchInput* batch = args.batch(5, q.shape[0], {heads, cache.kv_heads, cache.pages, cache.page_size});
   return {q.shape[0], [=, &runtime](Worker& worker, int64_t rows) {
             if (rows > 0)
-              runtime.attention(worker, {q.floats(), q.shape[1] * q.shape[2], out.floats(), cache, heads, batch->scale},
-                                batch->batch);
+              runtime.attention(
+                  worker,
+                  {q.floats(), q.shape[1] * q.shape[2], out.floats(), cache, heads, batch->scale, batch->window},
+                  batch->batch);
           }};
 }
 

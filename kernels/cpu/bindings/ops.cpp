@@ -56,7 +56,8 @@ BatchInput take_batch(const Arguments& args, nb::handle meta) {
   return {{requests, qo_indptr.ints(), page_indptr.ints(), page_indices.ints(), kv_lens.ints(), kv_head_of.ints()},
           page_indices.shape[0],
           kv_head_of.shape[0],
-          nb::cast<float>(meta.attr("scale"))};
+          nb::cast<float>(meta.attr("scale")),
+          nb::cast<int64_t>(meta.attr("window"))};
 }
 
 void check_batch(const Arguments& args, const BatchInput& input, int64_t rows, const BatchLimits& limits) {
@@ -73,6 +74,7 @@ void check_batch(const Arguments& args, const BatchInput& input, int64_t rows, c
     args.require(b.kv_lens[r] >= queries, "kv_lens has a request with fewer tokens than are new");
     args.require(b.kv_lens[r] <= held * limits.page_size, "kv_lens has a request with more tokens than its pages hold");
   }
+  args.require(input.window >= 0, "window is negative");
   args.within(b.kv_head_of, input.heads, "kv_head_of", limits.kv_heads);
   args.within(b.page_indices, input.page_indices, "page_indices", limits.pages);
 }

@@ -27,6 +27,7 @@ struct BatchInput {
   int64_t page_indices = 0;
   int64_t heads = 0;
   float scale = 0;
+  int64_t window = 0;
 };
 
 // What an attention op was made for: a batch must not lead outside.

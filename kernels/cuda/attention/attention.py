@@ -12,7 +12,7 @@ from allspan.kernels.cuda.attention.cascade import CascadeLevel, CascadeWorkspac
 from allspan.kernels.cuda.attention.decode import MOST_GROUP, DecodeWorkspace, paged_decode
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, paged_prefill
 from allspan.kernels.cuda.attention.prefill_sm90 import paged_prefill_sm90
-from allspan.kernels.cuda.cache.pages import MOST_HEAD_DIM, QUERIES, PageTable
+from allspan.kernels.cuda.cache.pages import MOST_HEAD_DIM, QUERIES, PageTable, Scores
 from allspan.kernels.cuda.jit.modules import gpu
 
 HEAD_STEPS = {"bfloat16": 16, "float16": 16, "int8": 32, "uint4": 64}
@@ -25,7 +25,7 @@ class StepAttention:
 
     decodes: PageTable | None
     prefills: tuple[PageTable, PrefillPlan] | None
-    scale: float
+    scale: Scores | float
     workspace: DecodeWorkspace
     shared: tuple[CascadeLevel, CascadeWorkspace] | None = None
     """Tokens that the decodes share: their table has the others alone."""

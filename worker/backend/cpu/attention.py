@@ -21,6 +21,7 @@ class PagedAttention:
     kv_lens: Tensor
     kv_head_of: Tensor
     scale: float
+    window: int
 
 
 class PagedMetadata:
@@ -28,9 +29,8 @@ class PagedMetadata:
 
     def __init__(self, heads: AttentionHeads, device: str) -> None:
         self._kv_head_of = torch.tensor(heads.kv_head_of, dtype=torch.int32, device=device)
-        self._scale = heads.scale
+        self._scale, self._window = heads.scale, heads.window
 
     def of(self, inputs: StepInputs) -> PagedAttention:
-        return PagedAttention(
-            inputs.qo_indptr, inputs.page_indptr, inputs.page_indices, inputs.kv_lens, self._kv_head_of, self._scale
-        )
+        tables = inputs.qo_indptr, inputs.page_indptr, inputs.page_indices, inputs.kv_lens
+        return PagedAttention(*tables, self._kv_head_of, self._scale, self._window)
