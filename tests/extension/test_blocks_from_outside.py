@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.table import BACKENDS, Backend, op_set
-from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.load.loader import load_model, open_checkpoint, prepare
 from allspan.worker.load.registry import FAMILIES
 from allspan.worker.models.blocks.gqa import Gqa
-from allspan.worker.models.families.common import Context
 from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.families.qwen2 import QWEN2
 from allspan.worker.models.model import Model
@@ -41,13 +39,13 @@ def _read_mixed(config: ForeignConfig) -> ModelSpec:
     spec, kinds = QWEN2.read(config), config.get("layer_types")
 
     def block(attention: Any) -> Windowed:
-        return Windowed(**{each.name: getattr(attention, each.name) for each in fields(Gqa)}, window=WINDOW)
+        return Windowed(**{each.name: getattr(attention, each.name) for each in fields(Gqa)})
 
     layers = [
         replace(layer, attention=block(layer.attention)) if kind == "sliding_attention" else layer
         for layer, kind in zip(spec.layers, kinds, strict=True)
     ]
-    return replace(spec, layers=tuple(layers), max_position_embeddings=Context(256).tokens, notes=())
+    return replace(spec, layers=tuple(layers))
 
 
 @pytest.fixture
@@ -83,12 +81,6 @@ def test_layers_of_two_cache_groups_read_their_own_pages(mixed: Any, tmp_path: P
             for tensor in (*caches[1].keys, *caches[1].values):
                 tensor[page] = torch.nan
     assert start == len(IDS)
-
-
-def test_a_model_of_two_cache_groups_is_not_served_as_one_of_one(mixed: Any, tmp_path: Path) -> None:
-    words = r"the model has 2 cache groups \(layers 0, 1; layers 2, 3\): the engine serves models with 1"
-    with pytest.raises(ConfigError, match=words):
-        prepare(ModelConfig(path=str(tmp_path), name="tiny"), CacheConfig(), 0, 1).cache_spec  # noqa: B018
 
 
 class LowRank:
@@ -154,7 +146,7 @@ def test_an_adapter_slot_changes_its_own_row_and_no_other(
     model = Model(
         holding, tensors, prepared.cache_groups, limits, op_set("toy"), world.collectives[0], open_backend("cpu")
     )
-    model.bind_cache(KVCache(model.cache_spec, 2))
+    model.bind_cache(KVCache(model.cache_groups[0].spec, 2))
     inputs = _with_adapters(step_inputs([ids, ids], [0, 0], [[0], [1]], 16), {0: 1, 1: 0})
     adapted, plain = torch.split(model.forward(inputs), 12)
     torch.testing.assert_close(plain, without, rtol=1e-4, atol=1e-4)

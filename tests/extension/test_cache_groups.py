@@ -70,7 +70,8 @@ class TwoKinds:
 def two_kinds(pages: tuple[int, int], collected: Collected, **scheduler: int) -> EngineCore:
     groups = GroupLimits(pages[0]), GroupLimits(pages[1], PageLifetime(WINDOW))
     settings, model = config(**scheduler), TwoKinds(pages)
-    core = EngineCore(settings, model, groups, LocalCollectives(), host_parts(settings, model.max_model_len))
+    parts = host_parts(settings, model.max_model_len, [group.lifetime for group in groups])
+    core = EngineCore(settings, model, groups, LocalCollectives(), parts)
     core.on_outputs = collected
     return core
 

@@ -19,10 +19,11 @@ def save_byte_model(folder: Path, name: str = "llama", **overrides: Any) -> Path
 
 
 def page_bytes(folder: Path, ranks: int, page_size: int, dtype: str) -> int:
-    """Of the rank that holds most KV heads."""
+    """Bytes of a page in every cache group, of the rank that holds most KV heads."""
     from allspan.protos.config.settings import CacheConfig, ModelConfig
     from allspan.worker.load.loader import prepare
 
     cache = CacheConfig(page_size=page_size, kv_cache_dtype=dtype)
     model = ModelConfig(path=str(folder), name="tiny")
-    return max(prepare(model, cache, rank, ranks).cache_spec.bytes_per_page for rank in range(ranks))
+    groups = [prepare(model, cache, rank, ranks).cache_groups for rank in range(ranks)]
+    return max(sum(group.spec.bytes_per_page for group in of_rank) for of_rank in groups)

@@ -14,6 +14,7 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
+from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.parallel.local import LocalCollectives
@@ -66,9 +67,11 @@ def config(**scheduler: int) -> WorkerConfig:
     )
 
 
-def host_parts(settings: WorkerConfig, max_model_len: int) -> StepParts:
+def host_parts(
+    settings: WorkerConfig, max_model_len: int, lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,)
+) -> StepParts:
     """Step buffers of the host and its sampling kernel, on one thread."""
-    return StepParts(StepBuffers(batch_sizes(settings, max_model_len)), Sampling())
+    return StepParts(StepBuffers(batch_sizes(settings, max_model_len, lifetimes)), Sampling())
 
 
 def fake_core(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.ops import AttentionMeta, KvPages
-from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.models.blocks.gqa import Gqa
 
 if TYPE_CHECKING:
@@ -19,13 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Windowed(Gqa):
-    """Gqa in which a query sees the last `window` tokens, itself included."""
-
-    window: int = 1
-
-    @property
-    def lifetime(self) -> PageLifetime:
-        return PageLifetime(self.window)
+    """Gqa whose window is computed by an op of its own."""
 
     def attend(self, sub: Sublayer, qkv: Slot, pages: KvPages[Slot], out: Slot) -> None:
         own = self.on_rank(sub.shard)

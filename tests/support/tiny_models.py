@@ -112,12 +112,12 @@ def step_inputs(
 
 def prefill(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:
     """This rank's logits [len, V_rank] of every prompt: all prompts side by side, `chunk` tokens of each a step."""
-    size = model.cache_spec.page_size
+    size = model.cache_groups[0].spec.page_size
     counts = [-(-len(ids) // size) for ids in prompts]
     numbers = list(range(sum(counts) + 3))
     random.Random(7).shuffle(numbers)
     pages = [[numbers.pop() for _ in range(count)] for count in counts]
-    model.bind_cache(KVCache(model.cache_spec, sum(counts) + 3))
+    model.bind_cache(KVCache(model.cache_groups[0].spec, sum(counts) + 3))
     collected: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         live = [r for r, ids in enumerate(prompts) if len(ids) > start]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import CacheConfig
+from allspan.worker.cache.spec import ALL_TOKENS, CacheGroup, PageLifetime
 
 DEFAULT_SHARE = 0.25
 """Of the node's available memory, for the KV of all ranks on it."""
@@ -31,16 +33,39 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheDemand:
-    """What one rank's cache has to hold, and what is left (`available`; 0 bytes: unknown) where `ranks` share it."""
+class GroupDemand:
+    """A cache group of one rank: the bytes of a page, and how long a request keeps it."""
 
     bytes_per_page: int
+    lifetime: PageLifetime = ALL_TOKENS
+
+
+def group_demands(groups: Sequence[CacheGroup]) -> tuple[GroupDemand, ...]:
+    """What a rank's cache groups ask of its memory."""
+    return tuple(GroupDemand(group.spec.bytes_per_page, group.lifetime) for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDemand:
+    """What one rank's cache has to hold, and the memory (`room`; 0 bytes: unknown) that `ranks` share."""
+
+    groups: tuple[GroupDemand, ...]
     max_model_len: int
     max_num_seqs: int
     room: Room
     ranks: int = 1
     step_bytes: int = 0
     """Of a GPU's memory, that this rank takes for the time of a step."""
+    max_step_tokens: int = 1
+    """Tokens of a step: a window's pages hold those beside what the first of them sees."""
+
+    def context_pages(self, num_tokens: int, page_size: int) -> tuple[int, ...]:
+        """The most pages that one request of `num_tokens` tokens holds in each group."""
+        return tuple(group.lifetime.most_pages(num_tokens, page_size, self.max_step_tokens) for group in self.groups)
+
+    def bytes_of(self, pages: Sequence[int]) -> int:
+        """The bytes of so many pages of each group."""
+        return sum(count * group.bytes_per_page for count, group in zip(pages, self.groups, strict=True))
 
 
 def pages_of(num_tokens: int, page_size: int) -> int:
@@ -48,25 +73,26 @@ def pages_of(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
-    """Pages of this rank's cache: `kv_cache_bytes` of them if given; else on a node min(25 % of its available memory /
-    ranks on it, max_num_seqs full contexts), and on a GPU all that `gpu_memory_utilization` leaves. Raises ConfigError
-    when one full context does not fit, with the largest max_model_len that does, and when there is less memory than is
-    asked for. All ranks of a world take the smallest of their answers."""
-    context = pages_of(demand.max_model_len, cache.page_size)
+def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> tuple[int, ...]:
+    """The pages of this rank's cache, by cache group. All of them take `kv_cache_bytes` if given; else on a node
+    min(25 % of its available memory / ranks on it, max_num_seqs full contexts), and on a GPU all that
+    `gpu_memory_utilization` leaves. Each group gets the pages of one full context, and then all groups equally many
+    more; a window beside groups that keep all tokens gets no more than max_num_seqs requests can hold.
+
+    Raises ConfigError when one full context does not fit, with the largest max_model_len that does, and when there is
+    less memory than is asked for. All ranks of a world take the smallest of their answers.
+    """
+    least = demand.context_pages(demand.max_model_len, cache.page_size)
     budget, source = _budget(cache, demand)
-    pages = budget // demand.bytes_per_page
-    if not cache.kv_cache_bytes:
-        pages = min(pages, MOST_PAGES if demand.room.total else demand.max_num_seqs * context)
-    pages = min(pages, MOST_SLOTS // cache.page_size)
-    if pages < context:
-        needed = context * demand.bytes_per_page
-        way_out = f"set max_model_len to at most {pages * cache.page_size}, or " if pages else "set "
+    if (needed := demand.bytes_of(least)) > budget:
+        longest = _longest(budget, demand, cache.page_size)
+        way_out = f"set max_model_len to at most {longest}, or " if longest else "set "
         raise ConfigError(
             f"the KV cache of one context of {demand.max_model_len} tokens takes {_size(needed)} on this rank, but "
             f"{source}: {way_out}kv_cache_bytes to at least {needed}"
         )
-    wanted = pages * demand.bytes_per_page * demand.ranks
+    pages = _share(budget, demand, least, _most(cache, demand, least))
+    wanted = demand.bytes_of(pages) * demand.ranks
     if 0 < demand.room.available < wanted:
         place, most = demand.room.place, demand.room.available // demand.ranks
         raise ConfigError(
@@ -74,6 +100,44 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> int:
             f" which has {_size(demand.room.available)} available: set it to at most {most}"
         )
     return pages
+
+
+def _most(cache: CacheConfig, demand: CacheDemand, context: Sequence[int]) -> list[int]:
+    """The most pages that each group may get; `context`: those of one full context."""
+    keeps_all = any(group.lifetime.keeps_all for group in demand.groups)
+    most = []
+    for group, pages in zip(demand.groups, context, strict=True):
+        limit = MOST_SLOTS // cache.page_size
+        if keeps_all and not group.lifetime.keeps_all:
+            limit = min(limit, demand.max_num_seqs * pages)
+        if not cache.kv_cache_bytes:
+            limit = min(limit, MOST_PAGES if demand.room.total else demand.max_num_seqs * pages)
+        most.append(max(limit, pages))
+    return most
+
+
+def _share(budget: int, demand: CacheDemand, least: Sequence[int], most: Sequence[int]) -> tuple[int, ...]:
+    """`least` pages of each group, and equally many more of all groups that have not their `most` yet."""
+    pages, left = list(least), budget - demand.bytes_of(least)
+    while growing := [i for i, count in enumerate(pages) if count < most[i]]:
+        each = sum(demand.groups[i].bytes_per_page for i in growing)
+        more = min(left // each, *(most[i] - pages[i] for i in growing))
+        if not more:
+            break
+        for i in growing:
+            pages[i] += more
+        left -= more * each
+    return tuple(pages)
+
+
+def _longest(budget: int, demand: CacheDemand, page_size: int) -> int:
+    """The longest context, in whole pages, that the budget holds."""
+    low, high = 0, pages_of(demand.max_model_len, page_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = demand.bytes_of(demand.context_pages(middle * page_size, page_size)) <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * page_size
 
 
 def _budget(cache: CacheConfig, demand: CacheDemand) -> tuple[int, str]:

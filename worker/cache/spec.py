@@ -50,9 +50,21 @@ class PageLifetime:
     is_state: bool = False
     """The request holds one page, which its tokens overwrite."""
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a request keeps the pages of all its tokens."""
+        return not (self.window or self.is_state)
+
     def first_seen(self, position: int) -> int:
         """The first token that the query at `position` sees."""
         return max(0, position + 1 - self.window) if self.window else 0
+
+    def most_pages(self, num_tokens: int, page_size: int, step_tokens: int) -> int:
+        """The most pages that a request of `num_tokens` tokens holds at once, in steps of up to `step_tokens`."""
+        if self.is_state:
+            return 1
+        pages = -(-num_tokens // page_size)
+        return min(pages, -(-(self.window - 1 + step_tokens) // page_size) + 1) if self.window else pages
 
 
 ALL_TOKENS = PageLifetime()

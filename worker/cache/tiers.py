@@ -52,16 +52,21 @@ class PlainHostPages:
 
 
 class Tiers:
-    """The pages of a device and their second tier."""
+    """The pages of a device and their second tier, by cache group."""
 
-    def __init__(self, device: KVCache, host: HostPages) -> None:
-        self._device = device
-        self._host = host
-        self.num_host_pages = host.num_pages
+    def __init__(self, device: Sequence[KVCache], host: Sequence[HostPages]) -> None:
+        """One of each for every cache group; all groups have equally many host pages."""
+        self._groups = tuple(zip(device, host, strict=True))
+        self.num_host_pages = host[0].num_pages
 
     def copy(self, saves: Sequence[Copy], loads: Sequence[Copy]) -> None:
-        """Device → host, then host → device, each in its order, as seen by steps that are launched later."""
-        if saves:
-            self._host.save(self._device, saves)
-        if loads:
-            self._host.load(self._device, loads)
+        """Copies device → host, then host → device, each in its order, as seen by steps that are launched later."""
+        for group, (device, host) in enumerate(self._groups):
+            if own := _of_group(saves, group, len(self._groups)):
+                host.save(device, own)
+            if own := _of_group(loads, group, len(self._groups)):
+                host.load(device, own)
+
+
+def _of_group(copies: Sequence[Copy], group: int, num_groups: int) -> Sequence[Copy]:
+    return copies if num_groups == 1 else [copy for copy in copies if copy.group == group]

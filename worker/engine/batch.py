@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from allspan.protos.api.errors import ConfigError, InternalError
-from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
+from allspan.protos.api.errors import InternalError
 from allspan.worker.engine.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.rows import Ints, Longs, RowStates
@@ -19,7 +17,7 @@ from allspan.worker.sampling.result import Sampled
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.inputs import EmbeddingRows, GroupInputs, InputBuffers
+from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, group_name
 from allspan.worker.step.model import PageTiers
 from allspan.worker.step.shared_prefix import SharedPages
 
@@ -35,22 +33,16 @@ class Batch:
         sampler: Sampler,
         buffers: InputBuffers,
         tiers: PageTiers | None = None,
-        lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,),
         has_adapters: bool = False,
     ) -> None:
-        """`buffers` of the same sizes. `tiers` None: the pages of the device are all there are. `lifetimes`: of the
-        cache groups. Raises ConfigError for several where inputs are copied to a device."""
-        if len(lifetimes) > 1 and not buffers.is_shared:
-            raise ConfigError(
-                f"the model has {len(lifetimes)} cache groups, a device that copies step inputs takes 1: use the CPU"
-            )
-        self._lifetimes = tuple(lifetimes)
+        """`buffers` of the same sizes. `tiers` None: the pages of the device are all there are."""
+        self._lifetimes = sizes.lifetimes
         self._has_adapters = has_adapters
         self._page_size = sizes.page_size
         self._sampler = sampler
         self._tiers = tiers
         self.buffers = buffers
-        self._rows = RowStates(sizes, lifetimes)
+        self._rows = RowStates(sizes, sizes.lifetimes)
         self._shared = SharedPages(self._rows.tables[0], sizes.page_size) if buffers.wants_common else None
         self._parked: dict[bytes, Ints] = {}
         """Tokens of preempted requests."""
@@ -136,9 +128,9 @@ class Batch:
         values, logits = self._values(plan.step, rows, counts)
         if num_unknown:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
-        inputs = self.buffers.fill(values, common)
         if len(self._lifetimes) > 1:
-            inputs.groups = self._more_groups(rows, values)
+            values |= self._more_groups(rows, values)
+        inputs = self.buffers.fill(values, common)
         if self._has_adapters:
             inputs.adapters = torch.from_numpy(np.repeat(state.adapters[rows], counts))
         if state.embeddings:
@@ -147,7 +139,7 @@ class Batch:
         step.drafted = tuple(row for row, _ in plan.drafts)
         state.num_computed[rows] += counts
         state.num_tokens[logits.sampling] += 1
-        is_plain = self.buffers.is_shared and len(self._lifetimes) == 1 and inputs.embeddings is None
+        is_plain = self.buffers.is_shared and inputs.embeddings is None
         if is_plain and logits.targets is None and len(rows) == len(values["ids"]) == len(logits.rows):
             room = self._page_size - 1 - int((values["positions"] % self._page_size).max())
             self._decodes = DecodeRun(plan.runs, step, room)
@@ -252,21 +244,21 @@ class Batch:
             for group, lifetime in enumerate(self._lifetimes)
         )
 
-    def _more_groups(self, rows: Longs, values: dict[str, NDArray[Any]]) -> tuple[GroupInputs, ...]:
-        """Slots and page tables of the cache groups behind the first, for the same tokens."""
+    def _more_groups(self, rows: Longs, values: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Slots and page tables of the cache groups behind the first, for the same tokens, by name."""
         token_rows = np.repeat(rows, np.diff(values["qo_indptr"]))
         page_rows = np.repeat(rows, np.diff(values["page_indptr"]))
         pages, offsets = np.divmod(values["positions"], self._page_size)
-        groups = []
-        for lifetime, table in zip(self._lifetimes[1:], self._rows.tables[1:], strict=True):
+        places = _nth(values["page_indptr"])
+        more: dict[str, NDArray[Any]] = {}
+        for group, (lifetime, table) in enumerate(zip(self._lifetimes[1:], self._rows.tables[1:], strict=True), 1):
+            slots, indices = group_name("slots", group), group_name("page_indices", group)
             if lifetime.is_state:
-                slots, indices, indptr = table[token_rows, 0], table[rows, 0], np.arange(len(rows) + 1)
+                more |= {slots: table[token_rows, 0], indices: table[rows, 0]}
+                more[group_name("page_indptr", group)] = np.arange(len(rows) + 1)
             else:
-                slots = table[token_rows, pages] * self._page_size + offsets
-                indices, indptr = table[page_rows, _nth(values["page_indptr"])], values["page_indptr"]
-            tensors = (torch.from_numpy(each.astype(np.int32, copy=False)) for each in (slots, indptr, indices))
-            groups.append(GroupInputs(*tensors))
-        return tuple(groups)
+                more |= {slots: table[token_rows, pages] * self._page_size + offsets, indices: table[page_rows, places]}
+        return more
 
     def _choose_logits(
         self, rows: Longs, token_rows: Longs, positions: Longs, qo_indptr: Longs

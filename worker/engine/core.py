@@ -79,9 +79,8 @@ class EngineCore:
             parts.sampling,
             MaskMaker(config.parallel.cpus),
         )
-        lifetimes, has_adapters = [each.lifetime for each in self.limits.groups()], model.row_inputs.num_adapters > 0
-        sizes = batch_sizes(config, model.max_model_len)
-        self._batch = Batch(sizes, sampler, parts.inputs, tiers, lifetimes, has_adapters)
+        sizes = batch_sizes(config, model.max_model_len, [group.lifetime for group in self.limits.groups()])
+        self._batch = Batch(sizes, sampler, parts.inputs, tiers, has_adapters=model.row_inputs.num_adapters > 0)
         depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
         runner, lookahead = Runner(model, sampler, self._batch), Lookahead(depth, sampler.samples_ahead)
         self._loop = StepLoop(runner, self._inbox, self._operate, channel, epoch, depth)

@@ -4,7 +4,7 @@ a cluster and for `Engine`."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from allspan.protos.config.config_json import check, settled
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
 from allspan.protos.text.model_defaults import generation_defaults
 from allspan.worker.backend.table import open_backend
-from allspan.worker.cache.budget import CacheDemand, check_weights_fit, num_kv_pages
+from allspan.worker.cache.budget import CacheDemand, check_weights_fit, group_demands, num_kv_pages
+from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
@@ -23,6 +24,7 @@ from allspan.worker.load.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.step.backend import Backend, StepParts
 from allspan.worker.step.buffer_sizes import batch_sizes, most_logits_rows
@@ -69,34 +71,37 @@ def load_engine(
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     await_others()
-    sizes = batch_sizes(config, loaded.max_model_len)
+    sizes = batch_sizes(config, loaded.max_model_len, [group.lifetime for group in loaded.cache_groups])
     width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
     sampling = backend.sampling(most.max_num_seqs, width, ops)
     step_bytes = backend.warm_up(loaded, sizes, sampling)
     await_others()  # what a rank takes for that is not there for good
     host = _host_pages(config, backend, loaded, collectives)
     demand = CacheDemand(
-        bytes_per_page=loaded.cache_spec.bytes_per_page,
+        groups=group_demands(loaded.cache_groups),
         max_model_len=loaded.max_model_len,
         max_num_seqs=most.max_num_seqs,
         room=backend.room(config.parallel.cpus),
         ranks=ranks_on_node,
         step_bytes=step_bytes,
+        max_step_tokens=most.max_num_batched_tokens,
     )
-    num_pages = agreed_pages(config, demand, collectives)
-    kv = backend.page_store(loaded.cache_spec, num_pages)
-    loaded.bind_cache(kv)
+    counts = agreed_pages(config, demand, collectives)
+    kv = [backend.page_store(group.spec, count) for group, count in zip(loaded.cache_groups, counts, strict=True)]
+    loaded.bind_cache(*kv)
     eos = ends_of(model, loaded.spec)
     parts = StepParts(backend.step_inputs(sizes, loaded), sampling)
-    core = EngineCore(config, loaded, num_pages, collectives, parts, channel, eos, Tiers(kv, host) if host else None)
+    groups, tiers = _group_limits(loaded.cache_groups, counts, host), Tiers(kv, host) if host else None
+    core = EngineCore(config, loaded, groups, collectives, parts, channel, eos, tiers)
     records = collectives.capabilities.is_capturable and not model.enforce_eager
     steps = backend.steps(loaded, parts.inputs if records else None, host, core.loop_progress.beat)
     if steps is not None:
         steps.capture()
-    pages = [*kv.keys, *kv.values, *(host.tensors if host else ())]
+    pages = [tensor for cache in kv for tensor in (*cache.keys, *cache.values)]
+    pages += [tensor for tier in host for tensor in tier.tensors]
     weights = Weights(loaded, model, cache, collectives, pages, await_others, steps)
     core.operations.on_operation = _on_operation(core, loaded, weights)
-    return LoadedEngine(core, loaded, weights, eos, kv.num_bytes, time.monotonic() - started)
+    return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
 
 
 def ends_of(model: ModelConfig, spec: ModelSpec) -> tuple[int, ...]:
@@ -123,31 +128,43 @@ def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[
     return operate
 
 
-def _host_pages(config: WorkerConfig, backend: Backend, model: Model, collectives: Collectives) -> HostPages | None:
-    """The second tier, of as many pages as every rank has bytes for. Raises ConfigError for less than one page, and for
-    more memory than there is."""
+def _group_limits(
+    groups: Sequence[CacheGroup], counts: Sequence[int], host: Sequence[HostPages]
+) -> tuple[GroupLimits, ...]:
+    """What the scheduler knows of the cache groups; `counts`: pages of each."""
+    num_host_pages = host[0].num_pages if host else 0
+    return tuple(
+        GroupLimits(count, group.lifetime, num_host_pages) for group, count in zip(groups, counts, strict=True)
+    )
+
+
+def _host_pages(config: WorkerConfig, backend: Backend, model: Model, collectives: Collectives) -> list[HostPages]:
+    """The second tier of each cache group, of equally many pages, as many as every rank has bytes for; empty where none
+    is asked for. Raises ConfigError for less than one page of each, and for more memory than there is."""
     budget = config.cache.host_kv_cache_bytes
     if not budget or not config.cache.enable_prefix_caching:
-        return None
-    page_bytes = model.cache_spec.bytes_per_page
-    pages = min(everyones(budget // page_bytes, collectives))
+        return []
+    page_bytes = sum(group.spec.bytes_per_page for group in model.cache_groups)
+    pages = min(count for (count,) in everyones([budget // page_bytes], collectives))
     if pages == 0:
         raise ConfigError(
             f"host_kv_cache_bytes is {budget}, must be at least a page's ({page_bytes} bytes on this rank), or 0"
         )
-    return backend.host_pages(model.cache_spec, pages, config.parallel.cpus)
+    return [backend.host_pages(group.spec, pages, config.parallel.cpus) for group in model.cache_groups]
 
 
-def everyones(value: int, collectives: Collectives) -> list[int]:
-    """Every rank's value, in rank order; int32."""
-    mine = torch.tensor([[min(value, 2**31 - 1)]], dtype=torch.int32)
-    everyone = torch.empty((collectives.size, 1), dtype=torch.int32)
+def everyones(values: Sequence[int], collectives: Collectives) -> list[list[int]]:
+    """Every rank's values, in rank order; int32."""
+    mine = torch.tensor([[min(value, 2**31 - 1) for value in values]], dtype=torch.int32)
+    everyone = torch.empty((collectives.size, len(values)), dtype=torch.int32)
     collectives.all_gather_rows(mine, everyone)
-    return [int(count) for count in everyone[:, 0].tolist()]
+    found: list[list[int]] = everyone.tolist()
+    return found
 
 
-def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collectives) -> int:
-    """The smallest of the ranks' page counts, since one page number means the same page on each of them.
+def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collectives) -> tuple[int, ...]:
+    """The smallest of the ranks' page counts in each cache group, since one page number means the same page on each of
+    them.
 
     A rank for which not even one context fits raises its own ConfigError, and its peers one that names it.
     """
@@ -155,10 +172,11 @@ def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collect
     try:
         pages = num_kv_pages(config.cache, demand)
     except ConfigError as error:
-        failure, pages = error, 0
+        failure, pages = error, (0,) * len(demand.groups)
     counts = everyones(pages, collectives)
     if failure is not None:
         raise failure
-    if 0 in counts:
-        raise ConfigError(f"the KV cache does not fit on rank {counts.index(0)}; its own message has the numbers")
-    return min(counts)
+    for rank, of_rank in enumerate(counts):
+        if 0 in of_rank:
+            raise ConfigError(f"the KV cache does not fit on rank {rank}; its own message has the numbers")
+    return tuple(map(min, zip(*counts, strict=True)))

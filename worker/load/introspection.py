@@ -61,7 +61,7 @@ class Inspection:
             "max_model_len": self._model.max_model_len,
             "parameters": _parameters(holding),
             "spec": spec_json(spec),
-            "cache": asdict(self._model.cache_spec),
+            "cache": [asdict(group) for group in self._model.cache_groups],
             "ranks": [_part(part) for part in parts],
         }
 

@@ -15,7 +15,7 @@ from allspan.kernels.packing import Packer
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfig
 from allspan.worker.backend.table import open_backend
-from allspan.worker.cache.spec import ITEM_BITS, CacheGroup, CacheSpec
+from allspan.worker.cache.spec import ITEM_BITS, CacheGroup
 from allspan.worker.load.converted import ConvertedWeights
 from allspan.worker.load.registry import ModelSource, find_model
 from allspan.worker.models.holding import Holding, Progress
@@ -26,7 +26,6 @@ from allspan.worker.models.layout import (
     expected_shapes,
     foreign_tensors,
     layout,
-    only_group,
 )
 from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import Vector
@@ -66,16 +65,11 @@ class Prepared:
         return self.holding.num_bytes
 
     @property
-    def cache_spec(self) -> CacheSpec:
-        """See `allspan.worker.models.layout.only_group`."""
-        return only_group(self.cache_groups)
-
-    @property
     def kernel_needs(self) -> KernelNeeds:
         """What the model asks of a device's kernels."""
         blocks = {(block.heads, block.kv_heads) for block in (layer.attention for layer in self.source.spec.layers)}
         heads = tuple((own.unit, -(-own.count // kv.count)) for own, kv in blocks)
-        return KernelNeeds(str(self.held["dtype"]), self.cache_spec.dtype, heads)
+        return KernelNeeds(str(self.held["dtype"]), self.cache_groups[0].spec.dtype, heads)
 
 
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from allspan.protos.api.errors import ConfigError
-from allspan.worker.cache.spec import CacheGroup, CacheSpec
+from allspan.worker.cache.spec import CacheGroup, CacheSpec, PageLifetime
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Table, Vector, tensors_of
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.spec import ModelSpec, NormSpec
@@ -101,11 +101,13 @@ def expected_shapes(spec: ModelSpec, weights: WeightMap, naming: str) -> dict[st
 
 
 def groups_of(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """Layers whose pages are alike and are held equally long, by the first of each."""
-    groups: dict[object, list[int]] = {}
+    """Layers whose pages are alike and are held equally long: those that keep all tokens first, then by their numbers.
+    The first group is the one whose shared pages a device may read once for several requests."""
+    groups: dict[tuple[Axis, PageLifetime], list[int]] = {}
     for number, layer in enumerate(spec.layers):
         groups.setdefault((layer.attention.kv_heads, layer.attention.lifetime), []).append(number)
-    return tuple(map(tuple, groups.values()))
+    ordered = sorted(groups, key=lambda key: not key[1].keeps_all)
+    return tuple(tuple(groups[key]) for key in ordered)
 
 
 def cache_groups(spec: ModelSpec, shard: Shard, page_size: int, dtype: str) -> tuple[CacheGroup, ...]:
@@ -117,14 +119,6 @@ def cache_groups(spec: ModelSpec, shard: Shard, page_size: int, dtype: str) -> t
         pages = CacheSpec(page_size, len(layers), len(shard.units(heads)), heads.unit, dtype)
         made.append(CacheGroup(pages, layers, block.lifetime))
     return tuple(made)
-
-
-def only_group(groups: Sequence[CacheGroup]) -> CacheSpec:
-    """The pages of a model with one cache group. ConfigError for several."""
-    if len(groups) > 1:
-        layers = "; ".join(f"layers {', '.join(map(str, group.layers))}" for group in groups)
-        raise ConfigError(f"the model has {len(groups)} cache groups ({layers}): the engine serves models with 1")
-    return groups[0].spec
 
 
 def check_ranks(spec: ModelSpec, size: int) -> None:

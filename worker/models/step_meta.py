@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allspan.kernels.ops import OpSet
 from allspan.worker.cache.spec import CacheSpec
@@ -22,7 +22,9 @@ class MetaContext:
     ops: OpSet
 
     def attention(self, heads: AttentionHeads) -> StepMetadata:
-        """The metadata of attention blocks with these heads."""
+        """The metadata of attention blocks with these heads. No request outgrows a window of the whole context."""
+        if heads.window >= self.limits.max_model_len:
+            heads = replace(heads, window=0)
         return self.backend.step_metadata(heads, self.cache, self.limits, self.ops)
 
 

@@ -14,6 +14,7 @@ from allspan.worker.models.spec import Norms, NormSpec
 from allspan.worker.models.step_meta import MakeMeta
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
 from allspan.worker.quant.base import Epilogue
+from allspan.worker.step.inputs import group_name
 
 MakeConstant = Callable[[int], Tensor]
 """From the most positions of a request to a tensor."""
@@ -76,7 +77,7 @@ class Sublayer:
     @property
     def slots(self) -> Slot:
         """int32 [n]: where each token's keys and values go in the pages of the layer's cache group."""
-        return self.program.input(slots_name(self._group))
+        return self.program.input(group_name("slots", self._group))
 
     def piece(self, name: str) -> Linear:
         """A linear layer of the block."""
@@ -195,8 +196,3 @@ class StreamBuilder:
         if self.is_pending:
             self.program.op("add", stream.x, stream.residual)
             self.is_pending = False
-
-
-def slots_name(group: int) -> str:
-    """The step input with the slots of a cache group."""
-    return f"slots.{group}" if group else "slots"

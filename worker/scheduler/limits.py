@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.api.prompts import check_ids, check_length
 from allspan.protos.config.settings import WorkerConfig
-from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.buffer_sizes import most_logits_rows
@@ -23,13 +22,8 @@ class GroupLimits:
     num_host_pages: int = 0
 
     def most_pages(self, num_tokens: int, page_size: int, step_tokens: int) -> int:
-        """The most pages that a request of `num_tokens` tokens holds at once, in steps of up to `step_tokens`."""
-        if self.lifetime.is_state:
-            return 1
-        pages = pages_of(num_tokens, page_size)
-        if self.lifetime.window:
-            return min(pages, pages_of(self.lifetime.window - 1 + step_tokens, page_size) + 1)
-        return pages
+        """See `PageLifetime.most_pages`."""
+        return self.lifetime.most_pages(num_tokens, page_size, step_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class PageGroup:
     @property
     def keeps_all(self) -> bool:
         """Whether a request needs all of its beginning."""
-        return not (self._lifetime.window or self._lifetime.is_state)
+        return self._lifetime.keeps_all
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[int, bool] | None]:
         """Where the pages of these keys are cached; up to the first that is not, where all are needed."""

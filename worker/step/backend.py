@@ -157,10 +157,11 @@ class Backend(Protocol):
         """The kernels that sample `max_rows` requests from logits of `width` columns."""
 
     def page_store(self, spec: CacheSpec, num_pages: int) -> KVCache:
-        """The pages of a KV cache. Raises ConfigError when the memory cannot be had."""
+        """The pages of one cache group. Raises ConfigError when the memory cannot be had."""
 
     def host_pages(self, spec: CacheSpec, num_pages: int, cpus: Sequence[int]) -> HostPages:
-        """The second tier of those pages, in host memory. Raises ConfigError when the memory cannot be had."""
+        """The second tier of one cache group's pages, in host memory. Raises ConfigError when the memory cannot be
+        had."""
 
     def collectives(
         self, host: Collectives, share: Share, timeout_s: float, on_several_hosts: Callable[[], bool]
@@ -173,7 +174,8 @@ class Backend(Protocol):
         buffers that are there. Every rank calls it at once."""
 
     def steps(
-        self, model: DeviceModel, inputs: InputBuffers | None, host: HostPages | None, beat: Callable[[], None]
+        self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
     ) -> DeviceSteps | None:
         """The steps of the engine: those that `inputs` makes are to be recorded (None: none is), and `beat` is called
-        after each. None: a step is over when `forward` returns, and nothing is recorded."""
+        after each. `host`: the second tier of each cache group, if there is one. Returns None where a step is over when
+        `forward` returns, and nothing is recorded."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.protos.config.settings import WorkerConfig
+from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 
 LOGITS_ROWS = 64
 """A step may have this many rows of logits, however few requests run."""
@@ -32,6 +34,8 @@ class BatchSizes:
     page_size: int
     max_logits_rows: int
     """Of a step."""
+    lifetimes: tuple[PageLifetime, ...] = (ALL_TOKENS,)
+    """By cache group."""
 
 
 def most_logits_rows(max_num_seqs: int) -> int:
@@ -39,8 +43,11 @@ def most_logits_rows(max_num_seqs: int) -> int:
     return max(max_num_seqs, LOGITS_ROWS)
 
 
-def batch_sizes(config: WorkerConfig, max_model_len: int) -> BatchSizes:
-    """Returns the sizes of a step of an engine with this configuration."""
+def batch_sizes(
+    config: WorkerConfig, max_model_len: int, lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,)
+) -> BatchSizes:
+    """Returns the sizes of a step of an engine with this configuration; `lifetimes` are those of the model's cache
+    groups."""
     most = config.scheduler
-    rows = most_logits_rows(most.max_num_seqs)
-    return BatchSizes(most.max_num_seqs, most.max_num_batched_tokens, max_model_len, config.cache.page_size, rows)
+    rows, page_size = most_logits_rows(most.max_num_seqs), config.cache.page_size
+    return BatchSizes(most.max_num_seqs, most.max_num_batched_tokens, max_model_len, page_size, rows, tuple(lifetimes))

@@ -114,11 +114,19 @@ class StepInputs:
     """None: all tokens are given by their ids."""
 
     def of_group(self, group: int) -> StepInputs:
-        """The step as the layers of a cache group see it."""
+        """The step as the layers of a cache group see it; only the first group's pages are read once for several
+        requests."""
         if not group:
             return self
         own = self.groups[group - 1]
-        return replace(self, slots=own.slots, page_indptr=own.page_indptr, page_indices=own.page_indices, groups=())
+        return replace(
+            self,
+            slots=own.slots,
+            page_indptr=own.page_indptr,
+            page_indices=own.page_indices,
+            shared=None,
+            groups=(),
+        )
 
     @property
     def place(self) -> tuple[int, bool, bool]:
@@ -147,6 +155,28 @@ class InputBuffers(Protocol):
 
     def advance(self, tokens: Ints) -> None:
         """The same rows again, each with the next token, in the page that it is in; only where `is_shared`."""
+
+
+def group_name(name: str, group: int) -> str:
+    """The name of a step input of a cache group: the first group's have none of their own."""
+    return f"{name}.{group}" if group else name
+
+
+def with_groups(values: dict[str, Any], num_groups: int) -> StepInputs:
+    """The inputs of these fields, with those of the cache groups behind the first by their names. A group's requests
+    have as many pages as the first one's unless it has a `page_indptr` of its own."""
+    if num_groups == 1:
+        return StepInputs(**values)
+    indptr = values["page_indptr"]
+    groups = tuple(
+        GroupInputs(
+            values.pop(group_name("slots", group)),
+            values.pop(group_name("page_indptr", group), indptr),
+            values.pop(group_name("page_indices", group)),
+        )
+        for group in range(1, num_groups)
+    )
+    return StepInputs(**values, groups=groups)
 
 
 def take_ids(inputs: StepInputs, tokens: Tensor, count: int) -> None:

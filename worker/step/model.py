@@ -9,7 +9,7 @@ from torch import Tensor
 
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.page_pool import Copy
-from allspan.worker.cache.spec import CacheSpec
+from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.step.inputs import StepInputs, StepMetadata
 from allspan.worker.step.row_inputs import RowInputs
 
@@ -46,14 +46,14 @@ class DeviceModel(StepModel, Protocol):
     """A model to its device's backend."""
 
     @property
-    def cache_spec(self) -> CacheSpec: ...
+    def cache_groups(self) -> tuple[CacheGroup, ...]: ...
 
     @property
-    def step_metadata(self) -> StepMetadata:
-        """What the backend made for the model's attention."""
+    def step_metadata(self) -> tuple[StepMetadata, ...]:
+        """What the backend made for the model's attention blocks, those of the first cache group first."""
 
-    def bind_cache(self, kv: KVCache) -> None:
-        """Uses these pages from now on."""
+    def bind_cache(self, *caches: KVCache) -> None:
+        """Uses these pages from now on, one cache for each of `cache_groups`."""
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """Records the forward pass of a step that is all padding; later steps in its place are replayed."""

@@ -22,7 +22,7 @@ from allspan.protos.api.errors import AllspanError, ConfigError
 from allspan.protos.config.config_json import from_json, settled
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.backend.table import open_backend
-from allspan.worker.cache.budget import CacheDemand, Room, num_kv_pages, pages_of
+from allspan.worker.cache.budget import CacheDemand, GroupDemand, Room, group_demands, num_kv_pages, pages_of
 from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.layout import layer_pieces
@@ -41,6 +41,7 @@ class RankMemory:
     rank: int
     weight_bytes: int
     kv_bytes_per_page: int
+    """Of one page of each cache group."""
     kv_bytes: int
     host_kv_bytes: int = 0
     step_bytes: int = 0
@@ -59,7 +60,9 @@ class MemoryPlan:
     max_model_len: int
     largest_model_len: int
     num_pages: int
+    """Of the first cache group, which holds all tokens if any group does."""
     host_pages: int
+    """Of each cache group."""
     available_bytes: int
     refusal: str
     ranks: tuple[RankMemory, ...]
@@ -72,21 +75,23 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     """
     prepared = [prepare(config.model, config.cache, rank, num_ranks) for rank in range(num_ranks)]
     first = prepared[0]
-    widest = max(rank.cache_spec.bytes_per_page for rank in prepared)
+    page_bytes = [sum(group.spec.bytes_per_page for group in rank.cache_groups) for rank in prepared]
+    widest, widest_groups = max(page_bytes), _widest(prepared)
     heaviest = max(rank.weight_bytes for rank in prepared)
     config = settled(config)
     step = max(step_bytes(rank, config) for rank in prepared)
     left = Room(max(0, available.available - (heaviest + step) * ranks_on_node), available.total)
     page_size, num_seqs = config.cache.page_size, config.scheduler.max_num_seqs
 
-    def pages(max_model_len: int) -> int:
-        demand = CacheDemand(widest, max_model_len, num_seqs, left, ranks_on_node)
+    def pages(max_model_len: int) -> tuple[int, ...]:
+        tokens = config.scheduler.max_num_batched_tokens
+        demand = CacheDemand(widest_groups, max_model_len, num_seqs, left, ranks_on_node, max_step_tokens=tokens)
         return num_kv_pages(config.cache, demand)
 
     try:
-        num_pages, refusal = pages(first.max_model_len), ""
+        counts, refusal = pages(first.max_model_len), ""
     except ConfigError as error:
-        num_pages, refusal = 0, error.message
+        counts, refusal = (0,) * len(widest_groups), error.message
     tiered = config.cache.host_kv_cache_bytes if config.cache.enable_prefix_caching else 0
     host_pages = tiered // widest
     if tiered and not host_pages:
@@ -98,7 +103,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
         page_size=page_size,
         max_model_len=first.max_model_len,
         largest_model_len=_largest(pages, first.source.spec.max_position_embeddings, page_size),
-        num_pages=num_pages,
+        num_pages=counts[0],
         host_pages=host_pages,
         available_bytes=available.available,
         refusal=refusal,
@@ -106,14 +111,22 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
             RankMemory(
                 rank=rank,
                 weight_bytes=each.weight_bytes,
-                kv_bytes_per_page=each.cache_spec.bytes_per_page,
-                kv_bytes=each.cache_spec.bytes_per_page * num_pages,
-                host_kv_bytes=each.cache_spec.bytes_per_page * host_pages,
+                kv_bytes_per_page=page_bytes[rank],
+                kv_bytes=sum(
+                    group.spec.bytes_per_page * count for group, count in zip(each.cache_groups, counts, strict=True)
+                ),
+                host_kv_bytes=page_bytes[rank] * host_pages,
                 step_bytes=step_bytes(each, config),
             )
             for rank, each in enumerate(prepared)
         ),
     )
+
+
+def _widest(prepared: Sequence[Prepared]) -> tuple[GroupDemand, ...]:
+    """Each cache group with the largest pages that a rank has of it."""
+    by_rank = [group_demands(rank.cache_groups) for rank in prepared]
+    return tuple(max(group, key=lambda each: each.bytes_per_page) for group in zip(*by_rank, strict=True))
 
 
 def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
@@ -142,12 +155,12 @@ def _described(spec: ModelSpec) -> dict[str, Any]:
     return spec_json(spec) | {"num_layers": len(spec.layers)} | heads
 
 
-def _largest(pages: Callable[[int], int], limit: int, page_size: int) -> int:
+def _largest(pages: Callable[[int], tuple[int, ...]], limit: int, page_size: int) -> int:
     """The longest context up to `limit` for which `pages` does not refuse; 0 if not even one page fits."""
 
     def fits(num_pages: int) -> bool:
         try:
-            return pages(min(num_pages * page_size, limit)) > 0
+            return min(pages(min(num_pages * page_size, limit))) > 0
         except ConfigError:
             return False
 

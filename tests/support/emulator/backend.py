@@ -48,7 +48,7 @@ class EmulatedBackend(CudaBackend):
         return PlainHostPages(KVCache(spec, num_pages))
 
     def steps(
-        self, model: DeviceModel, inputs: InputBuffers | None, host: HostPages | None, beat: Callable[[], None]
+        self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
     ) -> DeviceSteps | None:
         return None
 

@@ -6,58 +6,62 @@ import pytest
 
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import CacheConfig
-from allspan.worker.cache.budget import GPU_RESERVE, CacheDemand, Room, check_weights_fit, num_kv_pages
+from allspan.worker.cache.budget import GPU_RESERVE, CacheDemand, GroupDemand, Room, check_weights_fit, num_kv_pages
+from allspan.worker.cache.spec import PageLifetime
 
 MIB = 2**20
 
 
 def demand(available=64 * MIB, ranks=1, context=100, seqs=4, page=MIB // 16, total=0):
-    return CacheDemand(
-        bytes_per_page=page, max_model_len=context, max_num_seqs=seqs, room=Room(available, total), ranks=ranks
-    )
+    return CacheDemand((GroupDemand(page),), context, seqs, Room(available, total), ranks)
+
+
+def pages_of_one(cache, demand):
+    (pages,) = num_kv_pages(cache, demand)
+    return pages
 
 
 def test_a_quarter_of_the_node_is_shared_by_its_ranks():
-    assert num_kv_pages(CacheConfig(), demand(seqs=1000)) == 64 * 16 // 4
-    assert num_kv_pages(CacheConfig(), demand(seqs=1000, ranks=2)) == 64 * 16 // 8
+    assert pages_of_one(CacheConfig(), demand(seqs=1000)) == 64 * 16 // 4
+    assert pages_of_one(CacheConfig(), demand(seqs=1000, ranks=2)) == 64 * 16 // 8
 
 
 def test_no_more_is_taken_than_all_rows_can_fill():
-    assert num_kv_pages(CacheConfig(), demand(seqs=4, context=100)) == 4 * 4
+    assert pages_of_one(CacheConfig(), demand(seqs=4, context=100)) == 4 * 4
 
 
 def test_a_given_size_is_taken_as_it_is():
-    assert num_kv_pages(CacheConfig(kv_cache_bytes=10 * MIB + 5), demand(available=0)) == 160
+    assert pages_of_one(CacheConfig(kv_cache_bytes=10 * MIB + 5), demand(available=0)) == 160
 
 
 def test_every_place_in_the_cache_has_an_int32_number():
-    pages = num_kv_pages(CacheConfig(page_size=128, kv_cache_bytes=2**45), demand(page=2**12, available=2**46))
+    pages = pages_of_one(CacheConfig(page_size=128, kv_cache_bytes=2**45), demand(page=2**12, available=2**46))
     assert pages * 128 - 1 == 2**31 - 1
 
 
 def test_the_refusal_names_what_is_needed_and_the_longest_context_that_fits():
     with pytest.raises(ConfigError) as caught:
-        num_kv_pages(CacheConfig(), demand(available=2 * MIB, context=1000))
+        pages_of_one(CacheConfig(), demand(available=2 * MIB, context=1000))
     message = caught.value.message
     fits = int(re.search(r"max_model_len to at most (\d+)", message).group(1))
     needs = int(re.search(r"kv_cache_bytes to at least (\d+)", message).group(1))
-    assert num_kv_pages(CacheConfig(), demand(available=2 * MIB, context=fits)) >= 1
+    assert pages_of_one(CacheConfig(), demand(available=2 * MIB, context=fits)) >= 1
     with pytest.raises(ConfigError):
-        num_kv_pages(CacheConfig(), demand(available=2 * MIB, context=fits + 1))
-    num_kv_pages(CacheConfig(kv_cache_bytes=needs), demand(context=1000))
+        pages_of_one(CacheConfig(), demand(available=2 * MIB, context=fits + 1))
+    pages_of_one(CacheConfig(kv_cache_bytes=needs), demand(context=1000))
     with pytest.raises(ConfigError):
-        num_kv_pages(CacheConfig(kv_cache_bytes=needs - 1), demand(context=1000))
+        pages_of_one(CacheConfig(kv_cache_bytes=needs - 1), demand(context=1000))
 
 
 def test_more_than_the_node_has_is_refused_with_what_it_has():
     with pytest.raises(ConfigError, match=re.escape(f"64.00 MiB available: set it to at most {32 * MIB}")):
-        num_kv_pages(CacheConfig(kv_cache_bytes=33 * MIB), demand(ranks=2))
-    assert num_kv_pages(CacheConfig(kv_cache_bytes=32 * MIB), demand(ranks=2)) == 512
+        pages_of_one(CacheConfig(kv_cache_bytes=33 * MIB), demand(ranks=2))
+    assert pages_of_one(CacheConfig(kv_cache_bytes=32 * MIB), demand(ranks=2)) == 512
 
 
 def test_nothing_fits_when_not_even_a_page_does():
     with pytest.raises(ConfigError, match="kv_cache_bytes is 1: set kv_cache_bytes to at least"):
-        num_kv_pages(CacheConfig(kv_cache_bytes=1), demand())
+        pages_of_one(CacheConfig(kv_cache_bytes=1), demand())
 
 
 GIB = 2**30
@@ -66,18 +70,51 @@ GIB = 2**30
 def test_a_gpu_gives_what_its_share_leaves_beside_weights_and_a_reserve():
     on_gpu = demand(available=60 * GIB, total=80 * GIB, page=MIB)
     expected = (int(0.9 * 80 * GIB) - 20 * GIB - GPU_RESERVE) // MIB
-    assert num_kv_pages(CacheConfig(), on_gpu) == expected  # more than all rows can fill: the prefix cache's
-    assert num_kv_pages(CacheConfig(gpu_memory_utilization=0.5), on_gpu) == (20 * GIB - GPU_RESERVE) // MIB
+    assert pages_of_one(CacheConfig(), on_gpu) == expected  # more than all rows can fill: the prefix cache's
+    assert pages_of_one(CacheConfig(gpu_memory_utilization=0.5), on_gpu) == (20 * GIB - GPU_RESERVE) // MIB
     shared = demand(available=60 * GIB, total=80 * GIB, page=MIB, ranks=2)
-    assert num_kv_pages(CacheConfig(), shared) == (int(0.9 * 80 * GIB) - 20 * GIB - 2 * GPU_RESERVE) // MIB // 2
+    assert pages_of_one(CacheConfig(), shared) == (int(0.9 * 80 * GIB) - 20 * GIB - 2 * GPU_RESERVE) // MIB // 2
 
 
 def test_a_gpu_that_is_full_is_refused_with_the_numbers_and_the_ways_out():
     words = r"gpu_memory_utilization 0.9 of 80.00 GiB, less 79.00 GiB .* raise it, or end other.*kv_cache_bytes"
     with pytest.raises(ConfigError, match=words):
-        num_kv_pages(CacheConfig(), demand(available=GIB, total=80 * GIB))
+        pages_of_one(CacheConfig(), demand(available=GIB, total=80 * GIB))
     with pytest.raises(ConfigError, match=r"on the GPU, which has 1.00 GiB available: set it to at most 1073741824"):
-        num_kv_pages(CacheConfig(kv_cache_bytes=2 * GIB), demand(available=GIB, total=80 * GIB))
+        pages_of_one(CacheConfig(kv_cache_bytes=2 * GIB), demand(available=GIB, total=80 * GIB))
+
+
+def two_groups(available=64 * MIB, context=1000, seqs=4, window=100, step=60):
+    """Pages of 1 KiB for all tokens and of 3 KiB for those of a window, 16 tokens each."""
+    groups = GroupDemand(2**10), GroupDemand(3 * 2**10, PageLifetime(window))
+    return CacheDemand(groups, context, seqs, Room(available), max_step_tokens=step)
+
+
+def test_groups_get_the_pages_of_a_context_and_then_equally_many_more():
+    least = (63, 11)  # 1000 tokens; 99 of the window's and 60 of a step, wherever the first page begins
+    needed = 63 * 2**10 + 11 * 3 * 2**10
+    assert num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=needed), two_groups()) == least
+    assert num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=needed + 20 * 2**12), two_groups()) == (83, 31)
+
+
+def test_a_window_gets_no_more_than_all_rows_can_hold_beside_a_group_of_all_tokens():
+    assert num_kv_pages(CacheConfig(page_size=16), two_groups()) == (4 * 63, 4 * 11)
+    plenty = 2**20
+    assert num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=plenty), two_groups()) == (
+        (plenty - 44 * 3 * 2**10) // 2**10,
+        44,
+    )
+
+
+def test_the_longest_context_counts_the_pages_of_every_group():
+    budget = 100 * 2**10
+    with pytest.raises(ConfigError) as caught:
+        num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=budget), two_groups(context=4000))
+    fits = int(re.search(r"max_model_len to at most (\d+)", caught.value.message).group(1))
+    assert fits == (100 - 33) * 16
+    num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=budget), two_groups(context=fits))
+    with pytest.raises(ConfigError):
+        num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=budget), two_groups(context=fits + 1))
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read():

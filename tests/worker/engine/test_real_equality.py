@@ -54,7 +54,7 @@ def engine(folder, num_pages, host_pages=0, kv="float32", **settings):
         SchedulerConfig(**sizes),
     )
     probe = load_engine(config, op_set("cpu", 1), LocalCollectives())
-    page_bytes = probe.model.cache_spec.bytes_per_page
+    page_bytes = probe.model.cache_groups[0].spec.bytes_per_page
     cache = dataclasses.replace(
         config.cache, kv_cache_bytes=num_pages * page_bytes, host_kv_cache_bytes=host_pages * page_bytes
     )

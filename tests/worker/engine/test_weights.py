@@ -95,7 +95,7 @@ class Ranks:
         config = ModelConfig(path=str(self.folders[rank]), name="tiny")
         collectives = self.world.collectives[rank]
         model = load_model(config, collectives, op_set("reference"), 16, 16, cache=CACHE)
-        kv = KVCache(model.cache_spec, 8)
+        kv = KVCache(model.cache_groups[0].spec, 8)
         model.bind_cache(kv)
         pages = (*kv.keys, *kv.values)
         steps = self.steps[rank] if self.is_gpu else None

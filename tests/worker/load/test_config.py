@@ -100,24 +100,27 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
     assert spec.max_position_embeddings == 32768
 
 
-def test_a_sliding_window_cuts_the_context_and_says_so(tmp_path: Path) -> None:
-    mistral = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+def windows_of(folder: Path, values: dict[str, Any]) -> list[int]:
+    return [layer.attention.lifetime.window for layer in spec_of(folder, values).layers]
+
+
+def test_a_sliding_window_is_that_of_its_layers_and_leaves_the_context(tmp_path: Path) -> None:
+    mistral = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
     spec = spec_of(tmp_path, mistral | {"sliding_window": 4096})
-    assert spec.max_position_embeddings == 4096
-    assert "4096" in spec.notes[0]
-    assert "8192" in spec.notes[0]
-    with pytest.raises(ConfigError, match=r"max_model_len 8192 .*4096.*sliding-window"):
-        context_length(8192, spec)
+    assert (spec.max_position_embeddings, spec.notes) == (8192, ())
+    assert windows_of(tmp_path, mistral | {"sliding_window": 4096}) == [4096, 4096]
     for harmless in (None, 8192):
-        spec = spec_of(tmp_path, mistral | {"sliding_window": harmless})
-        assert (spec.max_position_embeddings, spec.notes) == (8192, ())
+        assert windows_of(tmp_path, mistral | {"sliding_window": harmless}) == [0, 0]
+    mixed = mistral | {"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"]}
+    assert windows_of(tmp_path, mixed) == [0, 4096]
 
 
 def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> None:
     qwen = LLAMA | {"model_type": "qwen2", "architectures": None, "sliding_window": 1024, "max_window_layers": 1}
-    assert spec_of(tmp_path, qwen).max_position_embeddings == 8192
-    assert spec_of(tmp_path, qwen | {"use_sliding_window": True}).max_position_embeddings == 1024
-    assert spec_of(tmp_path, qwen | {"use_sliding_window": True, "max_window_layers": 2}).notes == ()
+    qwen |= {"num_hidden_layers": 2}
+    assert windows_of(tmp_path, qwen) == [0, 0]
+    assert windows_of(tmp_path, qwen | {"use_sliding_window": True}) == [0, 1024]
+    assert windows_of(tmp_path, qwen | {"use_sliding_window": True, "max_window_layers": 2}) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_float16_is_refused_on_cpus_and_beside_pages_of_bfloat16(tmp_path: Path)
 
     def page_dtype(device: str, dtype: str, pages: str) -> str:
         config = ModelConfig(str(tmp_path), "tiny", device=device, dtype=dtype)
-        return prepare(config, CacheConfig(kv_cache_dtype=pages), 0, 1).cache_spec.dtype
+        return prepare(config, CacheConfig(kv_cache_dtype=pages), 0, 1).cache_groups[0].spec.dtype
 
     assert page_dtype("cuda", "auto", "auto") == page_dtype("cuda", "float16", "float16") == "float16"
     assert page_dtype("cuda", "auto", "int8") == "int8"

@@ -137,7 +137,7 @@ def test_unloaded_weights_come_back_from_the_path_with_what_lies_there_by_then(o
     model = load(out)
     first = {name: tensor.clone() for name, tensor in model.weights.items()}
     places = {name: tensor.data_ptr() for name, tensor in model.weights.items()}
-    kv = KVCache(model.cache_spec, 8)
+    kv = KVCache(model.cache_groups[0].spec, 8)
     model.bind_cache(kv)
     config = ModelConfig(path=str(out), name="tiny")
     weights = Weights(model, config, CacheConfig(page_size=16), LocalCollectives(), (*kv.keys, *kv.values))

@@ -143,7 +143,7 @@ def test_a_step_without_rows_of_logits_still_fills_the_cache(tmp_path: Path) -> 
     model = load(tmp_path)
     ids = prompt(20, 97)
     whole = prefill(model, [ids[:4]], 4)[0]
-    model.bind_cache(KVCache(model.cache_spec, 2))
+    model.bind_cache(KVCache(model.cache_groups[0].spec, 2))
     inputs = step_inputs([ids[:3]], [0], [[0, 1]], 16)
     inputs.logits_rows = inputs.logits_rows[:0]
     assert model.forward(inputs).shape == (0, 131)
@@ -159,7 +159,7 @@ def test_a_step_beyond_the_buffers_or_without_a_cache_is_an_internal_error(tmp_p
         model.forward(inputs)
     with pytest.raises(InternalError, match="a cache of"):
         model.bind_cache(KVCache(CacheSpec(32, 2, 3, 8, "float32"), 1))
-    model.bind_cache(KVCache(model.cache_spec, 1))
+    model.bind_cache(KVCache(model.cache_groups[0].spec, 1))
     with pytest.raises(InternalError, match="4 rows of tokens, the buffers hold 3"):
         model.forward(inputs)
 
@@ -169,7 +169,7 @@ def test_inputs_that_come_again_are_read_and_checked_again(tmp_path: Path, backe
     save_tiny(tmp_path, "llama")
     config, ids = ModelConfig(path=str(tmp_path), name="tiny"), prompt(6, 97)
     model = load_model(config, ThreadWorld(1).collectives[0], op_set(backend), 8, 4, cache=CacheConfig(page_size=16))
-    model.bind_cache(KVCache(model.cache_spec, 2))
+    model.bind_cache(KVCache(model.cache_groups[0].spec, 2))
     wanted = [model.forward(step_inputs([[token]], [i], [[0]], 16)).clone() for i, token in enumerate(ids)]
     inputs = step_inputs([[ids[0]]], [0], [[1]], 16)
     for i, token in enumerate(ids):

@@ -44,7 +44,7 @@ def test_planned_bytes_are_those_of_the_loaded_ranks(kv_cache_dtype: str, tmp_pa
         model = load_model(config.model, collectives, op_set("reference"), 8, 1, cache=config.cache)
         planned = plan.ranks[collectives.rank]
         assert planned.weight_bytes == model.weight_bytes
-        cache = KVCache(model.cache_spec, 3)
+        cache = KVCache(model.cache_groups[0].spec, 3)
         parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
         held = sum(tensor.nbytes for layers in parts for tensor in layers if tensor is not None)
         assert held == cache.num_bytes == 3 * planned.kv_bytes_per_page

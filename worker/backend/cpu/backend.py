@@ -88,6 +88,6 @@ class CpuBackend:
         return 0
 
     def steps(
-        self, model: DeviceModel, inputs: InputBuffers | None, host: HostPages | None, beat: Callable[[], None]
+        self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
     ) -> DeviceSteps | None:
         return None

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.inputs import StepInputs, group_name, with_groups
 
 Ints = NDArray[np.int32]
 
@@ -34,21 +34,31 @@ class StepBuffers:
             "page_indices": pages,
             "logits_rows": sizes.max_logits_rows,
         }
+        changing, tokens = [*_CHANGING], max(sizes.max_tokens, sizes.max_rows)
+        for group, lifetime in enumerate(sizes.lifetimes[1:], start=1):
+            slots, indptr, indices = (group_name(name, group) for name in ("slots", "page_indptr", "page_indices"))
+            if lifetime.is_state:  # a token's slot is its request's page at every step
+                lengths |= {slots: tokens, indptr: sizes.max_rows + 1, indices: sizes.max_rows}
+            else:
+                lengths[indices] = pages
+                changing.append(slots)
         self._device = device
+        self._num_groups = len(sizes.lifetimes)
         self.is_shared = device == _HOST
         self._tensors = {name: torch.zeros(length, dtype=torch.int32) for name, length in lengths.items()}
-        changing = torch.zeros((len(_CHANGING), max(sizes.max_tokens, sizes.max_rows)), dtype=torch.int32)
-        self._tensors |= zip(_CHANGING, changing, strict=True)
-        self._changing: Ints = changing.numpy()
+        rows = torch.zeros((len(changing), tokens), dtype=torch.int32)
+        self._tensors |= zip(changing, rows, strict=True)
+        self._changing: Ints = rows.numpy()
         self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
 
     def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
+        """See `allspan.worker.step.inputs.InputBuffers`."""
         views: dict[str, Any] = {}
         for name, value in values.items():
             self._arrays[name][: len(value)] = value
             view = self._tensors[name][: len(value)]
             views[name] = view if self.is_shared else view.to(self._device)
-        return StepInputs(**views)
+        return with_groups(views, self._num_groups)
 
     def advance(self, tokens: Ints) -> None:
         """The same rows again, each with the next token, in the page that it is in. In place, so that the views that

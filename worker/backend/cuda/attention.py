@@ -13,7 +13,7 @@ from allspan.kernels.cuda.attention.cascade import CascadeLevel, CascadeWorkspac
 from allspan.kernels.cuda.attention.cascade_rule import CascadeRule, tile_token
 from allspan.kernels.cuda.attention.decode import decode_workspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, Tiling
-from allspan.kernels.cuda.cache.pages import PageTable
+from allspan.kernels.cuda.cache.pages import PageTable, Scores
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.step.backend import AttentionHeads
 from allspan.worker.step.buffer_sizes import ModelLimits
@@ -29,14 +29,14 @@ class CudaMetadata:
         first_heads = np.searchsorted(np.asarray(heads.kv_head_of), np.arange(kv_heads + 1)).astype(np.int32)
         self._first_heads = torch.from_numpy(first_heads).to(device)
         self._group = int(np.diff(first_heads).max())
-        self._scale = heads.scale
+        self._scores = Scores(heads.scale, heads.window - 1)
         self._workspace = decode_workspace(most, kv_heads, dim, device)
         self.cascade_rule: CascadeRule | None = None
         """When the rows of a decode step read what they share as one; None: never."""
         self.plan_tiles: PlanTiles = Tiling(self._group)
         """Cuts the new tokens of a step on the host."""
         self._states: CascadeWorkspace | None = None
-        if limits.uses_cascades:
+        if limits.uses_cascades and not heads.window:
             self.cascade_rule = rule = _rule(heads, cache, limits, device)
             states = max((rule.parts(rows) * rows for rows in range(1, most + 1) if rule.may_pay(rows)), default=0)
             counts = len(heads.kv_head_of), kv_heads
@@ -50,7 +50,7 @@ class CudaMetadata:
             table = PageTable(shared.page_indptr, pages, shared.kv_lens, **heads)
             own = PageTable(shared.own_page_indptr, pages, shared.own_kv_lens, **heads)
             level = CascadeLevel(table, plan, rule.parts(count))
-            return StepAttention(own, None, self._scale, self._workspace, (level, self._states))
+            return StepAttention(own, None, self._scores, self._workspace, (level, self._states))
         decodes = prefills = None
         table = PageTable(inputs.page_indptr, pages, inputs.kv_lens, **heads)
         if inputs.decode_rows is not None:
@@ -59,7 +59,7 @@ class CudaMetadata:
             decodes = PageTable(inputs.page_indptr[: count + 1], pages, inputs.kv_lens[:count], **heads)
         if inputs.tiles is not None and len(inputs.tiles):
             prefills = table, PrefillPlan(inputs.tiles, inputs.qo_indptr, len(inputs.ids), self._group)
-        return StepAttention(decodes, prefills, self._scale, self._workspace)
+        return StepAttention(decodes, prefills, self._scores, self._workspace)
 
 
 def _rule(heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, device: torch.device) -> CascadeRule:

@@ -19,12 +19,12 @@ from allspan.worker.backend.cpu.attention import PagedMetadata
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.backend.cuda.attention import CudaMetadata
 from allspan.worker.backend.cuda.collectives import join_gpus
-from allspan.worker.backend.cuda.event_wait import Patience
+from allspan.worker.backend.cuda.event_wait import EventWaiter
 from allspan.worker.backend.cuda.graphs import CudaSteps
 from allspan.worker.backend.cuda.host_pages import HostPages as PinnedPages
 from allspan.worker.backend.cuda.sampling import DeviceSampling, device_sampling
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
-from allspan.worker.backend.cuda.streams import cuda_lanes, current_lane
+from allspan.worker.backend.cuda.streams import cuda_streams, current_stream
 from allspan.worker.backend.cuda.warmup import warm_up
 from allspan.worker.cache.available_memory import available_bytes
 from allspan.worker.cache.budget import Room
@@ -53,7 +53,7 @@ class CudaBackend:
     capabilities = Capabilities(tensors="cuda", has_own_memory=True, gives_memory_back=True, row_dtypes=_HALVES)
 
     def __init__(self, timeout_s: float = 30.0) -> None:
-        self._patience = Patience(timeout_s)
+        self._waiter = EventWaiter(timeout_s)
         self._device = torch.device(self.capabilities.tensors)
 
     def check(self) -> None:
@@ -101,16 +101,16 @@ class CudaBackend:
         return PagedMetadata(heads, self.capabilities.tensors)
 
     def step_inputs(self, sizes: BatchSizes, model: DeviceModel) -> InputBuffers:
-        metadata = model.step_metadata
+        metadata = model.step_metadata[0]  # attention blocks of one shape of heads (`kernels_for`) have the same tiles
         if not isinstance(metadata, CudaMetadata):
             return StepBuffers(sizes, self._device)
-        lane = current_lane() if self._device.type == "cuda" else None
+        stream = current_stream() if self._device.type == "cuda" else None
         rule = metadata.cascade_rule
-        return DeviceBuffers(sizes, self._device, metadata.plan_tiles, rule, lane, self._patience)
+        return DeviceBuffers(sizes, self._device, metadata.plan_tiles, rule, stream, self._waiter)
 
     def sampling(self, max_rows: int, width: int, ops: OpSet) -> Sampling:
-        device = device_sampling(self._device, max_rows, width, self._patience)
-        return Sampling(sampling_kernel(ops.runtime), device, self._patience.to_host)
+        device = device_sampling(self._device, max_rows, width, self._waiter)
+        return Sampling(sampling_kernel(ops.runtime), device, self._waiter.to_host)
 
     def page_store(self, spec: CacheSpec, num_pages: int) -> KVCache:
         return KVCache(spec, num_pages, self.capabilities.tensors)
@@ -125,7 +125,7 @@ class CudaBackend:
                 "available: set it lower"
             )
         modules.driver().prepare(variants_of(["cache.move_pages"], modules.gpu(self._device).capability))
-        host = PinnedPages(spec, num_pages, self.capabilities.tensors, cuda_lanes(), patience=self._patience)
+        host = PinnedPages(spec, num_pages, self.capabilities.tensors, cuda_streams(), waiter=self._waiter)
         host.pin()
         return host
 
@@ -141,9 +141,9 @@ class CudaBackend:
         return warm_up(model, self.step_inputs(sizes, model), sizes, self._device, launch)
 
     def steps(
-        self, model: DeviceModel, inputs: InputBuffers | None, host: HostPages | None, beat: Callable[[], None]
+        self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
     ) -> DeviceSteps | None:
-        return CudaSteps(model, inputs if isinstance(inputs, DeviceBuffers) else None, host, self._patience, beat)
+        return CudaSteps(model, inputs if isinstance(inputs, DeviceBuffers) else None, host, self._waiter, beat)
 
 
 def check_capability(dtype: str, capability: tuple[int, int]) -> None:

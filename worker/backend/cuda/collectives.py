@@ -12,7 +12,7 @@ from allspan.kernels.cuda.comm.all_reduce import MOST_RANKS, AllReduce, arena_pa
 from allspan.kernels.cuda.jit.modules import HALVES, is_noting
 from allspan.kernels.errors import BackendUnavailable
 from allspan.protos.api.errors import DeadlineExceeded
-from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
+from allspan.worker.backend.cuda.event_wait import DEFAULT_WAITER, EventWaiter
 from allspan.worker.backend.cuda.nccl import Nccl, open_nccl
 from allspan.worker.backend.cuda.staged import StagedCollectives
 from allspan.worker.parallel.base import Collectives, GroupCapabilities, ProgramOps
@@ -62,10 +62,10 @@ class GpuCollectives:
         direct: AllReduce | None,
         nccl: Nccl | None,
         arenas: Arenas | None,
-        patience: Patience = PATIENCE,
+        waiter: EventWaiter = DEFAULT_WAITER,
     ) -> None:
         self.name, self.rank, self.size = host.name, host.rank, host.size
-        self._host = StagedCollectives(host, patience)
+        self._host = StagedCollectives(host, waiter)
         self._direct, self._nccl, self._arenas = direct, nccl, arenas
         self._alone: AllReduce | None = None
         self.capabilities = GroupCapabilities(fused_norms=HALVES, is_capturable=direct is not None)
@@ -154,9 +154,9 @@ def join_gpus(
     if arenas is not None:
         direct = AllReduce(host.rank, arenas.addresses, "cuda", timeout_s)
         host.barrier()  # nobody sends before all are there
-        return GpuCollectives(host, direct, opened, arenas, Patience(timeout_s)), "ipc", ""
+        return GpuCollectives(host, direct, opened, arenas, EventWaiter(timeout_s)), "ipc", ""
     kind = "staged" if opened is None else "nccl"
-    return GpuCollectives(host, None, opened, None, Patience(timeout_s)), kind, why_not
+    return GpuCollectives(host, None, opened, None, EventWaiter(timeout_s)), kind, why_not
 
 
 def _open_arenas(host: Collectives, share: Share) -> tuple[Arenas | None, str]:

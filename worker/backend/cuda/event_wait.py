@@ -24,7 +24,7 @@ class Event(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class EventWaiter:
     """How long a rank waits for its GPU before it gives up."""
 
     timeout_s: float = 30.0
@@ -58,4 +58,4 @@ class Patience:
         self.wait(event)
 
 
-PATIENCE = Patience()
+DEFAULT_WAITER = EventWaiter()

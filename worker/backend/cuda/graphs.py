@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from allspan.worker.backend.cuda.event_wait import Patience
-from allspan.worker.backend.cuda.step_inputs import DeviceBuffers, chunk_buckets
+from allspan.worker.backend.cuda.event_wait import EventWaiter
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
+from allspan.worker.backend.cuda.step_layout import chunk_buckets
 from allspan.worker.cache.tiers import HostPages
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.model import DeviceModel, Recording
@@ -61,18 +62,18 @@ class CudaSteps:
         self,
         model: DeviceModel,
         inputs: DeviceBuffers | None,
-        host: HostPages | None,
-        patience: Patience,
+        host: Sequence[HostPages],
+        waiter: EventWaiter,
         beat: Callable[[], None],
     ) -> None:
         """`inputs` None: every step is launched op by op. `beat` is called after each step that was recorded."""
         self._model, self._inputs, self._host = model, inputs, host
-        self._patience, self._beat = patience, beat
+        self._waiter, self._beat = waiter, beat
 
     def drain(self) -> None:
-        self._patience.drain()
-        if self._host is not None:
-            self._host.drain()
+        self._waiter.drain()
+        for pages in self._host:
+            pages.drain()
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
@@ -92,7 +93,7 @@ class CudaSteps:
             "prompts of %d (to %d tokens) in %.1f s, %.2f GiB",
             len(buffers.buckets),
             buffers.buckets[-1],
-            len(buffers.shared_buckets),
+            len(buffers.shared_rows.buckets),
             len(buffers.chunks),
             buffers.chunks[-1],
             time.monotonic() - started,
@@ -105,5 +106,5 @@ def padded_steps(buffers: DeviceBuffers) -> Iterator[StepInputs]:
     for chunk in reversed(buffers.chunks):
         yield buffers.chunk_padding(chunk)
     for bucket in reversed(buffers.buckets):
-        for is_shared in (False, True) if bucket in buffers.shared_buckets else (False,):
+        for is_shared in (False, True) if bucket in buffers.shared_rows.buckets else (False,):
             yield buffers.padding(bucket, is_shared)

@@ -1,8 +1,8 @@
 """HostPages: the host tier of a GPU's pages. Copies go on beside the steps, which wait for no more than they read.
 
 The pages of one copy are gathered into a buffer on the device, by a kernel between two steps: from then on others may
-have them. From there they go to host memory on a lane of their own; and the other way round they come to a buffer on
-a third lane, and a kernel puts them into their places, for which the next step waits, but not the host.
+have them. From there they go to host memory on a stream of their own; and the other way round they come to a buffer on
+a third stream, and a kernel puts them into their places, for which the next step waits, but not the host.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from allspan.kernels.cuda.cache.move_pages import MOST_PAGES, gather_pages, scatter_pages
 from allspan.protos.api.errors import ConfigError, InternalError
-from allspan.worker.backend.cuda.event_wait import PATIENCE, Event, Patience
-from allspan.worker.backend.cuda.streams import Lanes
+from allspan.worker.backend.cuda.event_wait import DEFAULT_WAITER, Event, EventWaiter
+from allspan.worker.backend.cuda.streams import Streams
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import CacheSpec
@@ -63,15 +63,15 @@ class HostPages:
         spec: CacheSpec,
         num_pages: int,
         device: str,
-        lanes: Lanes,
+        streams: Streams,
         chunk_bytes: int = CHUNK_BYTES,
-        patience: Patience = PATIENCE,
+        waiter: EventWaiter = DEFAULT_WAITER,
     ) -> None:
         """The memory is not taken from others before it is written; see `pin`. Raises ConfigError when it cannot be
         had."""
         self.num_pages = num_pages
-        self._lanes = lanes
-        self._patience = patience
+        self._streams = streams
+        self._waiter = waiter
         page = spec.bytes_per_page
         try:
             self.memory = anonymous(num_pages * page).view(num_pages, page)
@@ -99,7 +99,7 @@ class HostPages:
 
     def save(self, device: KVCache, copies: Sequence[Copy]) -> None:
         """device → host, in this order; returns at once. Steps that are launched from now on may have the pages."""
-        steps, saves = self._lanes.steps, self._lanes.saves
+        steps, saves = self._streams.steps, self._streams.saves
         self._forget()
         for chunk in self._chunks(device, [(copy.source, copy.target) for copy in copies]):
             sources, targets = zip(*chunk, strict=True)
@@ -114,7 +114,7 @@ class HostPages:
 
     def load(self, device: KVCache, copies: Sequence[Copy]) -> None:
         """host → device, in this order; returns at once. Steps that are launched from now on find the pages."""
-        steps, loads = self._lanes.steps, self._lanes.loads
+        steps, loads = self._streams.steps, self._streams.loads
         self._forget()
         for chunk in self._chunks(device, [(copy.target, copy.source) for copy in copies]):
             targets, sources = zip(*chunk, strict=True)
@@ -135,8 +135,8 @@ class HostPages:
 
     def drain(self) -> None:
         """Waits for all copies. Raises DeadlineExceeded."""
-        self._patience.wait(self._lanes.saves.record())
-        self._patience.wait(self._lanes.loads.record())
+        self._waiter.wait(self._streams.saves.record())
+        self._waiter.wait(self._streams.loads.record())
 
     def _chunks(self, device: KVCache, pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """(device's page, host's page), as many at a time as a buffer holds, and none of the device's twice in one."""

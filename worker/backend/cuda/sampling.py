@@ -26,7 +26,7 @@ from allspan.kernels.cuda.sampling.likely_tokens import likely_tokens
 from allspan.kernels.cuda.sampling.sample_rows import Wanted, sample_rows
 from allspan.kernels.cuda.sampling.workspace import sampling_workspace
 from allspan.kernels.errors import BackendUnavailable
-from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
+from allspan.worker.backend.cuda.event_wait import DEFAULT_WAITER, EventWaiter
 from allspan.worker.sampling.grammar import mask_of
 from allspan.worker.sampling.kernel import Settings
 from allspan.worker.sampling.processor import DeviceChange
@@ -100,7 +100,7 @@ class DeviceStep:
     host: Tensor
     """Where they go, and what `likely_tokens` has found."""
     arrived: torch.cuda.Event | None
-    patience: Patience
+    waiter: EventWaiter
     counts: Rows
     changed: dict[int, int]
     """Rows of logits whose request changed them, and what they get when that has left no token."""
@@ -110,7 +110,7 @@ class DeviceStep:
         """Waits. int32 [m, 1]; or, where some of `counts` are not negative, with what `log_softmax_rows` adds.
         Raises DeadlineExceeded."""
         if self.arrived is not None:
-            self.patience.wait(self.arrived)
+            self.waiter.wait(self.arrived)
         m, flat = len(self.tokens), self.host.numpy()
         tokens: NDArray[np.int32] = flat[:m]
         for i in np.flatnonzero(tokens == ALL_MASKED).tolist():
@@ -140,7 +140,7 @@ class DeviceStep:
 
 
 def device_sampling(
-    device: torch.device, max_rows: int, width: int, patience: Patience = PATIENCE
+    device: torch.device, max_rows: int, width: int, waiter: EventWaiter = DEFAULT_WAITER
 ) -> DeviceSampling | None:
     """For logits of `width` columns. None where the host samples: without a GPU, and where kernels for it cannot be
     launched."""
@@ -151,7 +151,7 @@ def device_sampling(
     except BackendUnavailable as error:
         logging.getLogger(__name__).warning("logits are copied to the host to be sampled there: %s", error)
         return None
-    return DeviceSampling(max_rows, width, device, patience=patience)
+    return DeviceSampling(max_rows, width, device, waiter=waiter)
 
 
 class DeviceSampling:
@@ -163,12 +163,12 @@ class DeviceSampling:
         vocab_size: int,
         device: torch.device,
         workspace_options: dict[str, int] | None = None,
-        patience: Patience = PATIENCE,
+        waiter: EventWaiter = DEFAULT_WAITER,
     ) -> None:
         """`workspace_options`: of `sampling_workspace`. Raises BackendUnavailable at the first step
         without CuPy."""
         self._device = device
-        self._patience = patience
+        self._waiter = waiter
         self._vocab = vocab_size
         self._workspace = sampling_workspace(min(max_rows, _MOST_ROWS), vocab_size, device, **(workspace_options or {}))
         self._counts = _Table(vocab_size, torch.int32, device)
@@ -218,7 +218,7 @@ class DeviceSampling:
         ids = self._best(logits)
         values = logits.gather(1, ids.clamp(min=0).long()[:, None])
         pairs = torch.stack((ids, values[:, 0].view(torch.int32)), dim=1)
-        found: NDArray[np.int32] = self._patience.to_host(pairs).numpy()
+        found: NDArray[np.int32] = self._waiter.to_host(pairs).numpy()
         return found
 
     def _best(self, logits: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class DeviceSampling:
         if is_gpu:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return DeviceStep(room[:m], host, arrived, self._patience, counts, changed, self._vocab)
+        return DeviceStep(room[:m], host, arrived, self._waiter, counts, changed, self._vocab)
 
     def _note(self, counting: list[tuple[int, _Changed]], positions: Rows) -> None:
         """Counts the tokens before these positions: the last step's here, where the host may not know them yet."""

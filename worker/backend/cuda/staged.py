@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from allspan.worker.backend.cuda.event_wait import PATIENCE, Patience
+from allspan.worker.backend.cuda.event_wait import DEFAULT_WAITER, EventWaiter
 from allspan.worker.parallel.base import PLAIN, Collectives, ProgramOps
 
 
@@ -15,12 +15,12 @@ class StagedCollectives:
 
     capabilities = PLAIN
 
-    def __init__(self, inner: Collectives, patience: Patience = PATIENCE) -> None:
+    def __init__(self, inner: Collectives, waiter: EventWaiter = DEFAULT_WAITER) -> None:
         self.name = inner.name
         self.rank = inner.rank
         self.size = inner.size
         self._inner = inner
-        self._patience = patience
+        self._waiter = waiter
         self.program_ops: ProgramOps = {"all_reduce": self.all_reduce}
 
     def check(self) -> None:
@@ -28,18 +28,18 @@ class StagedCollectives:
 
     def all_reduce(self, x: Tensor) -> None:
         """Of 16-bit elements, too: their sum is rounded once."""
-        host = self._patience.to_host(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
+        host = self._waiter.to_host(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
         self._inner.all_reduce(host)
         x.copy_(host)
 
     def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
         host = out if out.is_cpu else torch.empty_like(out, device="cpu")
-        self._inner.exchange_rows(self._patience.to_host(x), widths, host)
+        self._inner.exchange_rows(self._waiter.to_host(x), widths, host)
         out.copy_(host)
 
     def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
         host = out if out.is_cpu else torch.empty_like(out, device="cpu")
-        self._inner.all_gather_rows(self._patience.to_host(x), host)
+        self._inner.all_gather_rows(self._waiter.to_host(x), host)
         out.copy_(host)
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""Lanes: queues of a GPU that go on beside each other, and marks by which one waits for another."""
+"""Streams: queues of a GPU that go on beside each other, and marks by which one waits for another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from allspan.worker.backend.cuda.event_wait import Event
 
 
-class Lane(Protocol):
+class Stream(Protocol):
     """What it is given is done in that order. No call waits."""
 
     def run(self, work: Callable[[], None]) -> None:
@@ -21,33 +21,33 @@ class Lane(Protocol):
         """Happens once all that has been given is done."""
 
     def wait(self, event: Event) -> None:
-        """What is given from now on waits for an event of another lane."""
+        """What is given from now on waits for an event of another stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class Streams:
     """Of one GPU."""
 
-    steps: Lane
+    steps: Stream
     """Those of the model."""
-    saves: Lane
+    saves: Stream
     """From the device to host memory."""
-    loads: Lane
+    loads: Stream
     """From host memory to the device."""
 
 
-def current_lane() -> Lane:
+def current_stream() -> Stream:
     """The stream that is current when it is used."""
-    return _CudaLane(None)
+    return _TorchStream(None)
 
 
-def cuda_lanes() -> Lanes:
+def cuda_streams() -> Streams:
     """The stream that is current when it is used, and two of their own."""
-    return Lanes(current_lane(), _CudaLane(torch.cuda.Stream()), _CudaLane(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+    return Streams(current_stream(), _TorchStream(torch.cuda.Stream()), _TorchStream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
-class _CudaLane:
+class _TorchStream:
     stream: Any
     """None: the current one."""
 

@@ -10,7 +10,8 @@ import torch
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.variants import variants_of
 from allspan.worker.backend.cuda.graphs import padded_steps
-from allspan.worker.backend.cuda.step_inputs import DeviceBuffers, chunk_buckets
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
+from allspan.worker.backend.cuda.step_layout import InputNames, chunk_buckets
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.step.buffer_sizes import BatchSizes
@@ -42,7 +43,7 @@ def warm_up(
         if launch_sampling is not None:
             launch_sampling()
         if isinstance(buffers, DeviceBuffers):
-            model.bind_cache(KVCache(model.cache_spec, 1, str(device)))
+            model.bind_cache(*(KVCache(group.spec, 1, str(device)) for group in model.cache_groups))
             steps = _steps(buffers, sizes)
             taken = _measure(device, lambda: [model.forward(inputs) for inputs in steps])
     wanted = list(kernels)
@@ -68,14 +69,14 @@ def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInpu
     rows = pages_of(tokens, sizes.max_model_len - 1)
     counts = np.sort(np.diff(np.linspace(0, tokens, rows + 1).astype(np.int64)))
     page_counts = -(-counts // sizes.page_size)
-    nothing = np.zeros(tokens, dtype=np.int64)
+    nothing, names = np.zeros(tokens, dtype=np.int64), InputNames(sizes.lifetimes)
     values = {
         "ids": nothing,
         "positions": nothing,
-        "slots": nothing - 1,
+        **dict.fromkeys(names.slots, nothing - 1),
         "qo_indptr": np.concatenate(([0], np.cumsum(counts))),
-        "page_indptr": np.concatenate(([0], np.cumsum(page_counts))),
-        "page_indices": np.zeros(int(page_counts.sum()), dtype=np.int64),
+        **dict.fromkeys(names.page_indptrs, np.concatenate(([0], np.cumsum(page_counts)))),
+        **dict.fromkeys(names.page_tables, np.zeros(int(page_counts.sum()), dtype=np.int64)),
         "kv_lens": counts,
         "logits_rows": np.zeros(rows, dtype=np.int64),
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
-from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
+from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table, mean_rotated
 from allspan.worker.step.backend import AttentionHeads
@@ -35,10 +35,12 @@ class Gqa:
     output_bias: bool = False
     qk_norm_eps: float = 0.0
     """With it an RMSNorm of each head of q and k, before the rotary embedding; 0: no norm."""
+    window: int = 0
+    """Tokens that a query sees, its own included; 0: all."""
 
     @property
     def lifetime(self) -> PageLifetime:
-        return ALL_TOKENS
+        return PageLifetime(self.window)
 
     @property
     def heads(self) -> Axis:
@@ -110,6 +112,7 @@ class Gqa:
             scale=self.scale or self.head_dim**-0.5,
             most_kv_heads=-(-self.num_kv_heads // shard.groups[TP].size),
             group=group,
+            window=self.window,
         )
 
     @property

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from allspan.worker.models.blocks.base import AttentionBlock, MlpBlock
+from allspan.worker.models.blocks.base import MlpBlock
 from allspan.worker.models.blocks.gated_mlp import GatedMlp
 from allspan.worker.models.blocks.gqa import Gqa
 from allspan.worker.models.families.foreign_config import ForeignConfig
@@ -56,10 +56,12 @@ def model_spec(
     )
 
 
-def alike(config: ForeignConfig, attention: AttentionBlock, mlp: MlpBlock) -> list[LayerSpec]:
-    """`num_hidden_layers` equal layers whose blocks have a norm before them."""
+def alike(config: ForeignConfig, attention: Gqa, mlp: MlpBlock, windows: Sequence[int] = ()) -> list[LayerSpec]:
+    """`num_hidden_layers` layers whose blocks have a norm before them, and which differ in nothing but their `windows`
+    (0: the layer sees all tokens; none given: all layers do)."""
     norms = Norms(read_norm(config))
-    return [LayerSpec(attention, mlp, norms, norms)] * config.size("num_hidden_layers")
+    kinds = {window: LayerSpec(replace(attention, window=window), mlp, norms, norms) for window in {0, *windows}}
+    return [kinds[window] for window in windows or [0] * config.size("num_hidden_layers")]
 
 
 def read_norm(config: ForeignConfig) -> NormSpec:
@@ -93,32 +95,27 @@ def read_gated_mlp(config: ForeignConfig, bias: bool = False) -> GatedMlp:
     return GatedMlp(config.size("intermediate_size"), bias)
 
 
-def read_context(config: ForeignConfig, rotary: RotarySpec, default: int, window: int = 0) -> Context:
-    """The model's context (`default` where the config gives none), cut to the sliding window of any of its layers: no
-    backend's attention has one yet."""
+def read_context(config: ForeignConfig, rotary: RotarySpec, default: int) -> Context:
+    """The model's context (`default` where the config gives none)."""
     tokens = config.size("max_position_embeddings", default)
     if rotary.kind == "yarn":
         tokens = max(tokens, int(rotary.factor * rotary.original_max_position_embeddings))
-    if not 0 < window < tokens:
-        return Context(tokens)
-    note = (
-        f"context cut from {tokens} to {window} tokens: the model's sliding-window attention beyond that is not "
-        "supported"
-    )
-    return Context(window, (note,))
+    return Context(tokens)
 
 
-def sliding_window(config: ForeignConfig, window: int) -> int:
-    """`window` if any layer attends through it, else 0. `layer_types`, where given, says which layers do."""
-    layers = config.get("layer_types")
-    if layers is None:
-        return window
-    if not isinstance(layers, list):
-        raise config.error(f"layer_types must be a list, got {layers!r}")
-    unknown = sorted({str(kind) for kind in layers} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise config.error(f"layer_types {unknown[0]!r} is not supported (supported: full_attention)")
-    return window if "sliding_attention" in layers else 0
+def read_windows(config: ForeignConfig, context: Context, window: int, first: int = 0) -> list[int]:
+    """The window of each layer, 0 where it sees all tokens, as it does with a window of the whole context.
+    `layer_types`, where given, says which layers have the window; else all from layer `first` on."""
+    count, kinds = config.size("num_hidden_layers"), config.get("layer_types")
+    window = window if window < context.tokens else 0
+    if kinds is None:
+        return [window if layer >= first else 0 for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise config.error(f"layer_types must be a list of num_hidden_layers ({count}) names, got {kinds!r}")
+    known = ("full_attention", "sliding_attention")
+    if unknown := sorted({str(kind) for kind in kinds} - {*known}):
+        raise config.error(f"layer_types {unknown[0]!r} is not supported (supported: {', '.join(known)})")
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
 def read_rotary(config: ForeignConfig, default_context: int, rotary_dim: int = 0, layer_kind: str = "") -> RotarySpec:

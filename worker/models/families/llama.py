@@ -10,6 +10,7 @@ from allspan.worker.models.families.common import (
     read_gated_mlp,
     read_gqa,
     read_rotary,
+    read_windows,
 )
 from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
@@ -22,8 +23,9 @@ def _read(config: ForeignConfig) -> ModelSpec:
     bias, rotary = config.flag("attention_bias"), read_rotary(config, _CONTEXT)
     attention = read_gqa(config, rotary, qkv_bias=bias, output_bias=bias)
     window = config.size("sliding_window") if config.get("sliding_window") else 0
-    layers = alike(config, attention, read_gated_mlp(config, config.flag("mlp_bias")))
-    return model_spec(config, "llama", layers, read_context(config, rotary, _CONTEXT, window))
+    mlp, context = read_gated_mlp(config, config.flag("mlp_bias")), read_context(config, rotary, _CONTEXT)
+    layers = alike(config, attention, mlp, read_windows(config, context, window))
+    return model_spec(config, "llama", layers, context)
 
 
 LLAMA = Family(

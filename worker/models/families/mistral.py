@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window, which the context is cut to."""
+"""Mistral: Llama with a sliding window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allspan.worker.models.families.common import (
     read_gated_mlp,
     read_gqa,
     read_rotary,
-    sliding_window,
+    read_windows,
 )
 from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
@@ -26,8 +26,9 @@ def _read(config: ForeignConfig) -> ModelSpec:
     is_off = config.has("sliding_window") and not config.get("sliding_window")
     window = 0 if is_off else config.size("sliding_window", _WINDOW)
     rotary = read_rotary(config, _CONTEXT)
-    layers = alike(config, read_gqa(config, rotary), read_gated_mlp(config))
-    context = read_context(config, rotary, _CONTEXT, sliding_window(config, window))
+    context = read_context(config, rotary, _CONTEXT)
+    windows = read_windows(config, context, window)
+    layers = alike(config, read_gqa(config, rotary), read_gated_mlp(config), windows)
     return model_spec(config, "mistral", layers, context)
 
 

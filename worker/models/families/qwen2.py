@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from allspan.worker.models.families.common import (
+    Context,
     Family,
     alike,
     model_spec,
@@ -10,7 +11,7 @@ from allspan.worker.models.families.common import (
     read_gated_mlp,
     read_gqa,
     read_rotary,
-    sliding_window,
+    read_windows,
 )
 from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
@@ -21,23 +22,21 @@ CONTEXT = 32768
 
 def _read(config: ForeignConfig) -> ModelSpec:
     rotary = read_rotary(config, CONTEXT)
-    layers = alike(config, read_gqa(config, rotary, qkv_bias=True), read_gated_mlp(config))
-    return model_spec(config, "qwen2", layers, read_context(config, rotary, CONTEXT, qwen_window(config)))
+    attention, context = read_gqa(config, rotary, qkv_bias=True), read_context(config, rotary, CONTEXT)
+    layers = alike(config, attention, read_gated_mlp(config), qwen_windows(config, context))
+    return model_spec(config, "qwen2", layers, context)
 
 
-def qwen_window(config: ForeignConfig) -> int:
-    """Qwen's window is off unless `use_sliding_window`, and then for the layers from `max_window_layers` on."""
-    if not config.flag("use_sliding_window"):
-        return 0
-    if config.has("sliding_window") and config.get("sliding_window") is None:
-        return 0
-    window = config.size("sliding_window", 4096)
-    if config.get("layer_types") is not None:
-        return sliding_window(config, window)
+def qwen_windows(config: ForeignConfig, context: Context) -> list[int]:
+    """The window of each layer: off unless `use_sliding_window`, and then for the layers from `max_window_layers`
+    on."""
+    is_off = config.has("sliding_window") and config.get("sliding_window") is None
+    if is_off or not config.flag("use_sliding_window"):
+        return read_windows(config, context, 0)
     first = config.get("max_window_layers")
-    if first is not None and not isinstance(first, int):
+    if first is not None and (isinstance(first, bool) or not isinstance(first, int)):
         raise config.error(f"max_window_layers must be an integer, got {first!r}")
-    return window if (28 if first is None else first) < config.size("num_hidden_layers") else 0
+    return read_windows(config, context, config.size("sliding_window", 4096), 28 if first is None else first)
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read, gguf_architectures=("qwen2",))

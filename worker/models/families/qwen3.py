@@ -13,7 +13,7 @@ from allspan.worker.models.families.common import (
     read_rotary,
 )
 from allspan.worker.models.families.foreign_config import ForeignConfig
-from allspan.worker.models.families.qwen2 import CONTEXT, qwen_window
+from allspan.worker.models.families.qwen2 import CONTEXT, qwen_windows
 from allspan.worker.models.spec import ModelSpec
 
 _HEAD_DIM = 128
@@ -23,8 +23,9 @@ _HEAD_DIM = 128
 def _read(config: ForeignConfig) -> ModelSpec:
     bias, rotary, eps = config.flag("attention_bias"), read_rotary(config, CONTEXT), read_norm(config).eps
     attention = read_gqa(config, rotary, _HEAD_DIM, qkv_bias=bias, output_bias=bias, qk_norm_eps=eps)
-    layers = alike(config, attention, read_gated_mlp(config))
-    return model_spec(config, "qwen3", layers, read_context(config, rotary, CONTEXT, qwen_window(config)))
+    context = read_context(config, rotary, CONTEXT)
+    layers = alike(config, attention, read_gated_mlp(config), qwen_windows(config, context))
+    return model_spec(config, "qwen3", layers, context)
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read, gguf_architectures=("qwen3",))

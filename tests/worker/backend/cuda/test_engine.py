@@ -82,6 +82,30 @@ def test_rows_that_share_a_prefix_decode_as_a_cascade(
             assert_likely(output.token_ids, one, reference)
 
 
+def test_layers_with_a_window_keep_its_pages_alone(
+    tmp_path: Path, on: dict[str, Any], were_shared: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cache groups, of which the one that keeps all tokens shares a prefix."""
+    monkeypatch.setattr(cascade_rule, "READ_AGAIN", 1e6)
+    monkeypatch.setattr(cascade_rule, "LAUNCHES", 0)
+    sizes = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    windows = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    reference = save_tiny(tmp_path / "model", "qwen3", torch.bfloat16, **sizes, **windows).float()
+    vocab = reference.config.vocab_size
+    prefix = prompt(53, vocab)
+    asked = [prefix + prompt(length, vocab, 1 + length) for length in (2, 27, 1)]
+    with Engine(tmp_path / "model", **on, **SETTINGS) as engine:
+        engine.generate([prefix], SamplingParams(max_tokens=1))
+        outputs = engine.generate(asked, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+        groups = [group.cache.device for group in engine._loaded.core._planner.scheduler.memory.groups]
+    assert any(were_shared)
+    assert [group.num_used for group in groups] == [0, 0]
+    assert groups[1].total < groups[0].total
+    for one, output in zip(asked, outputs, strict=True):
+        assert output.timings.cached_tokens == 48
+        assert_likely(output.token_ids, one, reference)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", ["auto", "int8"])
 @pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
@@ -153,7 +177,7 @@ def test_a_float16_checkpoint_is_computed_in_float16(pages: str, tmp_path: Path,
         model = engine._loaded.model
         assert model.holding.dtype is torch.float16
         assert {held.dtype for held in model.buffers} == {torch.float16, torch.float32}
-        assert model.cache_spec.dtype == ("float16" if pages == "auto" else pages)
+        assert model.cache_groups[0].spec.dtype == ("float16" if pages == "auto" else pages)
     for one, output in zip(asked, outputs, strict=True):
         assert_likely(output.token_ids, one, reference, 0.01 if pages == "auto" else 1.0)
 

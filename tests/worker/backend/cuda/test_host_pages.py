@@ -17,7 +17,7 @@ from allspan.kernels.cuda.cache.move_pages import gather_pages, scatter_pages
 from allspan.kernels.cuda.jit import modules
 from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cuda.host_pages import HostPages
-from allspan.worker.backend.cuda.streams import Lanes, cuda_lanes
+from allspan.worker.backend.cuda.streams import Streams, cuda_streams
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import CacheSpec
@@ -42,18 +42,18 @@ class Mark:
 
 @dataclass
 class Turns:
-    """Lanes whose work is done whenever chance says, in the order of each lane."""
+    """Streams whose work is done whenever chance says, in the order of each stream."""
 
     chance: random.Random
     queues: list[deque[Any]] = field(default_factory=list)
 
-    def lane(self) -> TurnLane:
+    def stream(self) -> TurnStream:
         self.queues.append(deque())
-        return TurnLane(self, self.queues[-1])
+        return TurnStream(self, self.queues[-1])
 
     def go(self, most: int) -> None:
-        """Some more is done, where nothing waits; one lane stands still for a while, if another can go on.
-        A GPU's own lanes do theirs by themselves."""
+        """Some more is done, where nothing waits; one stream stands still for a while, if another can go on.
+        A GPU's own streams do theirs by themselves."""
         if not self.queues:
             return
         late = self.chance.choice(self.queues)
@@ -69,7 +69,7 @@ class Turns:
 
     def finish(self) -> None:
         self.go(1_000_000)
-        assert not any(self.queues), "lanes wait for each other"
+        assert not any(self.queues), "streams wait for each other"
 
 
 def is_waiting(what: Any) -> bool:
@@ -77,7 +77,7 @@ def is_waiting(what: Any) -> bool:
 
 
 @dataclass
-class TurnLane:
+class TurnStream:
     turns: Turns
     queue: deque[Any]
 
@@ -93,24 +93,24 @@ class TurnLane:
         self.queue.append(event)
 
 
-class SlowLane:
+class SlowStream:
     """Of a GPU; sleeps now and then."""
 
-    def __init__(self, lane: Any, chance: random.Random) -> None:
-        self.run, self.record, self.wait = self._run, lane.record, lane.wait
-        self._lane, self._chance = lane, chance
+    def __init__(self, stream: Any, chance: random.Random) -> None:
+        self.run, self.record, self.wait = self._run, stream.record, stream.wait
+        self._stream, self._chance = stream, chance
 
     def _run(self, work: Callable[[], None]) -> None:
         cycles = self._chance.choice((0, 0, 300_000, 3_000_000))
-        self._lane.run(lambda: (torch.cuda._sleep(cycles) if cycles else None, work()))
+        self._stream.run(lambda: (torch.cuda._sleep(cycles) if cycles else None, work()))
 
 
-def open_lanes(device: str, chance: random.Random) -> tuple[Lanes, Turns]:
+def open_streams(device: str, chance: random.Random) -> tuple[Streams, Turns]:
     turns = Turns(chance)
     if device == "cpu":
-        return Lanes(turns.lane(), turns.lane(), turns.lane()), turns
-    lanes = cuda_lanes()
-    return Lanes(*(SlowLane(lane, chance) for lane in (lanes.steps, lanes.saves, lanes.loads))), turns
+        return Streams(turns.stream(), turns.stream(), turns.stream()), turns
+    streams = cuda_streams()
+    return Streams(*(SlowStream(stream, chance) for stream in (streams.steps, streams.saves, streams.loads))), turns
 
 
 def randomise(cache: KVCache, seed: int, pages: list[int]) -> None:
@@ -135,9 +135,9 @@ def some_copies(chance: random.Random, sources: int, targets: int) -> list[Copy]
 @pytest.mark.parametrize("seed", range(8))
 def test_pages_are_as_if_every_copy_ended_before_the_next_step(kind: str, seed: int, device: str) -> None:
     spec, chance = SPECS[kind], random.Random(seed)
-    lanes, turns = open_lanes(device, random.Random(-seed))
+    streams, turns = open_streams(device, random.Random(-seed))
     device_pages, plain_device = KVCache(spec, PAGES, device), KVCache(spec, PAGES)
-    host = HostPages(spec, HOST_PAGES, device, lanes, chunk_bytes=2 * spec.bytes_per_page)
+    host = HostPages(spec, HOST_PAGES, device, streams, chunk_bytes=2 * spec.bytes_per_page)
     if device == "cuda":
         host.pin()
     plain_host = KVCache(spec, HOST_PAGES)
@@ -146,7 +146,7 @@ def test_pages_are_as_if_every_copy_ended_before_the_next_step(kind: str, seed: 
     for step in range(15):
         pages = chance.sample(range(PAGES), 4)
         randomise(plain_device, step, pages)
-        lanes.steps.run(lambda step=step, pages=pages: randomise(device_pages, step, pages))  # type: ignore[misc]
+        streams.steps.run(lambda step=step, pages=pages: randomise(device_pages, step, pages))  # type: ignore[misc]
         saves, loads = some_copies(chance, PAGES, HOST_PAGES), some_copies(chance, HOST_PAGES, PAGES)
         plain_host.copy_pages(plain_device, saves)
         plain_device.copy_pages(plain_host, loads)
@@ -154,7 +154,7 @@ def test_pages_are_as_if_every_copy_ended_before_the_next_step(kind: str, seed: 
         host.load(device_pages, loads)
         looked = chance.randrange(PAGES)
         plainly_read.append(contents(plain_device, looked))
-        lanes.steps.run(lambda page=looked: read.append(contents(device_pages, page)))  # type: ignore[misc]
+        streams.steps.run(lambda page=looked: read.append(contents(device_pages, page)))  # type: ignore[misc]
         turns.go(turns.chance.randrange(60))
     turns.finish()
     if device == "cuda":
@@ -170,7 +170,7 @@ def test_pages_are_as_if_every_copy_ended_before_the_next_step(kind: str, seed: 
 def test_pages_that_are_not_there_are_refused(device: str) -> None:
     spec = SPECS["plain"]
     cache = KVCache(spec, PAGES, device)
-    host = HostPages(spec, HOST_PAGES, device, open_lanes(device, random.Random(0))[0])
+    host = HostPages(spec, HOST_PAGES, device, open_streams(device, random.Random(0))[0])
     for source, target in ((PAGES, 0), (0, HOST_PAGES), (-1, 0)):
         with pytest.raises(InternalError, match="no such copy"):
             host.save(cache, [Copy(source, target)])
@@ -196,7 +196,7 @@ def test_pages_of_many_parts_are_gathered_and_scattered(device: str) -> None:
 
 
 class AtOnce:
-    """A lane that is never behind."""
+    """A stream that is never behind."""
 
     def run(self, work: Callable[[], None]) -> None:
         work()
@@ -213,9 +213,9 @@ def test_an_engine_whose_pages_come_and_go_gives_the_same_tokens(
 ) -> None:
     monkeypatch.setattr(modules, "driver", lambda: emulator)
     on = add_device(monkeypatch)
-    lanes = Lanes(AtOnce(), AtOnce(), AtOnce())
+    streams = Streams(AtOnce(), AtOnce(), AtOnce())
     monkeypatch.setattr(
-        EmulatedBackend, "host_pages", lambda self, spec, num_pages, cpus: HostPages(spec, 40, "cpu", lanes)
+        EmulatedBackend, "host_pages", lambda self, spec, num_pages, cpus: HostPages(spec, 40, "cpu", streams)
     )
     sizes = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_tiny(tmp_path / "model", "llama", torch.bfloat16, **sizes)
@@ -251,7 +251,7 @@ def test_tokens_are_those_of_an_engine_whose_pages_stay_on_the_gpu(pages: str, t
 
     def tokens(**more: int) -> tuple[list[list[tuple[int, ...]]], int]:
         with Engine(tmp_path / "model", **settings, **more) as engine:
-            page = engine._loaded.model.cache_spec.bytes_per_page
+            page = engine._loaded.model.cache_groups[0].spec.bytes_per_page
             rounds = [[output.token_ids for output in engine.generate(asked, params)] for _ in range(3)]
             assert page == one_page
             return rounds, engine.statistics().prefix_host_hit_tokens

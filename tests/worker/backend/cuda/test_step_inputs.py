@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from allspan.protos.api.errors import DeadlineExceeded
-from allspan.worker.backend.cuda.event_wait import Event, Patience
+from allspan.worker.backend.cuda.event_wait import Event, EventWaiter
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.step.buffer_sizes import BatchSizes
 from support.fake_model import OneTile
@@ -31,7 +31,7 @@ class Copied:
 
 
 @dataclass
-class FakeLane:
+class FakeStream:
     """A GPU's queue, of which only the events are looked at."""
 
     happens: bool = True
@@ -48,8 +48,8 @@ class FakeLane:
         raise NotImplementedError
 
 
-def buffers_on(lane: FakeLane) -> DeviceBuffers:
-    return DeviceBuffers(BatchSizes(2, 8, 32, 4, 2), torch.device("cpu"), OneTile(), None, lane, Patience(0.05))
+def buffers_on(stream: FakeStream) -> DeviceBuffers:
+    return DeviceBuffers(BatchSizes(2, 8, 32, 4, 2), torch.device("cpu"), OneTile(), None, stream, EventWaiter(0.05))
 
 
 def fill(buffers: DeviceBuffers, first: int) -> list[int]:
@@ -62,18 +62,18 @@ def fill(buffers: DeviceBuffers, first: int) -> list[int]:
 
 
 def test_a_buffer_is_written_again_once_its_copy_has_been_made() -> None:
-    lane = FakeLane()
-    buffers = buffers_on(lane)
+    stream = FakeStream()
+    buffers = buffers_on(stream)
     assert [fill(buffers, 10 * step) for step in range(4)] == [list(range(10 * s, 10 * s + TOKENS)) for s in range(4)]
-    assert [event.looks > 1 for event in lane.events] == [True, True, False, False]
+    assert [event.looks > 1 for event in stream.events] == [True, True, False, False]
 
 
 def test_a_copy_that_is_never_made_is_not_written_over() -> None:
-    lane = FakeLane(happens=False)
-    buffers = buffers_on(lane)
+    stream = FakeStream(happens=False)
+    buffers = buffers_on(stream)
     fill(buffers, 0)
     fill(buffers, 10)
     with pytest.raises(DeadlineExceeded, match="watchdog_timeout"):
         fill(buffers, 20)
-    held = [host[:TOKENS].tolist() for host in buffers._hosts]
+    held = [host[:TOKENS].tolist() for host in buffers._buffer.hosts]
     assert sorted(held) == [list(range(TOKENS)), list(range(10, 10 + TOKENS))]

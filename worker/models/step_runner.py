@@ -1,0 +1,88 @@
+"""StepRunner: runs a model's program for each step, op by op or from what the device has recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from allspan.protos.api.engine import OpProfile
+from allspan.worker.step.backend import Executor
+from allspan.worker.step.inputs import StepInputs, StepMetadata, group_name
+from allspan.worker.step.model import Record, Recording
+
+
+class StepRunner:
+    """Gives the program its inputs by their names: those of the step, and the metadata of each attention block."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        metas: Mapping[str, tuple[int, StepMetadata]],
+        num_groups: int,
+        check: Callable[[], None],
+    ) -> None:
+        """`metas`: the program's name for each block's metadata, with its cache group. `check` raises where the
+        collectives have failed."""
+        self._executor = executor
+        self._metas = dict(metas)
+        self._num_groups = num_groups
+        self._check = check
+        self._inputs: StepInputs | None = None
+        self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
+        """What `_inputs` are to the program: by its names, tokens, rows of logits."""
+        self._graphs: dict[tuple[int, bool, bool], Recording] = {}
+        """By the place of their inputs."""
+        self._is_profiling = False
+
+    @property
+    def step_metadata(self) -> tuple[StepMetadata, ...]:
+        """See `allspan.worker.step.model.DeviceModel`."""
+        by_group = sorted(self._metas.values(), key=lambda each: each[0])
+        return tuple(meta for _, meta in by_group)
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """The output's rows of this step, a view that the next run overwrites."""
+        self._check()
+        if inputs.place in self._graphs and not self._is_profiling:
+            return self._graphs[inputs.place].replay()[: inputs.num_rows]
+        if inputs is not self._inputs:
+            self._inputs, self._step = inputs, self._named(inputs)
+        output = self._executor.run(*self._step)
+        return output[: inputs.num_rows] if inputs.bucket else output
+
+    def capture(self, inputs: StepInputs, record: Record) -> None:
+        """See `allspan.worker.step.model.DeviceModel`."""
+        step = self._named(inputs)
+        self._graphs[inputs.place] = record(lambda: self._executor.run(*step), self._graphs.values())
+
+    def forget_graphs(self) -> None:
+        """Gives up what was captured, and its memory; steps are launched op by op until they are captured again."""
+        self._graphs.clear()
+
+    def start_profile(self) -> None:
+        """Times every op of the coming steps, from zero; on a GPU it waits for each, which slows the step."""
+        self._is_profiling = True
+        self._executor.start_profile()
+
+    def stop_profile(self) -> None:
+        """Stops timing; what was measured stays readable."""
+        self._is_profiling = False
+        self._executor.stop_profile()
+
+    def profile(self) -> tuple[OpProfile, ...]:
+        """The time of each op on this rank since `start_profile`, the longest in total first; empty before any."""
+        return self._executor.profile()
+
+    def _named(self, inputs: StepInputs) -> tuple[dict[str, Any], int, int]:
+        groups = [inputs.of_group(group) for group in range(self._num_groups)]
+        values = {
+            "ids": inputs.ids,
+            "positions": inputs.positions,
+            "logits_rows": inputs.logits_rows,
+            "adapters": inputs.adapters,
+            **{group_name("slots", group): own.slots for group, own in enumerate(groups)},
+            **{name: meta.of(groups[group]) for name, (group, meta) in self._metas.items()},
+        }
+        return values, inputs.ids.shape[0], inputs.logits_rows.shape[0]
