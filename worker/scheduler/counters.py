@@ -15,7 +15,7 @@ WINDOW_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerCounters(EngineCounters):
-    """Those of an engine's counters that the scheduler raises; the others keep their defaults here."""
+    """The counters of an engine that the scheduler raises; the others keep their defaults here."""
 
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
 
@@ -34,7 +34,7 @@ class Throughput:
         self.prompt, self.generation = Rate(), Rate()
 
     def per_second(self, now: float) -> tuple[float, float]:
-        """Prompt tokens and generated ones."""
+        """Returns the rates of prompt tokens and of generated tokens."""
         return self.prompt.per_second(now), self.generation.per_second(now)
 
 

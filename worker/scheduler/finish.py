@@ -47,18 +47,18 @@ def append(request: Request, tokens: Sequence[int], eos_token_ids: Set[int], now
 
 
 def outputs_of(request: Request, run: Run, end: End, result: StepResult, now: float) -> list[Output | AllspanError]:
-    """What the caller is told of a step: `end.count` tokens, log-probabilities of the prompt, the end."""
+    """Returns what a step yields for the caller: `end.count` tokens, log-probabilities of the prompt, the end."""
     tokens = result.tokens.get(run.row, ())[: end.count]
     is_first = bool(tokens) and len(tokens) == len(request.output_token_ids) - request.num_resumed
-    # A request that was preempted in the midst of its prompt goes through the beginning again: it is told once.
+    # A request that was preempted in the midst of its prompt goes through the beginning again: those are reported once.
     before = request.num_computed - run.num_tokens
     prompt_logprobs = result.prompt_logprobs.get(run.row, ())[max(0, request.num_prompt_logprobs - before) :]
     request.num_prompt_logprobs += len(prompt_logprobs)
     outputs: list[Output | AllspanError] = []
     if tokens or end.reason or (prompt_logprobs and not end.error):
-        told = timings(request, now) if end.reason or is_first else None
+        times = timings(request, now) if end.reason or is_first else None
         logprobs = result.logprobs.get(run.row, ())[: end.count]
-        outputs.append(Output(tokens, logprobs, end.reason, end.stop_token_id, told, prompt_logprobs))
+        outputs.append(Output(tokens, logprobs, end.reason, end.stop_token_id, times, prompt_logprobs))
     if end.error:
         outputs.append(end.error)
     return outputs

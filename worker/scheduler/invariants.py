@@ -32,10 +32,10 @@ def check_standing(
         "rows are free or taken": sorted(standing.free_rows) == [i for i, r in enumerate(standing.rows) if r is None],
         "all stand in their places": list(running) == sorted(running, key=place)
         and list(waiting) == sorted(waiting, key=place),
-        "nobody is lost": len(waiting) + len(running) == len(requests),
+        "no request is lost": len(waiting) + len(running) == len(requests),
         "no ended request is kept": all(r.status not in _ENDED for r in requests.values()),
         "not all is computed": all(r.num_computed < r.num_tokens for r in running),
-        "who waits holds nothing": not any(r.held or r.row >= 0 or r.num_computed for r in waiting),
+        "waiting requests hold nothing": not any(r.held or r.row >= 0 or r.num_computed for r in waiting),
     }
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:

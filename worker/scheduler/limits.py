@@ -39,7 +39,7 @@ class Limits:
     max_num_batched_tokens: int
     max_queued_requests: int
     lifetime: PageLifetime = ALL_TOKENS
-    """Of the first cache group, which has `num_pages`."""
+    """How long the first cache group, which has `num_pages`, keeps pages."""
     more_groups: tuple[GroupLimits, ...] = ()
     row_inputs: RowInputs = field(default_factory=RowInputs)
 
@@ -126,8 +126,8 @@ def limits_of(
     pages: int | tuple[GroupLimits, ...],
     row_inputs: RowInputs,
 ) -> Limits:
-    """Those of a rank: what its model has, and what its configuration says. `pages`: of each cache group; a number is
-    that of one which keeps all tokens."""
+    """Returns the limits of a rank, from its model and its configuration. `pages`: of each cache group; a number stands
+    for one group that keeps all tokens."""
     first, *more = (GroupLimits(pages),) if isinstance(pages, int) else pages
     most = config.scheduler
     return Limits(

@@ -25,7 +25,7 @@ class Flight:
 
     plan: StepPlan
     requests: Sequence[Request]
-    """Of the plan's runs, in their order. Some may have ended since."""
+    """The requests of the plan's runs, in their order. Some may have ended since."""
     may_be_followed: bool
     """Whether a step may be planned before this one's tokens are known."""
 
@@ -33,7 +33,7 @@ class Flight:
 class Lookahead:
     """The steps in flight, and the only rules on when another one may be planned behind them.
 
-    A step that is planned ahead preempts nobody and takes in no request that needs its last token on the host: when it
+    A step that is planned ahead preempts no request and takes in none that needs its last token on the host: when it
     would have to, the steps in flight are awaited first.
     """
 
@@ -49,8 +49,8 @@ class Lookahead:
         return len(self._flights)
 
     def may_plan(self) -> bool:
-        """Whether a step can be planned now. Behind a step that samples nothing none is planned early: nobody waits
-        for it, so the next plan, which newcomers may join, comes at once anyway."""
+        """Whether a step can be planned now. Behind a step that samples nothing none is planned early: no request
+        waits for it, so the next plan, which newcomers may join, comes at once anyway."""
         flights = self._flights
         return not flights or (flights[-1].may_be_followed and not self._synchronous)
 

@@ -15,9 +15,9 @@ class NextPlan:
 
     epoch: int
     step: int = 0
-    """Of the last plan."""
+    """The number of the last plan."""
     tokens_hash: int = 0
-    """Of all tokens that are known."""
+    """A hash of all tokens that are known."""
     leaves: list[int] = field(default_factory=list)
     drops: list[bytes] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
@@ -29,7 +29,7 @@ class NextPlan:
         return bool(self.leaves or self.drops)
 
     def vacate(self, row: int) -> None:
-        """The request of `row` has lost it: what the ranks do not know yet of its stay they need not be told."""
+        """The request of `row` has lost it: changes of the row that no plan has carried yet are dropped."""
         self.grants[:] = [grant for grant in self.grants if grant.row != row]
         joins = [join for join in self.joins if join.row != row]
         if len(joins) == len(self.joins):

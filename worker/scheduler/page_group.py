@@ -40,7 +40,7 @@ class PageGroup:
         return self._lifetime.first_seen(num_computed) // self._page_size
 
     def hits(self, found: Sequence[tuple[int, bool] | None]) -> list[bool]:
-        """For each count of pages up to all that were looked for: whether a request can begin behind so many."""
+        """For each count of pages up to all that were looked for: whether a request can begin behind that many."""
         if self._lifetime.is_state:
             return [count == 0 for count in range(len(found) + 1)]
         possible, run = [True], 0
@@ -96,5 +96,5 @@ class PageGroup:
         holds, pool = Counter(page for each in held for page in each.pages), self.cache.device
         if len(holds) != pool.num_used or any(pool.references(page) != count for page, count in holds.items()):
             raise InternalError(
-                f"the requests hold {len(holds)} pages of cache group {self.index}, the pool knows of {pool.num_used}"
+                f"the requests hold {len(holds)} pages of cache group {self.index}, the pool counts {pool.num_used}"
             )

@@ -29,9 +29,9 @@ class PrefixHit:
     """The cached beginning of a request, in whole pages."""
 
     num_pages: int
-    """The request begins behind so many."""
+    """The number of cached pages that the request begins behind."""
     parts: tuple[Match, ...]
-    """By cache group: the last of them that later tokens still see."""
+    """For each cache group, the last of these pages, which later tokens still see."""
 
     @property
     def num_host_pages(self) -> int:
@@ -54,7 +54,7 @@ class PageManager:
 
     @property
     def cache(self) -> PrefixCache:
-        """Of the first group, which also knows the pages that are being computed."""
+        """The prefix cache of the first group, which also knows the pages that are being computed."""
         return self.groups[0].cache
 
     def match(self, request: Request) -> PrefixHit | None:
@@ -74,7 +74,7 @@ class PageManager:
         return None if request.awaits else hit
 
     def looks_up(self, request: Request) -> bool:
-        """Whoever wants log-probabilities of the prompt needs every position computed."""
+        """Whether the request may begin with cached pages; log-probabilities of its prompt need every position."""
         return self._settings.enabled and request.options.prefix_cache and not request.wants_prompt_logprobs
 
     def fits(self, request: Request, hit: PrefixHit, spare: int, others: Sequence[Request] = ()) -> bool:
@@ -104,14 +104,14 @@ class PageManager:
         return grants
 
     def has_capacity(self, request: Request, tokens: int) -> bool:
-        """Whether its pages hold so many tokens more than are computed."""
+        """Whether its pages have places for `tokens` more than are computed."""
         total = request.num_computed + tokens
         if self._keeps_all:  # most models: nothing was given back, and the page table is all there is to look at
             return total <= len(request.held[0].pages) * self._page_size
         return not any(group.lacking(held, total) for group, held in zip(self.groups, request.held, strict=True))
 
     def extend(self, request: Request, tokens: int) -> list[Grant] | None:
-        """Pages for so many tokens more than are computed, or None when there are not enough."""
+        """Returns pages for `tokens` more than are computed, or None when there are not enough."""
         total = request.num_computed + tokens
         lacking = [group.lacking(held, total) for group, held in zip(self.groups, request.held, strict=True)]
         if any(count > group.cache.device.num_available for group, count in zip(self.groups, lacking, strict=True)):
@@ -125,7 +125,7 @@ class PageManager:
 
     def extend_for_drafts(self, request: Request, count: int, running: int) -> tuple[int, list[Grant]]:
         """How many of `count` drafts behind the next token there are pages for, and those pages. Another page is taken
-        only where `running` more are left in each group: drafts cost nobody a place."""
+        only where `running` more are left in each group: drafts take no page that a request needs."""
         spare = min(group.cache.device.num_available for group in self.groups)
         if not self.has_capacity(request, 1 + count) and spare > running:
             grants = self.extend(request, 1 + min(count, self._page_size))
@@ -156,7 +156,7 @@ class PageManager:
             group.release_behind(request.held[group.index], request.num_computed)
 
     def release(self, request: Request) -> None:
-        """Takes a request's pages back; the full ones of those who take part stay cached."""
+        """Takes a request's pages back; the full ones of a request that takes part in the prefix cache stay cached."""
         if request.generation == self.cache.generation:
             self.cache.withdraw(request.keys[request.held[0].num_inserted :], request)
         for group, held in zip(self.groups, request.held, strict=True):
@@ -211,7 +211,7 @@ class PageManager:
         return PrefixHit(count, tuple(group.part(keys, found[group.index], count) for group in self.groups))
 
     def _is_awaited(self, key: bytes, request: Request) -> bool:
-        """Whether somebody computes the page of `key` whom `request` waits for: not one that goes after it."""
+        """Whether a request computes the page of `key` that `request` waits for: not one that goes after it."""
         owner = self.cache.owner(key)
         return isinstance(owner, Request) and owner.options.priority <= request.options.priority
 

@@ -30,7 +30,7 @@ class Join:
     num_computed: int = 0
     """Tokens whose KV the granted pages already hold (a prefix hit)."""
     num_output: int = 0
-    """The last so many tokens of the payload count as output (a resumption)."""
+    """The number of tokens at the payload's end that count as output (a resumption)."""
     adapter: int = -1
     """Its slot; -1: none."""
 
@@ -102,7 +102,7 @@ class StepResult:
     step: int
     tokens: dict[int, tuple[int, ...]]
     logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
-    """Of those rows that asked for them, one entry a token."""
+    """Row → log-probabilities of its new tokens, one entry a token, for those rows that asked."""
     tokens_hash: int = 0
     """32 bits over all tokens so far; the next plan carries it."""
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class HeldPages:
 class Request:
     """One request. What stands before `grammar` is the payload, equal on every rank; the rest is the leader's record.
 
-    `request_id` is 16 bytes; `params.seed` is set by whoever accepted the request, so that all ranks draw alike.
+    `request_id` is 16 bytes; `params.seed` is set where the request was accepted, so that all ranks draw alike.
     """
 
     request_id: bytes
@@ -68,7 +68,7 @@ class Request:
     embeddings: PromptEmbeddings | None = None
     """Rows that take the place of some prompt tokens' embeddings."""
     num_resumed: int = 0
-    """The first so many of `output_token_ids` came with the payload: another world made them."""
+    """The number of `output_token_ids` that came with the payload, as another epoch made them."""
     grammar: CompiledGrammar | None = None
     """That of `params`: each rank compiles its own, before it takes the request in."""
     status: RequestStatus = RequestStatus.WAITING
@@ -81,7 +81,7 @@ class Request:
     num_unknown: int = 0
     """Tokens that the steps in flight sample."""
     held: list[HeldPages] = field(default_factory=list)
-    """By cache group; empty while it waits."""
+    """Its pages in each cache group; empty while it waits."""
     max_tokens: int = 0
     """`params.max_tokens`, cut to what the context leaves; set on admission."""
     order: int = 0
@@ -92,16 +92,16 @@ class Request:
     started_at: float = 0.0
     first_token_at: float = 0.0
     keys: list[bytes] = field(default_factory=list)
-    """Of its full pages, as far as they were needed; see `allspan.worker.cache.prefix_cache`."""
+    """The keys of its full pages, as far as they were needed; see `allspan.worker.cache.prefix_cache`."""
     awaits: bytes = b""
     """While it waits for a page that another request computes: the key of the last such page."""
     generation: int = -1
-    """Of the prefix cache when the request joined; -1: it does not take part."""
+    """The generation of the prefix cache when the request joined; -1: it does not take part."""
     cached_tokens: int = 0
     host_cached_tokens: int = 0
     preemptions: int = 0
     num_prompt_logprobs: int = 0
-    """So many prompt tokens' log-probabilities have been delivered."""
+    """The number of prompt tokens whose log-probabilities have been delivered."""
     _digest: int | None = None
 
     def __post_init__(self) -> None:

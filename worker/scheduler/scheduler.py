@@ -6,7 +6,7 @@ than the budget, and every decode is in it. A newcomer is given the pages of all
 ever run out of pages; then the running request of the worst priority, of those the youngest, makes room: it leaves, and
 joins again later with its output kept. Its full pages stay in the prefix cache as long as there is place, so that it
 finds them there, on the device or in the host tier; else they are computed again. A waiting request that goes before a
-running one by priority may put it out too. Whoever stands first is never put out, and every request fits the whole
+running one by priority may preempt it too. The first request is never preempted, and every request fits the whole
 pool alone, so there is always progress. (Continuous batching: Yu et al., Orca, OSDI 2022; paged KV and recomputation:
 Kwon et al., SOSP 2023; chunks beside decodes: Agrawal et al., Sarathi-Serve, OSDI 2024.)
 """
@@ -65,7 +65,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._deadlines = Deadlines()
         self._running: list[Request] = []
-        """By priority, then by arrival: the last one makes room."""
+        """Running requests by priority, then by arrival; the last one is preempted first."""
         self._slots = Slots(limits.max_num_seqs)
         self.drafting: Drafting | None = None
         """None: no drafts. Else no step is planned ahead, as drafts begin with the last token."""
@@ -89,7 +89,7 @@ class Scheduler:
         return bool(self._requests or self._next.has_ends or self.lookahead)
 
     def requests(self) -> tuple[Request, ...]:
-        """Those that have not ended, oldest first."""
+        """Returns the requests that have not ended, oldest first."""
         return tuple(self._requests.values())
 
     def tokens_per_s(self) -> tuple[float, float]:
@@ -264,9 +264,9 @@ class Scheduler:
         self._admit(step, None)
 
     def _admit(self, step: StepBuilder, before: int | None) -> None:
-        """Lets waiting requests in, those that go before priority `before` alone, while there is place. Whoever finds
-        none holds up those behind it, but who waits for pages that are being computed does not, unless there are as
-        many of them as there are rows."""
+        """Lets waiting requests in, those that go before priority `before` alone, while there is place. A request that
+        finds none holds up those behind it; one that waits for pages that are being computed does not, unless there are
+        as many such requests as there are rows."""
         index = 0
         while (
             index < min(len(self._waiting), len(self._slots))

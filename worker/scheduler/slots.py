@@ -13,7 +13,7 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self.requests: list[Request | None] = [None] * count
-        """By row."""
+        """The request of each row."""
         self.decodes: Sequence[Run] = [Run(row, 1) for row in range(count)]
         """One token of each row: made once, as most runs are such."""
         self._free = list(range(count - 1, -1, -1))

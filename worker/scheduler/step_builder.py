@@ -17,11 +17,11 @@ class StepBuilder:
         self.logits = limits.max_logits_rows
         self.runs: list[Run] = []
         self.requests: list[Request] = []
-        """Of the runs."""
+        """The requests of the runs."""
         self.sampled: list[Request] = []
-        """Those of the requests that get a token in this step."""
+        """The requests that get a token in this step."""
         self.drafts: dict[int, tuple[int, ...]] = {}
-        """By row: the last tokens of its run, which are only proposed."""
+        """Row → the last tokens of its run, which are only proposed."""
         self.has_preempted = False
         self.must_wait = False
         """A step ahead that cannot be planned before those in flight are over."""

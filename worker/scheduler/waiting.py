@@ -11,7 +11,7 @@ _SLACK = 64
 
 
 class WaitingQueue:
-    """By priority (lower first), then by arrival: a preempted request comes back to the place that it had."""
+    """Waiting requests by priority (lower first), then by arrival: a preempted one comes back to its old place."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Request]] = []  # arrivals differ, so that requests are never compared
@@ -34,7 +34,7 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """Until when requests must have ended. Costs nothing where nobody has one."""
+    """The deadlines of requests. Costs nothing where no request has one."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, bytes]] = []
@@ -46,7 +46,7 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline, request.order, request.request_id))
 
     def pop_expired(self, now: float, open_requests: dict[bytes, Request]) -> list[Request]:
-        """Those of `open_requests` whose time is over."""
+        """Returns the requests of `open_requests` whose time is over."""
         expired = []
         while self._heap and self._heap[0][0] <= now:
             _, order, request_id = heapq.heappop(self._heap)
