@@ -50,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def read_config(arguments: Sequence[str]) -> WorkerConfig:
     """From a JSON file, or from flags. Raises ConfigError; a wrong flag ends the program with one line and code 2."""
-    told = place()
+    ranks = place()
     if len(arguments) == 1 and not arguments[0].startswith("-"):
         try:
             text = Path(arguments[0]).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"the configuration cannot be read: {error}") from error
-        return from_json(text, told[0] if told else 0)
+        return from_json(text, ranks[0] if ranks else 0)
     parser = Parser(PROG, "One rank of a cluster, started by mpirun; give the path of a JSON file, or flags.")
     parser.add_argument("--model", dest="path", required=True, metavar="PATH", help="Names a folder or GGUF file.")
     parser.add_argument(

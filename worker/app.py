@@ -40,7 +40,7 @@ from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.world import World, join_world
 from allspan.worker.process import host
-from allspan.worker.process.heartbeat_writer import Heart
+from allspan.worker.process.heartbeat_writer import HeartbeatWriter
 from allspan.worker.process.load_progress import LoadProgress
 from allspan.worker.process.release_memory import num_memory_nodes
 from allspan.worker.scheduler.plan import Operation
@@ -57,29 +57,29 @@ logger = logging.getLogger(__name__)
 
 
 def run_rank(config: WorkerConfig) -> NoReturn:
-    """Serves until told to stop, and ends this process with code 0. A failure ends it with code 1, and the world."""
-    told = host.place()
-    rank = told[0] if told else 0
+    """Serves until it is stopped, and ends this process with code 0. A failure ends it with code 1, and all ranks."""
+    ranks = host.place()
+    rank = ranks[0] if ranks else 0
     run_dir, epoch = Path(config.service.run_dir), config.service.epoch
-    last_words = host.LastWords(error_file(run_dir, rank, epoch), rank)
+    exit_report = host.ExitReport(error_file(run_dir, rank, epoch), rank)
     world: World | None = None
     try:
-        if told is not None:
+        if ranks is not None:
             host.die_with_parent()
         _prepare_process(config, rank)
-        heart = _prepare_run_dir(config, rank)
+        heartbeat = _prepare_run_dir(config, rank)
         write_rank(run_dir, RankInfo(rank, os.getpid(), host.host_name()), epoch)
-        stop = Stop(last_words, config.service.shutdown_timeout)
+        stop = Stop(exit_report, config.service.shutdown_timeout)
         stop.watch_supervisor(config.service.supervisor_pid)
         backend = open_backend(config.model.device, config.service.watchdog_timeout)
         world = join_world(config.parallel, backend.collectives)
-        serve(config, world, backend, stop, heart)
+        serve(config, world, backend, stop, heartbeat)
     except BaseException as error:
-        last_words.say(error)
+        exit_report.write(error)
         if world is not None:
             world.abort(1)
         _exit(1)
-    heart.stop()
+    heartbeat.stop()
     rank_file(run_dir, rank, epoch).unlink(missing_ok=True)
     _exit(0)
 
@@ -91,8 +91,8 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, heart: Heart) -> None:
-    """Loads, listens, tells the cluster file when all ranks are ready, and runs the step loop until it ends."""
+def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, heartbeat: HeartbeatWriter) -> None:
+    """Loads, listens, writes the cluster file when all ranks are ready, and runs the step loop until it ends."""
     cpus = config.parallel.cpus or host.allowed_cpus()
     ops = open_ops(config)
     kernels = ops.name
@@ -115,20 +115,20 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
     address = server.start()
     _log_ready(config, world, loaded, kernels)
     infos = world.gather(json.dumps(asdict(RankInfo(world.rank, os.getpid(), facts.host, address))).encode())
-    _mark_operations(loaded.core, heart)
+    _mark_operations(loaded.core, heartbeat)
     stop.core = loaded.core
     loaded.core.loop_progress.within_step = lambda: loaded.model.progress
-    heart.serve(loaded.core)
+    heartbeat.serve(loaded.core)
     if world.rank == 0:
         info = _cluster_info(config, facts, infos)
         write_cluster(Path(config.service.run_dir), info)
     try:
         loaded.core.run()
     except BaseException as error:
-        stop.last_words.say(error)  # told while the streams still carry it to the clients
+        stop.exit_report.write(error)  # reported while the streams still carry it to the clients
         raise
     finally:
-        heart.end()
+        heartbeat.end()
         stop.begin("the end of the step loop")
         server.stop()
     if world.rank == 0 and not config.service.supervisor_pid:
@@ -138,13 +138,13 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
 
 
 class Stop:
-    """The ways in which a rank is told to end: SIGTERM (requests that run get `drain_s` seconds to finish), SIGINT or
+    """The ways in which a rank is made to end: SIGTERM (requests that run get `drain_s` seconds to finish), SIGINT or
     another SIGTERM (they get none), a supervisor that is gone, a service that broke."""
 
-    def __init__(self, last_words: host.LastWords, drain_s: float) -> None:
+    def __init__(self, exit_report: host.ExitReport, drain_s: float) -> None:
         self.core: EngineCore | None = None
         """Set once the step loop is about to run; before that a signal ends the process at once."""
-        self.last_words = last_words
+        self.exit_report = exit_report
         self._drain_s = drain_s
         self._is_draining = False
         self._timer: threading.Timer | None = None
@@ -157,7 +157,7 @@ class Stop:
 
     def fail(self, error: BaseException) -> None:
         """Ends this process now, from any thread; mpirun ends its peers."""
-        self.last_words.say(error)
+        self.exit_report.write(error)
         os._exit(1)
 
     def begin(self, why: str, limit_s: float = STOP_LIMIT_S) -> None:
@@ -201,8 +201,8 @@ class Stop:
 
 def _prepare_process(config: WorkerConfig, rank: int) -> None:
     replica = config.service.replica
-    who = f"rank {rank}" if replica < 0 else f"replica {replica}, rank {rank}"
-    logs.configure(who)
+    name = f"rank {rank}" if replica < 0 else f"replica {replica}, rank {rank}"
+    logs.configure(name)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     host.run_on(config.parallel.cpus)
@@ -232,18 +232,18 @@ def _bind_memory(node: int) -> None:
         )
 
 
-def _mark_operations(core: EngineCore, heart: Heart) -> None:
+def _mark_operations(core: EngineCore, heartbeat: HeartbeatWriter) -> None:
     """Weights are given back and read again on the loop's thread, for as long as a start may take."""
     operate = core.operations.on_operation
 
     def marked(operation: Operation) -> None:
-        with heart.loading():
+        with heartbeat.loading():
             operate(operation)
 
     core.operations.on_operation = marked
 
 
-def _prepare_run_dir(config: WorkerConfig, rank: int) -> Heart:
+def _prepare_run_dir(config: WorkerConfig, rank: int) -> HeartbeatWriter:
     """The rank's heartbeat, begun. Raises ConfigError when the folder cannot be used, or its path is too long for a
     socket."""
     listen_target(config, rank)
@@ -251,7 +251,7 @@ def _prepare_run_dir(config: WorkerConfig, rank: int) -> Heart:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         error_file(run_dir, rank, config.service.epoch).unlink(missing_ok=True)
-        return Heart(heartbeat_file(run_dir, rank, config.service.epoch))
+        return HeartbeatWriter(heartbeat_file(run_dir, rank, config.service.epoch))
     except OSError as error:
         raise ConfigError(f"service.run_dir {run_dir} cannot be used: {error}") from error
 

@@ -2,7 +2,7 @@
 
 cluster.json         the cluster as a whole; written by the leader when all ranks are ready, and by the supervisor
 rank-K.eE.json       one a rank and epoch, as soon as its process runs
-rank-K.eE.error      the last words of a rank that failed by itself
+rank-K.eE.error      the exit report of a rank that failed by itself
 rK.eE.sock           its unix socket
 beat-K.eE            its heartbeat: see `allspan.protos.cluster.heartbeat`
 replica-N/           of a cluster of several worlds: the run directory of each

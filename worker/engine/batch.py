@@ -108,7 +108,7 @@ class Batch:
         return StepResult(step.number, made | failed, logprobs, self.tokens_hash, sampled.prompt_logprobs)
 
     def _begin(self, plan: StepPlan, newest: BatchStep | None) -> BatchStep:
-        """The inputs of a plan's runs: rows with one token first, as kernels may want, and of those the rows whose
+        """The inputs of a plan's runs: rows with one token first, as kernels may need, and of those the rows whose
         token `newest` is still sampling."""
         state = self._rows
         unknown: dict[int, int] = {}
@@ -166,7 +166,7 @@ class Batch:
     def _leave(self, row: int, plan: StepPlan) -> None:
         request_id = self._rows.request_ids[row]
         if request_id is None:
-            raise InternalError(f"step {plan.step}: row {row} leaves, but nobody has it")
+            raise InternalError(f"step {plan.step}: row {row} leaves, but no request has it")
         if request_id not in plan.drops:
             self._parked[request_id] = self._rows.tokens[row, : self._rows.num_tokens[row]].copy()
         self._rows.leave(row)

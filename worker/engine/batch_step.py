@@ -41,10 +41,10 @@ class BatchStep:
     """None: the plan runs no tokens."""
     logits: LogitsRows
     num_leaves: int
-    """Of the batch's rows, when the step began."""
+    """The count of `RowStates.num_leaves` when the step began."""
     num_unknown: int = 0
-    """The first so many token ids are not known on the host yet: in their place is where the newest step in flight
-    samples them."""
+    """The number of token ids, from the first on, that are not known on the host yet: in their place is where the
+    newest step in flight samples them."""
     drafted: tuple[int, ...] = ()
     """Rows whose last tokens are drafts; the first of their rows of logits is that before the first draft."""
 

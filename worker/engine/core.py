@@ -35,7 +35,8 @@ from allspan.worker.step.backend import StepParts
 from allspan.worker.step.buffer_sizes import batch_sizes
 from allspan.worker.step.model import PageTiers, StepModel
 
-IDLE_SECONDS = 0.5  # an idle loop wakes so often to count progress
+IDLE_SECONDS = 0.5
+"""An idle loop wakes after this long, to count progress."""
 
 
 class EngineCore:

@@ -300,7 +300,7 @@ class _Calls:
 
 
 def _run(core: EngineCore) -> None:
-    """The engine's thread. What breaks the loop has been told to every open request, and refuses later ones."""
+    """Runs the step loop on the engine's thread. What breaks it has failed every open request by now."""
     try:
         core.run()
     except Exception:

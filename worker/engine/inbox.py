@@ -11,10 +11,11 @@ from allspan.protos.api.errors import AlreadyExists, DeadlineExceeded, InternalE
 from allspan.worker.scheduler.request import Request
 
 WITHDRAWN_SECONDS = 60.0
-"""A withdrawn payload is kept so long, since a plan that the leader made before it knew may still join it; and so long
-the leader lets nobody use a cancelled request's id again, since a plan that drops it may still be on its way."""
+"""How long a withdrawn payload is kept, since a plan that the leader made before may still join it; and how long the
+id of a cancelled request is refused, since a plan that drops it may still be on its way."""
 MOST_WITHDRAWN = 4096
-"""Beyond so many the oldest are forgotten early: far more than are withdrawn while a plan is on its way."""
+"""The most withdrawn payloads; beyond it the oldest are forgotten early. It is far more than are withdrawn while a plan
+is on its way."""
 
 
 class Inbox:
@@ -98,6 +99,6 @@ class Inbox:
 
 
 def _expired(deadlines: dict[bytes, float]) -> list[bytes]:
-    """Those whose time is over. All wait equally long, so they stand in order."""
+    """Returns the ids whose time is over. All wait equally long, so they stand in order."""
     now = time.monotonic()
     return list(itertools.takewhile(lambda request_id: deadlines[request_id] <= now, deadlines))

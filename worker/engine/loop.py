@@ -26,7 +26,7 @@ class Planner(Protocol):
 
 
 class Progress:
-    """Counts the rounds of a step loop, so that one that hangs is told from one that is idle. Reading takes no lock."""
+    """Counts the rounds of a step loop, so that a hanging loop differs from an idle one. Reading takes no lock."""
 
     def __init__(self) -> None:
         self.rounds = 0

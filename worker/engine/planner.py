@@ -134,7 +134,7 @@ class LeaderPlanner:
             self.scheduler.check()
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the values of `EngineCounters` that the scheduler knows, and the defaults of the others."""
+        """Returns the values of `EngineCounters` that the scheduler counts, and the defaults of the others."""
         with self._changed:
             return _statistics(self.scheduler)
 

@@ -1,4 +1,4 @@
-"""RowStates: what a rank knows of each row of its batch, in fixed arrays."""
+"""RowStates: the state of each row of a rank's batch, in fixed arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RowStates:
         self.tables: list[Ints] = [
             np.zeros((rows, 1 if each.is_state else pages), dtype=np.int32) for each in lifetimes
         ]
-        """By cache group: the pages of each row, by their places."""
+        """For each cache group, the pages of each row by their places."""
         self.adapters: Ints = np.full(rows, -1, dtype=np.int32)
         self.embeddings: dict[int, PromptEmbeddings] = {}
         self.num_tokens: Longs = np.zeros(rows, dtype=np.int64)
@@ -37,7 +37,7 @@ class RowStates:
         """Tokens behind the last one that a step in flight verifies."""
         self.num_computed: Longs = np.zeros(rows, dtype=np.int64)
         self.num_pages: Longs = np.zeros((len(lifetimes), rows), dtype=np.int64)
-        """By cache group: up to which place a row has pages."""
+        """For each cache group, the place up to which a row has pages."""
         self.prompt_ends: Longs = np.zeros(rows, dtype=np.int64)
         """The prompt's last index for rows that want its log-probabilities, else 0."""
         self.request_ids: list[bytes | None] = [None] * rows

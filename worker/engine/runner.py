@@ -36,7 +36,7 @@ class Runner:
 
     A row of a launched step may run a token that the step before is still sampling: the device hands it over itself.
     Rows that have ended when their step lands are passed over. What such a row wrote lies past its tokens, in a page
-    that nobody reads before it is written again, later on the same CUDA stream.
+    that is not read before it is written again, later on the same CUDA stream.
     """
 
     def __init__(self, model: StepModel, sampler: Sampler, batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""What `Engine` may be told, and where it finds a model: the settings of a worker, without a launcher."""
+"""The settings that `Engine` takes, those of a worker without a launcher, and where it finds a model."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def worker_config(model: str | Path, settings: Mapping[str, Any]) -> WorkerConfi
 
 
 def _processors() -> int:
-    """Those that this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -40,7 +40,7 @@ class LoadedEngine:
     model: Model
     weights: Weights
     eos_token_ids: tuple[int, ...]
-    """Of the model's config and its generation_config.json together."""
+    """The ids that end a request, of the model's config and its generation_config.json together."""
     kv_bytes: int
     load_s: float
 

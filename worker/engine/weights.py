@@ -20,8 +20,8 @@ from allspan.worker.step.backend import DeviceSteps
 
 logger = logging.getLogger(__name__)
 
-_TOLD_BYTES = 2048
-"""Of a failure, to the other ranks."""
+_MESSAGE_BYTES = 2048
+"""The bytes of a failure's message that the other ranks get."""
 
 
 class Weights:
@@ -69,7 +69,7 @@ class Weights:
         self._agree(failure)
 
     def discard(self) -> None:
-        """After the last step: the memory goes back now, not once the last of those who hold a tensor is collected."""
+        """After the last step: the memory goes back now, not once the last reference to a tensor is collected."""
         if not self._capabilities.gives_memory_back:
             return
         self.is_loaded = False
@@ -136,9 +136,9 @@ class Weights:
         return loader.open_weights(prepared.source, self._model.holding, config)
 
     def _agree(self, failure: str) -> None:
-        """Every rank tells how it went; raises the first failure on all of them."""
-        told = failure.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
-        mine = torch.frombuffer(bytearray(told), dtype=torch.int32).view(1, -1)
+        """Exchanges how it went on every rank; raises the first failure on all of them."""
+        data = failure.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        mine = torch.frombuffer(bytearray(data), dtype=torch.int32).view(1, -1)
         everyone = torch.empty((self._collectives.size, mine.shape[1]), dtype=torch.int32)
         self._collectives.all_gather_rows(mine, everyone)
         for rank, row in enumerate(everyone):

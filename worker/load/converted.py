@@ -73,8 +73,8 @@ class ConvertedWeights:
     ) -> dict[str, Tensor]:
         """The tensors, on `device`, or copied `into` those of an earlier reading.
 
-        On a machine with one memory they are the mapped file itself, shared with whoever else maps it. With several,
-        the file lies in the memory of whoever read it first: so they are copied, into memory of this rank's own node.
+        On a machine with one memory they are the mapped file itself, shared with other processes that map it. With
+        several, the file lies in the memory of the node that read it first: so they are copied into this rank's own.
         """
         nodes = num_memory_nodes()
         if into is None and device == HOST and nodes <= 1:

@@ -129,7 +129,8 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
 
 
 def _page_dtype(wanted: str, dtype: str) -> str:
-    """Of a model in `dtype`. ConfigError for what is not known, and for bfloat16 beside float16."""
+    """Returns the dtype of the pages of a model in `dtype`. ConfigError for what is not known, and for bfloat16 beside
+    float16."""
     held = dtype if wanted == "auto" else wanted
     if held not in ITEM_BITS:
         raise ConfigError(f"kv_cache_dtype {wanted!r} is not known (auto, {', '.join(ITEM_BITS)})")
@@ -154,7 +155,7 @@ def load_model(
 
     Buffers are made for steps of at most `max_tokens` tokens and `max_requests` rows of logits.
     `on_progress(done_bytes, total_bytes)` is called after each weight. `cache` gives the pages' size and dtype.
-    `check_room` is told the bytes of this rank's weights before the first is read, and may raise.
+    `check_room` gets the bytes of this rank's weights before the first is read, and may raise.
     Raises ModelNotFound, CheckpointError or ConfigError.
     """
     backend = open_backend(config.device)
@@ -183,7 +184,7 @@ class Weights(Protocol):
 
 
 def open_weights(source: ModelSource, holding: Holding, config: ModelConfig) -> Weights:
-    """Those that were converted, or the slices of a checkpoint. Raises CheckpointError or ConfigError."""
+    """Opens weights that were converted, or the slices of a checkpoint. Raises CheckpointError or ConfigError."""
     if source.converted is not None:
         return ConvertedWeights(source.converted, holding, config.verify)
     return CheckpointWeights(holding, open_checkpoint(source, config.load_format))

@@ -24,7 +24,7 @@ _YIELD_S = 0.002
 _LONGEST_SLEEP_S = 0.002
 _NAP_S = 2e-5
 _ALERT_S = 0.02
-"""So long whoever expects something naps instead of sleeping."""
+"""How long a wait that was woken naps instead of sleeping."""
 
 
 def wait(request: Any, timeout: float, what: str, comm: Any) -> None:
@@ -35,7 +35,7 @@ def wait(request: Any, timeout: float, what: str, comm: Any) -> None:
 
 
 def poll(request: Any, timeout: float, expected: threading.Event | None = None) -> bool:
-    """Whether a request completes within `timeout` seconds. Who sets `expected` wakes one that sleeps."""
+    """Whether a request completes within `timeout` seconds. Setting `expected` wakes one that sleeps."""
     for _ in range(_SPINS):
         if request.Test():
             return True
@@ -123,7 +123,7 @@ class MpiPlanChannel:
     """
 
     _INLINE = 1992
-    """So short a message is sent without asking the other side first, who may sleep; a broadcast would wait for it."""
+    """The bytes of a message that is sent without a handshake: the other side may sleep, and a broadcast would wait."""
     _HEADER = 8
     _FENCE_EVERY = 64
 

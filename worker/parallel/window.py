@@ -46,31 +46,31 @@ class SharedMemory:
     """Every rank calls it, once, at the end."""
 
 
-def slot_bytes(size: int, lanes: int) -> int:
+def slot_bytes(size: int, threads: int) -> int:
     most, least = SLOT_BYTES
-    fair = MOST_WINDOW_BYTES // (4 * size * lanes)
+    fair = MOST_WINDOW_BYTES // (4 * size * threads)
     return min(most, max(least, fair // 4096 * 4096))
 
 
-def bytes_needed(native: Any, size: int, lanes: int) -> tuple[int, int]:
-    """Bytes of shared memory for `size` ranks of `lanes` threads, and how many of the first must be zero."""
+def bytes_needed(native: Any, size: int, threads: int) -> tuple[int, int]:
+    """Bytes of shared memory for `size` ranks of `threads` threads, and how many of the first must be zero."""
     ring = int(native.PlanRing.bytes(size, PLAN_SLOT_BYTES))
-    window = int(native.Window.bytes(size, lanes, slot_bytes(size, lanes)))
-    return ring + window, ring + int(native.Window.bytes(size, lanes, 0))
+    window = int(native.Window.bytes(size, threads, slot_bytes(size, threads)))
+    return ring + window, ring + int(native.Window.bytes(size, threads, 0))
 
 
 class WindowCollectives:
     """See `allspan.worker.parallel.base.Collectives`. Sums are in rank order and the same bits on every rank."""
 
-    def __init__(self, native: Any, memory: SharedMemory, lanes: int, spins: int, timeout: float) -> None:
-        """`lanes`: threads that share an all-reduce inside a native run; the same number on every rank."""
+    def __init__(self, native: Any, memory: SharedMemory, threads: int, spins: int, timeout: float) -> None:
+        """`threads`: threads that share an all-reduce inside a native run; the same number on every rank."""
         self.name = "tp"
         self.rank = memory.rank
         self.size = memory.size
         self._memory: SharedMemory | None = memory
         start = memory.address + native.PlanRing.bytes(memory.size, PLAN_SLOT_BYTES)
-        slot = slot_bytes(memory.size, lanes)
-        self.window = native.Window(start, memory.rank, memory.size, lanes, slot, spins, timeout)
+        slot = slot_bytes(memory.size, threads)
+        self.window = native.Window(start, memory.rank, memory.size, threads, slot, spins, timeout)
         self.capabilities = GroupCapabilities(window=self.window)
         self.program_ops: ProgramOps = {"all_reduce": self.all_reduce}
 
@@ -112,7 +112,7 @@ class WindowPlanChannel:
     """See `allspan.worker.parallel.base.PlanChannel`. A follower sleeps on a futex between plans."""
 
     def __init__(self, native: Any, memory: SharedMemory, spin: float, timeout: float) -> None:
-        self._memory = memory  # whoever owns the bytes lives as long as the ring
+        self._memory = memory  # the owner of the bytes must outlive the ring
         self._ring = native.PlanRing(memory.address, memory.rank, memory.size, PLAN_SLOT_BYTES, spin, timeout)
 
     def publish(self, data: bytes) -> None:

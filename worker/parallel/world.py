@@ -45,7 +45,7 @@ class World(Protocol):
     rank: int
     size: int
     kind: str
-    """Of the collectives: "local"; "window" or "mpi"; on GPUs "ipc", "nccl" or "staged"."""
+    """The kind of collectives: "local"; "window" or "mpi"; on GPUs "ipc", "nccl" or "staged"."""
     groups: dict[str, Collectives]
     channel: PlanChannel | None
 
@@ -67,8 +67,8 @@ class World(Protocol):
 def join_world(config: ParallelConfig, on_device: DeviceCollectives | None = None) -> World:
     """`on_device` makes the collectives of a device from those of host memory; None: tensors lie in host memory.
     ConfigError when "window" is asked for and cannot be had."""
-    told = place()
-    if told is None or told[1] == 1:
+    ranks = place()
+    if ranks is None or ranks[1] == 1:
         return LocalWorld()
     return MpiWorld(config, on_device)
 
@@ -130,7 +130,7 @@ class MpiWorld:
 
     def gather(self, data: bytes) -> list[bytes]:
         if len(data) > _GATHER_BYTES:
-            raise ConfigError(f"rank {self.rank} has {len(data)} bytes to tell, at most {_GATHER_BYTES}: {data[:80]!r}")
+            raise ConfigError(f"rank {self.rank} has {len(data)} bytes to send, at most {_GATHER_BYTES}: {data[:80]!r}")
         mine = np.frombuffer(data.ljust(_GATHER_BYTES, b"\0"), dtype=np.uint8).copy()
         everyone = np.empty(self.size * _GATHER_BYTES if self.rank == 0 else 0, dtype=np.uint8)
         self._wait(self._comm.Igather([mine, self._mpi.BYTE], [everyone, self._mpi.BYTE], root=0), "gather")

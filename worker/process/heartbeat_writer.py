@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loop(Protocol):
-    """What a heartbeat tells of the step loop (`EngineCore`); reading it must take no lock."""
+    """What a heartbeat reports of the step loop (`EngineCore`); reading it must take no lock."""
 
     @property
     def advance(self) -> int: ...
@@ -25,8 +25,8 @@ class Loop(Protocol):
     def is_busy(self) -> bool: ...
 
 
-class Heart:
-    """Beats from construction to `stop`; until `serve` it tells that the rank is loading."""
+class HeartbeatWriter:
+    """Writes heartbeats from construction to `stop`; until `serve` they report that the rank is loading."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError when the file cannot be made."""

@@ -1,4 +1,4 @@
-"""What a rank asks of its operating system: to die with its parent, to say last words, to run where it was placed."""
+"""What a rank asks of its operating system: to end with its parent, to run where it was placed; and its exit report."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _PLACES = (
     ("PMI_RANK", "PMI_SIZE"),
     ("PMIX_RANK", "SLURM_NTASKS"),
 )
-"""Variables of Open MPI, MPICH and Slurm that tell a process its rank and the number of ranks."""
+"""Variables of Open MPI, MPICH and Slurm that give a process its rank and the number of ranks."""
 
 
 def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """(rank, size) as mpirun told this process, known before MPI starts; None when no mpirun started it."""
+    """Returns (rank, size), which mpirun gave to this process before MPI starts; None when no mpirun started it."""
     for rank, size in _PLACES:
         if environment.get(rank, "").isdigit() and environment.get(size, "").isdigit():
             return int(environment[rank]), int(environment[size])
@@ -117,7 +117,7 @@ def bind_memory(node: int) -> None:
     word = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (node // word + 1))()
     mask[node // word] = 1 << node % word
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than its argument says.
     if ctypes.CDLL(None, use_errno=True).syscall(call, _MPOL_BIND, mask, ctypes.c_ulong(len(mask) * word + 1)):
         raise Unavailable(os.strerror(ctypes.get_errno()))
 
@@ -128,20 +128,20 @@ def memory_nodes(cpus: Iterable[int], root: Path = Path("/")) -> tuple[str, ...]
     return tuple(sorted({path.parent.name for cpu in cpus for path in nodes.glob(f"node*/cpu{cpu}")}))
 
 
-class LastWords:
+class ExitReport:
     """Why a rank ended: a line for people on standard error, and in a file for the supervisor, then the traceback. Only
-    the first are kept: what fails after them follows from it."""
+    the first error is reported: what fails after it follows from it."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
         self._rank = rank
-        self._said = False
+        self._is_written = False
 
-    def say(self, error: BaseException) -> None:
-        """On standard error an AllspanError is one line (somebody can mend it); anything else has its traceback."""
-        if self._said:
+    def write(self, error: BaseException) -> None:
+        """On standard error an AllspanError is one line (an operator can mend it); anything else has its traceback."""
+        if self._is_written:
             return
-        self._said = True
+        self._is_written = True
         line = f"{type(error).__name__}: {error}" if not isinstance(error, AllspanError) else error.message
         line = " ".join(line.split())
         trace = "".join(traceback.format_exception(error))

@@ -10,7 +10,7 @@ from pathlib import Path
 MEASURE_S = 0.5
 """Length of a measurement; the kernel counts in hundredths of a second."""
 STALE_S = 2.0
-"""A longer time between two readings says nothing about now, for nobody asked in between."""
+"""Two readings that are further apart say nothing about the present load."""
 LEAST_IDLE = 0.5
 """With less than this many processors idle on average, they are saturated: whatever runs beside the computing threads
 takes from them."""

@@ -46,8 +46,8 @@ def give_back(tensors: Iterable[Tensor]) -> None:
     """Gives the memory behind tensors back to the system, and what is in them is lost.
 
     Tensors of the CPU stay where they are: until written again they read as zeros (but for what they share a page
-    with). Writing takes memory anew, on the writer's node. So whoever holds a tensor, a view or a pointer need not be
-    told. Those of a GPU must not be used before `take_again`; a view has its memory again then, a pointer is void.
+    with). Writing takes memory anew, on the writer's node. So holders of a tensor, a view or a pointer need no
+    notice. Those of a GPU must not be used before `take_again`; a view has its memory again then, a pointer is void.
     Raises Unavailable when the kernel refuses.
     """
     tensors = list(tensors)
@@ -62,7 +62,7 @@ def empty(tensors: Iterable[Tensor]) -> None:
 
 
 def take_again(tensors: Iterable[Tensor]) -> None:
-    """Memory, elsewhere and zeroed, for tensors whose storages are empty; of those who share one, all must be given.
+    """Memory, elsewhere and zeroed, for tensors whose storages are empty; of tensors that share one, all must be given.
     Others are passed over. Raises Unavailable where there is too little."""
     ends: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for tensor in tensors:

@@ -53,7 +53,7 @@ class NativeProgram:
         self._taken: Mapping[str, Any] | None = None
         """The inputs that the native program has taken in."""
         self._output = self._buffers[program.output.index][1]
-        """Of a step with these inputs."""
+        """The output of a step with these inputs."""
         first = 0
         for is_foreign, stretch in itertools.groupby(program.ops, lambda op: op.name in foreign):
             ops_here = list(stretch)
@@ -73,7 +73,7 @@ class NativeProgram:
 
     @property
     def progress(self) -> int:
-        """Counts up within a run: a long step is told from one that hangs."""
+        """Counts up within a run: so that a long step differs from one that hangs."""
         return int(self._native.progress) + self._foreign_progress
 
     def bind(self, values: Mapping[str, Any]) -> None:

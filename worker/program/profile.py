@@ -1,4 +1,4 @@
-"""What each op of a program takes, while somebody asks for it."""
+"""The time of each op of a program, while it is profiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allspan.protos.api.engine import OpProfile
 
 @dataclass(slots=True)
 class _Times:
-    """Of one op, in nanoseconds."""
+    """The times of one op, in nanoseconds."""
 
     count: int = 0
     shortest: int = 0
@@ -53,7 +53,8 @@ class OpTimer:
 
 
 def profiles(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[OpProfile, ...]:
-    """Of rows (op, count, shortest, longest, total) in nanoseconds; an op may have several. The longest total first."""
+    """Returns a profile for each op of `rows` (op, count, shortest, longest, total) in nanoseconds, of which an op may
+    have several; the longest total first."""
     merged: dict[str, tuple[int, int, int, int]] = {}
     for name, *times in rows:
         count, shortest, longest, total = times

@@ -56,7 +56,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A tensor (or, for attention, its metadata) that somebody else provides under this name."""
+    """A tensor (or, for attention, its metadata) that is bound under this name."""
 
     name: str
     input_rows: Rows | None = None
@@ -122,7 +122,7 @@ def with_whole_logits(program: Program, widths: tuple[int, ...]) -> Program:
 
 
 def buffer_bytes(program: Program, capacity: Mapping[Rows, int], dtype: torch.dtype) -> int:
-    """What an Interpreter's buffers take, for so many rows, with activations in this dtype."""
+    """Returns the bytes of an Interpreter's buffers for `capacity` rows, with activations in this dtype."""
     return sum(math.prod(shape) * held.itemsize for shape, held in _storages(program, capacity, dtype).values())
 
 
@@ -224,7 +224,7 @@ class Interpreter:
         self._timer = OpTimer(synchronize)
         self._is_profiling = False
         self.progress = 0
-        """Counts up within a run: a long step is told from one that hangs."""
+        """Counts up within a run: so that a long step differs from one that hangs."""
         self._table: list[Any] = [None] * len(program.slots)
         self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
         self._buffers: list[tuple[int, Rows, Tensor]] = []

@@ -1,4 +1,4 @@
-"""LinearMethod: how the weight of a linear layer is held and applied. The model never knows which."""
+"""LinearMethod: how the weight of a linear layer is held and applied. The model does not depend on which."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class PackedPart:
     spec: PackedSpec
     first_part: int
     column: int
-    """Of the layer's outputs, the first one."""
+    """The first of the layer's outputs that it has."""
     is_ordered: bool = False
     """Whether its inputs are in an order of their own."""
 
@@ -158,7 +158,7 @@ class PackedMethod(ABC):
 
 
 def packed_spec(layout: Layout, shape: LinearShape, parts: Sequence[int]) -> PackedSpec:
-    """Of neighbouring parts of a layer that are held alike."""
+    """Returns the layout of neighbouring parts of a layer that are held alike."""
     spec = PackedSpec(
         layout.format,
         layout.activation,

@@ -29,8 +29,8 @@ _LAYOUTS = {
 
 
 def stored_layout(kind: str, shape: LinearShape) -> Layout | None:
-    """Of a kind that is computed with as it is; None: it is decoded. So are matrices whose inputs do not come group by
-    group if the rank has only some of them."""
+    """Returns the layout of a kind that is computed with as it is; None: it is decoded. So are matrices whose inputs do
+    not come group by group if the rank has only some of them."""
     held, order = kind, ""
     if kind.count("/") == 2:
         held, _, order = kind.rpartition("/")

@@ -45,7 +45,7 @@ class DeviceSampler(Protocol):
         self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows, settings: Settings, counts: Rows
     ) -> DeviceTokens:
         """A token for each row of `logits` float32 [m, vocabulary], which are changed; where `counts` [m] are not
-        negative its log-probability, too, and those of so many of the most likely ones. `settings`: of all rows."""
+        negative its log-probability, too, and those of that many of the most likely ones. `settings`: of all rows."""
 
 
 def _to_host(tensor: Tensor) -> Tensor:

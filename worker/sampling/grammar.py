@@ -4,7 +4,7 @@ The library that knows grammars stands behind `CompiledGrammar` and `Matcher`. A
 the position that is sampled, however many those are, so a rank that samples its share of the steps only, a request that
 was preempted and one that another world began all come out alike. Ends are ours: where the text is whole, and only
 there, the model's end-of-sequence ids and the request's own stop ids may be sampled. Where nothing but the end may
-come, and no id may be sampled that tells it (`ignore_eos`, or a model without one), the row gets GRAMMAR_ENDED.
+come, and no id may be sampled that says so (`ignore_eos`, or a model without one), the row gets GRAMMAR_ENDED.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Allowance:
         self._spent_s = 0.0
 
     def spend(self, seconds: float, num_output: int) -> str:
-        """Adds the time of a mask that comes after so many tokens of output. Returns why it was too much, or ""."""
+        """Adds the time of the mask after `num_output` tokens. Returns why it was too much, or ""."""
         self._spent_s += seconds
         allowed_s = FIRST_ALLOWANCE_S + TOKEN_ALLOWANCE_S * num_output
         if self._spent_s <= allowed_s:

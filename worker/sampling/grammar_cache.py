@@ -1,4 +1,4 @@
-"""Grammars: compiled on threads of their own, within limits of time and number, and kept for whoever asks again."""
+"""Grammars: compiled on threads of their own, within limits of time and number, and kept for later requests."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     from allspan.worker.sampling.guidance import GuidanceCompiler
 
 COMPILE_S = 30.0
-"""To wait for a grammar."""
+"""The seconds that a grammar is waited for."""
 MOST_KEPT = 64
 MOST_PENDING = 256
 THREADS = 4
 _NICENESS = 10
-"""A grammar that takes long takes its time from nobody's steps."""
+"""Grammars are compiled at this niceness: one that takes long must not delay steps."""
 
 
 class Grammars:
-    """`compile` from any thread. Nothing is loaded, and no thread runs, before somebody asks."""
+    """The compiled grammars of a model; safe from any thread. Nothing is loaded, and no thread runs, before the first
+    call."""
 
     def __init__(self, path: str, vocab_size: int, cpus: Sequence[int] = ()) -> None:
         """`path` of the model, for its tokenizer; `vocab_size`: the model's. `cpus`: where the threads may run; empty:
@@ -48,8 +49,8 @@ class Grammars:
         self._num_pending = 0
 
     def begin(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """On its way; the same for everybody who asks for the same. Raises QueueFull. Its result may be
-        InvalidRequest; it is not to be cancelled."""
+        """Returns the future of a grammar that is being compiled, the same for equal ones. Raises QueueFull. Its result
+        may be InvalidRequest; it is not to be cancelled."""
         with self._lock:
             known = self._kept.get(grammar)
             if known is not None:

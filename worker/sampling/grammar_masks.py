@@ -30,8 +30,8 @@ class GrammarMasks:
     """The grammars of those rows that have one, and the masks that a step needs of them."""
 
     def __init__(self, vocab_size: int, maker: MaskMaker, on_host: bool, share: tuple[int, int] = (0, 1)) -> None:
-        """`on_host`: logits are changed on the host, by ids. `share`: of every step's rows of logits this rank samples
-        the first one named, and every so many after it."""
+        """`on_host`: logits are changed on the host, by ids. `share`: the first of a step's rows of logits that this
+        rank samples, and the distance to its next one."""
         self._maker = maker
         self._rows: dict[int, GrammarRow] = {}
         self._seen = SeenMasks(vocab_size)

@@ -102,7 +102,7 @@ class GuidanceMatcher:
         self._words = np.zeros(vocab_size // 32 + 1, dtype=np.int32)  # the end's bit, too
         self._address, self._bytes = self._words.ctypes.data, self._words.nbytes
         self._rest = np.int32((1 << vocab_size % 32) - 1)
-        """Of the last word's bits, those that stand for tokens."""
+        """The bits of the last word that stand for tokens."""
 
     def consume(self, token_ids: list[int]) -> None:
         if token_ids and not self._matcher.consume_tokens(token_ids):

@@ -22,7 +22,7 @@ class HostSampler:
         self._kernel = kernel
         self._grammars = grammars
         self._processors: dict[int, tuple[LogitsProcessor, ...]] = {}
-        """Those of the rows that have any."""
+        """The processors of the rows that have any."""
         self._asked: dict[int, SamplingRow] = {}
         """What those rows asked for."""
 

@@ -50,9 +50,9 @@ class Lease:
     client_id: str
     capacity: int
     interval: int = 0
-    """What is not urgent waits until a request has so many tokens; 0: until `release`."""
+    """A request's tokens wait until there are this many, unless they are urgent; 0: until `release`."""
     request_ids: dict[bytes, None] = field(default_factory=dict)
-    """Open requests, oldest first. A follower does not learn of ends; it forgets the oldest beyond `capacity`."""
+    """Open requests, oldest first. A follower is not notified of ends; it forgets the oldest beyond `capacity`."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     closing: bool = False
     _waiting: dict[bytes, _Pending] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Leases:
                 lease.request_ids.pop(request_id, None)
 
     def deliver(self, outcomes: Iterable[Outcome]) -> None:
-        """Outcomes of requests whose client has gone are dropped: nobody waits for them."""
+        """Outcomes of requests whose client has gone are dropped."""
         for request, result in outcomes:
             lease = self._by_client.get(request.client_id)
             if lease is not None:

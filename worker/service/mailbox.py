@@ -4,7 +4,7 @@
 that wakes takes it, and the step loop waits (0.4 ms a step were measured on two processors). Here the bell is rung with
 the lock kept, so the other thread runs when the step loop is next inside a kernel.
 
-Who answers the bell takes a processor, and so does everyone behind it, up to the reader of the tokens. Where the step's
+The woken thread takes a processor, and so does all that follows it, up to the reader of the tokens. Where the step's
 own threads have all processors (1.3 ms a token were measured for a lone stream), there is a pause after a delivery, and
 what can wait goes on together at its end.
 """

@@ -92,7 +92,7 @@ class RankFacts:
 
 
 def translated(method: Callable[..., Awaitable[Reply]]) -> Callable[..., Awaitable[Reply]]:
-    """Turns our errors into gRPC statuses. Anything else is our bug: logged, and told as INTERNAL."""
+    """Turns our errors into gRPC statuses. Anything else is our bug: logged, and sent as INTERNAL."""
 
     @functools.wraps(method)
     async def call(self: Any, message: Any, context: grpc.aio.ServicerContext) -> Reply:

@@ -42,7 +42,7 @@ from allspan.worker.process.load_progress import LoadProgress
 from allspan.worker.weights.rank_file import new_rank_file
 
 _COPIED = (".json", ".jinja", ".txt", ".model")
-"""Of a folder: configs, tokenizers, chat templates."""
+"""Suffixes of the files that are copied: configs, tokenizers, chat templates."""
 _MARGIN_BYTES = 1 << 20
 
 

@@ -60,7 +60,7 @@ class NullModel:
 
 
 class NullChannel:
-    """Meets `allspan.worker.parallel.base.PlanChannel`; nobody listens."""
+    """Meets `allspan.worker.parallel.base.PlanChannel`, and discards what is published."""
 
     def publish(self, data: bytes) -> None:
         pass

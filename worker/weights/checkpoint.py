@@ -21,7 +21,7 @@ class Checkpoint(Protocol):
     def names(self) -> Collection[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor, [out, in] for a matrix."""
+        """Returns the shape of the whole tensor, [out, in] for a matrix."""
 
     def where(self, name: str) -> Path:
         """The file that holds the tensor, or (for a missing one) the checkpoint itself."""

@@ -12,7 +12,7 @@ from allspan.protos.api.errors import CheckpointError
 
 
 class MappedFile:
-    """`view` makes arrays over the mapping; nothing is copied before somebody reads them."""
+    """A memory-mapped file. `view` makes arrays over the mapping; nothing is read before they are."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError when the file cannot be opened or is empty."""

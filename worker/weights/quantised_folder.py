@@ -43,7 +43,7 @@ class QuantisedFolder:
         names = set(self._folder.names())
         self._matrices: dict[str, QuantisedMatrix] = {}
         self._first: dict[str, str] = {}
-        """Of a matrix, the name of a tensor that is in the file."""
+        """Matrix → the name of one of its tensors, which is in the file."""
         used = {name for name in names if name.rpartition(".")[2] in _UNUSED}
         for name in sorted(names):
             stem, _, suffix = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The forms in which tools store quantised matrices, told by the tensors that a matrix has and its config.
+"""The forms in which tools store quantised matrices, recognised by the tensors of a matrix and its config.
 
 | tensors | written by |
 |---|---|
@@ -33,7 +33,7 @@ MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 """Suffixes of tensors that only quantised matrices have."""
 
 SUFFIXES = (*MARKS, "weight", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx")
-"""Of all tensors that a matrix may have."""
+"""Suffixes of all tensors that a matrix may have."""
 
 
 def quantised_matrix(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
@@ -111,7 +111,7 @@ def _awq(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
 
 
 def _group(inputs: int, groups: int, config: Config) -> int:
-    """The inputs that share a scale, of so many groups."""
+    """Returns the number of inputs that share a scale, where there are `groups` groups."""
     if groups == 1:
         return -1
     sizes = [

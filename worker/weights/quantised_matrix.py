@@ -155,7 +155,7 @@ class GptqMatrix(QuantisedMatrix):
     scale: Tensor
     """[groups, out]."""
     lack: int
-    """By which zeros are stored too low."""
+    """The number by which zeros are stored too low."""
 
     def codes(self, rows: range, inputs: range) -> Tensor:
         words, first = _words(inputs, 32 // self.bits)

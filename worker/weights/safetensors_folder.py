@@ -86,7 +86,7 @@ class SafetensorsFolder:
         return self._tensors[name].dtype
 
     def view(self, name: str) -> Tensor:
-        """The whole tensor where it lies, not to be written: nothing is read before somebody looks at it."""
+        """The whole tensor where it lies, not to be written: nothing is read before it is used."""
         return self._view(name, _DTYPES)
 
     def release(self) -> None:

@@ -183,7 +183,7 @@ def test_the_hash_tells_tokens_rows_and_history_apart():
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (StepPlan(1, 2, 0, leaves=(3,)), "row 3 leaves, but nobody has it"),
+        (StepPlan(1, 2, 0, leaves=(3,)), "row 3 leaves, but no request has it"),
         (StepPlan(1, 2, 0, runs=(Run(0, 1),)), "past its tokens or its pages"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from allspan.protos.cluster.heartbeat import LOADING, OVER, SERVING, Beat, BeatFile, read_beat
 from allspan.worker.process import heartbeat_writer as heart_module
-from allspan.worker.process.heartbeat_writer import Heart
+from allspan.worker.process.heartbeat_writer import HeartbeatWriter
 from support.waiting import wait_until
 
 
@@ -36,7 +36,7 @@ def newest(path: Path) -> Beat:
 
 
 def test_it_beats_from_the_start_and_tells_the_phase(path: Path) -> None:
-    heart = Heart(path)
+    heart = HeartbeatWriter(path)
     assert read_beat(path) is not None, "the first is written before anything else happens"
     assert newest(path).phase == LOADING
     heart.serve(Loop())
@@ -59,7 +59,7 @@ def test_a_long_step_counts_as_progress_while_its_ops_go_on(path: Path) -> None:
         def advance(self) -> int:  # type: ignore[override]
             return next(ops)
 
-    heart = Heart(path)
+    heart = HeartbeatWriter(path)
     try:
         heart.serve(LongStep())
         assert newest(path).progress < newest(path).progress
@@ -76,7 +76,7 @@ def test_a_beat_that_cannot_be_written_is_told_once_and_tried_again(
         tries.append(beat)
         raise OSError(28, "No space left on device")
 
-    heart = Heart(path)
+    heart = HeartbeatWriter(path)
     try:
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
             patch.setattr(BeatFile, "write", full)

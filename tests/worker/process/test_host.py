@@ -13,7 +13,7 @@ import pytest
 
 from allspan.protos.api.errors import CheckpointError, Unavailable
 from allspan.worker.process import host
-from allspan.worker.process.host import LastWords, memory_nodes, watch_process
+from allspan.worker.process.host import ExitReport, memory_nodes, watch_process
 from support.waiting import wait_until
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="Linux has the parent-death signal")
@@ -113,22 +113,22 @@ def test_memory_nodes_are_those_of_the_processors(tmp_path: Path) -> None:
     assert memory_nodes((1, 2), tmp_path) == ("node0", "node2")
 
 
-def test_last_words_are_one_line_then_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exit_report_is_one_line_then_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rank-1.e1.error"
     try:
         raise CheckpointError("model.safetensors\nis cut short")
     except CheckpointError as error:
-        LastWords(file, 1).say(error)
+        ExitReport(file, 1).write(error)
     first, *rest = file.read_text().splitlines()
     assert first == "model.safetensors is cut short"
     assert rest[0].startswith("Traceback")
     assert capsys.readouterr().err == "allspan.worker: rank 1: model.safetensors is cut short\n"
 
 
-def test_only_the_first_last_words_are_kept(tmp_path: Path) -> None:
-    words = LastWords(tmp_path / "words", 0)
-    words.say(ValueError("the cause"))
-    words.say(ValueError("what followed"))
+def test_only_the_first_error_is_reported(tmp_path: Path) -> None:
+    words = ExitReport(tmp_path / "words", 0)
+    words.write(ValueError("the cause"))
+    words.write(ValueError("what followed"))
     assert (tmp_path / "words").read_text().startswith("ValueError: the cause\n")
 
 
@@ -136,6 +136,6 @@ def test_a_bug_shows_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
     try:
         raise KeyError("row")
     except KeyError as error:
-        LastWords(tmp_path / "words", 0).say(error)
+        ExitReport(tmp_path / "words", 0).write(error)
     assert "Traceback" in capsys.readouterr().err
     assert (tmp_path / "words").read_text().startswith("KeyError: 'row'\n")
