@@ -208,6 +208,10 @@ class OpSet(Protocol):
     def gather_rows(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[m, H] = x[rows]; rows int32 [m]."""
 
+    def put_rows(self, x: Tensor | None, rows: Tensor | None, scale: float, out: Tensor) -> None:
+        """out[rows] = scale · x, with x float32 [m, H] and rows int64 [m], in host memory or where `out` is; nothing
+        where both are None."""
+
     def gather_columns(self, x: Tensor, columns: Tensor, out: Tensor) -> None:
         """out[n, m] = x[:, columns]; columns int32 [m]."""
 

@@ -56,6 +56,7 @@ REFERENCE = {
     "silu_mul": "allspan.kernels.reference.elementwise:silu_mul",
     "gather_rows": "allspan.kernels.reference.elementwise:gather_rows",
     "gather_columns": "allspan.kernels.reference.elementwise:gather_columns",
+    "put_rows": "allspan.kernels.reference.elementwise:put_rows",
     "packed_embedding": "allspan.kernels.reference.packed:packed_embedding",
     "packed_linear": "allspan.kernels.reference.packed:packed_linear",
     "packed_linear_add": "allspan.kernels.reference.packed:packed_linear_add",
@@ -67,7 +68,8 @@ _COMPILED = (
     *("rotary_append", "attention", "silu_mul", "gather_rows"),
     *("packed_embedding", "packed_linear", "packed_linear_add", "packed_gated_linear"),
 )
-CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED} | {"gather_columns": REFERENCE["gather_columns"]}
+CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
+CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows")}  # no step of a decode has them
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
@@ -82,6 +84,7 @@ CUDA = {
     "silu_mul": "allspan.kernels.cuda.rows.elementwise:silu_mul",
     "gather_rows": "allspan.kernels.cuda.rows.elementwise:gather_rows",
     "gather_columns": "allspan.kernels.cuda.rows.gather_columns:gather_columns",
+    "put_rows": REFERENCE["put_rows"],
     "rotary_append": "allspan.kernels.cuda.rows.rotary_append:rotary_append",
     "attention": "allspan.kernels.cuda.attention.attention:attention",
     "packed_linear": "allspan.kernels.cuda.linear.packed_linear:packed_linear",

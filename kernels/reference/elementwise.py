@@ -54,6 +54,12 @@ def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
     out.copy_(x[rows.long()])
 
 
+def put_rows(x: Tensor | None, rows: Tensor | None, scale: float, out: Tensor) -> None:
+    """See `OpSet.put_rows`."""
+    if x is not None and rows is not None:
+        out.index_copy_(0, rows.to(out.device), (x * scale).to(out.device, out.dtype))
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -182,6 +182,11 @@ def embedding(ids: list[int], rows: int, first_row: int, dtype: torch.dtype) -> 
     return [ints(ids), randn(rows, 33, dtype=dtype), first_row, poison(len(ids), 33)]
 
 
+def put_rows(places: list[int] | None) -> list[Any]:
+    x, rows = (None, None) if places is None else (randn(len(places), 33), torch.tensor(places))
+    return [x, rows, 1.5, randn(7, 33, seed=1)]
+
+
 def gather_rows(rows: list[int]) -> list[Any]:
     return [randn(70, 33), ints(rows), poison(len(rows), 33)]
 
@@ -277,6 +282,8 @@ def _cases() -> Iterator[Case]:
     yield Case("embedding", "of-a-rank-without-rows", embedding, ([1, 2], 0, 0, F32), 0)
     yield Case("gather_rows", "some", gather_rows, ([69, 0, 0, 31],), 0)
     yield Case("gather_rows", "none", gather_rows, ([],), 0)
+    for name, places in (("some", [3, 0, 6]), ("none", None)):
+        yield Case("put_rows", name, put_rows, (places,), 1e-6)
     yield Case("gather_columns", "some", gather_columns, (5, [32, 0, 0, 31]), 0)
     yield Case("gather_columns", "of-nothing", gather_columns, (0, [2, 1]), 0)
     for dtype in (F32, BF16):
@@ -287,12 +294,15 @@ def _cases() -> Iterator[Case]:
     for dtype in (F32, BF16, I8):
         fused = (64, 16, [(1, 40), (5, 20)], UNEVEN, dtype, 0, 4)
         yield Case("attention", f"front-of-fused-{dtype}", attention, fused)
+    yield from _windows()
+
+
+def _windows() -> Iterator[Case]:
+    requests = [(1, 300), (40, 340), (1, 90), (0, 12)]
     for dtype in (F32, BF16, I8, U4):
-        for window in (1, 30, 64, 300):
-            requests = [(1, 700), (40, 640), (1, 90), (33, 33), (0, 12), (1, 257)]
-            yield Case(
-                "attention", f"window-{window}-{dtype}", attention, (64, 16, requests, UNEVEN, dtype, 0, 0, window)
-            )
+        for window in (1, 270) if dtype is F32 else (30,):
+            sizes = (64, 16, requests, UNEVEN, dtype, 0, 0, window)
+            yield Case("attention", f"window-{window}-{dtype}", attention, sizes)
 
 
 CASES: tuple[Case, ...] = tuple(_cases())

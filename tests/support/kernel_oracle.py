@@ -149,6 +149,11 @@ def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
         out[to] = x[row]
 
 
+def put_rows(x: Tensor | None, rows: Tensor | None, scale: float, out: Tensor) -> None:
+    for i, row in enumerate([] if rows is None else rows.tolist()):
+        out[row] = scale * x[i]  # type: ignore[index]
+
+
 def gather_columns(x: Tensor, columns: Tensor, out: Tensor) -> None:
     for to, column in enumerate(columns.tolist()):
         out[:, to] = x[:, column]

@@ -51,6 +51,7 @@ from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.process.host import host_name, peak_rss_bytes, rss_bytes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
+from allspan.worker.step.row_inputs import PromptEmbeddings
 
 CLOSE_TIMEOUT_S = 60.0
 """A step in flight is waited for."""
@@ -136,9 +137,11 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
+        embeddings: PromptEmbeddings | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
-        params = with_seed(sampling_params)
-        return self._start(self._encode(prompt), params, checked_options(options), parse_request_id(request_id))
+        """See `EngineProtocol.start_request`. `embeddings` take the place of those of some prompt tokens."""
+        params, own_id = with_seed(sampling_params), parse_request_id(request_id)
+        return self._start(self._encode(prompt), params, checked_options(options), own_id, embeddings)
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         queue = None if handle is None else self._open.queue(parse_request_id(handle.request_id))
@@ -251,11 +254,12 @@ class Engine:
         params: SamplingParams,
         options: RequestOptions,
         request_id: bytes | None = None,
+        embeddings: PromptEmbeddings | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
         request_id = request_id or parse_request_id(None)
         queue = self._open.add(request_id, params, self.tokenizer if params.stop else None)
         try:
-            self._core.submit(Request(request_id, "", tuple(ids), params, options))
+            self._core.submit(Request(request_id, "", tuple(ids), params, options, embeddings=embeddings))
         except AllspanError:
             self._open.remove(request_id)
             raise

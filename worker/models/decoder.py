@@ -16,9 +16,10 @@ from allspan.worker.program.program import Program, Rows, Slot
 class Decoder:
     """The forward pass of one step, and what its named slots are bound to.
 
-    Inputs: ids, positions, logits_rows; slots and attention (an AttentionMeta), and those of further cache groups and
-    kinds of attention as slots.1, attention.1 …. Caches are k_cache.N, v_cache.N, k_scales.N and v_scales.N of every
-    layer N; weights have their canonical names. Output: this rank's columns of the logits.
+    Inputs: ids, positions, logits_rows; embedding_rows and embedding_places (None: all tokens are given by ids); slots
+    and attention (an AttentionMeta), and those of further cache groups and kinds of attention as slots.1, attention.1
+    …. Caches are k_cache.N, v_cache.N, k_scales.N and v_scales.N of every layer N; weights have their canonical names.
+    Output: this rank's columns of the logits.
     """
 
     program: Program
@@ -45,6 +46,8 @@ class _Decoder:
         holding.emit_embedding(program, program.input("ids"), stream.residual)
         if holding.shard.size > 1:
             program.op("all_reduce", stream.residual)
+        rows, places = (program.input(name) for name in ("embedding_rows", "embedding_places"))
+        program.op("put_rows", rows, places, spec.embedding_scale, stream.residual)
         for number, layer in enumerate(spec.layers):
             attention = self._sublayer(number, stream, is_attention=True)
             attended = layer.attention.mix(attention, attention.normed())

@@ -85,8 +85,8 @@ class Model:
 
     @property
     def row_inputs(self) -> RowInputs:
-        """Token ids are all that requests bring so far."""
-        return RowInputs()
+        """Requests may bring embedding rows: what the model's embedding holds of token ids, or anything like it."""
+        return RowInputs(embedding_size=self.spec.hidden_size)
 
     @property
     def step_metadata(self) -> tuple[StepMetadata, ...]:

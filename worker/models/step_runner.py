@@ -45,7 +45,7 @@ class StepRunner:
     def run(self, inputs: StepInputs) -> Tensor:
         """The output's rows of this step, a view that the next run overwrites."""
         self._check()
-        if inputs.place in self._graphs and not self._is_profiling:
+        if inputs.place in self._graphs and inputs.embeddings is None and not self._is_profiling:
             return self._graphs[inputs.place].replay()[: inputs.num_rows]
         if inputs is not self._inputs:
             self._inputs, self._step = inputs, self._named(inputs)
@@ -82,6 +82,8 @@ class StepRunner:
             "positions": inputs.positions,
             "logits_rows": inputs.logits_rows,
             "adapters": inputs.adapters,
+            "embedding_rows": inputs.embeddings.rows if inputs.embeddings else None,
+            "embedding_places": inputs.embeddings.at if inputs.embeddings else None,
             **{group_name("slots", group): own.slots for group, own in enumerate(groups)},
             **{name: meta.of(groups[group]) for name, (group, meta) in self._metas.items()},
         }

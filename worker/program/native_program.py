@@ -6,7 +6,7 @@ Ops that the kernels do not have (an all-reduce over MPI, say) are called from h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import DeadlineExceeded, InternalError
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.profile import OpTimer, profiles
-from allspan.worker.program.program import COLLECTIVE_OPS, Buffer, Op, Program, Rows, Slot, flat, function_of
+from allspan.worker.program.program import COLLECTIVE_OPS, Buffer, Named, Op, Program, Rows, Slot, flat, function_of
 
 
 class NativeProgram:
@@ -31,9 +31,10 @@ class NativeProgram:
         self._native = native(len(program.slots), window)
         self._names: dict[str, int] = {}
         self._bound: dict[int, Any] = {}
-        self._inputs: dict[str, Any] = {}
         self._buffers: dict[int, tuple[Rows, Tensor]] = {}
         storages: dict[str, Tensor] = {}
+        foreign = ops.reference_ops | (COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset())
+        used = {slot.index for op in program.ops if op.name not in foreign for slot in slots_of(op)}
         for i, slot in enumerate(program.slots):
             if isinstance(slot, Buffer):
                 shape = (self._capacity[slot.rows], *slot.shape)
@@ -43,10 +44,11 @@ class NativeProgram:
                 self._native.bind(i, self._buffers[i][1])
             else:
                 self._names[slot.name] = i
-                if slot.input_rows is not None:
+                if slot.input_rows is not None and i in used:
                     self._native.declare_input(i, slot.name, slot.input_rows is Rows.LOGITS)
-        foreign = ops.reference_ops | (COLLECTIVE_OPS if window is None and collectives.size > 1 else frozenset())
-        self._stretches: list[tuple[int, int] | _Foreign] = []
+        self._stretches: list[_Stretch] = []
+        self._needed: list[_Stretch] = []
+        """Those of the step that was taken in last."""
         self._timer = OpTimer()
         self._is_profiling = False
         self._foreign_progress = 0
@@ -58,13 +60,16 @@ class NativeProgram:
         for is_foreign, stretch in itertools.groupby(program.ops, lambda op: op.name in foreign):
             ops_here = list(stretch)
             if is_foreign:
-                self._stretches += [_Foreign(op, function_of(op, ops, collectives)) for op in ops_here]
+                self._stretches += [self._foreign(op, function_of(op, ops, collectives)) for op in ops_here]
                 continue
             for op in ops_here:
                 arguments = [(type(a) is Slot, a.index if type(a) is Slot else a) for a in flat(op.arguments)]
                 self._native.add(op.name, arguments, op.rows is Rows.LOGITS)
             self._stretches.append((first, first + len(ops_here)))
             first += len(ops_here)
+        self._optional = [each for each in self._stretches if isinstance(each, _Foreign) and each.inputs]
+        self._plain = _joined(each for each in self._stretches if each not in self._optional)
+        """Those of a step without what the optional ones take."""
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -93,7 +98,7 @@ class NativeProgram:
             self._take(inputs, num_tokens, num_logits)
         if num_tokens:
             try:
-                for stretch in self._stretches:
+                for stretch in self._needed:
                     if isinstance(stretch, _Foreign):
                         self._call(stretch, num_tokens, num_logits)
                     else:
@@ -128,21 +133,32 @@ class NativeProgram:
         if num_tokens:
             self._native.begin(inputs, num_tokens, num_logits)
             self._taken = inputs
+            self._needed = self._plain
+            if any(each.is_needed(inputs) for each in self._optional):
+                self._needed = [each for each in self._stretches if isinstance(each, tuple) or each.is_needed(inputs)]
 
     def _call(self, foreign: _Foreign, num_tokens: int, num_logits: int) -> None:
         op = foreign.op
         count = num_logits if op.rows is Rows.LOGITS else num_tokens
         if count == 0:
             return
-        values = [self._value(a, count) if type(a) is Slot else a for a in op.arguments]
+        given = self._taken or {}
+        values = [self._value(a, count, foreign, given) if isinstance(a, Slot) else a for a in op.arguments]
         if self._is_profiling:
             self._timer.call(op.name, foreign.function, *values)
         else:
             foreign.function(*values)
         self._foreign_progress += 1
 
-    def _value(self, slot: Slot, count: int) -> Any:
-        """A buffer's rows, or what is bound."""
+    def _foreign(self, op: Op, function: Callable[..., None]) -> _Foreign:
+        named = ((slot.index, self._program.slots[slot.index]) for slot in slots_of(op))
+        inputs = {i: slot.name for i, slot in named if isinstance(slot, Named) and slot.input_rows is not None}
+        return _Foreign(op, function, inputs)
+
+    def _value(self, slot: Slot, count: int, foreign: _Foreign, given: Mapping[str, Any]) -> Any:
+        """An input of the step, a buffer's rows, or what is bound."""
+        if (name := foreign.inputs.get(slot.index)) is not None:
+            return given.get(name)
         buffer = self._buffers.get(slot.index)
         return self._bound[slot.index] if buffer is None else buffer[1][:count]
 
@@ -150,6 +166,33 @@ class NativeProgram:
 class _Foreign:
     """An op that Python calls."""
 
-    def __init__(self, op: Op, function: Callable[..., None]) -> None:
+    def __init__(self, op: Op, function: Callable[..., None], inputs: Mapping[int, str]) -> None:
+        """`inputs`: names of the step's own numbers among its arguments, by slot."""
         self.op = op
         self.function = function
+        self.inputs = inputs
+
+    def is_needed(self, given: Mapping[str, Any]) -> bool:
+        """Whether a step has what the op takes of it: one that takes inputs is left out where all of them are None."""
+        return not self.inputs or any(given.get(name) is not None for name in self.inputs.values())
+
+
+_Stretch = tuple[int, int] | _Foreign
+"""First and last + 1 of the native ops that run in one call, or an op that Python calls."""
+
+
+def _joined(stretches: Iterable[_Stretch]) -> list[_Stretch]:
+    """Native ops that follow each other run in one call."""
+    joined: list[_Stretch] = []
+    for stretch in stretches:
+        last = joined[-1] if joined else None
+        if isinstance(stretch, tuple) and isinstance(last, tuple):
+            joined[-1] = last[0], stretch[1]
+        else:
+            joined.append(stretch)
+    return joined
+
+
+def slots_of(op: Op) -> Iterator[Slot]:
+    """The slots among an op's arguments."""
+    return (argument for argument in flat(op.arguments) if isinstance(argument, Slot))

@@ -48,7 +48,7 @@ class SharedInputs:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows:
-    """Rows that take the place of the embeddings of token ids, on the model's device."""
+    """Rows that take the place of the embeddings of token ids, in host memory."""
 
     at: Tensor
     """int64 [k]: which of the n tokens."""

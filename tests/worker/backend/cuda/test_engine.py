@@ -14,6 +14,7 @@ from allspan.kernels.cuda.attention import cascade_rule
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.models.model import Model
 from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.row_inputs import PromptEmbeddings
 from support.tiny_models import prompt, reference_logits, save_tiny
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -80,6 +81,17 @@ def test_rows_that_share_a_prefix_decode_as_a_cascade(
         for one, output in zip(asked, outputs, strict=True):
             assert output.timings.cached_tokens == 48
             assert_likely(output.token_ids, one, reference)
+
+
+def test_embedding_rows_of_the_same_ids_give_equal_tokens(tmp_path: Path, on: dict[str, Any]) -> None:
+    sizes = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    reference = save_tiny(tmp_path, "qwen3", torch.bfloat16, **sizes)
+    table, ids = reference.get_input_embeddings().weight.detach().float().numpy(), prompt(19, 97)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with Engine(tmp_path, **on, **SETTINGS) as engine:
+        (expected,) = engine.generate([ids], params)
+        queue = engine.start_request([0] * 19, params, embeddings=PromptEmbeddings(0, table[ids]))[1]
+        assert tuple(token for output in queue for token in output.token_ids) == expected.token_ids
 
 
 def test_layers_with_a_window_keep_its_pages_alone(
