@@ -33,27 +33,9 @@ _STUB = """{first}
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
-extern "C" const char* emulated_launch(const unsigned* grid, unsigned threads, unsigned long shared, void** given) {{
-  static std::string error;
-  error = emulator::run(&{name}, dim3{{grid[0], grid[1], grid[2]}}, dim3{{threads, 1, 1}}, shared, given,
-                        CLUSTER);
-  return error.c_str();
-}}
-extern "C" void* emulated_begin(const unsigned* grid, unsigned threads, unsigned long shared, void** given) {{
-  return new emulator::Launch(emulator::bind(&{name}, given), dim3{{grid[0], grid[1], grid[2]}}, dim3{{threads, 1, 1}},
-                              shared);
-}}
-extern "C" const char* emulated_turn(void* launch, unsigned seed, int* done) {{
-  static std::string error;
-  auto* const it = static_cast<emulator::Launch*>(launch);
-  error.clear(), *done = 0;
-  try {{
-    if ((*done = it->turn(seed))) delete it;
-  }} catch (const std::exception& what) {{
-    error = what.what();
-  }}
-  return error.c_str();
-}}
+#pragma GCC visibility push(hidden)
+extern "C" void emulated_kernel(void** arguments) {{ emulator::call(&{name}, arguments); }}
+extern "C" const unsigned emulated_cluster = CLUSTER;
 """
 
 
@@ -159,7 +141,9 @@ class EmulatorDriver:
         source = FOLDER / kernel.file
 
         def build(target: Path) -> None:
-            words = [*_GXX, f"-I{_headers()}", f"-I{HERE}", f"-I{FOLDER}", "-x", "c++", "-", "-o", str(target)]
+            parts = _prepared()
+            folders = [f"-I{parts}", f"-I{HERE}", f"-I{FOLDER}"]
+            words = [*_GXX, *folders, "-x", "c++", "-", "-x", "none", str(parts / "emulator.o"), "-o", str(target)]
             done = subprocess.run(words, input=text, capture_output=True, text=True)
             if done.returncode:
                 raise EmulatedFault(f"{kernel} does not compile:\n{done.stderr[:4000]}")
@@ -176,20 +160,30 @@ class EmulatorDriver:
 
 
 @functools.cache
-def _headers() -> Path:
-    """A folder with emulator.h as GCC has read it once: a third of what a kernel takes to compile."""
+def _prepared() -> Path:
+    """A folder with what is the same for all kernels: emulator.o, and emulator.h as GCC has read it once."""
 
     def build(target: Path) -> None:
-        target.mkdir()
-        words = [*_GXX, f"-I{FOLDER}", "-x", "c++-header", str(HERE / "emulator.h")]
-        subprocess.run([*words, "-o", str(target / "emulator.h.gch")], capture_output=True, check=True)
+        headers = target / "emulator.h.gch"  # GCC takes the one whose macros fit
+        headers.mkdir(parents=True)
+        header, runtime = str(HERE / "emulator.h"), str(HERE / "emulator.cpp")
+        _gxx("-x", "c++-header", header, "-o", str(headers / "bfloat16"))
+        _gxx("-DFP16=1", "-x", "c++-header", header, "-o", str(headers / "half"))
+        _gxx("-c", runtime, "-o", str(target / "emulator.o"))
 
     return artefacts.entry("emulator", _key(), build)
 
 
+def _gxx(*words: str) -> None:
+    options = [word for word in _GXX if word != "-shared"]
+    subprocess.run([*options, f"-I{FOLDER}", *words], capture_output=True, check=True)
+
+
 def _key(text: str = "", *sources: Path) -> str:
     """Changes with the compiler, the text that it is given, these sources and the emulator."""
-    return artefacts.key(_GXX, _compiler_version(), text, *sources, *_included(HERE / "emulator.h"))
+    return artefacts.key(
+        _GXX, _compiler_version(), text, *sources, *_included(HERE / "emulator.h"), HERE / "emulator.cpp"
+    )
 
 
 @functools.cache

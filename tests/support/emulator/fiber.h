@@ -17,31 +17,7 @@ struct Fiber {
   void* top = nullptr;  // of its stack, where the registers lie that a function must keep
 };
 
-extern "C" __attribute__((visibility("hidden"))) void allspan_change_stack(void** from, void* to);
-asm(R"(
-.pushsection .text
-.hidden allspan_change_stack
-.globl allspan_change_stack
-.type allspan_change_stack, @function
-allspan_change_stack:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size allspan_change_stack, . - allspan_change_stack
-.popsection
-)");
+extern "C" __attribute__((visibility("hidden"))) void allspan_change_stack(void** from, void* to);  // in emulator.cpp
 
 inline void change(Fiber& from, const Fiber& to) { allspan_change_stack(&from.top, to.top); }
 

@@ -15,54 +15,20 @@ typedef unsigned short bf16;
 inline uint32_t smem(const void* at) {
   return static_cast<uint32_t>(static_cast<const char*>(at) - emulator::block.base);
 }
-inline void copy16(uint32_t to, const void* from, bool is_there) {
-  if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a copy of 16 bytes is not aligned");
-  emulator::me->open.push_back({emulator::block.base + to, static_cast<const char*>(from), is_there ? 16 : 0, 16});
-}
-inline void copy4(uint32_t to, const void* from, bool is_there) {
-  if (to % 4 || reinterpret_cast<uintptr_t>(from) % 4) emulator::fail("a copy of 4 bytes is not aligned");
-  emulator::me->open.push_back({emulator::block.base + to, static_cast<const char*>(from), is_there ? 4 : 0, 4});
-}
+inline void copy16(uint32_t to, const void* from, bool is_there) { emulator::copy(to, from, is_there ? 16 : 0, 16); }
+inline void copy4(uint32_t to, const void* from, bool is_there) { emulator::copy(to, from, is_there ? 4 : 0, 4); }
 inline void wait_for_ahead() {}
 inline void let_next_begin() {}
-inline void cluster_arrive() {
-  emulator::Barrier& barrier = emulator::cluster.barrier;
-  if (emulator::me->meeting >= 0) emulator::fail("a thread comes to its cluster's meeting twice");
-  emulator::me->meeting = barrier.turn;
-  if (++barrier.waiting >= emulator::cluster.alive) barrier.waiting = 0, ++barrier.turn;
-  emulator::block.moved = true;
-}
-inline void cluster_wait() {
-  emulator::Barrier& barrier = emulator::cluster.barrier;
-  if (emulator::me->meeting < 0) emulator::fail("a thread waits for its cluster and has not come");
-  while (barrier.turn == emulator::me->meeting) {
-    emulator::yield();
-    if (barrier.turn == emulator::me->meeting && barrier.waiting >= emulator::cluster.alive)
-      barrier.waiting = 0, ++barrier.turn;  // others have ended
-  }
-  emulator::me->meeting = -1;
-  emulator::block.moved = true;
-}
+inline void cluster_arrive() { emulator::arrive_at_cluster(); }
+inline void cluster_wait() { emulator::wait_for_cluster(); }
 template <class T>
 T* of_block(T* mine, int rank) {
-  const auto at = reinterpret_cast<char*>(mine) - emulator::block.base;
-  if (at < 0 || at >= static_cast<long>(emulator::block.size)) emulator::fail("this is not in dynamic shared memory");
-  if (!emulator::cluster.blocks.at(rank)->alive && emulator::cluster.bases[rank] != emulator::block.base)
-    emulator::fail("a block looks at another's memory that has ended");
-  return reinterpret_cast<T*>(emulator::cluster.bases[rank] + at);
+  return reinterpret_cast<T*>(emulator::at_block(reinterpret_cast<const char*>(mine), rank));
 }
-inline void commit() {
-  emulator::me->groups.push_back(std::move(emulator::me->open));
-  emulator::me->open.clear();
-}
+inline void commit() { emulator::commit_copies(); }
 template <int N>
 void wait_for() {
-  auto& groups = emulator::me->groups;
-  while (static_cast<int>(groups.size()) > N) {
-    for (const auto& copy : groups.front()) emulator::land(copy);
-    emulator::me->is_unfenced |= !groups.front().empty();
-    groups.erase(groups.begin());
-  }
+  emulator::wait_for_copies(N);
 }
 
 inline float half_wide(uint32_t bits) {
