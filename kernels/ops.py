@@ -10,7 +10,7 @@ Batch invariance: what an op writes for a row depends on that row's inputs alone
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -74,6 +74,9 @@ class OpSet(Protocol):
 
     def op(self, name: str) -> Callable[..., None]:
         """The op of that name, one of the following."""
+
+    def kernel_name(self, op: str, arguments: Sequence[Any]) -> str:
+        """Returns the name of the kernel that runs an op with these arguments, "" where the op has one alone."""
 
     @property
     def reference_ops(self) -> frozenset[str]:
@@ -230,6 +233,6 @@ class AttentionMeta(Protocol):
     kv_head_of: Tensor
     """[Hq]: which of this rank's KV heads each query head reads (uneven splits share no fixed ratio)."""
     scale: float
-    """Of the logits, usually 1/sqrt(d)."""
+    """The factor of the attention logits, usually 1/sqrt(d)."""
     window: int
     """Tokens that a query sees, its own included; those before them are not read. 0: all tokens."""

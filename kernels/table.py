@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +39,8 @@ class Backend:
     """What may go from op to op (`activations_of`); the residual stream and logits are float32 everywhere."""
     device: str = "cpu"
     """Where its tensors lie."""
+    kernel_names: Mapping[str, str] = field(default_factory=dict)
+    """(op's name, its arguments) -> name of the kernel that runs them, for ops that choose among several."""
 
 
 REFERENCE = {
@@ -97,7 +99,14 @@ BACKENDS: Mapping[str, Backend] = {
     "cpu": Backend(CPU, module="allspan.kernels.cpu.backend", program="allspan.kernels.cpu._native:Program"),
     "reference": Backend(REFERENCE),
     "cuda": Backend(
-        CUDA, module="allspan.kernels.cuda.jit.runtime", activations=(torch.bfloat16, torch.float16), device="cuda"
+        CUDA,
+        module="allspan.kernels.cuda.jit.runtime",
+        activations=(torch.bfloat16, torch.float16),
+        device="cuda",
+        kernel_names=dict.fromkeys(
+            ("packed_linear", "packed_linear_add", "packed_gated_linear"),
+            "allspan.kernels.cuda.linear.packed_linear:kernel_name",
+        ),
     ),
 }
 """In order of preference."""
@@ -116,17 +125,24 @@ class LoadedOps:
         program: Callable[..., Any] | None = None,
         activations: tuple[torch.dtype, ...] = (torch.float32,),
         reference_ops: frozenset[str] = frozenset(),
+        kernel_names: Mapping[str, Callable[..., str]] | None = None,
     ) -> None:
         self.name = name
         self.reference_ops = reference_ops
         self.activations = activations
         self.runtime = runtime
         self.program = program
+        self._kernel_names = kernel_names or {}
         for op, implementation in ops.items():
             setattr(self, op, implementation)
 
     def op(self, name: str) -> Callable[..., None]:
         return cast(Callable[..., None], getattr(self, name))
+
+    def kernel_name(self, op: str, arguments: Sequence[Any]) -> str:
+        """Returns the name of the kernel that runs an op with these arguments, "" where the op has one alone."""
+        name = self._kernel_names.get(op)
+        return "" if name is None else name(op, *arguments)
 
     def __repr__(self) -> str:
         return f"LoadedOps({self.name})"
@@ -183,7 +199,9 @@ def _open(name: str, threads: int, cpus: tuple[int, ...]) -> OpSet:
     opened, runtime = importlib.import_module(backend.module).open_runtime(variant or None, threads, cpus)
     program = partial(_load(backend.program), runtime) if backend.program else None
     ops = _resolve(family, backend, runtime)
-    return cast(OpSet, LoadedOps(f"{family}/{opened}", ops, runtime, program, backend.activations, _borrowed(backend)))
+    names = {op: _load(target) for op, target in backend.kernel_names.items()}
+    borrowed = _borrowed(backend)
+    return cast(OpSet, LoadedOps(f"{family}/{opened}", ops, runtime, program, backend.activations, borrowed, names))
 
 
 def _borrowed(backend: Backend) -> frozenset[str]:

@@ -18,16 +18,18 @@ class Built:
     """A case whose inputs are on the device."""
 
     ours: Mapping[str, Launch]
-    """By the name of the kernel, the best of which counts."""
+    """The launches of this project by the name of the kernel; the fastest counts."""
     check: Callable[[str], None]
     """Launches one of ours over the first inputs and raises AssertionError where its result is wrong."""
     sets: int
-    """Of inputs that take turns."""
+    """The number of sets of inputs that take turns."""
     num_bytes: int
     """That a launch has to move at least."""
     flops: int = 0
     peers: Mapping[str, Callable[[], Launch]] = field(default_factory=dict)
     """Each prepares a side (plans, warms up); one that raises is told as refused."""
+    kernel: str = ""
+    """The kernel that was chosen, where there are several for one op."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Case:
     group: str
     name: str
     build: Callable[[str], Built]
-    """Of the device. Raises what the device lacks: memory, say."""
+    """Builds the case on a device. Raises what the device lacks: memory, say."""
     num_bytes: int = 0
     """Memory of the inputs; what does not fit into half of the GPU's is left out."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
-from allspan.kernels.cuda.linear.packed_linear import packed_linear
+from allspan.kernels.cuda.linear.packed_linear import kernel_name, packed_linear
 from allspan.kernels.packed import FORMATS, PackedSpec
 from allspan.kernels.reference.packed import unpack
 from allspan.kernels.rows import codes_of, numbers_of
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weight, as it is held."""
+        """Returns the bytes of the weight, as it is held."""
         return self.spec.features * self.spec.row_bytes
 
 
@@ -94,6 +94,7 @@ def build(shape: Shape, device: str) -> Built:
         shape.num_bytes + x.nbytes + out.nbytes,
         2 * shape.rows * shape.inputs * shape.features,
         {"cuBLAS bf16": cublas},
+        kernel_name("packed_linear", x, weights[0], None, shape.spec, 0, out),
     )
 
 

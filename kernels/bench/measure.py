@@ -13,7 +13,7 @@ import torch
 from allspan.kernels.bench.case import Built, Case, Launch
 
 LEAST_LAUNCHES = 20
-"""Of a graph, but of a side that would take longer for them than MOST_GRAPH_US."""
+"""Fewest launches of a graph, except for a side that would take longer for them than MOST_GRAPH_US."""
 LEAST_ROUND_US, MOST_GRAPH_US = 2000.0, 10_000.0
 COPY_BYTES = 1 << 30
 MATMUL_SIZE = 8192
@@ -21,7 +21,7 @@ MATMUL_SIZE = 8192
 
 @dataclass(frozen=True)
 class Figure:
-    """Of one side: microseconds a launch, and how far rounds are apart, by the median."""
+    """The time of one side: microseconds a launch, and how far rounds are apart, by the median."""
 
     side: str
     is_ours: bool
@@ -32,7 +32,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case. `wrong` says what is not right, and then nothing was timed; `left_out`, why it was not tried."""
+    """The result of one case. `wrong`: what is not right (nothing was timed then); `left_out`: why it was not tried."""
 
     group: str
     name: str
@@ -41,6 +41,8 @@ class Result:
     figures: Sequence[Figure] = field(default_factory=tuple)
     wrong: str = ""
     left_out: str = ""
+    kernel: str = ""
+    """The kernel that was chosen, where there are several for one op."""
 
     @property
     def ours(self) -> Figure | None:
@@ -140,7 +142,7 @@ def _measured(case: Case, built: Built, clock: Clock, rounds: int) -> Result:
     times = clock.times(sides, built.sets, rounds)
     figures = [_figure(name, name in built.ours, found) for name, found in times.items()]
     wrong = next((f"{name}, after it was timed: {why}" for name in built.ours if (why := _wrong(built, name))), "")
-    return Result(case.group, case.name, built.num_bytes, built.flops, (*figures, *refused), wrong)
+    return Result(case.group, case.name, built.num_bytes, built.flops, (*figures, *refused), wrong, kernel=built.kernel)
 
 
 def _wrong(built: Built, name: str) -> str:

@@ -95,7 +95,7 @@ class EngineStatistics(EngineCounters):
 
 @dataclass(frozen=True, slots=True)
 class OpProfile:
-    """The time of one op on one rank, in milliseconds, while profiling was on."""
+    """The time of one op, or of its calls that one kernel ran, on one rank, in milliseconds, while profiling was on."""
 
     op: str
     count: int
@@ -104,6 +104,8 @@ class OpProfile:
     total_ms: float
     share: float
     """Fraction of all ops' total time."""
+    kernel: str = ""
+    """The kernel that ran these calls, for ops that choose among several on this device; else ""."""
 
 
 class EngineProtocol(Protocol):

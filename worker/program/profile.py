@@ -53,8 +53,8 @@ class OpTimer:
 
 
 def profiles(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[OpProfile, ...]:
-    """Returns a profile for each op of `rows` (op, count, shortest, longest, total) in nanoseconds, of which an op may
-    have several; the longest total first."""
+    """Returns a profile for each op and kernel of `rows` ("op" or "op kernel", count, shortest, longest, total) in
+    nanoseconds, of which a name may have several; the longest total first."""
     merged: dict[str, tuple[int, int, int, int]] = {}
     for name, *times in rows:
         count, shortest, longest, total = times
@@ -66,7 +66,8 @@ def profiles(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[OpProfile,
     whole = sum(total for *_, total in merged.values()) or 1
     found = [
         OpProfile(
-            op=name,
+            op=name.partition(" ")[0],
+            kernel=name.partition(" ")[2],
             count=count,
             min_ms=shortest / 1e6,
             max_ms=longest / 1e6,

@@ -219,6 +219,7 @@ class Interpreter:
     ) -> None:
         """`synchronize` waits for the device, when ops are timed; None: an op is done when it returns."""
         self._program = program
+        self._ops = ops
         self._capacity = dict(capacity)
         self._synchronize = synchronize
         self._timer = OpTimer(synchronize)
@@ -303,4 +304,5 @@ class Interpreter:
         timer = self._timer
         for op, (function, arguments, for_logits) in zip(self._program.ops, self._calls, strict=True):
             if has_logits or not for_logits:
-                timer.call(op.name, function, *self._values(arguments))
+                values = self._values(arguments)
+                timer.call(f"{op.name} {self._ops.kernel_name(op.name, values)}", function, *values)

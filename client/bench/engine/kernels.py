@@ -100,6 +100,8 @@ def summary(cases: Sequence[dict[str, Any]], group: str) -> dict[str, Any]:
 def words(case: dict[str, Any], copy_tb_s: float) -> str:
     """`decode  64 x 4,096 …  allspan 258.0 µs (4.16 TB/s, 98 % of a copy)  FlashInfer 280.1 µs  1.09 x`."""
     head = f"{case['group']}  {case['name']}"
+    if case.get("kernel"):
+        head += f" [{case['kernel']}]"
     if case["wrong"] or case["left_out"]:
         return f"{head}  {'WRONG: ' + case['wrong'] if case['wrong'] else 'left out: ' + case['left_out']}"
     parts = []

@@ -87,10 +87,10 @@ async def _decode(engine: ClientEngine, prompts: list[list[int]], output_len: in
 def table(report: Report) -> str:
     parts = []
     for phase in ("prefill", "decode"):
-        rows = [(phase, "calls", "least ms", "most ms", "total ms", "share")]
+        rows = [(phase, "kernel", "calls", "least ms", "most ms", "total ms", "share")]
         for op in report[phase]:
             times = (f"{op['min_ms']:.3f}", f"{op['max_ms']:.3f}", f"{op['total_ms']:.1f}")
-            rows.append((op["op"], str(op["count"]), *times, f"{100 * op['share']:.1f} %"))
+            rows.append((op["op"], op["kernel"] or "-", str(op["count"]), *times, f"{100 * op['share']:.1f} %"))
         parts.append(columns(rows))
     return "\n\n".join(parts)
 

@@ -49,6 +49,13 @@ def packed_gated_linear(
     _run(LinearCall(x, weight, bias, spec, Output(out, column, GATED)))
 
 
+def kernel_name(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+) -> str:
+    """Returns the name of the kernel that runs one of these ops with these arguments."""
+    return choose(LinearCall(x, weight, bias, spec, Output(out, column, EPILOGUES[op]))).name
+
+
 def _run(call: LinearCall) -> None:
     _check(call)
     if call.rows and call.spec.features:

@@ -11,8 +11,9 @@ from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.modules import Gpu, shared_limit
 from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output
 from allspan.kernels.cuda.linear.dispatch import KERNELS, choose
-from allspan.kernels.cuda.linear.packed_linear import packed_linear
+from allspan.kernels.cuda.linear.packed_linear import kernel_name, packed_linear
 from allspan.kernels.packed import PackedSpec
+from allspan.kernels.table import BACKENDS, LoadedOps, _load
 
 MULTIPROCESSORS = {(7, 5): 40, (8, 0): 108, (8, 9): 128, (9, 0): 132, (10, 0): 148}
 O_PROJ, GATE_UP, HEAD = (3584, 3584), (37888, 3584), (152064, 8192)
@@ -104,3 +105,11 @@ def test_what_the_table_says_is_what_is_launched(call: Callable[..., LinearCall]
         with modules.noting() as kernels:
             packed_linear(one.x, one.weight, None, one.spec, 0, one.output.out)
         assert [kernel.name for kernel in kernels][: len(launched)] == launched
+        assert kernel_name("packed_linear", one.x, one.weight, None, one.spec, 0, one.output.out) == name
+
+
+def test_the_op_table_names_the_kernels_of_ops_that_choose_one(call: Callable[..., LinearCall]) -> None:
+    one = call(*DECISIONS["skinny"][0])
+    ops = LoadedOps("cuda", {}, kernel_names={op: _load(name) for op, name in BACKENDS["cuda"].kernel_names.items()})
+    arguments = (one.x, one.weight, None, one.spec, 0, one.output.out)
+    assert [ops.kernel_name(op, arguments) for op in ("packed_linear", "attention")] == ["skinny", ""]
