@@ -57,7 +57,7 @@ class Format:
     """How codes and scales lie in a panel; see the module's table."""
 
     bits: int
-    """Of a code: 4, 5, 6 or 8; 16 and 32 are plain floats."""
+    """Bits of a quantised value: 4, 5, 6 or 8; 16 and 32 are plain floats."""
     zero: int | None = None
     """The code that means 0, where it is the same everywhere; None: offsets (or plain floats)."""
     block: int = 32
@@ -96,7 +96,7 @@ ROW_FORMATS: Mapping[str, Format] = {
     "fp8": Format(8, zero=0, head_bytes=128, is_e4m3=True),
     "fp8_block": Format(8, zero=0, block=128, scale_bytes=64, is_e4m3=True),
 }
-"""Those that rows hold; `allspan.kernels.rows` says how."""
+"""The formats of weights in rows; `allspan.kernels.rows` says how they lie."""
 
 ACTIVATIONS = ("f32", "bf16", "f16", "a8", "a16")
 """What a linear layer's input is turned into: with plain weights the same; with codes, whole numbers of 8 bits (a8) or
@@ -138,7 +138,7 @@ class PackedSpec:
 
     @property
     def blocks(self) -> int:
-        """Of a panel."""
+        """Returns the number of blocks of a panel."""
         return -(-(self.lead + self.inputs) // self.block)
 
     @property
@@ -166,7 +166,7 @@ class PackedSpec:
 
     @property
     def groups(self) -> int:
-        """Of a feature's inputs, each with a scale."""
+        """Returns the number of quantisation groups of a feature's inputs, each with a scale."""
         kind = self.kind
         return self.blocks if kind.scale_bytes else int(bool(kind.head_bytes))
 
@@ -178,7 +178,7 @@ class PackedSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the uint8 tensor."""
+        """Returns the shape of the uint8 tensor."""
         if self.memory == "rows":
             return self.features, self.row_bytes
         return self.panels, self.panel_bytes

@@ -117,7 +117,7 @@ def _tokens(inputs: _Inputs, which: int, request: int, length: int) -> Tensor:
 
 
 def _expected(inputs: _Inputs, shape: Shape, request: int, rows: Tensor, is_causal: bool) -> Tensor:
-    """Of these rows of q, all of one request, float32 [rows, heads, dim]; the last row of q sees every token."""
+    """Returns attention float32 [rows, heads, dim] of these rows of q, all of one request; the last sees all tokens."""
     keys, values = (_tokens(inputs, which, request, shape.tokens) for which in (0, 1))
     group = shape.heads // shape.kv_heads
     q = inputs.q[rows].float().view(len(rows), shape.kv_heads, group, shape.dim)
@@ -159,7 +159,7 @@ def build_decode(shape: Shape, device: str) -> Built:
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """Of FlashInfer's wrappers, whose launches follow each other."""
+    """Returns the workspace of FlashInfer's wrappers, whose launches follow each other."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 

@@ -33,7 +33,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buffer: Array | None = None,
         **options: Any,
     ) -> None:
-        """Of float_workspace_buffer only the device counts: scratch is the wrapper's own. use_tensor_cores: always."""
+        """Takes only the device of float_workspace_buffer: scratch is its own. Tensor cores are always used."""
         check_layout(kv_layout)
         Variant().but(options)
         self._layout = kv_layout

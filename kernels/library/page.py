@@ -23,8 +23,10 @@ def get_batch_indices_positions(
     batch_indices: Array | None = None,
     positions: Array | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of each of nnz rows, of which request r has append_indptr[r] … append_indptr[r + 1] - 1, the last of its
-    seq_lens[r] tokens: the request and the place in it, int32 [nnz]; -1 for rows that are no request's."""
+    """Returns the request of each of nnz rows and the row's position in it, int32 [nnz]; -1 for rows of no request.
+
+    Request r has the rows append_indptr[r] … append_indptr[r + 1] - 1, the last of its seq_lens[r] tokens.
+    """
     indptr = tensor("append_indptr", append_indptr)
     lengths = ints("seq_lens", seq_lens, indptr.device)
     rows = torch.arange(nnz, dtype=torch.int32, device=indptr.device)

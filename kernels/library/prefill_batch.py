@@ -109,7 +109,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
         paged_kv_last_page_len_buf: Array | None = None,
         **options: Any,
     ) -> None:
-        """Of float_workspace_buffer only the device counts, and of qo_indptr_buf nothing: both are the wrapper's own.
+        """Takes only the device of float_workspace_buffer and nothing of qo_indptr_buf: both are the wrapper's own.
+
         With use_cuda_graph no plan may have more queries than the first one, nor other numbers of requests."""
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, options)
         buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)

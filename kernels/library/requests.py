@@ -37,7 +37,7 @@ class PageBuffers:
             self.fixed = given[0], given[1], torch.zeros_like(given[2])
 
     def table(self, tables: tuple[Array, Array, Array], page_size: int) -> PageTable:
-        """Of indptr, indices and last_page_len. Raises ValueError where they do not fit into the buffers."""
+        """Returns the page table of indptr, indices and last_page_len. Raises ValueError if buffers are too small."""
         names = ("indptr", "indices", "last_page_len")
         indptr, indices, last = (ints(n, x, self.device) for n, x in zip(names, tables, strict=True))
         if len(indptr) != len(last) + 1:
@@ -63,7 +63,7 @@ class Gathered:
     _places: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False)
 
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token: page, offset in it, position in its request."""
+        """Returns the page of each token, its offset in the page and its position in its request."""
         if self._places is None:
             lengths = self.table.kv_lens.long()
             request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -73,6 +73,6 @@ class Gathered:
         return self._places
 
     def dense(self, keys: Tensor, values: Tensor) -> tuple[KV, PageTable]:
-        """Of keys and values [tokens, kv_heads, head_dim] that lie in order of the requests."""
+        """Returns keys and values [tokens, kv_heads, head_dim], in the order of the requests, as one page each."""
         lengths = self.table.kv_lens
         return dense(keys, values), dense_table((lengths.cumsum(0) - lengths).int(), lengths)

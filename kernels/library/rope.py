@@ -49,7 +49,7 @@ def rotated(x: Tensor, positions: Tensor, scale: float | None, theta: float | No
 
 
 def _positions(indptr: Array, offsets: Array, n: int, device: torch.device) -> Tensor:
-    """Of row i of request r: offsets[r] + i - indptr[r]."""
+    """Returns the position of each row: offsets[r] + i - indptr[r] for row i of request r."""
     starts, first = ints("indptr", indptr, device), ints("offsets", offsets, device)
     rows = torch.arange(n, dtype=torch.int32, device=device)
     request = torch.searchsorted(starts, rows, right=True) - 1

@@ -36,7 +36,7 @@ QUANTISED = {
     torch.int8: Quantised(-128, 127, lambda n: n.to(torch.int8), lambda n, size: n),
     torch.uint8: Quantised(0, 15, _pack_pairs, _unpack_pairs),
 }
-"""By the dtype of the pages."""
+"""How pages are quantised, by their dtype."""
 
 
 def append_kv(

@@ -27,7 +27,7 @@ GGUF_BLOCK_BYTES = {
     "q5_k": 176,
     "q6_k": 210,
 }
-"""Of a row's blocks in a GGUF file, by the format they are packed into (group4: Q4_1); they hold as many inputs."""
+"""Bytes of a block of a row in a GGUF file, by the format it is packed into (group4: Q4_1)."""
 
 
 def pack_floats(values: Tensor, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:

@@ -38,7 +38,7 @@ STRANGERS = {
 }
 # First words of a docstring that is a fragment instead of a sentence that says what the thing is.
 FRAGMENTS = ("Of", "By", "So many", "Those", "Beside", "Whoever", "Who")
-PLAIN_FOLDERS = ("protos", "client", "launch")
+PLAIN_FOLDERS = ("protos", "kernels", "client", "launch")
 UNSAFE = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 
 

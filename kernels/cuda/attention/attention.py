@@ -16,7 +16,7 @@ from allspan.kernels.cuda.cache.pages import MOST_HEAD_DIM, QUERIES, PageTable, 
 from allspan.kernels.cuda.jit.modules import gpu
 
 HEAD_STEPS = {"bfloat16": 16, "float16": 16, "int8": 32, "uint4": 64}
-"""By the format of the pages: what a head's size is a multiple of, up to MOST_HEAD_DIM."""
+"""What a head's size must be a multiple of, up to MOST_HEAD_DIM, by the format of the pages."""
 
 
 @dataclass(frozen=True, slots=True)

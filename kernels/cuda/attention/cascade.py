@@ -144,7 +144,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Of any number: v [n, states, heads, head_dim], float32 or of 16 bits, and s float32 [n, states, heads]."""
+    """Merges the states v [n, states, heads, head_dim], float32 or of 16 bits, with s float32 [n, states, heads]."""
     _check(v, s)
     n, states, heads, dim = v.shape
     out, lse = v.new_empty(n, heads, dim), s.new_empty(n, heads)

@@ -34,11 +34,11 @@ TILE_TOKEN = {"wgmma": 1.25, "mma": 2.0, "codes": 3.0}
 """What a token costs a tile of 128 rows, by the kernel and the pages: at 490, 300 and some 200 TFLOP/s on an H200."""
 
 LAUNCHES = 64_000
-"""Of heads of one element: two kernels more, and states that are written and read, 8 µs with heads of 128."""
+"""Cost of two more kernels and of states that are written and read, in heads of one element: 8 µs with heads of 128."""
 
 _TILE_ROWS = 128
 _DEPTH = 16
-"""Of prefixes within prefixes, of which the best are looked for; beyond that one does for all."""
+"""Levels of prefixes within prefixes among which the best are looked for; beyond that one serves all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class CascadeRule:
     """The same for every rank of a world, whose GPUs are alike."""
 
     kv_heads: int
-    """Of a rank, at most."""
+    """Most KV heads of a rank."""
     group: int
     """Query heads that a KV head is read by, at most."""
     head_dim: int
     tile_token: float
     """One of TILE_TOKEN."""
     most_tokens: int
-    """Of a request."""
+    """Most tokens of a request."""
     device: torch.device
 
     def parts(self, rows: int) -> int:
@@ -149,7 +149,7 @@ class CascadeRule:
 
 
 def tile_token(pages: str, page_size: int, head_dim: int, device: torch.device) -> float:
-    """By the format of the pages: that of TILE_TOKEN for the kernel that `paged_cascade` takes."""
+    """Returns the entry of TILE_TOKEN for the kernel that `paged_cascade` takes with pages of this format."""
     if pages not in ("bfloat16", "float16"):
         return TILE_TOKEN["codes"]
     is_hopper = head_dim in prefill_sm90.HEAD_DIMS and page_size >= prefill_sm90.LEAST_PAGE

@@ -81,7 +81,7 @@ def paged_decode(
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    """Of the head sizes and groups that are common; others are compiled when they come."""
+    """Yields the kernels of common head sizes and groups; others are compiled at their first use."""
     limit = shared_limit(capability)
     for dim in (64, 128, 256):
         for form in range(3) if dim < 256 else range(1):
@@ -92,11 +92,11 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of thread blocks."""
+    """The shape of the thread blocks of `decode`: its macros."""
 
     warps: int
     blocks: int
-    """Of a multiprocessor."""
+    """Blocks of a multiprocessor."""
     tile: int
     """Tokens of a warp's copies."""
     stages: int
@@ -107,7 +107,7 @@ class _Shape:
 
 
 _TILES = {0: (16, (8, 1)), 1: (32, (4, 2)), 2: (32, (4, 3)), 3: (32, (8, 1))}
-"""By format: tokens of a tile; warps of a block and blocks of a multiprocessor, if there is room for them."""
+"""Tokens of a tile, warps of a block and, if there is room, blocks of a multiprocessor, by the format of the pages."""
 
 
 def _shape(form: int, is_scaled: bool, dim: int, halves: int, limit: int) -> _Shape:

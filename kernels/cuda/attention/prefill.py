@@ -146,7 +146,7 @@ def attend(
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    """Of the head sizes that are common; others are compiled when they come."""
+    """Yields the kernels of common head sizes; others are compiled at their first use."""
     for dim in (64, 128):
         for form in range(3):
             for partial in (0, 1):

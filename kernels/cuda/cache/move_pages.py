@@ -13,7 +13,7 @@ LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
 
 MOST_PAGES = 256
-"""Of a call: their numbers are an argument of the kernel."""
+"""Most pages of a call: their numbers are an argument of the kernel."""
 _THREADS, _UNITS = 256, 4
 _BYTES = 16
 

@@ -22,7 +22,7 @@ another trip over NVLink (some 2 µs), and fewer bytes where there are more than
 STAGING_BYTES = 8 << 20
 """Longest piece of a message that goes in slices."""
 MOST_WIDTH = 8 * 512 * 4
-"""Of a row that is normed."""
+"""Most elements of a row that is normed."""
 PATIENCE_S = 10.0
 """How long a GPU waits for a peer, unless told otherwise."""
 
@@ -173,7 +173,7 @@ def _capacity(ranks: int) -> int:
 
 
 def _most_threads(ranks: int) -> int:
-    """Of a block: more ranks take more registers."""
+    """Returns the most threads of a block: more ranks take more registers."""
     return 512 if ranks > 4 else 1024
 
 

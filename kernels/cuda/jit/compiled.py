@@ -34,7 +34,7 @@ class Cubin:
     seconds: float = 0.0
     """0 for one that was there."""
     usage: Mapping[str, Usage] = field(default_factory=dict)
-    """Of each kernel, by name; empty for one that was there."""
+    """Registers and spills of each kernel, by name; empty for a file that was there."""
 
 
 def kernels_dir() -> Path:

@@ -66,7 +66,7 @@ class _Arguments:
 
 
 def _format(name: str, argument: Any) -> str:
-    """Of `struct`: a whole number of eights of bytes."""
+    """Returns the argument's format for `struct`, padded to whole 8 bytes."""
     if isinstance(argument, bytes):
         return f"{len(argument)}s{-len(argument) % 8}x"
     if (kind := type(argument)) not in _FORMATS:

@@ -47,7 +47,7 @@ class Matrix:
     """A multiple of 16, like `row_bytes`."""
     rows: int
     elements: int
-    """Of a row."""
+    """Elements of a row."""
     row_bytes: int
     dtype: torch.dtype
     tile_rows: int

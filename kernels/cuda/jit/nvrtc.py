@@ -123,14 +123,14 @@ _USED = re.compile(r"Used (?P<registers>\d+) registers")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a kernel's threads."""
+    """What a thread of a kernel uses."""
 
     registers: int
     spilled_bytes: int
 
 
 def usage(log: str) -> dict[str, Usage]:
-    """Of each kernel, with what it calls; from a log that was made with VERBOSE."""
+    """Returns the usage of each kernel, with what it calls, from a log that was made with VERBOSE."""
     found: dict[str, Usage] = {}
     name, spilled = "", 0
     for line in log.splitlines():

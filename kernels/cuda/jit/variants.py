@@ -15,8 +15,8 @@ from functools import cache
 from allspan.kernels.cuda.jit.modules import FOLDER, Kernel
 
 LEAST_CAPABILITY = (8, 0)
-"""Of modules that name no other: mma.sync with bfloat16, cp.async. Below it there is half precision alone,
-and what knows no elements of 16 bits."""
+"""The least compute capability of modules that name no other: mma.sync with bfloat16, cp.async. Below it there are only
+kernels of half precision and of no 16-bit elements."""
 
 
 @cache
@@ -28,7 +28,7 @@ def all_variants(capability: tuple[int, int]) -> tuple[Kernel, ...]:
 
 
 def variants_of(modules: Iterable[str], capability: tuple[int, int]) -> tuple[Kernel, ...]:
-    """Those of some modules ("cache.move_pages"), each kernel once."""
+    """Returns the kernels of some modules ("cache.move_pages"), each once."""
     found: dict[Kernel, None] = {}
     for name in modules:
         module = importlib.import_module(f"allspan.kernels.cuda.{name}")

@@ -23,7 +23,7 @@ _COMMON: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
     },
     torch.float16: {"f16": (0,), "channel8": (0,), "group4": (128,)},
 }
-"""By the type of x, formats and inputs that share a scale."""
+"""Formats and the sizes of their quantisation groups, by the type of x."""
 
 
 def common_specs(dtype: torch.dtype) -> Iterator[PackedSpec]:

@@ -89,7 +89,7 @@ def elementwise(
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    """Those of float32 streams and 16 bits around them; others compile when they are first used."""
+    """Yields the kernels of float32 streams with 16 bits around them; others compile at their first use."""
     f32, bf16, _, e4m3, f16 = TYPES
     for whole in (0, 1):
         yield _elementwise_kernel("add", (f32, bf16, f32), whole)

@@ -94,7 +94,7 @@ def norm_rows(
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    """Those of float32 streams up to 8,192 wide and 16 bits around them; others compile when they are first used."""
+    """Yields the kernels of float32 streams up to 8,192 wide; others compile at their first use."""
     f32, bf16, int8, e4m3, f16 = TYPES
     for addend in (None, bf16):
         yield _norm_kernel("norm", (f32, addend, f32, bf16), 1, whole=0)

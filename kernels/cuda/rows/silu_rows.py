@@ -31,7 +31,7 @@ def silu_rows(source: Tensor, out: Tensor, scales: Tensor | None, threads: int, 
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
-    """Those of bfloat16 to fp8 rows that are long, and of float16."""
+    """Yields the kernels of long rows from bfloat16 to fp8, and of float16."""
     yield from (_silu_kernel(torch.bfloat16, torch.float8_e4m3fn, each) for each in (3, 4, 5))
     yield _silu_kernel(torch.float16, torch.float8_e4m3fn, 1)  # sm_75 has no room for more
 

@@ -28,7 +28,7 @@ _MOST_ROWS_E4M3 = 16
 _LAUNCH_BYTES = 8 << 20
 """What a GPU reads in the time that one more kernel takes to begin and end: 2 µs."""
 _REGISTERS = {2: 12, 4: 8, 8: 8}
-"""By the tiles of rows, warps of a multiprocessor whose sums fit into its registers."""
+"""Warps of a multiprocessor whose sums fit into its registers, by the tiles of rows."""
 
 
 def takes(rows: int, spec: PackedSpec, device: Gpu) -> bool:
