@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,17 @@ def built(folder: str, *options: str) -> str:
     return str(entry("op_check", f"{folder}-{key(version, options, *made_of)}", build))
 
 
+def kernels_of_the_module() -> Path | None:
+    """The static library that the Python module was linked from, where no source has changed since."""
+    changed = max(file.stat().st_mtime for file in files_below(ROOT / "kernels/cpu") if file.suffix in SOURCES)
+    libraries = ROOT.glob(f"build/cp{sys.version_info[0]}{sys.version_info[1]}-*/kernels/cpu/libkernels.a")
+    return next((library for library in libraries if library.stat().st_mtime > changed), None)
+
+
 def native() -> list[str]:
     need("cmake", "c++")
-    return [built("native")]
+    library = kernels_of_the_module()
+    return [built("linked", f"-DALLSPAN_KERNELS={library}") if library else built("native")]
 
 
 def played(cpu: str) -> list[str]:
