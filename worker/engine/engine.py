@@ -137,11 +137,17 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
-        embeddings: PromptEmbeddings | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
-        """See `EngineProtocol.start_request`. `embeddings` take the place of those of some prompt tokens."""
-        params, own_id = with_seed(sampling_params), parse_request_id(request_id)
-        return self._start(self._encode(prompt), params, checked_options(options), own_id, embeddings)
+        params = with_seed(sampling_params)
+        return self._start(self._encode(prompt), params, checked_options(options), parse_request_id(request_id))
+
+    def start_with_embeddings(
+        self, prompt: Prompt, embeddings: PromptEmbeddings, sampling_params: SamplingParams | None = None
+    ) -> tuple[RequestHandle, ResultQueue]:
+        """Starts a request some of whose prompt tokens are given by embedding rows; their ids say nothing. Raises
+        InvalidRequest for rows of another width than the model's hidden size."""
+        params = with_seed(sampling_params)
+        return self._start(self._encode(prompt), params, checked_options(None), embeddings=embeddings)
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         queue = None if handle is None else self._open.queue(parse_request_id(handle.request_id))

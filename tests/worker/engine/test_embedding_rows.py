@@ -35,7 +35,7 @@ def test_rows_of_the_same_ids_give_equal_tokens(model: tuple[Path, np.ndarray]) 
         for ids, (first, last) in zip(asked, ((0, 5), (7, 36), (22, 23)), strict=True):
             rows = PromptEmbeddings(first, table[ids[first:last]])
             unsaid = [*ids[:first], *[0] * (last - first), *ids[last:]]
-            queues.append(engine.start_request(unsaid, PARAMS, embeddings=rows)[1])
+            queues.append(engine.start_with_embeddings(unsaid, rows, PARAMS)[1])
         found = [list(queue) for queue in queues]
     for one, outputs in zip(expected, found, strict=True):
         assert tuple(token for output in outputs for token in output.token_ids) == one.token_ids
@@ -48,7 +48,7 @@ def test_other_rows_are_another_prompt(model: tuple[Path, np.ndarray]) -> None:
         tokens = []
         for shift in (0, 1, 0):
             rows = PromptEmbeddings(0, np.roll(table, shift, axis=0)[ids])
-            queue = engine.start_request(ids, PARAMS, embeddings=rows)[1]
+            queue = engine.start_with_embeddings(ids, rows, PARAMS)[1]
             tokens.append([token for output in queue for token in output.token_ids])
     assert tokens[0] == tokens[2] != tokens[1]
 
@@ -59,4 +59,4 @@ def test_rows_of_another_width_are_refused(model: tuple[Path, np.ndarray]) -> No
         Engine(folder, kernels="cpu", **SETTINGS) as engine,
         pytest.raises(InvalidRequest, match=r"shape \(2, 5\), must be \[tokens, 96\]"),
     ):
-        engine.start_request([1, 2], PARAMS, embeddings=PromptEmbeddings(0, table[:2, :5]))
+        engine.start_with_embeddings([1, 2], PromptEmbeddings(0, table[:2, :5]), PARAMS)

@@ -90,7 +90,7 @@ def test_embedding_rows_of_the_same_ids_give_equal_tokens(tmp_path: Path, on: di
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     with Engine(tmp_path, **on, **SETTINGS) as engine:
         (expected,) = engine.generate([ids], params)
-        queue = engine.start_request([0] * 19, params, embeddings=PromptEmbeddings(0, table[ids]))[1]
+        queue = engine.start_with_embeddings([0] * 19, PromptEmbeddings(0, table[ids]), params)[1]
         assert tuple(token for output in queue for token in output.token_ids) == expected.token_ids
 
 
