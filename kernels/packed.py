@@ -1,5 +1,5 @@
 """Packed weights of linear layers: panels of 16 output features, which every CPU kernel streams from front to back, or,
-for GPUs, rows (`PackedSpec.memory`). `allspan.kernels.rows` says how rows lie; the rest of this page is panels.
+for GPUs, rows (`PackedSpec.memory`). `allspan.kernels.row_layout` says how rows lie; the rest of this page is panels.
 
 A packed weight is one contiguous uint8 tensor [panels, panel_bytes]. Panel p of a part holds its output features
 16·p … 16·p + 15; what a part has too few is filled with zero scales (or zeros). Each part starts a panel of its own. Of
@@ -96,7 +96,7 @@ ROW_FORMATS: Mapping[str, Format] = {
     "fp8": Format(8, zero=0, head_bytes=128, is_e4m3=True),
     "fp8_block": Format(8, zero=0, block=128, scale_bytes=64, is_e4m3=True),
 }
-"""The formats of weights in rows; `allspan.kernels.rows` says how they lie."""
+"""The formats of weights in rows; `allspan.kernels.row_layout` says how they lie."""
 
 ACTIVATIONS = ("f32", "bf16", "f16", "a8", "a16")
 """What a linear layer's input is turned into: with plain weights the same; with codes, whole numbers of 8 bits (a8) or

@@ -13,7 +13,7 @@ from allspan.kernels.bench.case import Built, Case, Launch, sets_for
 from allspan.kernels.cuda.linear.packed_linear import kernel_name, packed_linear
 from allspan.kernels.packed import FORMATS, PackedSpec
 from allspan.kernels.reference.packed import unpack
-from allspan.kernels.rows import codes_of, numbers_of
+from allspan.kernels.row_layout import codes_of, numbers_of
 
 SHAPES = {
     "qkv": (3584, 4608),

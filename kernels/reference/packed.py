@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.packed import FEATURES, PackedSpec
-from allspan.kernels.rows import fields_of_rows, pack_rows
+from allspan.kernels.row_layout import fields_of_rows, pack_rows
 
 Fields = Mapping[str, Tensor]
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from allspan.kernels.packed import FEATURES, PackedSpec
 from allspan.kernels.reference.packed import Fields, pack
-from allspan.kernels.rows import pack_rows
+from allspan.kernels.row_layout import pack_rows
 
 GGUF_BLOCK_BYTES = {
     "q8_0": 34,

@@ -15,7 +15,7 @@ from allspan.kernels.cuda.linear.dequantise import matrix_of
 from allspan.kernels.cuda.linear.epilogue import finish
 from allspan.kernels.cuda.linear.quantise_input import quantise_blocks, quantise_rows
 from allspan.kernels.packed import PackedSpec
-from allspan.kernels.rows import codes_of, numbers_of
+from allspan.kernels.row_layout import codes_of, numbers_of
 
 
 def multiplies_e4m3(spec: PackedSpec, device: Gpu) -> bool:

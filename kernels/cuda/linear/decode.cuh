@@ -1,5 +1,5 @@
-// What rows of packed weights hold (kernels/rows.py), as pairs of 16-bit elements (ptx.cuh). Compiled with BITS (16:
-// such elements themselves, 8 or 4) and, of 8 bits, FLOATS (e4m3) or not.
+// What rows of packed weights hold (kernels/row_layout.py), as pairs of 16-bit elements (ptx.cuh). Compiled with BITS
+// (16: such elements themselves, 8 or 4) and, of 8 bits, FLOATS (e4m3) or not.
 #pragma once
 #include "ptx/ptx.cuh"
 

@@ -1,5 +1,5 @@
-// A weight in rows (kernels/rows.py) as a plain matrix of 16-bit elements, for products of many rows. Bound by memory:
-// 16 bytes a thread, one pass. Compiled with BITS, FLOATS and GROUPED (dequantise.cuh).
+// A weight in rows (kernels/row_layout.py) as a plain matrix of 16-bit elements, for products of many rows. Bound by
+// memory: 16 bytes a thread, one pass. Compiled with BITS, FLOATS and GROUPED (dequantise.cuh).
 #include "linear/dequantise.cuh"
 
 // out: 16-bit elements [features, slabs · 32 · kSets], inputs in their order.

@@ -1,5 +1,5 @@
-// Weights in rows (kernels/rows.py) as float32 values: what dequantise.cu, packed_embedding.cu and epilogue.cu share.
-// Compiled with BITS and FLOATS (decode.cuh) and GROUPED (numbers for each group, else float32 for all inputs).
+// Weights in rows (kernels/row_layout.py) as float32 values: what dequantise.cu, packed_embedding.cu and epilogue.cu
+// share. Compiled with BITS and FLOATS (decode.cuh) and GROUPED (numbers for each group, else float32 for all inputs).
 #pragma once
 #include "linear/decode.cuh"
 

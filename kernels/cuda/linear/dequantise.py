@@ -12,7 +12,7 @@ from allspan.kernels.cuda.jit.modules import HALVES, Kernel, gpu, kernel, launch
 from allspan.kernels.cuda.linear.call import LinearCall
 from allspan.kernels.cuda.linear.macros import BLOCKS_A_MULTIPROCESSOR, common_specs, dequant_macros, groups, slabs
 from allspan.kernels.packed import PackedSpec
-from allspan.kernels.rows import codes_of, numbers_of
+from allspan.kernels.row_layout import codes_of, numbers_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""

@@ -1,4 +1,4 @@
-// Rows of an embedding that is a weight in rows (kernels/rows.py). Bound by memory: 16 bytes a thread, one pass.
+// Rows of an embedding that is a weight in rows (kernels/row_layout.py). Bound by memory: 16 bytes a thread, one pass.
 // Compiled with BITS, FLOATS and GROUPED (dequantise.cuh).
 #include "linear/dequantise.cuh"
 

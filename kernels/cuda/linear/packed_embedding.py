@@ -12,7 +12,7 @@ from allspan.kernels.cuda.jit.modules import HALVES, Kernel, kernel, launch
 from allspan.kernels.cuda.linear.call import check_weight, is_float
 from allspan.kernels.cuda.linear.macros import common_specs, dequant_macros, groups, slabs
 from allspan.kernels.packed import PackedSpec
-from allspan.kernels.rows import FLOATS, numbers_of
+from allspan.kernels.row_layout import FLOATS, numbers_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""

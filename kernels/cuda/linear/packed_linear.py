@@ -1,4 +1,4 @@
-"""Linear layers with packed weights in rows (`allspan.kernels.rows`), for models of 16 bits: see
+"""Linear layers with packed weights in rows (`allspan.kernels.row_layout`), for models of 16 bits: see
 `allspan.kernels.ops.OpSet`.
 
 x is bfloat16 or float16 [n, K]; out is of its type, or float32 (logits, and what `packed_linear_add` adds to), and so
@@ -24,7 +24,7 @@ from allspan.kernels.cuda.jit.modules import HALVES
 from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output, check_weight
 from allspan.kernels.cuda.linear.dispatch import choose
 from allspan.kernels.packed import PackedSpec
-from allspan.kernels.rows import FLOATS
+from allspan.kernels.row_layout import FLOATS
 
 EPILOGUES = {"packed_linear": STORE, "packed_linear_add": ADD, "packed_gated_linear": GATED}
 """The epilogue of each op of this file."""

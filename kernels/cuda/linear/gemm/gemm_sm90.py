@@ -15,7 +15,7 @@ from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall
 from allspan.kernels.cuda.linear.dequantise import matrix_of
 from allspan.kernels.cuda.linear.quantise_input import quantise_rows
 from allspan.kernels.errors import BackendUnavailable
-from allspan.kernels.rows import codes_of, numbers_of
+from allspan.kernels.row_layout import codes_of, numbers_of
 
 CAPABILITY = (9, 0)
 
@@ -40,7 +40,7 @@ class Scales:
     rows: Tensor
     """float32 [n]."""
     numbers: Tensor
-    """float32 [features, 2]: see kernels/rows.py; the first of each."""
+    """float32 [features, 2]: see kernels/row_layout.py; the first of each."""
 
 
 def gemm_sm90(

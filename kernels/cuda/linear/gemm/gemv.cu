@@ -1,5 +1,5 @@
-// Products of one row of x with a weight in rows (kernels/rows.py), for sm_80 and later: what a single stream decodes
-// with. Bound by reading the weight, once, at the speed of memory; codes of 4 bits as much by instructions.
+// Products of one row of x with a weight in rows (kernels/row_layout.py), for sm_80 and later: what a single stream
+// decodes with. Bound by reading the weight, once, at the speed of memory; codes of 4 bits as much by instructions.
 //
 // Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a slab that share numbers (0: all inputs
 // share float32 ones); WARPS and STAGES (units of a warp that are on their way); BLOCKS, that have to have registers on

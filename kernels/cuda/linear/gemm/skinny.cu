@@ -1,4 +1,4 @@
-// Products of up to 8 rows of x with a weight in rows (kernels/rows.py), for sm_80 and later.
+// Products of up to 8 rows of x with a weight in rows (kernels/row_layout.py), for sm_80 and later.
 // Bound by reading the weight, once, at the speed of memory. Every block has an equal share of the features, so that
 // all end together; copies run ahead from one pass to the next, and begin while the kernel ahead still runs.
 //

@@ -11,7 +11,7 @@ from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch
 from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, numbers_of_slab, slabs
 from allspan.kernels.packed import PackedSpec
-from allspan.kernels.rows import numbers_of
+from allspan.kernels.row_layout import numbers_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""

@@ -1,6 +1,6 @@
-// Products of 9 to 64 rows of x with a weight in rows (kernels/rows.py) of codes, for sm_80 and later. One or two dozen
-// rows are bound by reading the weight, more by tensor cores and by what x costs on its way from L2: therefore a block
-// has 32 · WARPS features (of gated products as many of either half together), which share x in shared memory.
+// Products of 9 to 64 rows of x with a weight in rows (kernels/row_layout.py) of codes, for sm_80 and later. One or two
+// dozen rows are bound by reading the weight, more by tensor cores and by what x costs on its way from L2: therefore a
+// block has 32 · WARPS features (of gated products as many of either half together), which share x in shared memory.
 //
 // Compiled with BITS and FLOATS (decode.cuh), GROUP_SETS (skinny.cu); TILES, of 8 rows of x, all of which a block has;
 // WARPS, each with two parts of 16 features; STAGES (steps that are on their way or worked on), BLOCKS (of a

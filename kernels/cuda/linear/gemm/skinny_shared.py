@@ -14,7 +14,7 @@ from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output
 from allspan.kernels.cuda.linear.gemm import skinny_reduce, skinny_sm90
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, numbers_of_slab, slabs
 from allspan.kernels.packed import PackedSpec
-from allspan.kernels.rows import numbers_of
+from allspan.kernels.row_layout import numbers_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""

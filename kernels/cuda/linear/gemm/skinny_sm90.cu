@@ -1,5 +1,5 @@
-// Products of up to 64 rows of x with a weight in rows (kernels/rows.py) of 4-bit codes, on Hopper. Bound by decoding
-// them beside what tensor cores need, which at 64 rows is as long as reading the weight.
+// Products of up to 64 rows of x with a weight in rows (kernels/row_layout.py) of 4-bit codes, on Hopper. Bound by
+// decoding them beside what tensor cores need, which at 64 rows is as long as reading the weight.
 //
 // Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a step that share float16 numbers (0:
 // all inputs share float32 ones); STAGES (steps that are on their way or worked on).

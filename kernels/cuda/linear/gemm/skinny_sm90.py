@@ -12,7 +12,7 @@ from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch
 from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output, is_float
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, numbers_of_slab, slabs
 from allspan.kernels.packed import PackedSpec
-from allspan.kernels.rows import numbers_of
+from allspan.kernels.row_layout import numbers_of
 
 CAPABILITY = (9, 0)
 

@@ -1,4 +1,4 @@
-"""Packed weights in rows: the same numbers as in panels, where the page in rows.py says."""
+"""Packed weights in rows: the same numbers as in panels, where the page in row_layout.py says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from allspan.kernels.packed import FORMATS, ROW_FORMATS, PackedSpec
 from allspan.kernels.packing import Packer, Target
 from allspan.kernels.reference import packed
-from allspan.kernels.rows import codes_of
+from allspan.kernels.row_layout import codes_of
 from support.packed_cases import QUANTISED, activations_of, random_fields
 
 IN_ROWS = [name for name in ROW_FORMATS if name in FORMATS]
@@ -43,7 +43,7 @@ def test_rows_hold_the_numbers_of_panels(name: str) -> None:
 
 
 def code_of(data: bytes, bits: int, i: int) -> int:
-    """Code i of a feature, read as the page in rows.py says."""
+    """Code i of a feature, read as the page in row_layout.py says."""
     inputs = 512 // bits
     slab, within = divmod(i, inputs)
     group, chunk, place = within // 32, within % 32 // 8, within % 8
