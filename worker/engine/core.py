@@ -62,12 +62,13 @@ class EngineCore:
         if channel is None and collectives.size > 1:
             raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
         most, epoch = config.scheduler, config.service.epoch
-        self.rank = collectives.rank
+        self.is_leader = collectives.rank == 0
+        """True on the rank that schedules."""
         self.limits = limits_of(config, sum(model.vocab_widths), model.max_model_len, num_pages, model.row_inputs)
         self.on_outputs: OnOutputs = lambda outcomes: None
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
         self.loop_progress = Progress()
-        self._status = EngineStatus(self.rank)
+        self._status = EngineStatus(collectives.rank)
         self._changed = threading.Condition()
         self.operations = Operations(self._changed, self._status)
         # The leader's queue is the limit that callers meet; the inbox also holds what runs and what was just withdrawn.
@@ -93,11 +94,6 @@ class EngineCore:
             scheduler, self._inbox, self.operations, self._status, self._changed, lambda ended: self.on_outputs(ended)
         )
         self._refused = 0
-
-    @property
-    def is_leader(self) -> bool:
-        """True on the rank that schedules."""
-        return self.rank == 0
 
     def submit(self, request: Request) -> None:
         """Leader: queues a request. Follower: keeps its payload until a plan joins it. A grammar that does not come
@@ -247,7 +243,7 @@ class EngineCore:
 
     def _check_leader(self) -> None:
         if not self.is_leader:
-            raise InvalidRequest(f"this is rank {self.rank}, operations go to rank 0", "operation")
+            raise InvalidRequest(f"this is rank {self._status.rank}, operations go to rank 0", "operation")
 
     def _end(self, failure: BaseException | None) -> None:
         """The loop is over: nothing more is let in, and every open request fails."""

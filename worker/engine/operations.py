@@ -81,9 +81,9 @@ class Operations:
             return Operation.SHUTDOWN
         return self._queue[0].operation if self._queue else Operation.NONE
 
-    def planned(self, operation: Operation) -> None:
-        """A plan carries this operation, which `next_operation` returned."""
-        if operation not in (Operation.NONE, Operation.SHUTDOWN):
+    def planned(self) -> None:
+        """A plan carries the operation that `next_operation` returned."""
+        if not self._status.is_ending:
             self._planned = self._queue[0]
             self._planned.is_planned = True
 

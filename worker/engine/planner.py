@@ -85,8 +85,8 @@ class LeaderPlanner:
             ended, self._ended = self._ended + self._expire(), []
             operation = self._operations.next_operation()
             plan = self.scheduler.schedule(operation)
-            if plan is not None:
-                self._operations.planned(operation)
+            if operation and plan is not None:
+                self._operations.planned()
         if ended:
             self._on_outputs(ended)
         return plan

@@ -48,7 +48,7 @@ class EngineStatus:
     def __init__(self, rank: int) -> None:
         self.state = EngineState.RUNNING
         self.cause = ""
-        self._rank = rank
+        self.rank = rank
 
     def move(self, state: EngineState, cause: str = "") -> None:
         """Enters a state. Raises InternalError for one that cannot follow, or that lacks the cause that it needs."""
@@ -64,7 +64,7 @@ class EngineStatus:
             self.move(EngineState.ENDED, _CLOSING)
             return
         named = "" if isinstance(failure, AllspanError) else f"{type(failure).__name__}: "
-        self.move(EngineState.FAILED, f"the engine of rank {self._rank} has failed: {named}{failure}")
+        self.move(EngineState.FAILED, f"the engine of rank {self.rank} has failed: {named}{failure}")
 
     def close(self) -> None:
         """The step loop is to end; nothing changes once it has ended."""

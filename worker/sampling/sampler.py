@@ -176,7 +176,8 @@ class Sampler:
 
     def prepare(self, rows: Rows, positions: Rows, targets: Rows | None) -> None:
         """Begins what `sample` will need of these, before their logits are there: returns at once."""
-        self._grammars.begin(rows, positions, targets)
+        if self._demanding:
+            self._grammars.begin(rows, positions, targets)
 
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """Returns a token, or its log-probabilities, for each row of logits.

@@ -42,8 +42,11 @@ class Limits:
     """How long the first cache group, which has `num_pages`, keeps pages."""
     more_groups: tuple[GroupLimits, ...] = ()
     row_inputs: RowInputs = field(default_factory=RowInputs)
+    max_logits_rows: int = field(init=False)
+    """Most rows of logits of a step: every running row's, or those of a chunk whose log-probabilities are asked."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "max_logits_rows", most_logits_rows(self.max_num_seqs))
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, int) and value < 1:
@@ -53,11 +56,6 @@ class Limits:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request may need a token in each step"
             )
-
-    @property
-    def max_logits_rows(self) -> int:
-        """Most rows of logits of a step: every running row's, or those of a chunk whose log-probabilities are asked."""
-        return most_logits_rows(self.max_num_seqs)
 
     def groups(self, num_host_pages: int = 0) -> tuple[GroupLimits, ...]:
         """All cache groups; `num_host_pages`: the first one's."""
