@@ -48,7 +48,7 @@ class NativeProgram:
                     self._native.declare_input(i, slot.name, slot.input_rows is Rows.LOGITS)
         self._stretches: list[_Stretch] = []
         self._needed: list[_Stretch] = []
-        """Those of the step that was taken in last."""
+        """The stretches that the last step needed."""
         self._timer = OpTimer()
         self._is_profiling = False
         self._foreign_progress = 0
@@ -69,7 +69,7 @@ class NativeProgram:
             first += len(ops_here)
         self._optional = [each for each in self._stretches if isinstance(each, _Foreign) and each.inputs]
         self._plain = _joined(each for each in self._stretches if each not in self._optional)
-        """Those of a step without what the optional ones take."""
+        """The stretches of a step that has none of the optional inputs."""
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -78,7 +78,7 @@ class NativeProgram:
 
     @property
     def progress(self) -> int:
-        """Counts up within a run: so that a long step differs from one that hangs."""
+        """Counts up within a run, so that a long step differs from one that hangs."""
         return int(self._native.progress) + self._foreign_progress
 
     def bind(self, values: Mapping[str, Any]) -> None:

@@ -225,7 +225,7 @@ class Interpreter:
         self._timer = OpTimer(synchronize)
         self._is_profiling = False
         self.progress = 0
-        """Counts up within a run: so that a long step differs from one that hangs."""
+        """Counts up within a run, so that a long step differs from one that hangs."""
         self._table: list[Any] = [None] * len(program.slots)
         self._names = {slot.name: i for i, slot in enumerate(program.slots) if isinstance(slot, Named)}
         self._buffers: list[tuple[int, Rows, Tensor]] = []

@@ -41,7 +41,7 @@ class RankMemory:
     rank: int
     weight_bytes: int
     kv_bytes_per_page: int
-    """Of one page of each cache group."""
+    """The bytes of one page of each cache group."""
     kv_bytes: int
     host_kv_bytes: int = 0
     step_bytes: int = 0
@@ -60,9 +60,9 @@ class MemoryPlan:
     max_model_len: int
     largest_model_len: int
     num_pages: int
-    """Of the first cache group, which holds all tokens if any group does."""
+    """The pages of the first cache group, which holds all tokens if any group does."""
     host_pages: int
-    """Of each cache group."""
+    """The host pages of each cache group."""
     available_bytes: int
     refusal: str
     ranks: tuple[RankMemory, ...]
