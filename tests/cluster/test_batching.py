@@ -25,6 +25,7 @@ def mixed_prompts(vocab_size: int) -> list[list[int]]:
     return [[source.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.nightly
 def test_32_mixed_requests_at_once_equal_one_by_one_for_small_and_large_chunks(
     start: Callable[..., ClientEngine],
 ) -> None:
@@ -51,6 +52,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(pair: ClientEngine) -
     assert other != alone[0]
 
 
+@pytest.mark.nightly
 def test_a_seed_gives_the_same_tokens_on_one_and_two_ranks_but_for_near_ties(
     start: Callable[..., ClientEngine], pair: ClientEngine
 ) -> None:

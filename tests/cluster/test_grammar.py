@@ -56,10 +56,13 @@ def check(done: list[Completion]) -> None:
             assert completion.text.count("<") == completion.text.count(">")
 
 
-def test_any_number_of_ranks_keeps_to_the_grammar_with_the_same_tokens(start_tiny: Callable[..., ClientEngine]) -> None:
+@pytest.mark.parametrize("numbers", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.nightly)])
+def test_any_number_of_ranks_keeps_to_the_grammar_with_the_same_tokens(
+    start_tiny: Callable[..., ClientEngine], numbers: tuple[int, ...]
+) -> None:
     """Float32 sums of a tiny model agree on any number of ranks but for near ties, which random logits do not have."""
     seen = []
-    for ranks in (1, 2, 3):
+    for ranks in numbers:
         with start_tiny(ranks=ranks, dtype="float32", max_model_len=256, max_num_batched_tokens=32) as engine:
             together = results(engine)
             check(together)
@@ -69,7 +72,7 @@ def test_any_number_of_ranks_keeps_to_the_grammar_with_the_same_tokens(start_tin
                 assert [one.token_ids for one in alone] == [one.token_ids for one in together]
                 refuses_alone(engine)
             seen.append([completion.token_ids for completion in together])
-    assert seen[0] == seen[1] == seen[2]
+    assert all(tokens == seen[0] for tokens in seen)
 
 
 def refuses_alone(engine: ClientEngine) -> None:

@@ -28,7 +28,9 @@ def bits(done: Completion) -> tuple[object, ...]:
     return done.token_ids, done.logprobs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint4"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.nightly) for dtype in ("float32", "int8", "uint4"))]
+)
 def test_alone_chunked_hit_preempted_and_among_64_are_the_same_bits(
     start_tiny: Callable[..., ClientEngine], tiny: Path, dtype: str
 ) -> None:

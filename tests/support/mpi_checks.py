@@ -126,12 +126,9 @@ def check_late(world: World) -> None:
 
 
 CHECKS = {
-    "all_reduce": (check_all_reduce,),
     "rows": (check_rows,),
-    "plans": (check_plans,),
-    "idle": (check_idle,),
     "expected": (check_expected,),
-    "all": (check_values, check_all_reduce, check_rows, check_plans),
+    "all": (check_idle, check_values, check_all_reduce, check_rows, check_plans),
     "late": (check_late,),
     "join": (),
 }

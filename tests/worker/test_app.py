@@ -167,7 +167,7 @@ def test_one_rank_needs_neither_mpirun_nor_mpi(start: Start) -> None:
     assert world.process.wait(15) == 0, world.said
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_rank_takes_its_peer_along(start: Start, rank: int) -> None:
     world = start(2)
     info = world.wait_ready()
