@@ -15,9 +15,11 @@ export PATH
 say "checks: ruff, mypy, import-linter, clang-format"
 ruff check .
 ruff format --check .
-mypy -p allspan
+mypy -p allspan &
+types=$!
 PYTHONPATH=.typing lint-imports
 clang-format --dry-run --Werror $(git ls-files "*.cpp" "*.h" "*.inc" "*.cu" "*.cuh" ":!examples")
+wait "$types"
 
 say "tests"
 if [ "$#" -gt 0 ]; then

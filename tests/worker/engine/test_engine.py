@@ -89,10 +89,10 @@ def test_greedy_tokens_equal_those_of_transformers(tiny, engine):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 4, "max_num_seqs": 4},
         {"max_num_batched_tokens": 64},
-        {"max_num_batched_tokens": 2048},
-        {"kv_cache_bytes": 1},
+        pytest.param({"max_num_batched_tokens": 4, "max_num_seqs": 4}, marks=pytest.mark.nightly),
+        pytest.param({"max_num_batched_tokens": 2048}, marks=pytest.mark.nightly),
+        pytest.param({"kv_cache_bytes": 1}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

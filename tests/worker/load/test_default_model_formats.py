@@ -15,7 +15,9 @@ pytestmark = pytest.mark.timeout(900)
 BOUNDS = {"gguf": (0.12, 0.02), "int8": (0.12, 0.02), "a8w8": (0.4, 0.1), "uint4": (0.05, 0.005)}
 
 
-@pytest.mark.parametrize("quantization", BOUNDS)
+@pytest.mark.parametrize(
+    "quantization", ["gguf", *(pytest.param(name, marks=pytest.mark.nightly) for name in BOUNDS if name != "gguf")]
+)
 def test_logits_are_near_those_of_float32(quantization: str) -> None:
     prompts = [chat_prompts()[i] for i in (2, 10)]
     for num_ranks in (1, 2):

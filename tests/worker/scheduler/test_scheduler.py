@@ -352,15 +352,3 @@ def test_whatever_comes_each_request_ends_once_with_all_its_tokens(actions, num_
             assert (world.ends[one.request_id], len(tokens)) == ("length", one.max_tokens)
         else:
             assert world.ends[one.request_id] in ("length", "cancelled")
-
-
-def test_ten_thousand_cancels_leave_no_page_behind():
-    world = World(num_pages=16)
-    for number in range(10_000):
-        one = world.submit(request(number, [1] * (number % 12 + 1), max_tokens=20))
-        if number % 3:
-            assert world.step() is not None
-        world.cancel(one)
-    world.run()
-    assert world.scheduler.pool.num_used == 0
-    assert len(world.dropped) == 10_000

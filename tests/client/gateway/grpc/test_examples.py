@@ -43,7 +43,10 @@ async def run(
     return process.returncode, stdout.decode(), lines
 
 
-@pytest.mark.parametrize("language", BUILDS)
+COMPILED = [pytest.param(language, marks=pytest.mark.nightly) for language in ("go", "cpp")]
+
+
+@pytest.mark.parametrize("language", ["python", "node", *COMPILED])
 async def test_an_example_streams_and_complains_with_details(
     language: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

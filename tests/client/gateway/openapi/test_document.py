@@ -23,6 +23,7 @@ CHECKS = ",".join(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(360)
 async def test_schemathesis_finds_no_answer_that_the_document_does_not_promise(tmp_path: Path) -> None:
     st = Path(sys.executable).with_name("st")
