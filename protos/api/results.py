@@ -66,6 +66,8 @@ class Output:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Log-probabilities of the prompt's next tokens, beginning with its second; empty unless requested. They may come
     before any token."""
+    hidden_state: tuple[float, ...] = ()
+    """What the model's head read of the prompt's last token; empty unless requested."""
 
     def merged(self, later: Output) -> Output:
         return Output(
@@ -75,6 +77,7 @@ class Output:
             later.stop_token_id if later.stop_token_id is not None else self.stop_token_id,
             later.timings or self.timings,
             self.prompt_logprobs + later.prompt_logprobs,
+            later.hidden_state or self.hidden_state,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from allspan.protos.api.errors import InternalError
 from allspan.worker.engine.batch_step import BatchStep, DecodeRun, LogitsRows
@@ -80,7 +81,7 @@ class Batch:
             return BatchStep(plan.step, None, LogitsRows(nothing, nothing), self._rows.num_leaves)
         return self._begin(plan, newest)
 
-    def commit(self, step: BatchStep, sampled: Sampled | None) -> StepResult:
+    def commit(self, step: BatchStep, sampled: Sampled | None, hidden: Tensor | None = None) -> StepResult:
         """Appends a step's tokens to their rows, the oldest step first; None when there were no logits. Rows that have
         left since the step began are passed over."""
         if sampled is None:
@@ -105,7 +106,11 @@ class Batch:
         if self._decodes is not None:
             self._decodes.sampled = tokens
         self.tokens_hash = zlib.crc32(tokens.tobytes(), zlib.crc32(rows.data, self.tokens_hash))
-        return StepResult(step.number, made | failed, logprobs, self.tokens_hash, sampled.prompt_logprobs)
+        states: dict[int, tuple[float, ...]] = {}
+        if hidden is not None:
+            rows_of_states = zip(step.hidden, hidden.tolist(), strict=True)
+            states = {row: tuple(state) for row, state in rows_of_states if row in made}
+        return StepResult(step.number, made | failed, logprobs, self.tokens_hash, sampled.prompt_logprobs, states)
 
     def _begin(self, plan: StepPlan, newest: BatchStep | None) -> BatchStep:
         """The inputs of a plan's runs: rows with one token first, as kernels may need, and of those the rows whose
@@ -137,6 +142,8 @@ class Batch:
             inputs.embeddings = self._embeddings(rows, values)
         step = BatchStep(plan.step, inputs, logits, state.num_leaves, num_unknown)
         step.drafted = tuple(row for row, _ in plan.drafts)
+        if state.hidden:
+            step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in state.hidden}
         state.num_computed[rows] += counts
         state.num_tokens[logits.sampling] += 1
         is_plain = self.buffers.is_shared and inputs.embeddings is None
@@ -191,6 +198,8 @@ class Batch:
         state.adapters[row] = join.adapter
         if request.embeddings is not None:
             state.embeddings[row] = request.embeddings
+        if request.wants_hidden_state:
+            state.hidden.add(row)
         state.prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
         if self._shared is not None:
             self._shared.forget()

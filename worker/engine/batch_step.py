@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,8 @@ class BatchStep:
     newest step in flight samples them."""
     drafted: tuple[int, ...] = ()
     """Rows whose last tokens are drafts; the first of their rows of logits is that before the first draft."""
+    hidden: dict[int, int] = field(default_factory=dict)
+    """Row → its row of logits, where its hidden state is asked for."""
 
 
 class DecodeRun:

@@ -149,6 +149,16 @@ class Engine:
         params = with_seed(sampling_params)
         return self._start(self._encode(prompt), params, checked_options(None), embeddings=embeddings)
 
+    def hidden_state(self, prompt: Prompt) -> tuple[float, ...]:
+        """What the model's head reads of the prompt's last token: hidden_size numbers, to be pooled or normalised by
+        the caller. Blocks until they are there; raises what a request raises."""
+        params = with_seed(SamplingParams(max_tokens=1))
+        handle, queue = self._start(self._encode(prompt), params, checked_options(None), wants_hidden_state=True)
+        try:
+            return next(state for output in queue if (state := output.hidden_state))
+        finally:
+            self.release_request(handle)
+
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         queue = None if handle is None else self._open.queue(parse_request_id(handle.request_id))
         queues = self._open.queues() if handle is None else [] if queue is None else [queue]
@@ -261,11 +271,14 @@ class Engine:
         options: RequestOptions,
         request_id: bytes | None = None,
         embeddings: PromptEmbeddings | None = None,
+        wants_hidden_state: bool = False,
     ) -> tuple[RequestHandle, ResultQueue]:
         request_id = request_id or parse_request_id(None)
         queue = self._open.add(request_id, params, self.tokenizer if params.stop else None)
         try:
-            self._core.submit(Request(request_id, "", tuple(ids), params, options, embeddings=embeddings))
+            request = Request(request_id, "", tuple(ids), params, options, embeddings=embeddings)
+            request.wants_hidden_state = wants_hidden_state
+            self._core.submit(request)
         except AllspanError:
             self._open.remove(request_id)
             raise

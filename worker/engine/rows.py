@@ -32,6 +32,8 @@ class RowStates:
         """For each cache group, the pages of each row by their places."""
         self.adapters: Ints = np.full(rows, -1, dtype=np.int32)
         self.embeddings: dict[int, PromptEmbeddings] = {}
+        self.hidden: set[int] = set()
+        """Rows whose hidden state is asked for."""
         self.num_tokens: Longs = np.zeros(rows, dtype=np.int64)
         self.num_drafts: Longs = np.zeros(rows, dtype=np.int64)
         """Tokens behind the last one that a step in flight verifies."""
@@ -74,6 +76,7 @@ class RowStates:
         self.request_ids[row] = None
         self.adapters[row] = -1
         self.embeddings.pop(row, None)
+        self.hidden.discard(row)
         self.num_leaves += 1
         self._left_at[row] = self.num_leaves
 

@@ -28,6 +28,8 @@ class _Flight:
     step: BatchStep
     launched: Launched | None
     """None: it samples nothing."""
+    hidden: Tensor | None
+    """The hidden states that its rows ask for."""
 
 
 class Runner:
@@ -63,8 +65,9 @@ class Runner:
         logits = self._forward(step.inputs)
         if not len(wanted.rows):
             return self._batch.commit(step, None)
+        hidden = self._hidden(step)
         sampled = self._sampler.sample(logits, wanted.rows, wanted.positions, wanted.targets)
-        return self._batch.commit(step, sampled)
+        return self._batch.commit(step, sampled, hidden)
 
     def launch(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> None:
         """Begins a step behind those in flight."""
@@ -73,6 +76,7 @@ class Runner:
         if plan.operation is not Operation.NONE:
             operate(plan.operation)
         launched: Launched | None = None
+        hidden: Tensor | None = None
         if step.inputs is not None:
             if step.num_unknown:
                 if newest is None or newest.launched is None:
@@ -81,9 +85,10 @@ class Runner:
             wanted = step.logits
             self._sampler.prepare(wanted.rows, wanted.positions, wanted.targets)
             logits = self._forward(step.inputs)
+            hidden = self._hidden(step)
             if len(wanted.rows):
                 launched = self._sampler.launch(logits, wanted.rows, wanted.positions, wanted.targets)
-        self._flights.append(_Flight(step, launched))
+        self._flights.append(_Flight(step, launched, hidden))
 
     def land(self) -> StepResult:
         """Waits for the oldest step in flight, if it samples."""
@@ -93,7 +98,11 @@ class Runner:
         before = time.perf_counter()
         sampled = flight.launched.result()
         self.model_s += time.perf_counter() - before
-        return self._batch.commit(flight.step, sampled)
+        return self._batch.commit(flight.step, sampled, flight.hidden)
+
+    def _hidden(self, step: BatchStep) -> Tensor | None:
+        """The hidden states that a step's rows ask for."""
+        return self._model.hidden_states(tuple(step.hidden.values())) if step.hidden else None
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         before = time.perf_counter()

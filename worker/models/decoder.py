@@ -24,6 +24,8 @@ class Decoder:
 
     program: Program
     bindings: Bindings
+    hidden: Slot
+    """What the head reads: a row of every row of logits."""
 
 
 def build_decoder(holding: Holding, quantised_cache: bool = False) -> Decoder:
@@ -62,7 +64,7 @@ class _Decoder:
             "logits", Rows.LOGITS, len(holding.shard.part(head_of(spec).parts[0].rows)), is_exact=True
         )
         holding.emit(program, embedding_of(spec) if spec.tie_word_embeddings else head_of(spec), stream.x, logits)
-        return Decoder(program.build(logits), builder.bindings)
+        return Decoder(program.build(logits), builder.bindings, stream.x)
 
     def _sublayer(self, number: int, stream: Stream, is_attention: bool) -> Sublayer:
         layer, hidden, prefix = self._spec.layers[number], Axis(self._spec.hidden_size), f"layers.{number}."

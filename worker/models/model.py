@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -71,6 +71,7 @@ class Model:
             for name, (group, make) in decoder.bindings.metas.items()
         }
         self._steps = StepRunner(self._executor, metas, len(cache_groups), collectives.check)
+        self._hidden = decoder.hidden
         self._has_cache = False
 
     def weights_changed(self) -> None:
@@ -85,8 +86,9 @@ class Model:
 
     @property
     def row_inputs(self) -> RowInputs:
-        """Requests may bring embedding rows: what the model's embedding holds of token ids, or anything like it."""
-        return RowInputs(embedding_size=self.spec.hidden_size)
+        """Requests may bring embedding rows (what the model's embedding holds of token ids, or anything like it), and
+        ask for hidden states."""
+        return RowInputs(embedding_size=self.spec.hidden_size, hidden_size=self.spec.hidden_size)
 
     @property
     def step_metadata(self) -> tuple[StepMetadata, ...]:
@@ -120,6 +122,10 @@ class Model:
         if not self._has_cache:
             raise InternalError("forward before bind_cache")
         return self._steps.run(inputs)
+
+    def hidden_states(self, rows: Sequence[int]) -> Tensor:
+        """See `allspan.worker.step.model.StepModel`."""
+        return self._executor.rows(self._hidden)[list(rows)].float()
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """Has the device record the forward pass of a padded step: later steps with their inputs in its place are one

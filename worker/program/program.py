@@ -274,6 +274,10 @@ class Interpreter:
         output: Tensor = table[self._program.output.index]
         return output
 
+    def rows(self, slot: Slot) -> Tensor:
+        """A buffer at its full capacity, as the last run left it."""
+        return next(buffer for index, _, buffer in self._buffers if index == slot.index)
+
     def start_profile(self) -> None:
         """Times every op of the coming runs, from zero."""
         self._timer = OpTimer(self._synchronize)

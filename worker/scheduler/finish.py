@@ -58,7 +58,8 @@ def outputs_of(request: Request, run: Run, end: End, result: StepResult, now: fl
     if tokens or end.reason or (prompt_logprobs and not end.error):
         times = timings(request, now) if end.reason or is_first else None
         logprobs = result.logprobs.get(run.row, ())[: end.count]
-        outputs.append(Output(tokens, logprobs, end.reason, end.stop_token_id, times, prompt_logprobs))
+        hidden = result.hidden_states.get(run.row, ())
+        outputs.append(Output(tokens, logprobs, end.reason, end.stop_token_id, times, prompt_logprobs, hidden))
     if end.error:
         outputs.append(end.error)
     return outputs

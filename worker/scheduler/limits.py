@@ -84,6 +84,8 @@ class Limits:
                 )
 
     def _check_row_inputs(self, request: Request) -> None:
+        if request.wants_hidden_state and not self.row_inputs.hidden_size:
+            raise InvalidRequest("hidden_state is asked for, the model gives none: leave it out", "hidden_state")
         slots, size, embeddings = self.row_inputs.num_adapters, self.row_inputs.embedding_size, request.embeddings
         if not -1 <= request.adapter < slots:
             raise InvalidRequest(

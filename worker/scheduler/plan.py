@@ -107,3 +107,5 @@ class StepResult:
     """32 bits over all tokens so far; the next plan carries it."""
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     """Row → of the prompt tokens whose predecessors this step ran, of those rows that asked."""
+    hidden_states: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Row → what the head read of its last token, for those rows that asked."""

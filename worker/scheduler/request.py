@@ -67,6 +67,8 @@ class Request:
     """The slot of the adapter that changes the model for this request; -1: none."""
     embeddings: PromptEmbeddings | None = None
     """Rows that take the place of some prompt tokens' embeddings."""
+    wants_hidden_state: bool = False
+    """The result is the hidden state of the prompt's last token, with one token beside it."""
     num_resumed: int = 0
     """The number of `output_token_ids` that came with the payload, as another epoch made them."""
     grammar: CompiledGrammar | None = None

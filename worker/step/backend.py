@@ -17,7 +17,7 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.cache.tiers import HostPages
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.program.program import Program, Rows
+from allspan.worker.program.program import Program, Rows, Slot
 from allspan.worker.sampling.device import Sampling
 from allspan.worker.step.buffer_sizes import BatchSizes, ModelLimits
 from allspan.worker.step.inputs import InputBuffers, StepMetadata
@@ -97,6 +97,9 @@ class Executor(Protocol):
 
     def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
         """The output's rows of this step, a view that the next run overwrites."""
+
+    def rows(self, slot: Slot) -> Tensor:
+        """A buffer at its full capacity, as the last run left it."""
 
     def start_profile(self) -> None:
         """Times every op of the coming runs, from zero."""

@@ -30,6 +30,10 @@ class StepModel(Protocol):
     def forward(self, inputs: StepInputs) -> Tensor:
         """This rank's slice of the logits, float32 [m, vocab_widths[rank]]; may be overwritten until the next call."""
 
+    def hidden_states(self, rows: Sequence[int]) -> Tensor:
+        """A copy of what the head read for these rows of the last step's logits, float32 [k, hidden_size]; only asked
+        for where `row_inputs` has a `hidden_size`."""
+
 
 class Recording(Protocol):
     """A forward pass that a device has recorded."""

@@ -18,6 +18,8 @@ class RowInputs:
     """Adapter slots."""
     embedding_size: int = 0
     """Elements of an embedding row; 0: it takes none."""
+    hidden_size: int = 0
+    """Elements of a hidden state that a request may ask for; 0: it gives none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -57,6 +58,9 @@ class NullModel:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         return self._logits[: inputs.logits_rows.shape[0]]
+
+    def hidden_states(self, rows: Sequence[int]) -> Tensor:
+        raise NotImplementedError("the model has none")
 
 
 class NullChannel:
