@@ -38,7 +38,11 @@ STRANGERS = {
 }
 # First words of a docstring that is a fragment instead of a sentence that says what the thing is.
 FRAGMENTS = ("Of", "By", "So many", "Those", "Beside", "Whoever", "Who")
-PLAIN_FOLDERS = ("protos", "kernels", "client", "launch")
+PLAIN_FOLDERS = (
+    *("protos", "kernels", "client", "launch", "worker/backend", "worker/cache", "worker/engine", "worker/load"),
+    *("worker/parallel", "worker/process", "worker/program", "worker/quant", "worker/sampling", "worker/scheduler"),
+    *("worker/service", "worker/tools", "worker/weights"),
+)
 UNSAFE = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 
 

@@ -10,9 +10,9 @@ from allspan.protos.config.settings import CacheConfig
 from allspan.worker.cache.spec import ALL_TOKENS, CacheGroup, PageLifetime
 
 DEFAULT_SHARE = 0.25
-"""Of the node's available memory, for the KV of all ranks on it."""
+"""The share of a node's available memory that the KV of all ranks on it takes."""
 GPU_RESERVE = 3 << 29
-"""Of a GPU's memory, for what comes after the KV: captured graphs, workspaces, kernels that are loaded."""
+"""The bytes of a GPU's memory left for what comes after the KV: captured graphs, workspaces, loaded kernels."""
 MOST_PAGES = 2**20
 """That are taken unasked: a tiny model's would be so many that counting them takes seconds."""
 MOST_SLOTS = 2**31
@@ -55,7 +55,7 @@ class CacheDemand:
     room: Room
     ranks: int = 1
     step_bytes: int = 0
-    """Of a GPU's memory, that this rank takes for the time of a step."""
+    """The bytes of a GPU's memory that this rank takes for the time of a step."""
     max_step_tokens: int = 1
     """Tokens of a step: a window's pages hold those beside what the first of them sees."""
 

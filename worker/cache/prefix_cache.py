@@ -59,7 +59,7 @@ class PrefixCache:
     """All pages of the device, with or without keys, and those of the host tier. Not thread-safe."""
 
     def __init__(self, num_pages: int, num_host_pages: int = 0, group: int = 0) -> None:
-        """Of the cache group of this index."""
+        """`group`: the index of the cache group that the pages are of."""
         self._group = group
         self.device = PagePool(num_pages)
         self.host = PagePool(num_host_pages) if num_host_pages else None
@@ -140,7 +140,7 @@ class PrefixCache:
                 del self._computing[key]
 
     def owner(self, key: bytes) -> object | None:
-        """Who is computing the page of this key."""
+        """Returns what computes the page of this key; None: nothing does."""
         return self._computing.get(key)
 
     def owners(self) -> set[int]:

@@ -17,7 +17,7 @@ _PAUSE_S = 5e-5
 
 
 class Event(Protocol):
-    """Of `torch.cuda.Event`, what is asked for here."""
+    """The part of `torch.cuda.Event` that is used here."""
 
     def query(self) -> bool:
         """Whether the GPU has come so far."""

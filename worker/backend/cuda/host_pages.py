@@ -32,7 +32,7 @@ MovePages = Callable[[Tensor, Sequence[int], Tensor, int], None]
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 32 << 20
-"""Of a buffer on the device; each way has two, so that one can be filled while the other is emptied."""
+"""The bytes of a buffer on the device; each way has two, so that one can be filled while the other is emptied."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Buffer:
     pages: Tensor
     """uint8 [pages, bytes of one] on the device."""
     done: Event | None = None
-    """Of the last copy that used it."""
+    """Marks the end of the last copy that used it."""
 
 
 class _Ring:

@@ -34,7 +34,7 @@ from allspan.worker.sampling.processor import DeviceChange
 Rows = NDArray[np.int64]
 
 _MOST_ROWS = 512
-"""Of logits, that are sampled at once."""
+"""The most rows of logits that are sampled at once."""
 
 
 class _Table:
@@ -179,7 +179,7 @@ class DeviceSampling:
         self._is_stale = True
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._last = self._tokens
-        """Of the last launch."""
+        """The tokens of the last launch."""
         self._launches = 0
 
     def add(self, row: int, asked: DeviceChange) -> None:

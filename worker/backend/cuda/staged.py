@@ -27,7 +27,7 @@ class StagedCollectives:
         pass
 
     def all_reduce(self, x: Tensor) -> None:
-        """Of 16-bit elements, too: their sum is rounded once."""
+        """Sums `x` over the ranks; the sum of 16-bit elements is rounded once."""
         host = self._waiter.to_host(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
         self._inner.all_reduce(host)
         x.copy_(host)

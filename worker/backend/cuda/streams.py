@@ -26,10 +26,10 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Of one GPU."""
+    """The CUDA streams of one GPU."""
 
     steps: Stream
-    """Those of the model."""
+    """Runs the model's steps."""
     saves: Stream
     """From the device to host memory."""
     loads: Stream

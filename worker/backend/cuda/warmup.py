@@ -55,8 +55,8 @@ def warm_up(
 
 
 def _steps(buffers: DeviceBuffers, sizes: BatchSizes) -> Iterator[StepInputs]:
-    """Those that are launched op by op, and those that are captured, without the large ones, whose products take time
-    and whose kernels are the same; nothing reads what the inputs say."""
+    """Yields inputs of the steps that are launched op by op, and of those that are captured but for the large ones,
+    whose products take time and whose kernels are the same. Nothing reads what the inputs say."""
     largest = min(sizes.max_tokens, sizes.max_rows * (sizes.max_model_len - 1))
     for tokens in (*(count for count in _PROMPTS if count < largest), largest):
         yield _prompts(buffers, sizes, tokens)
