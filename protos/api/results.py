@@ -77,7 +77,7 @@ class Output:
             later.stop_token_id if later.stop_token_id is not None else self.stop_token_id,
             later.timings or self.timings,
             self.prompt_logprobs + later.prompt_logprobs,
-            later.hidden_state or self.hidden_state,
+            self.hidden_state or later.hidden_state,
         )
 
 

@@ -143,10 +143,12 @@ class Batch:
         step = BatchStep(plan.step, inputs, logits, state.num_leaves, num_unknown)
         step.drafted = tuple(row for row, _ in plan.drafts)
         if state.hidden:
-            step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in state.hidden}
+            ended = state.hidden.intersection(logits.sampling.tolist())  # these prompts end in this step
+            step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in ended}
+            state.hidden -= ended
         state.num_computed[rows] += counts
         state.num_tokens[logits.sampling] += 1
-        is_plain = self.buffers.is_shared and inputs.embeddings is None
+        is_plain = self.buffers.is_shared and inputs.embeddings is None and not step.hidden
         if is_plain and logits.targets is None and len(rows) == len(values["ids"]) == len(logits.rows):
             room = self._page_size - 1 - int((values["positions"] % self._page_size).max())
             self._decodes = DecodeRun(plan.runs, step, room)
@@ -198,7 +200,7 @@ class Batch:
         state.adapters[row] = join.adapter
         if request.embeddings is not None:
             state.embeddings[row] = request.embeddings
-        if request.wants_hidden_state:
+        if request.wants_hidden_state and not join.num_output:
             state.hidden.add(row)
         state.prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
         if self._shared is not None:

@@ -25,7 +25,7 @@ from allspan.protos.api.batch_generate import (
 )
 from allspan.protos.api.counters import counters_of
 from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt, RankStatistics
-from allspan.protos.api.errors import AllspanError, CheckpointError, ModelNotFound, Unavailable
+from allspan.protos.api.errors import AllspanError, CheckpointError, ModelNotFound, RequestCancelled, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.prompts import (
     Params,
@@ -155,9 +155,12 @@ class Engine:
         params = with_seed(SamplingParams(max_tokens=1))
         handle, queue = self._start(self._encode(prompt), params, checked_options(None), wants_hidden_state=True)
         try:
-            return next(state for output in queue if (state := output.hidden_state))
+            for output in queue:
+                if output.hidden_state:
+                    return output.hidden_state
         finally:
             self.release_request(handle)
+        raise RequestCancelled("the request was cancelled before its hidden state was there")
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         queue = None if handle is None else self._open.queue(parse_request_id(handle.request_id))

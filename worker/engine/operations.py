@@ -98,7 +98,9 @@ class Operations:
         """Does what a plan says, between two steps. `invalidate` is called with the new version before weights change:
         however that ends, what was computed is void, as the pages' memory may be gone or the weights be others."""
         if operation is Operation.SHUTDOWN:
-            self._status.end()
+            with self._changed:  # another thread may be closing or stopping the engine
+                self._status.end()
+                self._changed.notify_all()
             return
         self._error = None
         if operation in _WEIGHTS:

@@ -48,6 +48,7 @@ def gguf_values(file: GgufFile, model_type: str, source: str) -> dict[str, Any]:
     values["attention_bias"] = "blk.0.attn_q.bias" in names
     values["mlp_bias"] = "blk.0.ffn_up.bias" in names
     values["use_sliding_window"] = bool(own.get("attention.sliding_window"))
+    values["gguf_sliding_window"] = own.get("attention.sliding_window", 0)
     values["max_window_layers"] = 0
     values["dtype"] = file.dtype()
     if "token_embd.weight" in names:

@@ -112,7 +112,12 @@ def test_a_sliding_window_is_that_of_its_layers_and_leaves_the_context(tmp_path:
     for harmless in (None, 8192):
         assert windows_of(tmp_path, mistral | {"sliding_window": harmless}) == [0, 0]
     mixed = mistral | {"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"]}
-    assert windows_of(tmp_path, mixed) == [0, 4096]
+    with pytest.raises(CheckpointError, match="layer_types that differ from sliding_window"):
+        windows_of(tmp_path, mixed)
+
+
+def test_a_window_in_a_config_of_llama_is_read_by_nobody_as_in_transformers(tmp_path: Path) -> None:
+    assert set(windows_of(tmp_path, LLAMA | {"sliding_window": 1024, "use_sliding_window": True})) == {0}
 
 
 def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> None:

@@ -103,19 +103,23 @@ def read_context(config: ForeignConfig, rotary: RotarySpec, default: int) -> Con
     return Context(tokens)
 
 
+def same_window(config: ForeignConfig, context: Context, window: int) -> list[int]:
+    """The same window for each layer, 0 where a layer sees the whole context anyway."""
+    return [window if window < context.tokens else 0] * config.size("num_hidden_layers")
+
+
 def read_windows(config: ForeignConfig, context: Context, window: int, first: int = 0) -> list[int]:
     """The window of each layer, 0 where it sees all tokens, as it does with a window of the whole context.
     `layer_types`, where given, says which layers have the window; else all from layer `first` on."""
-    count, kinds = config.size("num_hidden_layers"), config.get("layer_types")
-    window = window if window < context.tokens else 0
+    windows, kinds = same_window(config, context, window), config.get("layer_types")
     if kinds is None:
-        return [window if layer >= first else 0 for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count:
-        raise config.error(f"layer_types must be a list of num_hidden_layers ({count}) names, got {kinds!r}")
+        return [each if layer >= first else 0 for layer, each in enumerate(windows)]
+    if not isinstance(kinds, list) or len(kinds) != len(windows):
+        raise config.error(f"layer_types must be a list of num_hidden_layers ({len(windows)}) names, got {kinds!r}")
     known = ("full_attention", "sliding_attention")
     if unknown := sorted({str(kind) for kind in kinds} - {*known}):
         raise config.error(f"layer_types {unknown[0]!r} is not supported (supported: {', '.join(known)})")
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    return [each if kind == "sliding_attention" else 0 for each, kind in zip(windows, kinds, strict=True)]
 
 
 def read_rotary(config: ForeignConfig, default_context: int, rotary_dim: int = 0, layer_kind: str = "") -> RotarySpec:

@@ -11,6 +11,7 @@ from allspan.worker.models.families.common import (
     read_gqa,
     read_rotary,
     read_windows,
+    same_window,
 )
 from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.spec import ModelSpec
@@ -28,6 +29,8 @@ def _read(config: ForeignConfig) -> ModelSpec:
     rotary = read_rotary(config, _CONTEXT)
     context = read_context(config, rotary, _CONTEXT)
     windows = read_windows(config, context, window)
+    if windows != same_window(config, context, window):  # transformers reads the window alone
+        raise config.error("layer_types that differ from sliding_window are not supported: remove layer_types")
     layers = alike(config, read_gqa(config, rotary), read_gated_mlp(config), windows)
     return model_spec(config, "mistral", layers, context)
 
