@@ -55,4 +55,4 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     """Of config.json or the GGUF header; generation_config.json may add some (`protos/text/model_defaults.py`)."""
     notes: tuple[str, ...] = ()
-    """What the user should hear about this reading of the model, such as a context cut to the sliding window."""
+    """What the user should hear about this reading of the model, such as a context that was shortened."""
