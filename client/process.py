@@ -100,7 +100,7 @@ class ClusterProcess:
             self.close()
             raise
 
-    def last_words(self) -> str:
+    def exit_report(self) -> str:
         """The last line of its log, and its exit code if it has ended."""
         words = _PREFIX.sub("", self._words[-1]) if self._words else "it said nothing"
         code = self._process.poll()
@@ -125,7 +125,7 @@ class ClusterProcess:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise DeadlineExceeded(
-                    f"the cluster was not ready within startup_timeout ({timeout:g} s); last line: {self.last_words()}"
+                    f"the cluster was not ready within startup_timeout ({timeout:g} s); last line: {self.exit_report()}"
                 ) from None
             if line is None:
                 raise self._failure()

@@ -152,7 +152,7 @@ class WorldProcess:
             # Open MPI 4 tells the rank, and 0 for its process; MPICH the process, and no rank.
             info = next((info for info in self.ranks if info.pid == told.pid or info.rank == told.rank), None)
             rank, pid = (told.rank, told.pid) if info is None else (info.rank, info.pid)
-            said = f"; its last words: {words[rank].message}" if rank in words else ""
+            said = f"; its exit report: {words[rank].message}" if rank in words else ""
             by = self._signal_text(told.signal, pid)
             return Death(f"rank {rank} (pid {pid} on {told.host}) was killed by {by}{said}")
         if words:

@@ -38,11 +38,7 @@ STRANGERS = {
 }
 # First words of a docstring that is a fragment instead of a sentence that says what the thing is.
 FRAGMENTS = ("Of", "By", "So many", "Those", "Beside", "Whoever", "Who")
-PLAIN_FOLDERS = (
-    *("protos", "kernels", "client", "launch", "worker/backend", "worker/cache", "worker/engine", "worker/load"),
-    *("worker/parallel", "worker/process", "worker/program", "worker/quant", "worker/sampling", "worker/scheduler"),
-    *("worker/service", "worker/tools", "worker/weights"),
-)
+PLAIN_FOLDERS = ("protos", "kernels", "client", "launch", "worker")
 UNSAFE = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 
 

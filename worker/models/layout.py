@@ -18,7 +18,7 @@ IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 ATTENTION_NORMS = "input_norm", "attention_output_norm"
 """Names of the norms before and after a layer's attention block."""
 MLP_NORMS = "mlp_norm", "mlp_output_norm"
-"""Those of its MLP block."""
+"""Names of the norms before and after a layer's MLP block."""
 
 
 def embedding_of(spec: ModelSpec) -> Table:
@@ -48,7 +48,7 @@ def layout(spec: ModelSpec) -> tuple[Piece, ...]:
 
 
 def layer_pieces(spec: ModelSpec, number: int) -> list[Piece]:
-    """Those of one layer, its norms between its blocks."""
+    """Returns the pieces of one layer, its norms between its blocks."""
     layer, hidden, prefix = spec.layers[number], Axis(spec.hidden_size), f"layers.{number}."
 
     def norm(name: str, spec: NormSpec | None) -> list[Piece]:
@@ -71,13 +71,14 @@ class ForeignTensor:
     canonical: str
     name: str
     shape: tuple[int, ...]
-    """Of this tensor alone; others may lie above and below it in the checkpoint's."""
+    """The shape of this tensor alone; others may lie above and below it in the checkpoint's."""
     rows: int
     """The dimension along which they do."""
 
 
 def foreign_tensors(spec: ModelSpec, weights: WeightMap, naming: str) -> Iterator[ForeignTensor]:
-    """Those of every canonical tensor; several that are one in the checkpoint follow each other as they lie there."""
+    """Yields the foreign tensors of every canonical one; those that are one tensor in the checkpoint follow each other
+    as they lie there."""
     for piece in layout(spec):
         experts = piece.experts.count if isinstance(piece, Linear) and piece.experts is not None else 0
         for name, axes in tensors_of(piece):

@@ -42,7 +42,7 @@ class Model:
     ) -> None:
         self.holding = holding
         self.weights = dict(tensors)
-        """By their canonical names."""
+        """The tensors of the weights, keyed by canonical name."""
         self.spec: ModelSpec = holding.spec
         self.max_model_len = limits.max_model_len
         self.cache_groups = cache_groups

@@ -36,7 +36,7 @@ class Part:
     name: str
     rows: Axis
     rotary_dim: int = 0
-    """So many leading elements of each unit (head) are turned by the rotary embedding: a checkpoint may hold their
+    """The number of leading elements of each unit (head) that the rotary embedding turns: a checkpoint may hold their
     pairs interleaved."""
 
 

@@ -46,7 +46,7 @@ class PieceSource:
     checkpoint: Checkpoint
     piece: Linear | Table
     expert: int = 0
-    """Of a piece that every expert has, which one's; a number in the whole model."""
+    """The number in the whole model of the expert whose piece is read, where every expert has one."""
 
     def bias(self, part: int, out: Tensor) -> None:
         axis = self.piece.parts[part].rows
@@ -84,7 +84,7 @@ class PieceSource:
         return self.checkpoint
 
     def _read(self, name: str, ranges: list[range], order: Tensor | None, out: Tensor) -> None:
-        """Of the expert's matrix, where all experts' are one tensor."""
+        """Reads `ranges` of a tensor into `out`: of the expert's matrix, where those of all experts are one tensor."""
         target = out if order is None else torch.empty((len(ranges[0]), *out.shape[1:]), dtype=out.dtype)
         if self._is_stacked:
             self.checkpoint.read(name, [range(self.expert, self.expert + 1), *ranges], target.unsqueeze(0))

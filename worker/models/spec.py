@@ -50,9 +50,10 @@ class ModelSpec:
     """The embedding is held as so many times the checkpoint's."""
     tie_word_embeddings: bool = False
     dtype: str = "float32"
-    """Of the checkpoint: "float32", "bfloat16" or "float16"."""
+    """The checkpoint's dtype: "float32", "bfloat16" or "float16"."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """Of config.json or the GGUF header; generation_config.json may add some (`protos/text/model_defaults.py`)."""
+    """The ids that config.json or the GGUF header names; generation_config.json may add some
+    (`protos/text/model_defaults.py`)."""
     notes: tuple[str, ...] = ()
     """What the user should hear about this reading of the model, such as a context that was shortened."""

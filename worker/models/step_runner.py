@@ -33,7 +33,7 @@ class StepRunner:
         self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
         """What `_inputs` are to the program: by its names, tokens, rows of logits."""
         self._graphs: dict[tuple[int, bool, bool], Recording] = {}
-        """By the place of their inputs."""
+        """The recorded steps, keyed by the place of their inputs."""
         self._is_profiling = False
 
     @property

@@ -31,7 +31,7 @@ class Bindings:
     metas: dict[str, tuple[int, MakeMeta]] = field(default_factory=dict)
     """With the cache group whose pages it is of."""
     names: dict[tuple[str, Hashable], str] = field(default_factory=dict)
-    """By label and key."""
+    """The names given so far, by label and key."""
 
     def name(self, label: str, key: Hashable) -> str:
         """The label for its first key, and with a number for others: "cos_sin", "cos_sin.1"."""
@@ -49,7 +49,7 @@ class Stream:
 
 
 class Sublayer:
-    """Of one layer, an attention or an MLP block. `program` takes ops beside those that it appends itself."""
+    """An attention or MLP block of one layer. `program` takes ops beside those that it appends itself."""
 
     def __init__(
         self,

@@ -49,10 +49,10 @@ class KernelNeeds:
     """What a model asks of the kernels, by which a device chooses them."""
 
     dtype: str
-    """Of the weights that are not quantised."""
+    """The dtype of the weights that are not quantised."""
     page_dtype: str
     heads: tuple[tuple[int, int], ...]
-    """Of each kind of attention block, the head size and the query heads that read one KV head, at most."""
+    """For each kind of attention block, the head size and the most query heads that read one KV head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class AttentionHeads:
     kv_head_of: tuple[int, ...]
     """For each query head of this rank, the KV head that it reads."""
     most_kv_heads: int
-    """Of any rank."""
+    """The most KV heads of any rank."""
     group: int
     """Query heads that read one KV head, at most on any rank."""
     scale: float
-    """Of the products of queries and keys."""
+    """The factor of the products of queries and keys."""
     window: int = 0
     """Tokens that a query sees, its own included; 0: all."""
 

@@ -29,13 +29,13 @@ class BatchSizes:
 
     max_rows: int
     max_tokens: int
-    """Of a step."""
+    """The most new tokens of a step."""
     max_model_len: int
     page_size: int
     max_logits_rows: int
-    """Of a step."""
+    """The most rows of logits of a step."""
     lifetimes: tuple[PageLifetime, ...] = (ALL_TOKENS,)
-    """By cache group."""
+    """How long each cache group keeps pages."""
 
 
 def most_logits_rows(max_num_seqs: int) -> int:

@@ -26,7 +26,7 @@ class PlanTiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedInputs:
-    """Of decodes that begin with the same pages, read once for all who share them; int32 tensors, on the GPU.
+    """The pages with which several decodes begin, read once for all of them; int32 tensors, on the GPU.
 
     Made by the device from the groups of its cascade rule: the level's tiles, rows and pages, and each
     row's own pages, in the indices of the whole page table.
@@ -107,7 +107,7 @@ class StepInputs:
     """With a bucket: what its rows share, where that pays."""
 
     groups: tuple[GroupInputs, ...] = ()
-    """Those of the cache groups behind the first."""
+    """The inputs of the cache groups behind the first."""
     adapters: Tensor | None = None
     """[n]: the adapter slot of each token, -1 for none; None where the model has no adapters."""
     embeddings: EmbeddingRows | None = None

@@ -139,7 +139,7 @@ def test_the_dead_rank_is_read_from_either_launcher() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_notices_and_last_words_are_kept_from_the_terminal_and_bars_pass_at_once(step: int) -> None:
+def test_notices_and_exit_reports_are_kept_from_the_terminal_and_bars_pass_at_once(step: int) -> None:
     rule = b"-" * 74 + b"\n"
     data = (
         b"one\n" + rule + b"mpirun noticed\nthat\n" + rule + b"allspan.worker: rank 1: bad\n50%\r99%\rtwo\n- item\nlast"
