@@ -18,7 +18,7 @@ from allspan.worker.sampling.result import Sampled
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, group_name
+from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, axis_names, group_name
 from allspan.worker.step.model import PageTiers
 from allspan.worker.step.shared_prefix import SharedPages
 
@@ -39,6 +39,7 @@ class Batch:
         """`buffers` of the same sizes. `tiers` None: the pages of the device are all there are."""
         self._lifetimes = sizes.lifetimes
         self._has_adapters = has_adapters
+        self._axis_names = axis_names(sizes.num_positions)
         self._page_size = sizes.page_size
         self._sampler = sampler
         self._tiers = tiers
@@ -146,9 +147,10 @@ class Batch:
             ended = state.hidden.intersection(logits.sampling.tolist())  # these prompts end in this step
             step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in ended}
             state.hidden -= ended
+        is_plain = self.buffers.is_shared and inputs.embeddings is None and not step.hidden
+        is_plain = is_plain and not state.computes_placed_prompt(rows)
         state.num_computed[rows] += counts
         state.num_tokens[logits.sampling] += 1
-        is_plain = self.buffers.is_shared and inputs.embeddings is None and not step.hidden
         if is_plain and logits.targets is None and len(rows) == len(values["ids"]) == len(logits.rows):
             room = self._page_size - 1 - int((values["positions"] % self._page_size).max())
             self._decodes = DecodeRun(plan.runs, step, room)
@@ -200,6 +202,8 @@ class Batch:
         state.adapters[row] = join.adapter
         if request.embeddings is not None:
             state.embeddings[row] = request.embeddings
+        if request.positions is not None:
+            state.positions[row] = request.positions
         if request.wants_hidden_state and not join.num_output:
             state.hidden.add(row)
         state.prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
@@ -231,6 +235,8 @@ class Batch:
             "kv_lens": kv_lens,
             "logits_rows": logits_rows,
         }
+        if self._axis_names:
+            values |= zip(self._axis_names, state.axes(token_rows, positions), strict=True)
         return values, logits
 
     def _embeddings(self, rows: Longs, values: dict[str, NDArray[Any]]) -> EmbeddingRows | None:

@@ -81,7 +81,8 @@ class EngineCore:
             parts.sampling,
             MaskMaker(config.parallel.cpus),
         )
-        sizes = batch_sizes(config, model.max_model_len, [group.lifetime for group in self.limits.groups()])
+        lifetimes = [group.lifetime for group in self.limits.groups()]
+        sizes = batch_sizes(config, model.max_model_len, lifetimes, model.row_inputs.num_positions)
         self._batch = Batch(sizes, sampler, parts.inputs, tiers, has_adapters=model.row_inputs.num_adapters > 0)
         depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
         runner, lookahead = Runner(model, sampler, self._batch), Lookahead(depth, sampler.samples_ahead)

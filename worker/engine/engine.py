@@ -51,7 +51,7 @@ from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.process.host import host_name, peak_rss_bytes, rss_bytes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
-from allspan.worker.step.row_inputs import PromptEmbeddings
+from allspan.worker.step.row_inputs import PromptEmbeddings, PromptPositions
 
 CLOSE_TIMEOUT_S = 60.0
 """A step in flight is waited for."""
@@ -148,6 +148,18 @@ class Engine:
         InvalidRequest for rows of another width than the model's hidden size."""
         params = with_seed(sampling_params)
         return self._start(self._encode(prompt), params, checked_options(None), embeddings=embeddings)
+
+    def start_with_positions(
+        self,
+        prompt: Prompt,
+        positions: PromptPositions,
+        sampling_params: SamplingParams | None = None,
+        embeddings: PromptEmbeddings | None = None,
+    ) -> tuple[RequestHandle, ResultQueue]:
+        """Starts a request whose prompt tokens have three positions each, for a model with a multimodal rotary
+        embedding; `embeddings` as in `start_with_embeddings`. Raises InvalidRequest where the model takes none."""
+        params, ids = with_seed(sampling_params), self._encode(prompt)
+        return self._start(ids, params, checked_options(None), embeddings=embeddings, positions=positions)
 
     def hidden_state(self, prompt: Prompt) -> tuple[float, ...]:
         """What the model's head reads of the prompt's last token: hidden_size numbers, to be pooled or normalised by
@@ -274,13 +286,14 @@ class Engine:
         options: RequestOptions,
         request_id: bytes | None = None,
         embeddings: PromptEmbeddings | None = None,
+        positions: PromptPositions | None = None,
         wants_hidden_state: bool = False,
     ) -> tuple[RequestHandle, ResultQueue]:
         request_id = request_id or parse_request_id(None)
         queue = self._open.add(request_id, params, self.tokenizer if params.stop else None)
         try:
             request = Request(request_id, "", tuple(ids), params, options, embeddings=embeddings)
-            request.wants_hidden_state = wants_hidden_state
+            request.positions, request.wants_hidden_state = positions, wants_hidden_state
             self._core.submit(request)
         except AllspanError:
             self._open.remove(request_id)

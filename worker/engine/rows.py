@@ -11,7 +11,7 @@ from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.scheduler.plan import Grant
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.row_inputs import PromptEmbeddings
+from allspan.worker.step.row_inputs import POSITION_AXES, PromptEmbeddings, PromptPositions
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -32,6 +32,7 @@ class RowStates:
         """For each cache group, the pages of each row by their places."""
         self.adapters: Ints = np.full(rows, -1, dtype=np.int32)
         self.embeddings: dict[int, PromptEmbeddings] = {}
+        self.positions: dict[int, PromptPositions] = {}
         self.hidden: set[int] = set()
         """Rows whose hidden state is asked for."""
         self.num_tokens: Longs = np.zeros(rows, dtype=np.int64)
@@ -76,9 +77,23 @@ class RowStates:
         self.request_ids[row] = None
         self.adapters[row] = -1
         self.embeddings.pop(row, None)
+        self.positions.pop(row, None)
         self.hidden.discard(row)
         self.num_leaves += 1
         self._left_at[row] = self.num_leaves
+
+    def axes(self, rows: Longs, indices: Longs) -> Longs:
+        """[axes, n]: the positions of the tokens with these indices in the requests of `rows`."""
+        found: Longs = np.tile(indices, (len(POSITION_AXES), 1))
+        for row, positions in self.positions.items():
+            mine = rows == row
+            found[:, mine] = positions.at(indices[mine])
+        return found
+
+    def computes_placed_prompt(self, rows: Longs) -> bool:
+        """Whether the next token of one of `rows` is a prompt's that has positions of its own."""
+        placed = ((row, positions.rows.shape[1]) for row, positions in self.positions.items() if row in rows)
+        return any(self.num_computed[row] < prompt_len for row, prompt_len in placed)
 
     def stayed(self, rows: Longs, since: int) -> NDArray[np.bool_]:
         """Which of `rows` belong to the request that had them when `num_leaves` was `since`."""

@@ -16,9 +16,10 @@ from allspan.worker.program.program import Program, Rows, Slot
 class Decoder:
     """The forward pass of one step, and what its named slots are bound to.
 
-    Inputs: ids, positions, logits_rows; embedding_rows and embedding_places (None: all tokens are given by ids); slots
-    and attention (an AttentionMeta), and those of further cache groups and kinds of attention as slots.1, attention.1
-    …. Caches are k_cache.N, v_cache.N, k_scales.N and v_scales.N of every layer N; weights have their canonical names.
+    Inputs: ids, logits_rows; positions, or where a token has several the positions of each axis and row_numbers;
+    embedding_rows and embedding_places (None: all tokens are given by ids); slots and attention (an AttentionMeta), and
+    those of further cache groups and kinds of attention as slots.1, attention.1 …. Caches are k_cache.N, v_cache.N,
+    k_scales.N and v_scales.N of every layer N; weights have their canonical names.
     Output: this rank's columns of the logits.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
@@ -70,7 +71,11 @@ class Model:
             name: (group, make(MetaContext(backend, cache_groups[group].spec, limits, ops)))
             for name, (group, make) in decoder.bindings.metas.items()
         }
-        self._steps = StepRunner(self._executor, metas, len(cache_groups), collectives.check)
+        self._num_positions = decoder.bindings.num_positions
+        device, row_numbers = backend.capabilities.tensors, None
+        if self._num_positions > 1:
+            row_numbers = torch.arange(limits.max_tokens, dtype=torch.int32, device=device)
+        self._steps = StepRunner(self._executor, metas, len(cache_groups), collectives.check, row_numbers)
         self._hidden = decoder.hidden
         self._has_cache = False
 
@@ -87,8 +92,9 @@ class Model:
     @property
     def row_inputs(self) -> RowInputs:
         """Requests may bring embedding rows (what the model's embedding holds of token ids, or anything like it), and
-        ask for hidden states."""
-        return RowInputs(embedding_size=self.spec.hidden_size, hidden_size=self.spec.hidden_size)
+        ask for hidden states; with a multimodal rotary embedding, bring positions."""
+        size = self.spec.hidden_size
+        return RowInputs(embedding_size=size, hidden_size=size, num_positions=self._num_positions)
 
     @property
     def step_metadata(self) -> tuple[StepMetadata, ...]:

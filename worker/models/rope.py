@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from allspan.worker.step.row_inputs import POSITION_AXES
+
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -35,16 +37,25 @@ class RotarySpec:
     """YaRN: whether the ends of the ramp are rounded outwards to whole elements."""
     freq_factors: tuple[float, ...] = ()
     """Divisors of the inverse frequencies, one a pair of elements (how GGUF files carry llama3 scaling)."""
+    axes: tuple[int, ...] = ()
+    """Multimodal rotary embedding: for each pair of elements the position of a token that turns it, as an index into
+    `POSITION_AXES`; empty: a token has one position."""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a token has."""
+        return len(POSITION_AXES) if self.axes else 1
 
 
-def cos_sin_table(rotary: RotarySpec | None, head_dim: int, max_positions: int) -> Tensor:
+def cos_sin_table(rotary: RotarySpec | None, head_dim: int, max_positions: int, axis: int | None = None) -> Tensor:
     """float32 [max_positions, rot]: cosines in the first half of a row, sines in the second; without a rotary embedding
-    rot is 0."""
+    rot is 0. `axis`: zeros but for the pairs that this axis turns, so that the rows of all axes add up."""
     if rotary is None:
         return torch.zeros((max_positions, 0))
     inverse, scale = inverse_frequencies(rotary, head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse[None, :]
-    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).contiguous()
+    table = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).contiguous()
+    return table if axis is None else table * (torch.tensor(rotary.axes * 2) == axis)
 
 
 def mean_rotated(x: Tensor, cos_sin: Tensor) -> Tensor:

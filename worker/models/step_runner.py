@@ -9,8 +9,9 @@ from torch import Tensor
 
 from allspan.protos.api.engine import OpProfile
 from allspan.worker.step.backend import Executor
-from allspan.worker.step.inputs import StepInputs, StepMetadata, group_name
+from allspan.worker.step.inputs import StepInputs, StepMetadata, axis_name, group_name
 from allspan.worker.step.model import Record, Recording
+from allspan.worker.step.row_inputs import POSITION_AXES
 
 
 class StepRunner:
@@ -22,13 +23,16 @@ class StepRunner:
         metas: Mapping[str, tuple[int, StepMetadata]],
         num_groups: int,
         check: Callable[[], None],
+        row_numbers: Tensor | None = None,
     ) -> None:
         """`metas`: the program's name for each block's metadata, with its cache group. `check` raises where the
-        collectives have failed."""
+        collectives have failed. `row_numbers`: 0, 1, … for all rows that a step may have, where a token has several
+        positions."""
         self._executor = executor
         self._metas = dict(metas)
         self._num_groups = num_groups
         self._check = check
+        self._row_numbers = row_numbers
         self._inputs: StepInputs | None = None
         self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
         """What `_inputs` are to the program: by its names, tokens, rows of logits."""
@@ -87,4 +91,8 @@ class StepRunner:
             **{group_name("slots", group): own.slots for group, own in enumerate(groups)},
             **{name: meta.of(groups[group]) for name, (group, meta) in self._metas.items()},
         }
+        if self._row_numbers is not None:
+            axes = inputs.axes or (inputs.positions,) * len(POSITION_AXES)
+            values |= {axis_name(axis): own for axis, own in zip(POSITION_AXES, axes, strict=True)}
+            values["row_numbers"] = self._row_numbers[: inputs.ids.shape[0]]
         return values, inputs.ids.shape[0], inputs.logits_rows.shape[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from allspan.kernels.ops import Rotation
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.pieces import Linear, Piece
 from allspan.worker.models.shard import Shard
@@ -14,7 +15,8 @@ from allspan.worker.models.spec import Norms, NormSpec
 from allspan.worker.models.step_meta import MakeMeta
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
 from allspan.worker.quant.base import Epilogue
-from allspan.worker.step.inputs import group_name
+from allspan.worker.step.inputs import axis_name, group_name
+from allspan.worker.step.row_inputs import POSITION_AXES
 
 MakeConstant = Callable[[int], Tensor]
 """From the most positions of a request to a tensor."""
@@ -32,6 +34,8 @@ class Bindings:
     """With the cache group whose pages it is of."""
     names: dict[tuple[str, Hashable], str] = field(default_factory=dict)
     """The names given so far, by label and key."""
+    num_positions: int = 1
+    """Positions that a token has."""
 
     def name(self, label: str, key: Hashable) -> str:
         """The label for its first key, and with a number for others: "cos_sin", "cos_sin.1"."""
@@ -112,6 +116,10 @@ class Sublayer:
         self._builder.bindings.derived[name] = make
         return self.program.named(name)
 
+    def rotation(self, tables: tuple[Slot, ...], width: int) -> Rotation[Slot]:
+        """The cosines and sines of each token, from a table for each of its positions; `width` of a table's rows."""
+        return self._builder.rotation(tables, width)
+
     def meta(self, label: str, key: Hashable, make: MakeMeta) -> Slot:
         """Metadata of the step, for all blocks of the cache group that ask for it with this key."""
         name = self._builder.bindings.name(label, (self._group, key))
@@ -168,6 +176,7 @@ class StreamBuilder:
         self.is_pending = False
         """Whether `x` is still to be added to the residual stream: the next norm does both."""
         self._widths: dict[str, int] = {}
+        self._rotations: dict[tuple[Slot, ...], Rotation[Slot]] = {}
 
     def buffer(self, name: str, rows: Rows, width: int, is_exact: bool = False) -> Slot:
         prefix = "last." if rows is Rows.LOGITS else ""
@@ -178,6 +187,26 @@ class StreamBuilder:
     def stream(self, rows: Rows) -> Stream:
         width = self.holding.spec.hidden_size
         return Stream(rows, self.buffer("residual", rows, width, is_exact=True), self.buffer("x", rows, width))
+
+    def rotation(self, tables: tuple[Slot, ...], width: int) -> Rotation[Slot]:
+        """See `Sublayer.rotation`. Rows of several tables are added up once a step for all blocks: then the rotation is
+        a table with a row for each token of the step, and its positions are the rows' numbers."""
+        if len(tables) == 1:
+            return Rotation(self.program.input("positions"), tables[0])
+        if tables not in self._rotations:
+            program, number = self.program, len(self._rotations)
+            total, part = (
+                program.buffer(f"{name}.{number}", Rows.TOKENS, width, is_exact=True)
+                for name in ("cos_sin_rows", "cos_sin_part")
+            )
+            first, *others = zip(map(axis_name, POSITION_AXES), tables, strict=True)
+            program.op("gather_rows", first[1], program.input(first[0]), total)
+            for name, table in others:
+                program.op("gather_rows", table, program.input(name), part)
+                program.op("add", part, total)
+            self.bindings.num_positions = len(tables)
+            self._rotations[tables] = Rotation(program.input("row_numbers"), total)
+        return self._rotations[tables]
 
     def norm(self, x: Slot, name: str, norm: NormSpec, out: Slot) -> None:
         self.program.op("rms_norm", x, self.program.named(name), norm.eps, out)

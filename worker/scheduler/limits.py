@@ -10,7 +10,7 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.buffer_sizes import most_logits_rows
-from allspan.worker.step.row_inputs import RowInputs
+from allspan.worker.step.row_inputs import POSITION_AXES, RowInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ class Limits:
         check_length(len(ids), self, "prompt_token_ids")
         check_ids(ids, self, "prompt_token_ids")
         request.params.check_vocabulary(self.vocab_size)
-        request.max_tokens = min(request.params.max_tokens, self.max_model_len - len(ids))
+        self._check_positions(request)
+        taken = max(len(ids), request.positions.following) if request.positions else len(ids)
+        request.max_tokens = min(request.params.max_tokens, self.max_model_len - taken)
         self._check_resumed(request)
         self._check_row_inputs(request)
         # The last token is sampled, never computed: it takes no place in the cache.
@@ -105,6 +107,27 @@ class Limits:
                 f"embeddings take the places {embeddings.first} to {last - 1}, must be within the prompt ({most} "
                 "tokens)",
                 "embeddings",
+            )
+
+    def _check_positions(self, request: Request) -> None:
+        axes, positions = self.row_inputs.num_positions, request.positions
+        if positions is None:
+            return
+        if axes == 1:
+            raise InvalidRequest("positions are given, the model takes a token's index: leave them out", "positions")
+        shape = axes, len(request.prompt_token_ids)
+        if positions.rows.shape != shape:
+            raise InvalidRequest(
+                f"positions has shape {positions.rows.shape}, must be {shape}: one of each axis "
+                f"({', '.join(POSITION_AXES)}) for each token of the prompt",
+                "positions",
+            )
+        least, most = int(positions.rows.min()), self.max_model_len - 2
+        if least < 0 or positions.following - 1 > most:
+            raise InvalidRequest(
+                f"positions reach from {least} to {positions.following - 1}, must be within 0 and max_model_len - 2 "
+                f"({most}): the answer goes on from the largest",
+                "positions",
             )
 
     def _check_resumed(self, request: Request) -> None:

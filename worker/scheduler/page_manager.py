@@ -224,6 +224,6 @@ class PageManager:
         return keys if len(keys) == count else keys[:count]
 
     def _root(self, request: Request) -> bytes:
-        adapter, embeddings = request.model_inputs
+        adapter, digests = request.model_inputs
         salt = request.options.cache_salt
-        return root_key(self._settings.model, self._weights_version, adapter, embeddings.hex(), salt)
+        return root_key(self._settings.model, self._weights_version, adapter, digests.hex(), salt)

@@ -11,7 +11,7 @@ from allspan.protos.api.errors import InternalError
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.sampling.grammar import CompiledGrammar
-from allspan.worker.step.row_inputs import PromptEmbeddings
+from allspan.worker.step.row_inputs import PromptEmbeddings, PromptPositions
 
 
 class RequestStatus(enum.Enum):
@@ -67,6 +67,8 @@ class Request:
     """The slot of the adapter that changes the model for this request; -1: none."""
     embeddings: PromptEmbeddings | None = None
     """Rows that take the place of some prompt tokens' embeddings."""
+    positions: PromptPositions | None = None
+    """The prompt's positions; None: each token's index."""
     wants_hidden_state: bool = False
     """The result is the hidden state of the prompt's last token, with one token beside it."""
     num_resumed: int = 0
@@ -136,8 +138,8 @@ class Request:
 
     @property
     def model_inputs(self) -> tuple[int, bytes]:
-        """What the KV depends on beside token ids: the adapter, and a digest of the embedding rows."""
-        return self.adapter, self.embeddings.digest if self.embeddings else b""
+        """What the KV depends on beside token ids: the adapter, and digests of the embedding rows and the positions."""
+        return self.adapter, b"".join(each.digest for each in (self.embeddings, self.positions) if each is not None)
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Token ids from `start` to `stop`, prompt and output."""

@@ -36,6 +36,8 @@ class BatchSizes:
     """The most rows of logits of a step."""
     lifetimes: tuple[PageLifetime, ...] = (ALL_TOKENS,)
     """How long each cache group keeps pages."""
+    num_positions: int = 1
+    """Positions of a token; see `RowInputs.num_positions`."""
 
 
 def most_logits_rows(max_num_seqs: int) -> int:
@@ -44,10 +46,14 @@ def most_logits_rows(max_num_seqs: int) -> int:
 
 
 def batch_sizes(
-    config: WorkerConfig, max_model_len: int, lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,)
+    config: WorkerConfig,
+    max_model_len: int,
+    lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,),
+    num_positions: int = 1,
 ) -> BatchSizes:
     """Returns the sizes of a step of an engine with this configuration; `lifetimes` are those of the model's cache
-    groups."""
+    groups, and its tokens have `num_positions` each."""
     most = config.scheduler
     rows, page_size = most_logits_rows(most.max_num_seqs), config.cache.page_size
-    return BatchSizes(most.max_num_seqs, most.max_num_batched_tokens, max_model_len, page_size, rows, tuple(lifetimes))
+    tokens = most.max_num_batched_tokens
+    return BatchSizes(most.max_num_seqs, tokens, max_model_len, page_size, rows, tuple(lifetimes), num_positions)

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from allspan.worker.step.row_inputs import POSITION_AXES
+
 Ints = NDArray[np.int32]
 
 
@@ -79,7 +81,7 @@ class StepInputs:
     ids: Tensor
     """[n] token ids."""
     positions: Tensor
-    """[n]."""
+    """[n]: the index of each token in its request."""
     slots: Tensor
     """[n]: page · page_size + offset."""
     qo_indptr: Tensor
@@ -112,6 +114,8 @@ class StepInputs:
     """[n]: the adapter slot of each token, -1 for none; None where the model has no adapters."""
     embeddings: EmbeddingRows | None = None
     """None: all tokens are given by their ids."""
+    axes: tuple[Tensor, ...] = ()
+    """[n] for each of `POSITION_AXES`, where the model's tokens have several positions; empty: all are `positions`."""
 
     def of_group(self, group: int) -> StepInputs:
         """The step as the layers of a cache group see it; only the first group's pages are read once for several
@@ -162,9 +166,21 @@ def group_name(name: str, group: int) -> str:
     return f"{name}.{group}" if group else name
 
 
+def axis_name(axis: str) -> str:
+    """The name of the step input with the tokens' positions on one of `POSITION_AXES`."""
+    return f"positions.{axis}"
+
+
+def axis_names(num_positions: int) -> tuple[str, ...]:
+    """The names of the inputs that a model whose tokens have so many positions takes beside `positions`."""
+    return tuple(map(axis_name, POSITION_AXES)) if num_positions > 1 else ()
+
+
 def with_groups(values: dict[str, Any], num_groups: int) -> StepInputs:
-    """The inputs of these fields, with those of the cache groups behind the first by their names. A group's requests
-    have as many pages as the first one's unless it has a `page_indptr` of its own."""
+    """The inputs of these fields, with those of axes and of the cache groups behind the first by their names. A group's
+    requests have as many pages as the first one's unless it has a `page_indptr` of its own."""
+    if axes := tuple(values.pop(name) for name in _AXIS_NAMES if name in values):
+        values["axes"] = axes
     if num_groups == 1:
         return StepInputs(**values)
     indptr = values["page_indptr"]
@@ -177,6 +193,9 @@ def with_groups(values: dict[str, Any], num_groups: int) -> StepInputs:
         for group in range(1, num_groups)
     )
     return StepInputs(**values, groups=groups)
+
+
+_AXIS_NAMES = axis_names(len(POSITION_AXES))
 
 
 def take_ids(inputs: StepInputs, tokens: Tensor, count: int) -> None:

@@ -1,4 +1,4 @@
-"""What requests may bring beside token ids: an adapter slot, and embedding rows in the place of ids."""
+"""What requests may bring beside token ids: an adapter slot, embedding rows in the place of ids, and positions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+POSITION_AXES = ("temporal", "height", "width")
+"""The positions of a token in a model with a multimodal rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class RowInputs:
     """Elements of an embedding row; 0: it takes none."""
     hidden_size: int = 0
     """Elements of a hidden state that a request may ask for; 0: it gives none."""
+    num_positions: int = 1
+    """Positions of a token: 1, which is its index, or one for each of `POSITION_AXES`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,3 +41,29 @@ class PromptEmbeddings:
     def __post_init__(self) -> None:
         data = struct.pack("<q", self.first) + np.ascontiguousarray(self.rows, dtype=np.float32).tobytes()
         object.__setattr__(self, "digest", hashlib.blake2b(data, digest_size=16).digest())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPositions:
+    """The positions of a prompt's tokens. The tokens behind them go on from the largest, alike on every axis."""
+
+    rows: NDArray[np.int32]
+    """[axes, prompt tokens], in the order of `POSITION_AXES`."""
+    digest: bytes = field(init=False)
+    """128 bits over all of it (BLAKE2b, RFC 7693)."""
+
+    def __post_init__(self) -> None:
+        data = np.ascontiguousarray(self.rows, dtype=np.int32).tobytes()
+        object.__setattr__(self, "digest", hashlib.blake2b(data, digest_size=16, person=b"positions").digest())
+
+    @property
+    def following(self) -> int:
+        """The position of the first token behind the prompt."""
+        return int(self.rows.max()) + 1
+
+    def at(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[axes, k]: the positions of the tokens with these indices in their request."""
+        count = self.rows.shape[1]
+        behind = indices - count + self.following
+        own: NDArray[np.int64] = self.rows[:, np.minimum(indices, count - 1)].astype(np.int64)
+        return np.where(indices < count, own, behind)

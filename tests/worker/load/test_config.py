@@ -74,6 +74,18 @@ def test_the_old_key_type_names_a_scaling_as_well(tmp_path: Path) -> None:
     assert (rotary_of(spec).kind, rotary_of(spec).factor) == ("linear", 2.0)
 
 
+@pytest.mark.parametrize(
+    ("sections", "is_interleaved", "axes"),
+    [([2, 3, 3], False, (0, 0, 1, 1, 1, 2, 2, 2)), ([4, 2, 2], True, (0, 1, 2, 0, 1, 2, 0, 0))],
+)
+def test_sections_say_which_position_turns_each_pair(
+    sections: list[int], is_interleaved: bool, axes: tuple[int, ...], tmp_path: Path
+) -> None:
+    scaling = {"type": "mrope", "mrope_section": sections, "mrope_interleaved": is_interleaved}
+    rotary = rotary_of(spec_of(tmp_path, LLAMA | {"head_dim": 16, "rope_scaling": scaling}))
+    assert (rotary.kind, rotary.axes, rotary.num_positions) == ("default", axes, 3)
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_both_names_of_the_dtype_are_read(key: str, tmp_path: Path) -> None:
     assert spec_of(tmp_path, LLAMA | {key: "bfloat16"}).dtype == "bfloat16"
@@ -155,6 +167,8 @@ def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> Non
         ({"dtype": "float8_e4m3fn"}, r"dtype 'float8_e4m3fn' is not supported"),
         ({"eos_token_id": "</s>"}, r"eos_token_id must be a token id"),
         ({"tie_word_embeddings": 1}, r"tie_word_embeddings must be true or false"),
+        ({"rope_scaling": {"mrope_section": [8, 8]}}, r"mrope_section must be 3 numbers of pairs, got \[8, 8\]"),
+        ({"rope_scaling": {"mrope_section": [2, 3, 2]}}, r"mrope_section has 7 pairs of elements, a head of \d+ turns"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.inputs import StepInputs, group_name, with_groups
+from allspan.worker.step.inputs import StepInputs, axis_names, group_name, with_groups
 
 Ints = NDArray[np.int32]
 
@@ -34,7 +34,7 @@ class StepBuffers:
             "page_indices": pages,
             "logits_rows": sizes.max_logits_rows,
         }
-        changing, tokens = [*_CHANGING], max(sizes.max_tokens, sizes.max_rows)
+        changing, tokens = [*_CHANGING, *axis_names(sizes.num_positions)], max(sizes.max_tokens, sizes.max_rows)
         for group, lifetime in enumerate(sizes.lifetimes[1:], start=1):
             slots, indptr, indices = (group_name(name, group) for name in ("slots", "page_indptr", "page_indices"))
             if lifetime.is_state:  # a token's slot is its request's page at every step

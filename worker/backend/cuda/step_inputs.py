@@ -49,7 +49,7 @@ class DeviceBuffers:
         """`rule` None: what decodes share is not looked at. `stream`: where copies to the device are queued; None: they
         are done at once."""
         self._sizes = sizes
-        self._names = InputNames(sizes.lifetimes)
+        self._names = InputNames(sizes.lifetimes, sizes.num_positions)
         self._plan_tiles = plan_tiles
         self.buckets = decode_buckets(sizes.max_rows)
         self.shared_rows = SharedRows(rule, self.buckets, sizes.page_size)

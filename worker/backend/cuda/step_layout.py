@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from allspan.worker.cache.spec import PageLifetime
-from allspan.worker.step.inputs import group_name
+from allspan.worker.step.inputs import axis_names, group_name
 
 _ALIGNMENT = 4
 """int32s: kernels read 16 bytes at a time."""
@@ -38,11 +38,11 @@ class InputNames:
     """The names of a step's inputs, by how many numbers they have; those of the cache groups behind the first have the
     group's index (see `group_name`)."""
 
-    def __init__(self, lifetimes: Sequence[PageLifetime]) -> None:
+    def __init__(self, lifetimes: Sequence[PageLifetime], num_positions: int = 1) -> None:
         groups, states = range(len(lifetimes)), [i for i, each in enumerate(lifetimes) if each.is_state]
         self.num_groups = len(groups)
         self.slots = tuple(group_name("slots", group) for group in groups)
-        self.tokens = ("ids", "positions", *self.slots)
+        self.tokens = ("ids", "positions", *axis_names(num_positions), *self.slots)
         """One number a token."""
         self.page_indptrs = ("page_indptr", *(group_name("page_indptr", group) for group in states if group))
         self.page_tables = tuple(group_name("page_indices", group) for group in groups)

@@ -69,10 +69,9 @@ def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInpu
     rows = pages_of(tokens, sizes.max_model_len - 1)
     counts = np.sort(np.diff(np.linspace(0, tokens, rows + 1).astype(np.int64)))
     page_counts = -(-counts // sizes.page_size)
-    nothing, names = np.zeros(tokens, dtype=np.int64), InputNames(sizes.lifetimes)
+    nothing, names = np.zeros(tokens, dtype=np.int64), InputNames(sizes.lifetimes, sizes.num_positions)
     values = {
-        "ids": nothing,
-        "positions": nothing,
+        **dict.fromkeys(names.tokens, nothing),
         **dict.fromkeys(names.slots, nothing - 1),
         "qo_indptr": np.concatenate(([0], np.cumsum(counts))),
         **dict.fromkeys(names.page_indptrs, np.concatenate(([0], np.cumsum(page_counts)))),

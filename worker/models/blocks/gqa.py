@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages, Rotation
+from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table, mean_rotated
@@ -16,7 +18,7 @@ from allspan.worker.step.backend import AttentionHeads
 
 if TYPE_CHECKING:
     from allspan.worker.models.shard import Shard
-    from allspan.worker.models.sublayer import Sublayer
+    from allspan.worker.models.sublayer import MakeConstant, Sublayer
     from allspan.worker.program.program import Slot
 
 
@@ -76,7 +78,7 @@ class Gqa:
         sub.linear("qkv", x, qkv)
         qkv_heads = program.view(qkv, heads + 2 * kv_heads, size)
         q_norm, k_norm = (sub.weight(f"{each}_norm.weight") if self.qk_norm_eps else None for each in "qk")
-        turns = sub.constant("cos_sin", (self.rotary, size), self._cos_sin)
+        tables = tuple(sub.constant("cos_sin", *table) for table in self._tables())
         center = self._center(sub) if sub.quantised_cache and self.has_centers else None
         pages = KvPages(*(sub.cache(part) for part in ("k_cache", "v_cache", "k_scales", "v_scales")))
         program.op(
@@ -84,7 +86,7 @@ class Gqa:
             qkv_heads,
             heads,
             HeadNorms(q_norm, k_norm, self.qk_norm_eps),
-            Rotation(program.input("positions"), turns),
+            sub.rotation(tables, self._rotary_dim),
             HadamardRotation(sub.quantised_cache, center),
             pages,
             sub.slots,
@@ -128,15 +130,21 @@ class Gqa:
         )
         return Linear(prefix + "qkv", parts, hidden, self.qkv_bias)
 
-    def _cos_sin(self, max_positions: int) -> Tensor:
-        return cos_sin_table(self.rotary, self.head_dim, max_positions)
+    def _tables(self) -> list[tuple[Hashable, MakeConstant]]:
+        """The key and the maker of each table of cosines and sines: one, or one for each of a token's positions."""
+        rotary, size = self.rotary, self.head_dim
+        if rotary is None or rotary.num_positions == 1:
+            return [((rotary, size), functools.partial(cos_sin_table, rotary, size))]
+        axes = range(rotary.num_positions)
+        return [((rotary, size, axis), functools.partial(cos_sin_table, rotary, size, axis=axis)) for axis in axes]
 
     def _center(self, sub: Sublayer) -> Slot:
         """What the keys' bias is on average over all positions."""
-        turns = sub.constant_name("cos_sin", (self.rotary, self.head_dim))
+        tables = [sub.constant_name("cos_sin", key) for key, _ in self._tables()]
         qkv, holding = sub.piece("qkv"), sub.holding
 
         def center(tensors: Mapping[str, Tensor]) -> Tensor:
-            return mean_rotated(holding.bias(tensors, qkv, 1).view(-1, self.head_dim), tensors[turns])
+            cos_sin = functools.reduce(torch.add, (tensors[table] for table in tables))
+            return mean_rotated(holding.bias(tensors, qkv, 1).view(-1, self.head_dim), cos_sin)
 
         return sub.derived("k_center", center)

@@ -12,6 +12,7 @@ from allspan.worker.models.blocks.gqa import Gqa
 from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.rope import KINDS, RotarySpec, yarn_scale
 from allspan.worker.models.spec import LayerSpec, ModelSpec, Norms, NormSpec
+from allspan.worker.step.row_inputs import POSITION_AXES
 from allspan.worker.weights.weight_map import DENSE, WeightMap
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
@@ -84,6 +85,9 @@ def read_gqa(config: ForeignConfig, rotary: RotarySpec | None, head_dim: int = 0
         raise config.error(f"{named} is odd: rotary embedding turns pairs of elements")
     if rotary is not None and len(rotary.freq_factors) not in (0, turned // 2):
         raise config.error(f"{len(rotary.freq_factors)} rope frequency factors for a head size of {size}")
+    if rotary is not None and len(rotary.axes) not in (0, turned // 2):
+        pairs = turned // 2
+        raise config.error(f"mrope_section has {len(rotary.axes)} pairs of elements, a head of {size} turns {pairs}")
     return Gqa(num_heads, num_kv_heads, size, rotary, **features)
 
 
@@ -134,13 +138,15 @@ def read_rotary(config: ForeignConfig, default_context: int, rotary_dim: int = 0
     partial = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if partial != 1.0 and not rotary_dim:
         raise config.error(f"partial_rotary_factor {partial} is not supported (supported: 1.0)")
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    kind, axes = scaling.text("rope_type", scaling.text("type", "default")), _read_axes(scaling)
+    if kind == "mrope":
+        kind = "default"
     if kind not in KINDS:
         raise config.error(f"rope type {kind!r} is not supported (supported: {', '.join(KINDS)})")
     theta = scaling.number("rope_theta", config.number("rope_theta", 10000.0))
     freq_factors = tuple(config.get("rope_freq_factors") or ())
     if kind == "default":
-        return RotarySpec(theta=theta, rotary_dim=rotary_dim, freq_factors=freq_factors)
+        return RotarySpec(theta=theta, rotary_dim=rotary_dim, freq_factors=freq_factors, axes=axes)
     own = config.size("original_max_position_embeddings", config.size("max_position_embeddings", default_context))
     if config.get("original_max_position_embeddings") is None:
         own = scaling.size("original_max_position_embeddings", own)
@@ -161,7 +167,23 @@ def read_rotary(config: ForeignConfig, default_context: int, rotary_dim: int = 0
         attention_factor=_attention_factor(scaling, factor) if kind == "yarn" else 0.0,
         truncate=scaling.flag("truncate", True),
         freq_factors=freq_factors,
+        axes=axes,
     )
+
+
+def _read_axes(scaling: ForeignConfig) -> tuple[int, ...]:
+    """Which of a token's positions turns each pair: `mrope_section` has the pairs of each axis, one axis behind the
+    other or, with `mrope_interleaved`, in turn."""
+    sections = scaling.get("mrope_section")
+    if sections is None:
+        return ()
+    is_whole = isinstance(sections, list) and all(type(count) is int and count >= 0 for count in sections)
+    if not is_whole or len(sections) != len(POSITION_AXES):
+        raise scaling.error(f"mrope_section must be {len(POSITION_AXES)} numbers of pairs, got {sections!r}")
+    if not scaling.flag("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    count = len(sections)
+    return tuple(pair % count if pair < count * sections[pair % count] else 0 for pair in range(sum(sections)))
 
 
 def _attention_factor(scaling: ForeignConfig, factor: float) -> float:
