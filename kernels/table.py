@@ -160,7 +160,8 @@ def op_set(backend: str = "auto", threads: int = 1, cpus: tuple[int, ...] = ()) 
 
     `threads` work on each op, the calling one included; they are pinned to `cpus`, one each, when these are given.
     Raises BackendUnavailable for a backend that cannot run here (never for "auto"), ValueError for bad arguments and
-    for an instruction set that is forced (`ALLSPAN_ISA`) and cannot run here.
+    for an instruction set that is forced (`ALLSPAN_ISA`) and cannot run here, StaleModule for a compiled module that
+    was made from other sources.
     """
     if threads < 1:
         raise ValueError(f"threads: {threads} is not a number of threads (at least 1)")

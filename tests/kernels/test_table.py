@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
 from allspan.kernels import table
-from allspan.kernels.errors import BackendUnavailable
+from allspan.kernels.errors import BackendUnavailable, StaleModule
 from allspan.kernels.table import BACKENDS, REFERENCE, Backend, backends, op_set
 from support.kernel_cases import linear
 
@@ -44,6 +46,28 @@ def test_a_forced_instruction_set_that_cannot_run_is_an_error(backend: str, monk
         op_set(backend)
     with pytest.raises(BackendUnavailable, match=r"backend: 'sve9' cannot run here"):
         op_set("cpu/sve9")
+
+
+@compiled
+@pytest.mark.parametrize("interface", ["0" * 64, None], ids=["another", "none"])
+def test_a_module_compiled_from_other_bindings_is_an_error(
+    interface: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = importlib.import_module("allspan.kernels.cpu._native")
+    if interface is None:
+        monkeypatch.delattr(native, "interface", raising=False)
+    else:
+        monkeypatch.setattr(native, "interface", interface, raising=False)
+    with pytest.raises(StaleModule, match=r"compiled from other bindings.*`pip install \.`.*CONTRIBUTING"):
+        op_set("auto")
+
+
+@compiled
+def test_without_the_sources_the_module_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = importlib.import_module("allspan.kernels.cpu._native")
+    monkeypatch.setattr(native, "interface", "0" * 64, raising=False)
+    monkeypatch.setattr("allspan.kernels.cpu.backend.__file__", str(tmp_path / "backend.py"))
+    assert op_set("cpu").name.startswith("cpu/")
 
 
 def test_without_the_compiled_module_auto_says_so_and_uses_the_reference(

@@ -49,6 +49,7 @@ NB_MODULE(_native, module) {
   // Op sets and threads live until the interpreter ends, which nanobind would report as leaks on every exit.
   nb::set_leak_warnings(false);
   module.doc() = "Compiled CPU kernels; opened through allspan.kernels.table.";
+  module.attr("interface") = ALLSPAN_INTERFACE;  // a hash of the bindings' sources, from CMakeLists.txt
   module.def("variants", &variant_names, "Instruction sets that can run here, best first.");
   nb::class_<Runtime>(module, "Runtime")
       .def(nb::init<const std::string&, int, std::vector<int>>(), nb::arg("isa"), nb::arg("threads"), nb::arg("cpus"));
