@@ -79,7 +79,7 @@ async def fill(engine: ClientEngine) -> None:
     draw = random.Random("fill")
     facts = await engine.astatistics()
     length = facts.max_model_len - 1
-    count = -(-facts.pages_total * facts.page_size // length)
+    count = -(-facts.filling_tokens // length)
     await engine.agenerate([random_prompt(draw, engine, length) for _ in range(count)], greedy(1))
 
 

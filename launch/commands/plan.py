@@ -117,7 +117,7 @@ def table(plan: dict[str, Any]) -> str:
         *([f"  GPUs of the ranks          {', '.join(gpus)}"] if gpus else []),
         f"  memory available           {size(plan['available_bytes'])}{' on a GPU' if gpus else ''}",
         *([f"  buffers of a rank's steps  {size(plan['ranks'][0]['step_bytes'])}"] if gpus else []),
-        f"  KV cache size              {plan['num_pages'] * plan['page_size']:,} tokens ({plan['num_pages']} pages)",
+        f"  KV cache size              {plan['num_tokens']:,} tokens ({plan['num_pages']} pages)",
         f"  host tier                  {plan['host_pages'] * plan['page_size']:,} tokens ({plan['host_pages']} pages)",
         f"  context of a request       {plan['max_model_len']:,} tokens",
         f"  largest context that fits  {plan['largest_model_len']:,} tokens",

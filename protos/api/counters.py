@@ -41,9 +41,17 @@ class EngineCounters:
     running: int = counter(0, Metric("num_requests_running", "Requests in the running batch."))
     waiting: int = counter(0, Metric("num_requests_waiting", "Requests in the leader's queue."))
     pages_total: int = counter(0)
+    """Pages of all cache groups together, as in `pages_used` and `pages_cached`."""
     pages_used: int = counter(0)
     pages_cached: int = counter(0)
     """Pages neither free nor used: kept for prefix hits, and freed when pages run short."""
+    fullest_pages_total: int = counter(0)
+    """The pages of the cache group with the largest share in use: the first that requests wait for."""
+    fullest_pages_used: int = counter(0)
+    free_tokens: int = counter(0)
+    """Tokens that the pages not in use hold, in the cache group that has place for the fewest."""
+    filling_tokens: int = counter(0)
+    """Tokens of full contexts that take every page of every cache group."""
     page_size: int = counter(0, combine=itemgetter(0))
     """Tokens; the same in every replica."""
     host_pages_total: int = counter(0)

@@ -78,9 +78,9 @@ class EngineStatistics(EngineCounters):
         return self.pages_total - self.pages_used - self.pages_cached
 
     @property
-    def free_tokens(self) -> int:
-        """Tokens that the pages not in use hold."""
-        return (self.pages_total - self.pages_used) * self.page_size
+    def kv_usage(self) -> float:
+        """Share of the pages in use, of the fullest cache group; those kept for prefix hits do not count."""
+        return self.fullest_pages_used / self.fullest_pages_total if self.fullest_pages_total else 0.0
 
     @property
     def kv_bytes(self) -> int:

@@ -131,6 +131,8 @@ class FakeEngine:
             waiting=0,
             pages_total=64,
             pages_used=min(4 * len(self.running), 64),
+            fullest_pages_total=64,
+            fullest_pages_used=min(4 * len(self.running), 64),
             page_size=16,
             prompt_tokens=sum(len(asked.prompt) for asked in self.asked.values()),
             generated_tokens=made,

@@ -73,6 +73,15 @@ def pages_of(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+def context_tokens(
+    pages: Sequence[int], context_pages: Sequence[int], max_model_len: int, page_size: int
+) -> tuple[int, ...]:
+    """Returns for each cache group how many tokens its pages hold, in requests of a full context, each of which takes
+    `context_pages`. Where a group keeps all tokens, these are those of its pages."""
+    whole = pages_of(max_model_len, page_size)
+    return tuple(count * whole // each * page_size for count, each in zip(pages, context_pages, strict=True))
+
+
 def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> tuple[int, ...]:
     """The pages of this rank's cache, by cache group. All of them take `kv_cache_bytes` if given; else on a node
     min(25 % of its available memory / ranks on it, max_num_seqs full contexts), and on a GPU all that

@@ -148,6 +148,9 @@ class LeaderPlanner:
 def _statistics(scheduler: Scheduler) -> dict[str, Any]:
     caches = [group.cache for group in scheduler.memory.groups]
     hosts = [cache.host for cache in caches if cache.host]
+    fullest = max((cache.device for cache in caches), key=lambda pool: pool.num_used / pool.total)
+    held = scheduler.limits.context_tokens([cache.device.total for cache in caches])
+    free = scheduler.limits.context_tokens([cache.device.num_available for cache in caches])
     prompt, generated = scheduler.tokens_per_s()
     return counters_of(scheduler.counters) | {
         "running": scheduler.num_running,
@@ -155,6 +158,10 @@ def _statistics(scheduler: Scheduler) -> dict[str, Any]:
         "pages_total": sum(cache.device.total for cache in caches),
         "pages_used": sum(cache.device.num_used for cache in caches),
         "pages_cached": sum(cache.device.num_cached for cache in caches),
+        "fullest_pages_total": fullest.total,
+        "fullest_pages_used": fullest.num_used,
+        "free_tokens": min(free),
+        "filling_tokens": max(held),
         "host_pages_total": sum(host.total for host in hosts),
         "host_pages_used": sum(host.total - host.num_free for host in hosts),
         "prompt_tokens_per_s": prompt,

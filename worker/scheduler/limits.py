@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.api.prompts import check_ids, check_length
 from allspan.protos.config.settings import WorkerConfig
+from allspan.worker.cache.budget import context_tokens
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.buffer_sizes import most_logits_rows
@@ -60,6 +62,12 @@ class Limits:
     def groups(self, num_host_pages: int = 0) -> tuple[GroupLimits, ...]:
         """All cache groups; `num_host_pages`: the first one's."""
         return (GroupLimits(self.num_pages, self.lifetime, num_host_pages), *self.more_groups)
+
+    def context_tokens(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """Returns for each cache group the tokens that so many pages of it hold; see `budget.context_tokens`."""
+        most = self.max_model_len, self.page_size, self.max_num_batched_tokens
+        context = [group.most_pages(*most) for group in self.groups()]
+        return context_tokens(pages, context, self.max_model_len, self.page_size)
 
     def admit(self, request: Request) -> None:
         """Sets `request.max_tokens`: what was asked for, cut to what the context leaves. Raises InvalidRequest, naming

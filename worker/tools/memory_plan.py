@@ -22,7 +22,15 @@ from allspan.protos.api.errors import AllspanError, ConfigError
 from allspan.protos.config.config_json import from_json, settled
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.backend.table import open_backend
-from allspan.worker.cache.budget import CacheDemand, GroupDemand, Room, group_demands, num_kv_pages, pages_of
+from allspan.worker.cache.budget import (
+    CacheDemand,
+    GroupDemand,
+    Room,
+    context_tokens,
+    group_demands,
+    num_kv_pages,
+    pages_of,
+)
 from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.layout import layer_pieces
@@ -61,6 +69,8 @@ class MemoryPlan:
     largest_model_len: int
     num_pages: int
     """The pages of the first cache group, which holds all tokens if any group does."""
+    num_tokens: int
+    """Tokens of full contexts that the pages of all cache groups hold."""
     host_pages: int
     """The host pages of each cache group."""
     available_bytes: int
@@ -83,15 +93,18 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     left = Room(max(0, available.available - (heaviest + step) * ranks_on_node), available.total)
     page_size, num_seqs = config.cache.page_size, config.scheduler.max_num_seqs
 
-    def pages(max_model_len: int) -> tuple[int, ...]:
+    def demand(max_model_len: int) -> CacheDemand:
         tokens = config.scheduler.max_num_batched_tokens
-        demand = CacheDemand(widest_groups, max_model_len, num_seqs, left, ranks_on_node, max_step_tokens=tokens)
-        return num_kv_pages(config.cache, demand)
+        return CacheDemand(widest_groups, max_model_len, num_seqs, left, ranks_on_node, max_step_tokens=tokens)
+
+    def pages(max_model_len: int) -> tuple[int, ...]:
+        return num_kv_pages(config.cache, demand(max_model_len))
 
     try:
         counts, refusal = pages(first.max_model_len), ""
     except ConfigError as error:
         counts, refusal = (0,) * len(widest_groups), error.message
+    context = demand(first.max_model_len).context_pages(first.max_model_len, page_size)
     tiered = config.cache.host_kv_cache_bytes if config.cache.enable_prefix_caching else 0
     host_pages = tiered // widest
     if tiered and not host_pages:
@@ -104,6 +117,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
         max_model_len=first.max_model_len,
         largest_model_len=_largest(pages, first.source.spec.max_position_embeddings, page_size),
         num_pages=counts[0],
+        num_tokens=min(context_tokens(counts, context, first.max_model_len, page_size)),
         host_pages=host_pages,
         available_bytes=available.available,
         refusal=refusal,

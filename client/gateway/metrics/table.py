@@ -168,9 +168,9 @@ METRICS = (
     Metric(
         "kv_cache_usage_perc",
         "gauge",
-        "KV pages in use, from 0 to 1; those kept for prefix hits do not count.",
+        "KV pages in use, from 0 to 1, of the fullest cache group; those kept for prefix hits do not count.",
         _REPLICA,
-        read.engines(lambda told: read.usage(told.pages_used, told.pages_total)),
+        read.engines(lambda told: told.kv_usage),
     ),
     Metric(
         "host_kv_cache_usage_perc",

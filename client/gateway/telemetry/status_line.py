@@ -40,8 +40,7 @@ def status(before: EngineStatistics, now: EngineStatistics, seconds: float) -> s
         return ""
     looked_up = now.prefix_query_tokens - before.prefix_query_tokens
     hit = f"{100 * (now.prefix_hit_tokens - before.prefix_hit_tokens) / looked_up:.0f} %" if looked_up > 0 else "-"
-    usage = 100 * now.pages_used / now.pages_total if now.pages_total else 0.0
     return (
-        f"running: {now.running} reqs, waiting: {now.waiting}, KV {usage:.1f} %, prefix hit {hit}, "
+        f"running: {now.running} reqs, waiting: {now.waiting}, KV {100 * now.kv_usage:.1f} %, prefix hit {hit}, "
         f"prompt {prompt / seconds:,.0f} tok/s, gen {generated / seconds:,.0f} tok/s"
     )

@@ -92,7 +92,7 @@ async def test_the_status_line_comes_while_there_is_work_and_not_otherwise(caplo
 def test_the_status_line_has_rates_of_its_own_ten_seconds() -> None:
     before = fake_engine().counted()
     values = {name: getattr(before, name) for name in before.__slots__}
-    values |= {"running": 12, "waiting": 3, "pages_total": 1000, "pages_used": 412}
+    values |= {"running": 12, "waiting": 3, "fullest_pages_total": 1000, "fullest_pages_used": 412}
     values |= {"prompt_tokens": 12_030, "generated_tokens": 8_450}
     values |= {"prefix_query_tokens": 200, "prefix_hit_tokens": 126}
     now = type(before)(**values)

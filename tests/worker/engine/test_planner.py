@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, InvalidRequest, Unavailable
 from allspan.protos.api.results import Output
+from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.operations import Operations
 from allspan.worker.engine.planner import LeaderPlanner
 from allspan.worker.engine.status import EngineState, EngineStatus
-from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.limits import GroupLimits, Limits
 from allspan.worker.scheduler.plan import Operation, StepResult
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
 from support.cores import request
+
+LIMITS = Limits(97, 64, 4, 16, 4, 16, 8)
 
 
 class Leader:
     """A planner with all that it works on."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self.ends: list[Outcome] = []
         self.status, changed = EngineStatus(0), threading.Condition()
         self.inbox = Inbox(8)
         self.operations = Operations(changed, self.status)
-        scheduler = Scheduler(Limits(97, 64, 4, 16, 4, 16, 8))
+        scheduler = Scheduler(limits)
         self.planner = LeaderPlanner(scheduler, self.inbox, self.operations, self.status, changed, self.ends.extend)
 
     def submit(self, number: int, prompt: list[int]) -> bytes:
@@ -87,3 +91,25 @@ def test_draining_ends_with_the_last_request_or_the_loop() -> None:
     leader.planner.drain(0.01)
     leader.planner.end()
     assert [(type(end), str(end)) for _, end in leader.ends] == [(Unavailable, "the engine has failed: a peer is gone")]
+
+
+def test_one_cache_group_is_the_fullest_and_the_scarcest() -> None:
+    leader = Leader()
+    leader.submit(1, [1] * 9)
+    leader.planner.plan()
+    told = leader.planner.statistics()
+    assert (told["fullest_pages_used"], told["fullest_pages_total"]) == (told["pages_used"], told["pages_total"])
+    assert told["pages_used"] > 0
+    assert told["free_tokens"] == (told["pages_total"] - told["pages_used"]) * 4
+    assert told["filling_tokens"] == told["pages_total"] * 4
+
+
+def test_of_several_cache_groups_the_fullest_tells_usage_and_the_scarcest_the_free_tokens() -> None:
+    leader = Leader(replace(LIMITS, num_pages=160, more_groups=(GroupLimits(20, PageLifetime(is_state=True)),)))
+    leader.submit(1, [1] * 9)
+    leader.planner.plan()
+    told = leader.planner.statistics()
+    assert told["pages_total"] == 180
+    assert (told["fullest_pages_used"], told["fullest_pages_total"]) == (1, 20), "a state each; 3 of 160 pages are less"
+    assert told["free_tokens"] == (160 - 3) * 4, "the states would do for 19 full contexts"
+    assert told["filling_tokens"] == 20 * 64

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from allspan.protos.api.errors import ConfigError, InvalidRequest
-from allspan.worker.scheduler.limits import Limits
+from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.scheduler.limits import GroupLimits, Limits
 from support.cores import request
 
 LIMITS = Limits(
@@ -115,3 +116,15 @@ def test_output_that_a_request_comes_with_is_checked(resumed, words):
 def test_there_are_logits_for_every_row_and_for_a_chunk():
     assert LIMITS.max_logits_rows == 64
     assert dataclasses.replace(LIMITS, max_num_seqs=100, max_num_batched_tokens=100).max_logits_rows == 100
+
+
+def test_the_tokens_of_a_group_that_keeps_all_are_those_of_its_pages():
+    limits = dataclasses.replace(LIMITS, max_model_len=30)
+    assert limits.context_tokens([7]) == (28,)
+
+
+def test_pages_behind_a_window_hold_whole_contexts():
+    """A full context of 32 tokens takes 8 pages of 4, with a window of 5 in steps of 4 tokens 3 pages."""
+    small = dataclasses.replace(LIMITS, max_num_seqs=4, max_num_batched_tokens=4)
+    window = GroupLimits(6, PageLifetime(window=5))
+    assert dataclasses.replace(small, more_groups=(window,)).context_tokens([100, 6]) == (400, 64)

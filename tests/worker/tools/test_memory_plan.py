@@ -54,6 +54,7 @@ def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None
     save_tiny(tmp_path, "llama")
     plan = plan_memory(config_for(tmp_path), 1, Room(ROOM), 1)
     assert (plan.num_pages, plan.max_model_len, plan.largest_model_len) == (3 * 256 // 16, 256, 256)
+    assert plan.num_tokens == 3 * 256
     assert plan.ranks[0].kv_bytes == plan.num_pages * plan.ranks[0].kv_bytes_per_page
     assert not plan.refusal
 
