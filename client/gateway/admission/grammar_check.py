@@ -25,6 +25,8 @@ MOST_KEPT = 4096
 """Answers kept, by digest: some 1 kB each at most."""
 START_S = 30.0
 """Seconds within which a child must be ready."""
+STARTS = 3
+"""Number of attempts to start a child."""
 WALL_TIME_FACTOR = 4
 """Wall-clock limit of a check as a multiple of its limit of processor time: a child that gets less than a quarter of a
 processor fails."""
@@ -80,41 +82,59 @@ class GrammarCheck:
         return await asyncio.shield(task)
 
     async def _problem(self, key: bytes, grammar: Grammar) -> str:
+        limit = self._limits
         async with self._turns:
-            child = self._idle.pop() if self._idle else await self._start()
             try:
-                problem = await _within(WALL_TIME_FACTOR * self._limits.grammar_timeout, child.ask(grammar))
-                self._idle.append(child)
-            except (TimeoutError, EOFError) as error:
-                took_long = isinstance(error, TimeoutError) or await child.end() == -signal.SIGPROF
+                try:
+                    problem = await self._answer(grammar, self._idle.pop() if self._idle else await self._start())
+                except EOFError:  # perhaps not for the grammar: it is asked of a new process
+                    problem = await self._answer(grammar, await self._start())
+            except TimeoutError:
+                logger.info("a %s of %d characters took too long", grammar.kind, len(grammar.text))
+                within = f"within {limit.grammar_timeout:g} s (--grammar-timeout)"
+                return f"the {grammar.kind} was not compiled {within}; {_WAY_OUT}"
+            except EOFError as error:
                 logger.info("a %s of %d characters was too much: %r", grammar.kind, len(grammar.text), error)
-                limit = self._limits.grammar_timeout
-                if took_long:
-                    return f"the {grammar.kind} was not compiled within {limit:g} s (--grammar-timeout); {_WAY_OUT}"
                 problem = (
-                    f"the {grammar.kind} takes more than {self._limits.grammar_memory_bytes} bytes "
+                    f"the {grammar.kind} takes more than {limit.grammar_memory_bytes} bytes "
                     f"(--grammar-memory-bytes) or nests too deeply; {_WAY_OUT}"
                 )
-            finally:
-                if child not in self._idle:
-                    await child.end()
         self._kept[key] = problem
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         return problem
 
-    async def _start(self) -> _Child:
-        special = {i: piece.decode("utf-8", "replace") for i, piece in self._special()}
-        child = await _Child.start(self._limits)
+    async def _answer(self, grammar: Grammar, child: _Child) -> str:
+        """Returns what a child says of the grammar. Raises TimeoutError when its time ran out, EOFError when the child
+        ended for another reason."""
         try:
-            await _within(START_S, child.greet(self._vocab_size, special))
-        except (TimeoutError, EOFError) as error:
-            await child.end()
-            raise InternalError(f"the process that compiles grammars did not start: {error!r}") from error
-        except BaseException:
-            await child.end()
+            problem = await _within(WALL_TIME_FACTOR * self._limits.grammar_timeout, child.ask(grammar))
+            self._idle.append(child)
+            return problem
+        except EOFError:
+            if await child.end() == -signal.SIGPROF:
+                raise TimeoutError from None
             raise
-        return child
+        finally:
+            if child not in self._idle:
+                await child.end()
+
+    async def _start(self) -> _Child:
+        """Starts a child, again when one ends before it is ready. Raises InternalError after `STARTS` of them."""
+        special = {i: piece.decode("utf-8", "replace") for i, piece in self._special()}
+        for start in range(1, STARTS + 1):
+            child = await _Child.start(self._limits)
+            try:
+                await _within(START_S, child.greet(self._vocab_size, special))
+                return child
+            except (TimeoutError, EOFError) as error:
+                code = await child.end()
+                logger.warning("start %d of the process that compiles grammars failed: %r, code %d", start, error, code)
+                failure = error
+            except BaseException:
+                await child.end()
+                raise
+        raise InternalError(f"the process that compiles grammars did not start: {failure!r}") from failure
 
     def _special(self) -> list[tuple[int, bytes]]:
         ids = {*self._tokenizer.special_ids, *self._tokenizer.eos_token_ids}
@@ -162,7 +182,7 @@ class _Child:
         try:
             to.write(json.dumps(message).encode() + b"\n")
             await to.drain()
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, RuntimeError):  # uvloop's of a closed transport
             self._is_dead = True
             raise EOFError("the process ended") from None
         line = await back.readline()
