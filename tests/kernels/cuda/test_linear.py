@@ -62,7 +62,7 @@ def test_few_rows_agree_with_float64(check: Callable[[Case], None], rows: int, d
 
 
 @pytest.mark.parametrize(("name", "group"), [("channel8", 0), ("group4", 32)])
-def test_x_that_does_not_fit_into_shared_memory_stays_as_it_is_or_comes_along_with_the_weight(
+def test_x_that_exceeds_shared_memory_is_read_in_place_or_with_the_weight(
     name: str, group: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(spec_of(name, group, (170, 170), 300), 5, device)
@@ -149,7 +149,7 @@ def test_rows_of_eight_bits_agree_with_float64(check: Callable[[Case], None], is
     check(case)
 
 
-def test_rows_of_eight_bits_are_those_of_the_reference_where_a_row_has_one_scale_there(device: str) -> None:
+def test_rows_of_eight_bits_with_a_scale_each_are_those_of_the_reference(device: str) -> None:
     """Of more than 128 inputs, these have a scale for each 128 there."""
     case = Case(replace(spec_of("channel8", 0, (24, 24), 120), activation="a8"), 70, device)
     x, weight, bias, spec, column = case.arguments

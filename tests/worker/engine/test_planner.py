@@ -104,7 +104,7 @@ def test_one_cache_group_is_the_fullest_and_the_scarcest() -> None:
     assert told["filling_tokens"] == told["pages_total"] * 4
 
 
-def test_of_several_cache_groups_the_fullest_tells_usage_and_the_scarcest_the_free_tokens() -> None:
+def test_usage_is_of_the_fullest_group_and_free_tokens_of_the_scarcest() -> None:
     leader = Leader(replace(LIMITS, num_pages=160, more_groups=(GroupLimits(20, PageLifetime(is_state=True)),)))
     leader.submit(1, [1] * 9)
     leader.planner.plan()
