@@ -87,7 +87,7 @@ class GrammarCheck:
             try:
                 try:
                     problem = await self._answer(grammar, self._idle.pop() if self._idle else await self._start())
-                except EOFError:  # perhaps not for the grammar: it is asked of a new process
+                except EOFError:  # something else may have ended the child, so a new one tries again
                     problem = await self._answer(grammar, await self._start())
             except TimeoutError:
                 logger.info("a %s of %d characters took too long", grammar.kind, len(grammar.text))
@@ -127,14 +127,16 @@ class GrammarCheck:
             try:
                 await _within(START_S, child.greet(self._vocab_size, special))
                 return child
-            except (TimeoutError, EOFError) as error:
+            except TimeoutError as error:
+                await child.end()
+                raise InternalError(f"the process that compiles grammars is not ready after {START_S:g} s") from error
+            except EOFError:
                 code = await child.end()
-                logger.warning("start %d of the process that compiles grammars failed: %r, code %d", start, error, code)
-                failure = error
+                logger.warning("start %d of the process that compiles grammars ended with code %d", start, code)
             except BaseException:
                 await child.end()
                 raise
-        raise InternalError(f"the process that compiles grammars did not start: {failure!r}") from failure
+        raise InternalError(f"the process that compiles grammars ended at {STARTS} starts; the log has the exit codes")
 
     def _special(self) -> list[tuple[int, bytes]]:
         ids = {*self._tokenizer.special_ids, *self._tokenizer.eos_token_ids}
@@ -182,7 +184,7 @@ class _Child:
         try:
             to.write(json.dumps(message).encode() + b"\n")
             await to.drain()
-        except (BrokenPipeError, ConnectionResetError, RuntimeError):  # uvloop's of a closed transport
+        except (BrokenPipeError, ConnectionResetError, RuntimeError):  # uvloop raises it for a closed transport
             self._is_dead = True
             raise EOFError("the process ended") from None
         line = await back.readline()
