@@ -91,6 +91,12 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> tuple[int, ...]:
     Raises ConfigError when one full context does not fit, with the largest max_model_len that does, and when there is
     less memory than is asked for. All ranks of a world take the smallest of their answers.
     """
+    longest = MOST_SLOTS // cache.page_size * cache.page_size
+    if demand.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {demand.max_model_len}, must be at most {longest}: the KV cache numbers its places "
+            "in 32 bits"
+        )
     least = demand.context_pages(demand.max_model_len, cache.page_size)
     budget, source = _budget(cache, demand)
     if (needed := demand.bytes_of(least)) > budget:
