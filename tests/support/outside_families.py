@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allspan.worker.models.families.common import (
-    Context,
     Family,
     model_spec,
     read_gated_mlp,
@@ -28,8 +27,8 @@ def _renamed(offset: float = 0.0, **names: str) -> tuple[Entry, ...]:
     )
 
 
-def _context(config: ForeignConfig) -> Context:
-    return Context(config.size("max_position_embeddings"))
+def _context(config: ForeignConfig) -> int:
+    return config.size("max_position_embeddings")
 
 
 def _glm4(config: ForeignConfig) -> ModelSpec:

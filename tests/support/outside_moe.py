@@ -14,7 +14,6 @@ from allspan.kernels.packed import PackedSpec
 from allspan.kernels.reference.packed import unpack
 from allspan.worker.models.blocks.base import MlpBlock
 from allspan.worker.models.families.common import (
-    Context,
     Family,
     model_spec,
     read_gated_mlp,
@@ -100,7 +99,7 @@ def _read(config: ForeignConfig, slices: bool) -> ModelSpec:
         for layer in range(config.size("num_hidden_layers"))
     ]
     layers = [LayerSpec(attention, mlp, Norms(norm), Norms(norm)) for mlp in mlps]
-    return model_spec(config, "qwen3_moe", layers, Context(config.size("max_position_embeddings")))
+    return model_spec(config, "qwen3_moe", layers, config.size("max_position_embeddings"))
 
 
 def _names(gate: Foreign, up: Foreign, down: Foreign) -> WeightMap:

@@ -162,8 +162,6 @@ def load_model(
     backend.check()
     prepared = prepare(config, cache or CacheConfig(), collectives.rank, collectives.size)
     if collectives.rank == 0:
-        for note in prepared.source.spec.notes:
-            logger.warning("%s: %s", config.path, note)
         note_decoded(config.path, prepared.holding)
     holding = replace(prepared.holding, packer=Packer(ops.runtime))
     weights = open_weights(prepared.source, holding, config)
@@ -313,8 +311,5 @@ def context_length(wanted: int, spec: ModelSpec) -> int:
     """`max_model_len`, or the model's own for 0."""
     limit = spec.max_position_embeddings
     if wanted < 0 or wanted > limit:
-        reason = f"; {spec.notes[0]}" if spec.notes else ""
-        raise ConfigError(
-            f"max_model_len {wanted} is not within 1 … {limit}, the model's context (0: all of it){reason}"
-        )
+        raise ConfigError(f"max_model_len {wanted} is not within 1 … {limit}, the model's context (0: all of it)")
     return wanted or limit

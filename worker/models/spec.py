@@ -55,5 +55,3 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     """The ids that config.json or the GGUF header names; generation_config.json may add some
     (`protos/text/model_defaults.py`)."""
-    notes: tuple[str, ...] = ()
-    """What the user should hear about this reading of the model, such as a context that was shortened."""

@@ -29,16 +29,8 @@ class Family:
     weights: WeightMap = DENSE
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Tokens that a request may have, and what the user should hear about it."""
-
-    tokens: int
-    notes: tuple[str, ...] = ()
-
-
 def model_spec(
-    config: ForeignConfig, family: str, layers: Sequence[LayerSpec], context: Context, norm: NormSpec | None = None
+    config: ForeignConfig, family: str, layers: Sequence[LayerSpec], context: int, norm: NormSpec | None = None
 ) -> ModelSpec:
     """What every decoder's config says beside its layers. `norm` is the last one, by default as `read_norm` has it."""
     bos = config.token_ids("bos_token_id")
@@ -46,14 +38,13 @@ def model_spec(
         family=family,
         hidden_size=config.size("hidden_size"),
         vocab_size=config.size("vocab_size"),
-        max_position_embeddings=context.tokens,
+        max_position_embeddings=context,
         layers=tuple(layers),
         norm=norm or read_norm(config),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         dtype=_read_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(config.token_ids("eos_token_id"))),
-        notes=context.notes,
     )
 
 
@@ -99,20 +90,20 @@ def read_gated_mlp(config: ForeignConfig, bias: bool = False) -> GatedMlp:
     return GatedMlp(config.size("intermediate_size"), bias)
 
 
-def read_context(config: ForeignConfig, rotary: RotarySpec, default: int) -> Context:
-    """The model's context (`default` where the config gives none)."""
+def read_context(config: ForeignConfig, rotary: RotarySpec, default: int) -> int:
+    """The most tokens of a request (`default` where the config gives none)."""
     tokens = config.size("max_position_embeddings", default)
     if rotary.kind == "yarn":
         tokens = max(tokens, int(rotary.factor * rotary.original_max_position_embeddings))
-    return Context(tokens)
+    return tokens
 
 
-def same_window(config: ForeignConfig, context: Context, window: int) -> list[int]:
+def same_window(config: ForeignConfig, context: int, window: int) -> list[int]:
     """The same window for each layer, 0 where a layer sees the whole context anyway."""
-    return [window if window < context.tokens else 0] * config.size("num_hidden_layers")
+    return [window if window < context else 0] * config.size("num_hidden_layers")
 
 
-def read_windows(config: ForeignConfig, context: Context, window: int, first: int = 0) -> list[int]:
+def read_windows(config: ForeignConfig, context: int, window: int, first: int = 0) -> list[int]:
     """The window of each layer, 0 where it sees all tokens, as it does with a window of the whole context.
     `layer_types`, where given, says which layers have the window; else all from layer `first` on."""
     windows, kinds = same_window(config, context, window), config.get("layer_types")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from allspan.worker.models.families.common import (
-    Context,
     Family,
     alike,
     model_spec,
@@ -27,7 +26,7 @@ def _read(config: ForeignConfig) -> ModelSpec:
     return model_spec(config, "qwen2", layers, context)
 
 
-def qwen_windows(config: ForeignConfig, context: Context) -> list[int]:
+def qwen_windows(config: ForeignConfig, context: int) -> list[int]:
     """The window of each layer: off unless `use_sliding_window`, and then for the layers from `max_window_layers`
     on."""
     is_off = config.has("sliding_window") and config.get("sliding_window") is None
