@@ -148,7 +148,7 @@ class Batch:
             step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in ended}
             state.hidden -= ended
         is_plain = self.buffers.is_shared and inputs.embeddings is None and not step.hidden
-        is_plain = is_plain and not state.computes_placed_prompt(rows)
+        is_plain = is_plain and not state.needs_prompt_positions(rows)
         state.num_computed[rows] += counts
         state.num_tokens[logits.sampling] += 1
         if is_plain and logits.targets is None and len(rows) == len(values["ids"]) == len(logits.rows):

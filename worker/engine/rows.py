@@ -90,10 +90,10 @@ class RowStates:
             found[:, mine] = positions.at(indices[mine])
         return found
 
-    def computes_placed_prompt(self, rows: Longs) -> bool:
+    def needs_prompt_positions(self, rows: Longs) -> bool:
         """Whether the next token of one of `rows` is a prompt's that has positions of its own."""
-        placed = ((row, positions.rows.shape[1]) for row, positions in self.positions.items() if row in rows)
-        return any(self.num_computed[row] < prompt_len for row, prompt_len in placed)
+        lengths = ((row, positions.rows.shape[1]) for row, positions in self.positions.items() if row in rows)
+        return any(self.num_computed[row] < prompt_len for row, prompt_len in lengths)
 
     def stayed(self, rows: Longs, since: int) -> NDArray[np.bool_]:
         """Which of `rows` belong to the request that had them when `num_leaves` was `since`."""

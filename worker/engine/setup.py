@@ -146,7 +146,7 @@ def _host_pages(config: WorkerConfig, backend: Backend, model: Model, collective
     if not budget or not config.cache.enable_prefix_caching:
         return []
     page_bytes = sum(group.spec.bytes_per_page for group in model.cache_groups)
-    pages = min(count for (count,) in everyones([budget // page_bytes], collectives))
+    pages = min(count for (count,) in gather_counts([budget // page_bytes], collectives))
     if pages == 0:
         raise ConfigError(
             f"host_kv_cache_bytes is {budget}, must be at least a page's ({page_bytes} bytes on this rank), or 0"
@@ -154,8 +154,8 @@ def _host_pages(config: WorkerConfig, backend: Backend, model: Model, collective
     return [backend.host_pages(group.spec, pages, config.parallel.cpus) for group in model.cache_groups]
 
 
-def everyones(values: Sequence[int], collectives: Collectives) -> list[list[int]]:
-    """Every rank's values, in rank order; int32."""
+def gather_counts(values: Sequence[int], collectives: Collectives) -> list[list[int]]:
+    """Returns every rank's counts, in rank order; those above 2**31 - 1 as that number."""
     mine = torch.tensor([[min(value, 2**31 - 1) for value in values]], dtype=torch.int32)
     everyone = torch.empty((collectives.size, len(values)), dtype=torch.int32)
     collectives.all_gather_rows(mine, everyone)
@@ -174,7 +174,7 @@ def agreed_pages(config: WorkerConfig, demand: CacheDemand, collectives: Collect
         pages = num_kv_pages(config.cache, demand)
     except ConfigError as error:
         failure, pages = error, (0,) * len(demand.groups)
-    counts = everyones(pages, collectives)
+    counts = gather_counts(pages, collectives)
     if failure is not None:
         raise failure
     for rank, of_rank in enumerate(counts):

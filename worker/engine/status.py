@@ -40,7 +40,7 @@ _CLOSING = "the engine is shutting down"
 
 
 class EngineStatus:
-    """The present state of an engine and its cause. Whoever changes it holds the lock of the engine's condition.
+    """The present state of an engine and its cause. Every change is made under the lock of the engine's condition.
 
     `cause`: why requests are refused, in one line; "" exactly while the engine is RUNNING. Reading it needs no lock.
     """

@@ -12,7 +12,7 @@ import pytest
 from allspan import Engine, SamplingParams
 from allspan.protos.api.errors import InvalidRequest
 from allspan.worker.step.row_inputs import PromptPositions
-from support.placed_prompts import picture, placed_logits, save_sectioned, text
+from support.prompt_positions import logits_at, picture, save_sectioned, text
 from support.tiny_models import prompt, save_tiny
 
 PAGE_SIZE, CHUNK = 16, 16
@@ -43,7 +43,7 @@ def check(outputs: list[Any], ids: list[int], positions: np.ndarray, reference: 
     """Every token is the reference's, with its log-probability."""
     said = [token for output in outputs for token in output.token_ids]
     assert len(said) == PARAMS.max_tokens
-    expected = placed_logits(reference, [*ids, *said], positions)[len(ids) - 1 : -1].log_softmax(-1)
+    expected = logits_at(reference, [*ids, *said], positions)[len(ids) - 1 : -1].log_softmax(-1)
     assert said == expected.argmax(-1).tolist()
     found = [each.logprob for output in outputs for each in output.logprobs or ()]
     assert found == pytest.approx(expected.amax(-1).tolist(), abs=2e-4)

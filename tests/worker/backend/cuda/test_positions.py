@@ -9,7 +9,7 @@ import torch
 
 from allspan import Engine, SamplingParams
 from allspan.worker.step.row_inputs import PromptPositions
-from support.placed_prompts import picture, placed_logits, save_sectioned, text
+from support.prompt_positions import logits_at, picture, save_sectioned, text
 from support.tiny_models import prompt, save_tiny
 
 SETTINGS: dict[str, Any] = {
@@ -37,6 +37,6 @@ def test_positions_turn_queries_and_keys_as_in_transformers(tmp_path: Path, on: 
             found.append([tuple(token for output in queue for token in output.token_ids) for queue in queues])
     assert found[0] == expected != found[1]
     for tokens, (ids, positions) in zip(found[1], ASKED, strict=True):
-        logits = placed_logits(reference, [*ids, *tokens], positions)[len(ids) - 1 : -1]
+        logits = logits_at(reference, [*ids, *tokens], positions)[len(ids) - 1 : -1]
         said = logits[torch.arange(len(tokens)), torch.tensor(tokens)]
         assert (logits.amax(-1) - said <= 0.05 * logits.std(-1)).all()

@@ -42,7 +42,7 @@ def save_sectioned(folder: Path, sections: Sequence[int], dtype: torch.dtype = t
     return model
 
 
-def placed_logits(model: Any, ids: Sequence[int], positions: np.ndarray) -> Tensor:
+def logits_at(model: Any, ids: Sequence[int], positions: np.ndarray) -> Tensor:
     """float32 [n, V], of a prompt and the answer so far; `positions` are the prompt's."""
     answered = np.arange(len(ids) - positions.shape[1], dtype=np.int32) + positions.max() + 1
     whole = torch.from_numpy(np.concatenate((positions, np.tile(answered, (3, 1))), axis=1)).long()
