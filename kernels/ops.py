@@ -113,7 +113,7 @@ class OpSet(Protocol):
     def packed_linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
     ) -> None:
-        """As packed_linear, added to what those columns of out hold."""
+        """Adds what packed_linear would write to what those columns of out hold."""
 
     def packed_gated_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor

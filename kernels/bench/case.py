@@ -24,7 +24,7 @@ class Built:
     sets: int
     """The number of sets of inputs that take turns."""
     num_bytes: int
-    """That a launch has to move at least."""
+    """The bytes that a launch has to move at least."""
     flops: int = 0
     peers: Mapping[str, Callable[[], Launch]] = field(default_factory=dict)
     """Each prepares a side (plans, warms up); one that raises is told as refused."""

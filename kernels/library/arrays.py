@@ -70,7 +70,7 @@ def keys_and_values(k: Array, v: Array, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def pages(cache: PagedCache, layout: str) -> tuple[Tensor, ...]:
-    """As `pages.Cache`: keys, values, and zeros and scales where there are some."""
+    """Returns what `pages.Cache` holds: keys, values, and zeros and scales where there are some."""
     if isinstance(cache, (tuple, list)):
         keys, values, *scales = (tensor("paged_kv_cache", part) for part in cache)
     else:

@@ -170,7 +170,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
-    """As the paged one, over keys and values [tokens, kv_heads, head_dim] that lie one request after the other."""
+    """Prefill attention like the paged wrapper's, over keys and values [tokens, kv_heads, head_dim] that lie one
+    request after the other."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ STRANGERS = {
     "worker/cache/page_pool.py": ("torch", "numpy", "grpc", "mpi4py"),
 }
 # First words of a docstring that is a fragment instead of a sentence that says what the thing is.
-FRAGMENTS = ("Of", "By", "So many", "Those", "Beside", "Whoever", "Who")
+FRAGMENTS = ("Of", "By", "That", "As", "So many", "Those", "Beside", "Whoever", "Who")
 PLAIN_FOLDERS = ("protos", "kernels", "client", "launch", "worker")
 UNSAFE = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 

@@ -14,9 +14,9 @@ DEFAULT_SHARE = 0.25
 GPU_RESERVE = 3 << 29
 """The bytes of a GPU's memory left for what comes after the KV: captured graphs, workspaces, loaded kernels."""
 MOST_PAGES = 2**20
-"""That are taken unasked: a tiny model's would be so many that counting them takes seconds."""
+"""The most pages taken unasked: a tiny model's would be so many that counting them takes seconds."""
 MOST_SLOTS = 2**31
-"""Tokens of the whole cache: their places are int32."""
+"""The most tokens of a cache: their places are int32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """PagePool: which pages of one tier are free, used or cached, and under which key a page can be found again.
 
-A page is free (nobody holds it), used (somebody does: a count of references) or cached (nobody does, but it has a key,
-so its contents may serve once more). Numbers only: what a page holds is the cache's affair.
+A page is free (no request holds it), used (a count of references) or cached (not held, but it has a key, so its
+contents may serve once more). Numbers only: the pool does not know what a page contains.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that nobody holds."""
+        """The number of pages that no request holds."""
         return len(self._free) + len(self._cached)
 
     def allocate(self, count: int) -> tuple[int, ...]:
@@ -71,14 +71,14 @@ class PagePool:
         self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Gives up one hold on each. Of those that nobody holds any more, the ones with a key stay cached, the first
+        """Gives up one hold on each. Of those that are not held any more, the ones with a key stay cached, the first
         given to go first. Raises InternalError for one that is not held, before anything has changed."""
         pages = tuple(pages)
         if len(set(pages)) != len(pages):
             raise InternalError(f"a page is released twice in one call: {pages}")
         for page in pages:
             if not 0 <= page < self.total or not self._references[page]:
-                raise InternalError(f"page {page} is released, but nobody holds it (pool of {self.total})")
+                raise InternalError(f"page {page} is released, but is not held (pool of {self.total})")
         for page in pages:
             self._references[page] -= 1
             if self._references[page] == 0:

@@ -67,7 +67,7 @@ class Vector:
     axis: Axis
     scale: float = 1.0
     rotary_dim: int = 0
-    """As in `Part`."""
+    """See `Part.rotary_dim`."""
 
 
 @dataclass(frozen=True, slots=True)

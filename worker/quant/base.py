@@ -53,7 +53,8 @@ class Source(Protocol):
         """Into `out` [rows, inputs], float32, bfloat16 or float16."""
 
     def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
-        """As a GGUF file holds them: uint8 [rows, bytes], the whole blocks of its type that hold these inputs."""
+        """Returns part of a matrix as a GGUF file holds it: uint8 [rows, bytes], the whole blocks of its type that hold
+        these inputs."""
 
     def fields(self, part: int, rows: range, inputs: range, device: torch.device) -> Mapping[str, Tensor]:
         """On `device`: as other quantised checkpoints hold them: codes, scales and offsets, as

@@ -45,7 +45,7 @@ class DeviceChange:
 
     prompt_len: int
     tokens: NDArray[np.int32]
-    """As in `SamplingRow`."""
+    """See `SamplingRow.tokens`."""
     repetition: float = 1.0
     """The repetition penalty; of the output's tokens alone where `output_only`."""
     output_only: bool = False

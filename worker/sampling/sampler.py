@@ -215,8 +215,8 @@ class Sampler:
         return params.is_greedy and params.logprobs is None and not processors
 
     def launch(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Launched:
-        """As `sample`, for logits on a GPU: returns while they are still being computed. Where a row is not
-        `samples_ahead`, it samples when the result is asked for."""
+        """Begins what `sample` does, for logits on a GPU, and returns while they are still being computed. Where a row
+        is not `samples_ahead`, it samples when the result is asked for."""
         if self._collectives.size > 1 or self._waiting or targets is not None:
             return _Deferred(self, logits, rows, positions, targets)
         if self._device:

@@ -74,7 +74,7 @@ class Request:
     num_resumed: int = 0
     """The number of `output_token_ids` that came with the payload, as another epoch made them."""
     grammar: CompiledGrammar | None = None
-    """That of `params`: each rank compiles its own, before it takes the request in."""
+    """The compiled grammar of `params`: each rank compiles its own, before it takes the request in."""
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     row: int = -1

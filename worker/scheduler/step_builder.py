@@ -41,7 +41,7 @@ class StepBuilder:
         self.logits -= 1
 
     def prefill(self, request: Request) -> None:
-        """As many of the request's tokens as the budgets allow, if any."""
+        """Adds as many of the request's tokens as the budgets allow, if any."""
         pending = request.num_pending
         count = min(pending, self.budget)
         rows = _rows_of_logits(request, count, pending)

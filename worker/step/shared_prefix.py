@@ -20,14 +20,14 @@ class SharedPages:
         self.forget()
 
     def forget(self) -> None:
-        """Somebody has joined."""
+        """Drops what is kept of the last rows, as a request has joined."""
         self._asked: tuple[int, ...] = ()
         self._order: Longs = np.zeros(0, dtype=np.int64)
         self._common: Ints | None = None
 
     def of(self, rows: tuple[int, ...], num_computed: Longs) -> tuple[Longs, Ints | None]:
         """The rows in an order in which those that share pages are neighbours, and for each one how many tokens, of
-        whole pages, it begins with as the next does; None: nobody shares any. The same arrays while the rows are the
+        whole pages, it begins with as the next does; None: no rows share any. The same arrays while the rows are the
         same. `num_computed`: of every row, by its number."""
         if rows != self._asked:
             kept = np.isin(self._order, rows)

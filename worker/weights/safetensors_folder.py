@@ -82,7 +82,7 @@ class SafetensorsFolder:
             self._tensors[name].file.release()
 
     def dtype(self, name: str) -> str:
-        """As the file names it ("BF16")."""
+        """Returns a tensor's dtype as the file names it ("BF16")."""
         return self._tensors[name].dtype
 
     def view(self, name: str) -> Tensor:

@@ -24,7 +24,7 @@ Group = tuple[int, int]
 """Neighbouring rows, and tokens that they share: 0 of rows that share none."""
 
 MOST_GROUPS = 8
-"""That share something; captured graphs have room for so many, and for the rows between them."""
+"""The most groups of rows that share tokens; captured graphs have room for these and for the rows between them."""
 
 READ_AGAIN = 0.4
 """What a shared token costs a further row in plain decode. Caches have much of it: 64 requests that share 8,192 tokens,

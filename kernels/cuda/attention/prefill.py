@@ -157,7 +157,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 
 
 def _warp_tokens(dim: int) -> int:
-    """That a warp copies of a tile."""
+    """Returns the tokens of a tile that one warp copies."""
     return 16 if dim <= 128 else 4
 
 

@@ -19,7 +19,7 @@ class OwnMemory:
     address: int
     handle: bytes
     free: Callable[[], None]
-    """Once nobody uses it any more."""
+    """To be called once no rank uses the memory any more."""
 
 
 def take(parts: tuple[tuple[int, int], ...]) -> OwnMemory:

@@ -88,7 +88,7 @@ def _compiled(kernel: Kernel, architecture: str, compiler: Nvrtc, folder: Path |
 def compile_all(
     kernels: Iterable[Kernel], architecture: str, compiler: Nvrtc, folder: Path | None = None
 ) -> Iterator[tuple[Kernel, Cubin]]:
-    """As `compiled`, as many at a time as there are processors; one kernel of each file with its macros, as they come.
+    """Compiles each kernel as `compiled` does, one at a time on each processor, and yields them as they are done.
     Raises CompilationError."""
     sources = _sources_of(kernels)
     with ThreadPoolExecutor(_processors()) as pool:
@@ -154,12 +154,12 @@ def _sources(path: Path) -> tuple[str, ...]:
 
 @cache
 def _text(path: Path) -> str:
-    """As it was first read: what was compiled is what its name says, although somebody edits it meanwhile."""
+    """Returns a file as it was first read: a kernel is what its hash says although the file is edited meanwhile."""
     return path.read_text(encoding="utf-8")
 
 
 def _write(path: Path, content: bytes) -> None:
-    """As a whole or not at all, and on the disk before it has its name."""
+    """Writes a file whole or not at all; its content is on the disk before it has its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:

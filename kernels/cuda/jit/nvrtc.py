@@ -93,7 +93,7 @@ class Nvrtc:
 
 @cache
 def nvrtc(major: int | None = None) -> Nvrtc:
-    """That of this CUDA version, else another: of NVIDIA's packages beside this one, of the linker's folders, or of
+    """Opens the compiler of this CUDA version, else of another: of NVIDIA's packages, of the linker's folders, or of
     $CUDA_PATH (/usr/local/cuda). A driver takes what compilers of its own version and older ones make.
 
     Raises BackendUnavailable where there is none.

@@ -32,7 +32,7 @@ MOST_DIM = 256
 
 _FORMATS = TYPES | {torch.uint8: 5}
 _LANES = (4, 8, 16)
-"""That have a head of 64, 128 and 256 elements."""
+"""The lanes that turn a head of 64, 128 and 256 elements."""
 _THREADS = 128
 _MANY_ROWS, _EACH = 1 << 16, 4
 """With so many heads of tokens, lanes have 4 heads of one token, not 1: half as many instructions, twice the bytes on

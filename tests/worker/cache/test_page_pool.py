@@ -114,7 +114,7 @@ def test_a_page_cannot_be_released_more_often_than_it_was_taken():
     pool.acquire(*pages)
     pool.release(pages)
     pool.release(pages)
-    with pytest.raises(InternalError, match="nobody holds it"):
+    with pytest.raises(InternalError, match="is released, but is not held"):
         pool.release(pages)
 
 

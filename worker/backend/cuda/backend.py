@@ -71,7 +71,7 @@ class CudaBackend:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
     def room(self, cpus: Sequence[int]) -> Room:
-        """As the driver measures it, whoever holds the rest, once torch has given back what it does not use."""
+        """Returns the GPU's memory as its driver measures it, after torch has given back what it does not use."""
         torch.cuda.empty_cache()
         return Room(*torch.cuda.mem_get_info())
 

@@ -18,7 +18,7 @@ class PinnedBuffer:
     """int32 numbers in host memory, pinned where there is a GPU, and their place on the device.
 
     There are two host buffers, so that one can be filled while the copy of the other is still to come. Only then is a
-    copy waited for: a step whose tokens nobody takes is waited for by nobody else.
+    copy waited for: nothing else waits for a step whose tokens are not read.
     """
 
     def __init__(

@@ -183,7 +183,7 @@ class DeviceSampling:
         self._launches = 0
 
     def add(self, row: int, asked: DeviceChange) -> None:
-        """As `Sampler.add`; the row of the settings has changed, too."""
+        """Takes a row in, as `Sampler.add` does; its settings have changed, too."""
         self._is_stale = True
         if asked.is_empty:
             return

@@ -65,7 +65,7 @@ def _steps(buffers: DeviceBuffers, sizes: BatchSizes) -> Iterator[StepInputs]:
 
 
 def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInputs:
-    """As few prompts as hold so many tokens."""
+    """Returns the inputs of a step of `tokens` tokens in as few prompts as hold them."""
     rows = pages_of(tokens, sizes.max_model_len - 1)
     counts = np.sort(np.diff(np.linspace(0, tokens, rows + 1).astype(np.int64)))
     page_counts = -(-counts // sizes.page_size)

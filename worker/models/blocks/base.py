@@ -49,7 +49,7 @@ class MlpBlock(Protocol):
     """Computes each row alone."""
 
     def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
-        """As in `AttentionBlock`."""
+        """See `AttentionBlock.pieces`."""
         ...
 
     def emit(self, sub: Sublayer, x: Slot) -> None:
