@@ -106,8 +106,9 @@ def test_a_stopped_model_is_not_ready_and_says_so(served: Served, http: httpx.Cl
         assert refusal.status_code == 503
         assert "stopped" in refusal.json()["error"]["message"]
         assert samples(http)["allspan:ready"] == 0
-        time.sleep(2 * FRESH_S)
-        assert {rank["state"] for rank in http.get("/cluster").json()["ranks"]} >= {"stopped"}
+        wait_until(
+            lambda: "stopped" in {rank["state"] for rank in http.get("/cluster").json()["ranks"]}, 5, "a stopped rank"
+        )
         engine.unload_weights()
         wait_until(lambda: samples(http)["allspan:weights_loaded"] == 0, 5, "the view to be renewed")
         engine.reload_weights()
