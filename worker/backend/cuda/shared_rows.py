@@ -30,11 +30,6 @@ class SharedRows:
         self._sharing: Sharing | None = None
         """What is made of `_common`."""
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether it makes something of what decodes have in common."""
-        return self._rule is not None
-
     def choose(self, common: Ints | None, bucket: int) -> Sharing | None:
         """What a step of `bucket` rows reads once; None where plain decode takes no longer."""
         if self._rule is None or common is None or bucket not in self.buckets:
