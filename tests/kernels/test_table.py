@@ -51,8 +51,12 @@ def test_a_forced_instruction_set_that_cannot_run_is_an_error(backend: str, monk
 @compiled
 @pytest.mark.parametrize("interface", ["0" * 64, None], ids=["another", "none"])
 def test_a_module_compiled_from_other_bindings_is_an_error(
-    interface: str | None, monkeypatch: pytest.MonkeyPatch
+    interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "bindings").mkdir()
+    (tmp_path / "bindings" / "module.cpp").write_text("// one binding more\n")
+    (tmp_path / "kernels.h").write_text("// one field more\n")
+    monkeypatch.setattr("allspan.kernels.cpu.backend.__file__", str(tmp_path / "backend.py"))
     native = importlib.import_module("allspan.kernels.cpu._native")
     if interface is None:
         monkeypatch.delattr(native, "interface", raising=False)
@@ -60,6 +64,13 @@ def test_a_module_compiled_from_other_bindings_is_an_error(
         monkeypatch.setattr(native, "interface", interface, raising=False)
     with pytest.raises(StaleModule, match=r"compiled from other bindings.*`pip install \.`.*CONTRIBUTING"):
         op_set("auto")
+
+
+@compiled
+def test_the_module_carries_the_hash_of_the_bindings_that_it_was_compiled_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
+    monkeypatch.setattr("allspan.kernels.cpu.backend.__file__", str(sources / "backend.py"))
+    assert op_set("cpu").name.startswith("cpu/")
 
 
 @compiled
