@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from allspan.client.bench.machine import machine, versions
 from allspan.client.engine import ClientEngine
@@ -21,8 +21,12 @@ Report = dict[str, Any]
 class Benchmark:
     """One row of the table of `allspan bench`. `config` is a frozen dataclass: its fields are the command's flags."""
 
+    cluster: ClassVar[str] = "A cluster is started for it."
+    """What its help says of the cluster that it measures."""
+
     name: str
     about: str
+    """What it does, in a whole sentence."""
     config: type
     prepare: Callable[[Any, Options], Options]
     """(config, the options given) → the options of the cluster. Raises ConfigError before anything is started."""

@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def make_parser(benchmark: Benchmark) -> Parser:
-    parser = Parser(f"allspan bench {benchmark.name}", f"{benchmark.about} A cluster is started for it.")
+    parser = Parser(f"allspan bench {benchmark.name}", f"{benchmark.about} {benchmark.cluster}")
     add_model(parser)
     add_options(parser, benchmark.config)
     parser.add_argument(

@@ -217,5 +217,10 @@ def table(report: Report) -> str:
 
 
 COMPARE = Benchmark(
-    "compare", "This project beside llama.cpp and OpenVINO GenAI.", CompareConfig, prepare, measure, table
+    "compare",
+    "Compares the speed of this project with that of llama.cpp and OpenVINO GenAI.",
+    CompareConfig,
+    prepare,
+    measure,
+    table,
 )

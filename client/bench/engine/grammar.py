@@ -128,4 +128,6 @@ def table(report: Report) -> str:
     return f"{columns(rows)}\n{of_masks}"
 
 
-GRAMMAR = Benchmark("grammar", "What it costs to keep outputs in a grammar.", GrammarConfig, prepare, measure, table)
+GRAMMAR = Benchmark(
+    "grammar", "Measures what it costs to keep outputs in a grammar.", GrammarConfig, prepare, measure, table
+)

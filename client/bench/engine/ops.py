@@ -95,4 +95,4 @@ def table(report: Report) -> str:
     return "\n\n".join(parts)
 
 
-OPS = Benchmark("ops", "Where the time goes, op by op.", OpsConfig, prepare, measure, table)
+OPS = Benchmark("ops", "Measures the time of each op of the model.", OpsConfig, prepare, measure, table)

@@ -117,4 +117,6 @@ def table(report: Report) -> str:
     )
 
 
-PERPLEXITY = Benchmark("perplexity", "How well the model foretells a text.", PerplexityConfig, prepare, measure, table)
+PERPLEXITY = Benchmark(
+    "perplexity", "Measures how well the model predicts a text.", PerplexityConfig, prepare, measure, table
+)

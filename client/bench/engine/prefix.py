@@ -144,4 +144,4 @@ def table(report: Report) -> str:
     return text
 
 
-PREFIX = Benchmark("prefix", "What the prefix cache saves, and what it costs.", PrefixConfig, prepare, measure, table)
+PREFIX = Benchmark("prefix", "Measures what the prefix cache saves and costs.", PrefixConfig, prepare, measure, table)

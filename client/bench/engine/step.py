@@ -117,4 +117,4 @@ def table(report: Report) -> str:
     return columns(rows)
 
 
-STEP = Benchmark("step", "What a decode step costs outside the model.", StepConfig, prepare, measure, table)
+STEP = Benchmark("step", "Measures what a decode step costs outside the model.", StepConfig, prepare, measure, table)

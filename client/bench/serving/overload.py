@@ -201,4 +201,11 @@ def table(report: Report) -> str:
     )
 
 
-OVERLOAD = Benchmark("overload", "Far more requests than the queue takes.", OverloadConfig, prepare, measure, table)
+OVERLOAD = Benchmark(
+    "overload",
+    "Measures a server that gets far more requests than its queue takes.",
+    OverloadConfig,
+    prepare,
+    measure,
+    table,
+)

@@ -195,6 +195,8 @@ def table(report: Report) -> str:
 class ServeBenchmark(Benchmark):
     """The benchmark of a running server, or of one that it starts with a gateway."""
 
+    cluster = "It starts a cluster with a gateway, or takes the running server that --base-url names."
+
     def run(self, model: str, config: Any, quiet: bool = False, **serve_options: Any) -> Report:
         check_plot(config.plot)
         workload(config)  # what is wrong with it is told before a model is loaded
@@ -233,7 +235,7 @@ def _by_itself(engine: ClientEngine, config: Any, options: Options) -> Report:
 
 SERVE = ServeBenchmark(
     "serve",
-    "A server under load, as its callers see it: one that runs (--base-url), or",
+    "Measures a server under load, as its callers see it.",
     ServeBenchConfig,
     lambda config, options: options,
     _by_itself,

@@ -245,4 +245,4 @@ def table(report: Report) -> str:
     return facts(rows)
 
 
-SOAK = Benchmark("soak", "Minutes of mixed load: does anything grow?", SoakConfig, prepare, measure, table)
+SOAK = Benchmark("soak", "Runs minutes of mixed load and measures what grows.", SoakConfig, prepare, measure, table)

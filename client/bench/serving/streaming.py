@@ -246,7 +246,7 @@ def _measured_by_itself(engine: ClientEngine, config: Any, options: Options) -> 
 
 STREAMING = StreamingBenchmark(
     "streaming",
-    "What the facade, gRPC and event streams cost beside the engine in process, and how smoothly tokens arrive.",
+    "Measures what the facade, gRPC and event streams cost beside the engine in process, and how smooth they are.",
     StreamingConfig,
     prepare,
     _measured_by_itself,
