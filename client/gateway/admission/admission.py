@@ -227,7 +227,7 @@ class Admission:
             self._idle.set()
 
 
-def spread(job: Job, count: int) -> list[Job]:
+def jobs_per_choice(job: Job, count: int) -> list[Job]:
     """`count` jobs of one prompt; a given seed goes up by one per choice, or all would be the same."""
     seed = job.params.seed
     if seed is None:

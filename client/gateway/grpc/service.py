@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from allspan.client.gateway.admission.active_request import interleave
-from allspan.client.gateway.admission.admission import Job, caller_error, spread
+from allspan.client.gateway.admission.admission import Job, caller_error, jobs_per_choice
 from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.auth.caller import current_caller
 from allspan.client.gateway.context import GatewayContext
@@ -147,7 +147,7 @@ class InferenceService:
         job = Job(
             token_ids, params, not is_chat, options, text_options_of(request.sampling), None, "sampling.structured"
         )
-        return spread(job, max(request.n, 1))
+        return jobs_per_choice(job, max(request.n, 1))
 
     async def _run(
         self, request: pb.GenerateRequest, jobs: list[Job], origin: Origin, context: grpc.aio.ServicerContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allspan.client.gateway.admission.admission import Job, spread
+from allspan.client.gateway.admission.admission import Job, jobs_per_choice
 from allspan.client.gateway.chat.reader import Reading
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.openai.chat_request import ChatRequest, read_chat
@@ -27,7 +27,7 @@ async def plan_chat(context: GatewayContext, body: bytes) -> Plan:
         with_token_ids=bool(request.return_token_ids),
     )
     return Plan(
-        spread(job, request.choices),
+        jobs_per_choice(job, request.choices),
         shape,
         request.choices,
         bool(request.stream),

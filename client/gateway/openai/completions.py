@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from allspan.client.gateway.admission.admission import Job, spread
+from allspan.client.gateway.admission.admission import Job, jobs_per_choice
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.openai.completion_shape import CompletionShape, Shown
 from allspan.client.gateway.openai.schemas import CompletionRequest, Prompt, parse, read_prompts
@@ -29,7 +29,7 @@ async def plan_completion(context: GatewayContext, body: bytes) -> Plan:
         token_ids = await context.prompts.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", reading)
         params = context.sampling.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
         job = Job(token_ids, params, options=options, text=text, grammar_field=request.grammar_field)
-        jobs += spread(job, request.candidates)
+        jobs += jobs_per_choice(job, request.candidates)
         if request.echo:
             echoes.append(_echo(context, request, prompt, token_ids))
     shown = Shown(
