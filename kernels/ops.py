@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from allspan.kernels.packed import PackedSpec
+from allspan.kernels.packed_spec import PackedSpec
 
 T = TypeVar("T")
 """Tensor, or what stands for one while a program is built."""
@@ -105,8 +105,8 @@ class OpSet(Protocol):
     ) -> None:
         """out[:, column : column + N] = x[n, K] · Wᵀ (+ bias float32 [N]), with N = spec.features and K = spec.inputs.
 
-        weight: uint8 of spec.shape, packed as `allspan.kernels.packed` says; out [n, column + N or more], of which the
-        other columns are left alone. x is first turned into what spec.activation says. One K-order for every n; with
+        weight: uint8 of spec.shape, packed as `allspan.kernels.packed_spec` says; out [n, column + N or more], of which
+        the other columns are left alone. x is first turned into what spec.activation says. One K-order for any n; with
         codes the same bits on every instruction set.
         """
 

@@ -2,20 +2,20 @@
 
 A weight is one contiguous uint8 tensor of `PackedSpec.shape`, its parts one below the other:
 
-    codes    [features][slabs of 64 bytes]
-    numbers  [groups][features][scale, offset]: all features of a group together, since threads that work on
+    codes    [features][k tiles of 64 bytes]
+    qparams  [groups][features][scale, offset]: all features of a group together, since threads that work on
              neighbouring features need them at once; where a format has a zero, offset = zero · scale
              (of fp8_block: [groups][features], scales alone)
 
-A slab holds 32 inputs of 16 bits, 64 of 8 or 128 of 4: some sets of 32. Each of its four 16-byte chunks is what one of
-four threads loads at once; chunk t holds inputs 8·t … 8·t + 7 of every set, so that the four have whole sets between
+A k tile holds 32 inputs of 16 bits, 64 of 8 or 128 of 4: some sets of 32. Each of its four 16-byte chunks is what one
+of four threads loads at once; chunk t holds inputs 8·t … 8·t + 7 of every set, so that the four have whole sets between
 them (groups are made of whole sets), and x is read 16 bytes at a time, too. 8 codes of 4 bits are a little-endian
 uint32, in which code 2·j is at bit 4·j and code 2·j + 1 at bit 4·j + 16: two neighbours come out of a shift and a mask.
 
-Codes are unsigned, but those of 8 bits lie less 128, as int8: products of whole numbers take them as they are. Before
-the first input lie `lead` codes, after the last zeros up to the end of the slab.
+Codes are unsigned, but those of 8 bits lie less 128, as int8: products of integers take them as they are. Before
+the first input lie `k_offset` codes, after the last zeros up to the end of the k tile.
 
-| format | numbers |
+| format | qparams (scale and offset) |
 |---|---|
 | bf16, f16 | none: rows are those of a plain matrix |
 | channel8, channel4 | float32, one group |
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.packed import Format, PackedSpec
+from allspan.kernels.packed_spec import Format, PackedSpec
 
 FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
 """Formats that are plain matrices."""
@@ -47,7 +47,7 @@ def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
     return codes if kind.is_quantised else codes.view(FLOATS[spec.format])
 
 
-def numbers_of(weight: Tensor, spec: PackedSpec) -> Tensor:
+def qparams_of(weight: Tensor, spec: PackedSpec) -> Tensor:
     """[groups, features, 2]: a view of the scales and offsets; of fp8_block [groups, features, 1]."""
     kind = spec.kind
     dtype = torch.float32 if kind.head_bytes or kind.is_e4m3 else torch.float16
@@ -57,33 +57,33 @@ def numbers_of(weight: Tensor, spec: PackedSpec) -> Tensor:
 
 
 def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, first: int) -> None:
-    """Stores features `first` and on, given as `allspan.kernels.reference.packed` has them."""
+    """Stores features `first` and on, given as `allspan.kernels.reference.packed_linear` has them."""
     if not spec.kind.is_quantised:
         values = fields["weight"]
         into = codes_of(weight, spec)[first : first + len(values)]
-        into[:, spec.lead : spec.lead + spec.inputs] = values.to(weight.device)
-        into[:, : spec.lead], into[:, spec.lead + spec.inputs :] = 0, 0
+        into[:, spec.k_offset : spec.k_offset + spec.inputs] = values.to(weight.device)
+        into[:, : spec.k_offset], into[:, spec.k_offset + spec.inputs :] = 0, 0
         return
     codes = fields["codes"].to(weight.device, torch.uint8)[:, : spec.depth]
     packed = _pack_codes(functional.pad(codes, (0, spec.depth - codes.shape[1])), spec.kind)
     codes_of(weight, spec)[first : first + len(codes)] = packed
-    numbers = numbers_of(weight, spec)[:, first : first + len(codes)]
-    for i, name in enumerate(("scales", "offsets")[: numbers.shape[2]]):
+    qparams = qparams_of(weight, spec)[:, first : first + len(codes)]
+    for i, name in enumerate(("scales", "offsets")[: qparams.shape[2]]):
         values = fields[name] if name in fields else fields["scales"] * (spec.kind.zero or 0)
-        numbers[:, :, i] = values.to(weight.device, numbers.dtype).T
+        qparams[:, :, i] = values.to(weight.device, qparams.dtype).T
 
 
 def fields_of_rows(weight: Tensor, spec: PackedSpec, rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
-    """What was packed of some features, without what fills the last slab; codes as far as scales reach."""
+    """What was packed of some features, without what fills the last k tile; codes as far as scales reach."""
     kind = spec.kind
     if not kind.is_quantised:
-        return {"weight": codes_of(weight, spec)[rows, spec.lead : spec.lead + spec.inputs]}
+        return {"weight": codes_of(weight, spec)[rows, spec.k_offset : spec.k_offset + spec.inputs]}
     depth = spec.blocks * spec.block
     codes = _unpack_codes(codes_of(weight, spec)[rows], kind)[:, :depth]
     fields = {"codes": functional.pad(codes, (0, depth - codes.shape[1]))}
-    numbers = numbers_of(weight, spec)[:, rows]
-    fields["scales"] = numbers[:, :, 0].T
-    return fields if kind.zero is not None else fields | {"offsets": numbers[:, :, 1].T}
+    qparams = qparams_of(weight, spec)[:, rows]
+    fields["scales"] = qparams[:, :, 0].T
+    return fields if kind.zero is not None else fields | {"offsets": qparams[:, :, 1].T}
 
 
 def _pack_codes(codes: Tensor, kind: Format) -> Tensor:

@@ -59,10 +59,10 @@ REFERENCE = {
     "gather_rows": "allspan.kernels.reference.elementwise:gather_rows",
     "gather_columns": "allspan.kernels.reference.elementwise:gather_columns",
     "put_rows": "allspan.kernels.reference.elementwise:put_rows",
-    "packed_embedding": "allspan.kernels.reference.packed:packed_embedding",
-    "packed_linear": "allspan.kernels.reference.packed:packed_linear",
-    "packed_linear_add": "allspan.kernels.reference.packed:packed_linear_add",
-    "packed_gated_linear": "allspan.kernels.reference.packed:packed_gated_linear",
+    "packed_embedding": "allspan.kernels.reference.packed_linear:packed_embedding",
+    "packed_linear": "allspan.kernels.reference.packed_linear:packed_linear",
+    "packed_linear_add": "allspan.kernels.reference.packed_linear:packed_linear_add",
+    "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
 }
 
 _COMPILED = (

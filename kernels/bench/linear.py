@@ -11,9 +11,9 @@ from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
 from allspan.kernels.cuda.linear.packed_linear import kernel_name, packed_linear
-from allspan.kernels.packed import FORMATS, PackedSpec
-from allspan.kernels.reference.packed import unpack
-from allspan.kernels.row_layout import codes_of, numbers_of
+from allspan.kernels.packed_spec import FORMATS, PackedSpec
+from allspan.kernels.reference.packed_linear import unpack
+from allspan.kernels.row_layout import codes_of, qparams_of
 
 SHAPES = {
     "qkv": (3584, 4608),
@@ -103,9 +103,9 @@ def _random_weight(spec: PackedSpec, device: str) -> Tensor:
     if not FORMATS[spec.format].is_quantised:
         codes_of(weight, spec).normal_(std=spec.inputs**-0.5)
         return weight
-    numbers = numbers_of(weight, spec)
-    numbers[..., 0] = spec.inputs**-0.5 * 4 / (1 << FORMATS[spec.format].bits)
-    numbers[..., 1] = 0
+    qparams = qparams_of(weight, spec)
+    qparams[..., 0] = spec.inputs**-0.5 * 4 / (1 << FORMATS[spec.format].bits)
+    qparams[..., 1] = 0
     return weight
 
 

@@ -13,7 +13,7 @@ from allspan.kernels.ops import AttentionMeta
 
 @dataclass(frozen=True)
 class Quantised:
-    """Whole numbers from `low` to `high` in place of elements, `pack`ed into bytes."""
+    """Integers from `low` to `high` in place of elements, `pack`ed into bytes."""
 
     low: int
     high: int

@@ -47,8 +47,8 @@ class RankWeights:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`layout` is the version of packed weights (`allspan.kernels.packed.LAYOUT`), `held` the settings that decide how
-    weights are held, `spec` the model as its family read it."""
+    """`layout` is the version of packed weights (`allspan.kernels.packed_spec.LAYOUT`), `held` the settings that decide
+    how weights are held, `spec` the model as its family read it."""
 
     format: int
     layout: int

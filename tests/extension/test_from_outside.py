@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.packing import Packer
+from allspan.kernels.packer import Packer
 from allspan.kernels.table import BACKENDS, REFERENCE, Backend, backends, op_set
 from allspan.worker.load.registry import FAMILIES
 from allspan.worker.models.families.common import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.reference import packed
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.reference import packed_linear
 from allspan.kernels.table import backends, op_set
 from support.kernel_cases import poison, randn
 from support.packed_cases import random_weight
@@ -34,16 +34,16 @@ def rounded(x: Tensor, spec: PackedSpec) -> Tensor:
 
 
 def assert_close(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec) -> None:
-    plain, taken = packed.unpack(weight, spec).double(), rounded(x, spec)
+    plain, taken = packed_linear.unpack(weight, spec).double(), rounded(x, spec)
     exact, size = taken @ plain.T, taken.abs() @ plain.abs().T
     if bias is not None:
         exact, size = exact + bias, size + bias.abs()
     assert ((out.double() - exact).abs() <= 4e-6 * size).all()
 
 
-@pytest.mark.parametrize(("parts", "inputs", "lead"), SPECS)
-def test_products(backend: str, name: str, parts: tuple[int, ...], inputs: int, lead: int) -> None:
-    spec = PackedSpec(name, name, parts, inputs, lead)
+@pytest.mark.parametrize(("parts", "inputs", "k_offset"), SPECS)
+def test_products(backend: str, name: str, parts: tuple[int, ...], inputs: int, k_offset: int) -> None:
+    spec = PackedSpec(name, name, parts, inputs, k_offset)
     weight, bias, ops = random_weight(spec), randn(spec.features), op_set(backend, threads=2)
     for rows in ROWS:
         x, out = randn(rows, inputs, seed=rows), poison(rows, spec.features)
@@ -51,11 +51,11 @@ def test_products(backend: str, name: str, parts: tuple[int, ...], inputs: int, 
         assert_close(out, x, weight, bias if rows % 2 else None, spec)
 
 
-@pytest.mark.parametrize(("parts", "inputs", "lead"), SPECS)
+@pytest.mark.parametrize(("parts", "inputs", "k_offset"), SPECS)
 def test_a_row_has_the_same_bits_among_any_others(
-    backend: str, name: str, parts: tuple[int, ...], inputs: int, lead: int
+    backend: str, name: str, parts: tuple[int, ...], inputs: int, k_offset: int
 ) -> None:
-    spec = PackedSpec(name, name, parts, inputs, lead)
+    spec = PackedSpec(name, name, parts, inputs, k_offset)
     weight, bias = random_weight(spec), randn(spec.features)
     x, whole = randn(257, inputs), poison(257, spec.features)
     alone, threaded = op_set(backend), op_set(backend, threads=3)
@@ -75,7 +75,7 @@ def test_gated_products(backend: str, name: str, features: int) -> None:
     for rows in (1, 4, 37, 130):
         x, out = randn(rows, 100), poison(rows, features)
         ops.packed_gated_linear(x, weight, None, spec, 0, out)
-        both = rounded(x, spec) @ packed.unpack(weight, spec).double().T
+        both = rounded(x, spec) @ packed_linear.unpack(weight, spec).double().T
         exact = torch.nn.functional.silu(both[:, :features]) * both[:, features:]
         torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -93,11 +93,11 @@ def test_added_products_and_columns(backend: str, name: str) -> None:
 
 
 def test_what_is_no_number_stays_in_its_row_and_feature(backend: str, name: str) -> None:
-    spec = PackedSpec(name, name, (40,), 300, lead=3)
+    spec = PackedSpec(name, name, (40,), 300, k_offset=3)
     ops = op_set(backend)
     plain = randn(40, 300)
     plain[17, 299] = float("nan")
-    weight = packed.pack(spec, {"weight": plain})
+    weight = packed_linear.pack(spec, {"weight": plain})
     x = randn(20, 300)
     x[4, 0], x[9, 123], x[15, 7] = float("nan"), float("inf"), float("-inf")
     out = poison(20, 40).fill_(0)
@@ -110,11 +110,11 @@ def test_what_is_no_number_stays_in_its_row_and_feature(backend: str, name: str)
 
 
 def test_embeddings(backend: str, name: str) -> None:
-    spec = PackedSpec(name, name, (100,), 77, lead=1)
+    spec = PackedSpec(name, name, (100,), 77, k_offset=1)
     weight = random_weight(spec)
     ids = torch.tensor([0, 5, 99, 100, 106, 50], dtype=torch.int32)
     out = poison(6, 77)
     op_set(backend, threads=2).packed_embedding(ids, weight, spec, 7, out)
-    rows = packed.unpack(weight, spec).float()
+    rows = packed_linear.unpack(weight, spec).float()
     wanted = torch.stack([rows[i - 7] if 0 <= i - 7 < 100 else torch.zeros(77) for i in ids.tolist()])
     assert torch.equal(out, wanted)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.packed import FEATURES, FORMATS, PackedSpec
-from allspan.kernels.reference import packed
+from allspan.kernels.packed_spec import FEATURES, FORMATS, PackedSpec
+from allspan.kernels.reference import packed_linear
 from allspan.kernels.table import backends, op_set
 from support.packed_cases import QUANTISED, activations_of, random_weight
 
@@ -33,9 +33,9 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
     return format_and_activation
 
 
-def spec_of(kind: tuple[str, str], inputs: int, *parts: int, lead: int = 0, group: int = 64) -> PackedSpec:
+def spec_of(kind: tuple[str, str], inputs: int, *parts: int, k_offset: int = 0, group: int = 64) -> PackedSpec:
     spec = PackedSpec(*kind, parts, inputs, group=0 if FORMATS[kind[0]].block else group)
-    return replace(spec, lead=min(lead, spec.block - 1))
+    return replace(spec, k_offset=min(k_offset, spec.block - 1))
 
 
 def inputs_of(rows: int, spec: PackedSpec) -> Tensor:
@@ -60,8 +60,8 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
 
 def test_agrees_with_the_reference(backend: str, kind: tuple[str, str]) -> None:
     for inputs, features in SIZES:
-        for lead in (0, 45):
-            spec = spec_of(kind, inputs, features, lead=lead)
+        for k_offset in (0, 45):
+            spec = spec_of(kind, inputs, features, k_offset=k_offset)
             weight, x = random_weight(spec), inputs_of(7, spec)
             assert_close(product(backend, x, weight, spec), product("reference", x, weight, spec))
 
@@ -70,14 +70,14 @@ def test_agrees_with_the_reference(backend: str, kind: tuple[str, str]) -> None:
 @pytest.mark.parametrize("name", ["group8", "group4"])
 def test_groups_of_every_size(backend: str, name: str, group: int) -> None:
     for activation in ("a8", "a16"):
-        spec = spec_of((name, activation), 1100, 37, lead=group // 2, group=group)
+        spec = spec_of((name, activation), 1100, 37, k_offset=group // 2, group=group)
         x, weight = inputs_of(30, spec), random_weight(spec)
         assert_close(product(backend, x, weight, spec), product("reference", x, weight, spec))
 
 
 def test_same_bits_on_every_instruction_set(kind: tuple[str, str]) -> None:
-    for inputs, features, lead in [(33, 17, 5), (600, 70, 0), (1500, 64, 31)]:
-        spec = spec_of(kind, inputs, features, lead=lead)
+    for inputs, features, k_offset in [(33, 17, 5), (600, 70, 0), (1500, 64, 31)]:
+        spec = spec_of(kind, inputs, features, k_offset=k_offset)
         x, weight = inputs_of(41, spec), random_weight(spec)
         x[3] *= 1e4
         x[5] *= 1e-30
@@ -87,7 +87,7 @@ def test_same_bits_on_every_instruction_set(kind: tuple[str, str]) -> None:
 
 
 def test_a_rows_bits_do_not_depend_on_its_batch(backend: str, kind: tuple[str, str]) -> None:
-    spec = spec_of(kind, 321, 150, lead=7)
+    spec = spec_of(kind, 321, 150, k_offset=7)
     x, weight = inputs_of(257, spec), random_weight(spec)
     together = product(backend, x, weight, spec, threads=3)
     for rows in (1, 2, 3, 4, 5, 6, 7, 11, 13, 24, 31, 32, 64):
@@ -107,7 +107,7 @@ def test_a_features_bits_do_not_depend_on_those_beside_it(backend: str, kind: tu
 
 def test_odd_rows(backend: str, kind: tuple[str, str]) -> None:
     """A NaN or an infinity makes its own row NaN; zeros and the smallest numbers give 0."""
-    spec = spec_of(kind, 100, 20, lead=3)
+    spec = spec_of(kind, 100, 20, k_offset=3)
     weight, x = random_weight(spec), inputs_of(8, spec)
     plain = product(backend, x, weight, spec)
     x[1], x[2, 50], x[3, 99], x[4, 0] = 0.0, NAN, INFINITE, -INFINITE
@@ -121,10 +121,10 @@ def test_odd_rows(backend: str, kind: tuple[str, str]) -> None:
 def test_the_most_and_least_codes_do_not_overflow(backend: str, kind: tuple[str, str]) -> None:
     for inputs, magnitude in [(64, 1e30), (4096, 1.0)]:
         spec = spec_of(kind, inputs, 32)
-        fields = dict(packed.fields_of(random_weight(spec), spec))
+        fields = dict(packed_linear.fields_of(random_weight(spec), spec))
         fields["codes"] = torch.full_like(fields["codes"], (1 << FORMATS[kind[0]].bits) - 1)
         fields["codes"][::2] = 0
-        weight, x = packed.pack(spec, fields), torch.full((3, inputs), magnitude)
+        weight, x = packed_linear.pack(spec, fields), torch.full((3, inputs), magnitude)
         x[1], x[2, ::2] = -magnitude, -magnitude
         ours, expected = (product(name, x, weight, spec) for name in (backend, "reference"))
         torch.testing.assert_close(ours / magnitude, expected / magnitude, rtol=2e-5, atol=2e-5 * inputs)
@@ -147,11 +147,11 @@ def test_parts_biases_and_epilogues(backend: str, kind: tuple[str, str]) -> None
 
 
 def test_embeddings(backend: str, kind: tuple[str, str]) -> None:
-    for inputs, lead in [(300, 0), (77, 19)]:
-        spec = spec_of(kind, inputs, 50, lead=lead)
+    for inputs, k_offset in [(300, 0), (77, 19)]:
+        spec = spec_of(kind, inputs, 50, k_offset=k_offset)
         weight, ids = random_weight(spec), torch.tensor([10, 59, 9, 60, 33, 10], dtype=torch.int32)
         out = torch.full((6, inputs), NAN)
         op_set(backend, threads=2).packed_embedding(ids, weight, spec, 10, out)
-        values = packed.unpack(weight, spec)
+        values = packed_linear.unpack(weight, spec)
         torch.testing.assert_close(out[[0, 1, 4, 5]], values[[0, 49, 23, 0]], rtol=1e-6, atol=1e-7)
         assert out[[2, 3]].eq(0).all()

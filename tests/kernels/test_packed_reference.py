@@ -7,8 +7,8 @@ import struct
 import pytest
 import torch
 
-from allspan.kernels.packed import FORMATS, PackedSpec
-from allspan.kernels.reference import packed
+from allspan.kernels.packed_spec import FORMATS, PackedSpec
+from allspan.kernels.reference import packed_linear
 from allspan.kernels.table import backends, op_set
 from support.packed_cases import QUANTISED, activations_of, random_fields, random_weight
 
@@ -19,26 +19,26 @@ def specs(name: str) -> list[PackedSpec]:
     block = one.block
     return [
         one,
-        PackedSpec(name, activations_of(name)[0], (5, 33, 16), 2 * block - 3, lead=block // 2 + 1, group=group),
+        PackedSpec(name, activations_of(name)[0], (5, 33, 16), 2 * block - 3, k_offset=block // 2 + 1, group=group),
         PackedSpec(name, activations_of(name)[0], (20, 20), 33, group=group, interleaved=True),
     ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_packing_keeps_everything(name: str) -> None:
+def test_packer_keeps_everything(name: str) -> None:
     for spec in specs(name):
         fields = random_fields(spec)
-        weight = packed.pack(spec, fields)
+        weight = packed_linear.pack(spec, fields)
         assert weight.dtype == torch.uint8
         assert weight.shape == spec.shape
-        back = packed.fields_of(weight, spec)
+        back = packed_linear.fields_of(weight, spec)
         assert back.keys() == fields.keys()
         for key, values in fields.items():
             assert torch.equal(back[key], values.to(back[key].dtype)), key
 
 
 def weight_of(data: bytes, bits: int, feature: int, i: int) -> int:
-    """Code of an input i < 32 of a feature, read as the page in packed.py says."""
+    """Code of an input i < 32 of a feature, read as the page in packed_spec.py says."""
     quad, place = divmod(i, 4)
     at = feature * 4 + place
     if bits == 8:
@@ -58,8 +58,8 @@ def test_bytes_are_where_the_page_says(name: str) -> None:
     kind = FORMATS[name]
     spec = PackedSpec(name, "a8", (17,), 500, group=0 if kind.block else 64)
     fields = random_fields(spec)
-    weight = packed.pack(spec, fields)
-    unpacked = packed.unpack(weight, spec, torch.float64)
+    weight = packed_linear.pack(spec, fields)
+    unpacked = packed_linear.unpack(weight, spec, torch.float64)
     group_bytes = 64 * kind.bits
     for feature, column in [(0, 0), (5, 499), (16, 31), (16, 257), (11, 100)]:
         panel, f = weight[feature // 16].numpy().tobytes(), feature % 16
@@ -89,21 +89,21 @@ def test_bytes_are_where_the_page_says(name: str) -> None:
 def test_products_are_those_of_the_unpacked_weight(name: str) -> None:
     for spec in specs(name):
         for activation in activations_of(name):
-            spec = PackedSpec(name, activation, spec.parts, spec.inputs, spec.lead, spec.group, spec.interleaved)
+            spec = PackedSpec(name, activation, spec.parts, spec.inputs, spec.k_offset, spec.group, spec.interleaved)
             weight, x = random_weight(spec), torch.randn(3, spec.inputs)
             bias, out = torch.randn(spec.features), torch.full((3, spec.features), float("nan"))
-            packed.packed_linear(x, weight, bias, spec, 0, out)
-            exact = x.double() @ packed.unpack(weight, spec).double().T + bias
+            packed_linear.packed_linear(x, weight, bias, spec, 0, out)
+            exact = x.double() @ packed_linear.unpack(weight, spec).double().T + bias
             error = {"f32": 1e-6, "a16": 1e-4}.get(activation, 2e-2)
             torch.testing.assert_close(out.double(), exact, rtol=error, atol=error * 3)
 
 
 def test_activations_are_whole_numbers_of_a_groups_scale() -> None:
-    spec = PackedSpec("q8_0", "a8", (1,), 40, lead=24)
+    spec = PackedSpec("q8_0", "a8", (1,), 40, k_offset=24)
     x = torch.zeros(2, 40)
     x[0, 0], x[0, 7], x[0, 8] = 2.0, -1.0, 5.0
     x[1, 8], x[1, 39] = float("inf"), 1.0
-    numbers, scales = packed.quantise_activations(x, spec)
+    numbers, scales = packed_linear.quantise_activations(x, spec)
     assert numbers[0, [0, 7, 8]].tolist() == [127, -64, 127]
     assert scales[0, 7].item() == torch.tensor(2.0).div(127).item()
     assert scales[0, 8] == torch.tensor(5.0) / 127

@@ -45,7 +45,7 @@ def test_no_element_drifts_beyond_the_bound(backend: str, dtype: torch.dtype, di
 
 
 def test_rows_far_from_zero_keep_their_range(backend: str, dtype: torch.dtype) -> None:
-    """The zero lies where the row needs it, also outside the whole numbers that an element can have."""
+    """The zero lies where the row needs it, also outside the integers that an element can have."""
     rows = torch.stack([5 + randn(64) / 10, -700 + randn(64), 3 * torch.rand(64) + 1])
     read, _, _ = kept(backend, dtype, rows)
     spread = (rows.amax(1) - rows.amin(1)).double()

@@ -62,7 +62,7 @@ def hadamard(x: Tensor, center: Tensor | None) -> None:
 
 
 LOWEST_AND_HIGHEST = {torch.int8: (-128, 127), torch.uint8: (0, 15)}
-"""Of the whole numbers in quantised pages, by dtype; uint8 holds two a byte, the first in the low half."""
+"""Of the integers in quantised pages, by dtype; uint8 holds two a byte, the first in the low half."""
 
 
 def quantised(row: Tensor, dtype: torch.dtype) -> tuple[list[int], float, float]:

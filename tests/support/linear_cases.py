@@ -12,14 +12,14 @@ from torch.nn import functional
 from allspan.kernels.cuda.jit.modules import gpu
 from allspan.kernels.cuda.linear import packed_linear as linear
 from allspan.kernels.cuda.linear.gemm import skinny, skinny_shared, skinny_sm90
-from allspan.kernels.packed import ROW_FORMATS, PackedSpec
-from allspan.kernels.reference.packed import unpack
+from allspan.kernels.packed_spec import ROW_FORMATS, PackedSpec
+from allspan.kernels.reference.packed_linear import unpack
 from support.packed_cases import random_weight
 
 
-def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, lead: int = 0) -> PackedSpec:
+def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, k_offset: int = 0) -> PackedSpec:
     activation = {"bf16": "bf16", "f16": "f16", "fp8": "e4m3", "fp8_block": "e4m3"}.get(name, "a16")
-    return PackedSpec(name, activation, parts, inputs, lead, group, memory="rows")
+    return PackedSpec(name, activation, parts, inputs, k_offset, group, memory="rows")
 
 
 @functools.lru_cache(maxsize=1)  # cases of a weight come one after the other
@@ -98,8 +98,8 @@ def check_gated(case: Case) -> None:
 
 def check_odd_sizes(name: str, group: int, device: str, rows: int = 3, is_half: bool = False) -> None:
     """A rank's inputs may begin within a group."""
-    lead = 24 + 5 if ROW_FORMATS[name].scale_bytes else 0
-    case = Case(spec_of(name, group, (21, 18), 301 if group != 512 else 700, lead), rows, device, is_half=is_half)
+    k_offset = 24 + 5 if ROW_FORMATS[name].scale_bytes else 0
+    case = Case(spec_of(name, group, (21, 18), 301 if group != 512 else 700, k_offset), rows, device, is_half=is_half)
     out = case.out(torch.float32, 39)
     linear.packed_linear(*case.arguments, out)
     case.check(out, case.product)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.reference.packed import unpack
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.reference.packed_linear import unpack
 from allspan.worker.models.blocks.base import MlpBlock
 from allspan.worker.models.families.common import (
     Family,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from allspan.kernels.packed import FORMATS, PackedSpec
-from allspan.kernels.reference.packed import FIELDS, Fields, pack
+from allspan.kernels.packed_spec import FORMATS, PackedSpec
+from allspan.kernels.reference.packed_linear import FIELDS, Fields, pack
 
 QUANTISED = tuple(name for name, kind in FORMATS.items() if kind.is_quantised)
 

@@ -67,7 +67,7 @@ def _blocks(weight: Tensor, tall: int, wide: int) -> Iterator[tuple[tuple[int, i
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole numbers of `bits`, in groups of inputs (-1: all), the inputs of a group next to each other or not."""
+    """Integers of `bits`, in groups of inputs (-1: all), the inputs of a group next to each other or not."""
 
     bits: int = 4
     group: int = -1

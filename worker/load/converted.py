@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from allspan.kernels.packed import LAYOUT
+from allspan.kernels.packed_spec import LAYOUT
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.converted_manifest import Manifest, check_ranks, check_source, read_manifest, sha256_of
 from allspan.protos.config.settings import HELD_FIELDS, ModelConfig

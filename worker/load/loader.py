@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
-from allspan.kernels.packing import Packer
+from allspan.kernels.packer import Packer
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfig
 from allspan.worker.backend.table import open_backend
@@ -279,8 +279,8 @@ def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", devic
 
 
 def memory_of(device: str, dtype: str) -> str:
-    """How packed weights lie (`allspan.kernels.packed.MEMORIES`); see `Capabilities.row_dtypes`. Models of other dtypes
-    run the reference, which takes either."""
+    """How packed weights lie (`allspan.kernels.packed_spec.MEMORIES`); see `Capabilities.row_dtypes`. Models of other
+    dtypes run the reference, which takes either."""
     return "rows" if dtype in open_backend(device).capabilities.row_dtypes else "panels"
 
 

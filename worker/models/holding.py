@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from allspan.kernels.packing import Packer
+from allspan.kernels.packer import Packer
 from allspan.worker.models.layout import embedding_of, head_of, layout
 from allspan.worker.models.pieces import Linear, Piece, Table, Vector
 from allspan.worker.models.shard import Shard
@@ -45,7 +45,7 @@ class Holding:
     packer: Packer = field(default_factory=Packer)
     """Packs the weights that are read, on its threads."""
     memory: str = "panels"
-    """How packed weights lie: `allspan.kernels.packed.MEMORIES`."""
+    """How packed weights lie: `allspan.kernels.packed_spec.MEMORIES`."""
     delta: LinearDelta | None = None
     """What is added to products of linear layers."""
 

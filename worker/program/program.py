@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
-from allspan.kernels.packed import PackedSpec
+from allspan.kernels.packed_spec import PackedSpec
 from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import InternalError
 from allspan.worker.parallel.base import Collectives

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from allspan.kernels.packing import Packer
+from allspan.kernels.packer import Packer
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.weights.held_tensor import HeldTensor
 
@@ -58,7 +58,7 @@ class Source(Protocol):
 
     def fields(self, part: int, rows: range, inputs: range, device: torch.device) -> Mapping[str, Tensor]:
         """On `device`: as other quantised checkpoints hold them: codes, scales and offsets, as
-        `allspan.kernels.reference.packed` has them. `inputs` begin with a group."""
+        `allspan.kernels.reference.packed_linear` has them. `inputs` begin with a group."""
 
     def order(self, part: int) -> Tensor:
         """int32 [inputs]: those of the whole layer, in the order in which `fields` has them."""

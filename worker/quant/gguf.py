@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from allspan.kernels.packed import ROW_FORMATS
-from allspan.kernels.packing import Packer
+from allspan.kernels.packed_spec import ROW_FORMATS
+from allspan.kernels.packer import Packer
 from allspan.worker.quant.base import LinearShape, Source
 from allspan.worker.quant.packed import Chunk, Layout, PackedMethod, block_inputs
 from allspan.worker.quant.plain import Plain

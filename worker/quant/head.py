@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from allspan.kernels.packing import Packer
+from allspan.kernels.packer import Packer
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearMethod, LinearShape, Source
 from allspan.worker.quant.instant import SCHEMES, InstantQuant

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allspan.kernels.packing import Packer
+from allspan.kernels.packer import Packer
 from allspan.worker.quant.base import LinearShape, Source
 from allspan.worker.quant.packed import Chunk, Layout, PackedMethod, block_inputs
 from allspan.worker.quant.plain import Plain
@@ -18,7 +18,7 @@ from allspan.worker.quant.plain import Plain
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`activation` as in `allspan.kernels.packed.ACTIVATIONS`."""
+    """`activation` as in `allspan.kernels.packed_spec.ACTIVATIONS`."""
 
     bits: int
     activation: str

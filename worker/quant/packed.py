@@ -1,4 +1,4 @@
-"""What the methods share whose weights are packed: `allspan.kernels.packed` has the layouts."""
+"""What the methods share whose weights are packed: `allspan.kernels.packed_spec` has the layouts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from allspan.kernels.packed import FEATURES, PackedSpec
-from allspan.kernels.packing import Packer, Target
+from allspan.kernels.packed_spec import FEATURES, PackedSpec
+from allspan.kernels.packer import Packer, Target
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearShape, Source
 from allspan.worker.weights.held_tensor import HeldTensor
@@ -169,10 +169,10 @@ def packed_spec(layout: Layout, shape: LinearShape, parts: Sequence[int]) -> Pac
         memory=shape.memory,
     )
     shares = bool(spec.kind.scale_bytes)
-    return replace(spec, lead=shape.inputs.start % spec.block if shape.inputs and shares else 0)
+    return replace(spec, k_offset=shape.inputs.start % spec.block if shape.inputs and shares else 0)
 
 
 def block_inputs(spec: PackedSpec, shape: LinearShape) -> range:
     """The inputs of the blocks that hold this rank's, other ranks' included."""
-    start = shape.inputs.start - spec.lead
+    start = shape.inputs.start - spec.k_offset
     return range(start, min(start + spec.blocks * spec.block, shape.all_inputs))

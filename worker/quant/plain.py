@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from allspan.kernels.packing import Packer
+from allspan.kernels.packer import Packer
 from allspan.worker.quant.base import LinearShape, Source
 from allspan.worker.quant.packed import Chunk, Layout, PackedMethod
 

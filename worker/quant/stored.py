@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from allspan.kernels.packed import FORMATS, ROW_FORMATS
-from allspan.kernels.packing import Packer
+from allspan.kernels.packed_spec import FORMATS, ROW_FORMATS
+from allspan.kernels.packer import Packer
 from allspan.worker.quant.base import LinearShape, Source
 from allspan.worker.quant.packed import Chunk, Layout, PackedMethod, block_inputs
 from allspan.worker.quant.plain import Plain

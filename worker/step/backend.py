@@ -41,7 +41,7 @@ class Capabilities:
     gives_memory_back: bool = False
     """Memory that tensors hold can be given back and taken again while they live."""
     row_dtypes: tuple[str, ...] = ()
-    """Dtypes of weights for which packed matrices lie in rows (`allspan.kernels.packed`); of others in panels."""
+    """Dtypes of weights for which packed matrices lie in rows (`allspan.kernels.packed_spec`); of others in panels."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import allspan
-from allspan.kernels.packed import LAYOUT
-from allspan.kernels.packing import Packer
+from allspan.kernels.packed_spec import LAYOUT
+from allspan.kernels.packer import Packer
 from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, InternalError
 from allspan.protos.config.config_json import from_json
 from allspan.protos.config.converted_manifest import (

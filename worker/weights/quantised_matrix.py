@@ -1,4 +1,4 @@
-"""Matrices as quantised checkpoints hold them: codes, which are whole numbers or e4m3 ones, and scales.
+"""Matrices as quantised checkpoints hold them: codes, which are integers or e4m3 ones, and scales.
 
 A weight is (code - zero) · scale, of the group that its input belongs to. `QuantisedMatrix.kind` says in a word how one
 is stored, for `allspan.worker.quant.stored`.
@@ -72,8 +72,8 @@ class QuantisedMatrix(ABC):
         return values * self.scales(rows)[:, groups]
 
     def fields(self, rows: range, inputs: range) -> dict[str, Tensor]:
-        """Codes, scales and offsets as `allspan.kernels.reference.packed` has them: of `inputs`, which begin with a
-        group; all of them in `order`, where that is another."""
+        """Codes, scales and offsets as `allspan.kernels.reference.packed_linear` has them: of `inputs`, which begin
+        with a group; all of them in `order`, where that is another."""
         codes = self.codes(rows, inputs)
         if self.group_of is not None:
             codes = codes[:, self.order()]

@@ -38,8 +38,8 @@ Task append_kv(Runtime& runtime, OpArguments& args) {
           }};
 }
 
-// qkv, heads, (q_norm, k_norm, eps), (positions, cos_sin), (spread, center), (k_cache, v_cache, k_scales, v_scales),
-// slots: token by token, so that a token's heads are taken from memory once.
+// qkv, heads, (q_norm, k_norm, eps), (positions, cos_sin), (has_hadamard, center), (k_cache, v_cache, k_scales,
+// v_scales), slots: token by token, so that a token's heads are taken from memory once.
 Task rotary_append(Runtime& runtime, OpArguments& args) {
   const Tensor qkv = args.floats(args.at(0), "qkv", {kAny, kAny, kAny});
   const int64_t dim = qkv.shape[2], heads = args.number<int64_t>(1), rest = qkv.shape[1] - heads;
@@ -51,7 +51,7 @@ Task rotary_append(Runtime& runtime, OpArguments& args) {
   const Tensor cos_sin = args.floats(args.at(6), "cos_sin", {kAny, kAny});
   const int64_t rot = cos_sin.shape[1];
   args.require(rot % 2 == 0 && rot <= dim, "cos_sin's second extent must be even and at most the head size");
-  const bool spread = args.number<int64_t>(7) != 0;
+  const bool has_hadamard = args.number<int64_t>(7) != 0;
   const float* center = args.is_none(8) ? nullptr : args.floats(args.at(8), "center", {kv_heads, dim}).floats();
   const CacheArgs cache = take_cache(args, 9, kv_heads, dim);
   const Input* positions = args.input(5, "positions", qkv.shape[0], cos_sin.shape[0]);
@@ -64,7 +64,7 @@ Task rotary_append(Runtime& runtime, OpArguments& args) {
     if (q_norm) kernels.rms_norm(q, nullptr, q_norm, eps, q, heads, dim);
     if (k_norm) kernels.rms_norm(k, nullptr, k_norm, eps, k, kv_heads, dim);
     kernels.rotary(q, heads + kv_heads, dim, position, cos_sin.floats(), rot, 1);
-    if (spread) {
+    if (has_hadamard) {
       kernels.hadamard(q, heads, dim, nullptr, 1);
       kernels.hadamard(k, kv_heads, dim, center, 1);
     }

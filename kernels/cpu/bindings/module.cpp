@@ -10,7 +10,7 @@
 namespace nb = nanobind;
 
 void bind_collectives(nb::module_& module);  // collectives.cpp
-void bind_packing(nb::module_& module);      // packing.cpp
+void bind_packer(nb::module_& module);       // packer.cpp
 void bind_program(nb::module_& module);      // program.cpp
 void bind_sampling(nb::module_& module);     // sampling.cpp
 
@@ -56,7 +56,7 @@ NB_MODULE(_native, module) {
   for (const OpRow& op : op_table())
     module.def(op.name, [&op](Runtime& runtime, const nb::args& args) { run_op(op, runtime, args); });
   bind_collectives(module);
-  bind_packing(module);
+  bind_packer(module);
   bind_program(module);
   bind_sampling(module);
 }

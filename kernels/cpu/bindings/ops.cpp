@@ -25,7 +25,7 @@ PackedSpec OpArguments::spec(int i) const {
   const auto number = [&](const char* name) { return nb::cast<int64_t>(given.attr(name)); };
   std::vector<int64_t> parts;
   for (nb::handle part : given.attr("parts")) parts.push_back(nb::cast<int64_t>(part));
-  return PackedSpec::make(text("format"), text("activation"), std::move(parts), number("inputs"), number("lead"),
+  return PackedSpec::make(text("format"), text("activation"), std::move(parts), number("inputs"), number("k_offset"),
                           number("group"), nb::cast<bool>(given.attr("interleaved")));
 }
 

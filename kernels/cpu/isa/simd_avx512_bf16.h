@@ -3,7 +3,7 @@
 #pragma once
 
 // Words of two bfloat16, the first in the low half. q and the weights are rounded to bfloat16 (to nearest, ties to
-// even); whole numbers of quantised pages fit without.
+// even); integers of quantised pages fit without.
 struct Pairs {
   static constexpr Size kWide = 2;
   static constexpr float kUnit = 1.44269504f;  // power() is of 2

@@ -1,4 +1,4 @@
-// Codes, whole numbers and floats of 16 features at a time, for linear_int.inc: AVX2, FMA and F16C, two registers each.
+// Codes, integers and floats of 16 features at a time, for linear_int.inc: AVX2, FMA and F16C, two registers each.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// Codes, whole numbers and floats of 16 features at a time, for linear_int.inc: AVX-512 F, BW, VL and DQ.
+// Codes, integers and floats of 16 features at a time, for linear_int.inc: AVX-512 F, BW, VL and DQ.
 // With VNNI, sums of products of bytes are one instruction.
 #pragma once
 
@@ -44,7 +44,7 @@ inline uint32_t largest_bits_of_group(const float* x) {
   return _mm512_reduce_max_epu32(
       _mm512_max_epu32(_mm512_and_si512(load_int(x), magnitude), _mm512_and_si512(load_int(x + 16), magnitude)));
 }
-// 16 of x as whole numbers, or zeros; see Quantiser.
+// 16 of x as integers, or zeros; see Quantiser.
 inline I whole_numbers(const float* x, float factor) {
   const I shifted =
       _mm512_castps_si512(_mm512_add_ps(_mm512_mul_ps(load(x), _mm512_set1_ps(factor)), _mm512_set1_ps(12582912.0f)));

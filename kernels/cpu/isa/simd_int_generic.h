@@ -1,4 +1,4 @@
-// Codes, whole numbers and floats of 16 features at a time, for linear_int.inc, in plain C++.
+// Codes, integers and floats of 16 features at a time, for linear_int.inc, in plain C++.
 #pragma once
 
 #include <cstdint>

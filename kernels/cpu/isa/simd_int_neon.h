@@ -1,4 +1,4 @@
-// Codes, whole numbers and floats of 16 features at a time, for linear_int.inc: NEON, four registers each. Bytes are
+// Codes, integers and floats of 16 features at a time, for linear_int.inc: NEON, four registers each. Bytes are
 // multiplied by dot products of bytes without a sign and such with one (i8mm), else by dot products of bytes with a
 // sign (dotprod), else by products of these, added in pairs: what the compiler's flags allow.
 #pragma once

@@ -1,4 +1,4 @@
-// Codes, whole numbers and floats of 16 features at a time, for linear_int.inc: SVE, one or two registers each, of the
+// Codes, integers and floats of 16 features at a time, for linear_int.inc: SVE, one or two registers each, of the
 // length that -msve-vector-bits fixes.
 #pragma once
 

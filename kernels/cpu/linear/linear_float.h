@@ -1,7 +1,7 @@
-// The kernels of float32 and bfloat16 weights; float_kernels() of packed.h chooses among them.
+// The kernels of float32 and bfloat16 weights; float_kernels() of packed_spec.h chooses among them.
 #pragma once
 
-#include "linear/packed.h"
+#include "linear/packed_spec.h"
 
 namespace allspan {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "linear/packed.h"
+#include "linear/packed_spec.h"
 #include "runtime/pool.h"
 
 namespace allspan {

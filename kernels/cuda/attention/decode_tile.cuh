@@ -40,7 +40,7 @@ constexpr int kLift = kIsCodes || FP16 ? 15 : 0;
 constexpr float kLifted = 1 << kLift;
 
 // Code i of the low 16 bits beside code i of the high ones; those of 4 bits with an odd i are 16 times as large.
-__device__ __forceinline__ void spread(uint32_t* pairs, uint32_t word) {
+__device__ __forceinline__ void unpack_codes(uint32_t* pairs, uint32_t word) {
   if (kFormat == kUint4) {
     const uint32_t high = word >> 8;
     pairs[0] = word & 0x000f000fu, pairs[1] = word & 0x00f000f0u;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void multiply_keys(Product (*s)[kSixteens], const Que
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           uint32_t low[kPairs], high[kPairs];
-          spread(low, r[2 * k]), spread(high, r[2 * k + 1]);
+          unpack_codes(low, r[2 * k]), unpack_codes(high, r[2 * k + 1]);
 #pragma unroll
           for (int i = 0; i < kPairs; i += 2) {
             const uint32_t a[4] = {low[i], high[i], low[i + 1], high[i + 1]};
@@ -364,7 +364,7 @@ struct State {
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
             uint32_t first[kPairs], second[kPairs];
-            spread(first, r[2 * k]), spread(second, r[2 * k + 1]);
+            unpack_codes(first, r[2 * k]), unpack_codes(second, r[2 * k + 1]);
 #pragma unroll
             for (int i = 0; i < kPairs; i += 2) {
               const uint32_t a[4] = {first[i], first[i + 1], second[i], second[i + 1]};

@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_words(uint32_t* w, const char* tile, int ro
 constexpr int kPairs = kBits == 4 ? 4 : 2;
 constexpr float kBias = kFormat == kUint4 ? (FP16 ? 1024.0f : 128.0f) : 0.0f;
 constexpr uint32_t kUnitPair = FP16 ? 0x64006400u : 0x43004300u, kSigns = 0x80008000u;
-__device__ __forceinline__ void spread(uint32_t* pairs, uint32_t word) {
+__device__ __forceinline__ void unpack_codes(uint32_t* pairs, uint32_t word) {
   if (kFormat == kUint4) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) pairs[i] = (word >> 4 * i & 0x000f000fu) | kUnitPair;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void widen(char* to, const char* codes, const float* 
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       uint32_t pairs[kPairs];
-      spread(pairs, words[w]);
+      unpack_codes(pairs, words[w]);
 #pragma unroll
       for (int i = 0; i < kPairs; i += 2) {  // codes i and i + 1, and those kPairs further
         uint32_t low = __byte_perm(pairs[i], pairs[i + 1], 0x5410), high = __byte_perm(pairs[i], pairs[i + 1], 0x7632);

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.cuda.jit.modules import Gpu, gpu
-from allspan.kernels.packed import PackedSpec
+from allspan.kernels.packed_spec import PackedSpec
 
 STORE, ADD, GATED = 0, 1, 2
 """Epilogues: out = product; out += product; out = silu(first half of the features) · second half."""
@@ -52,10 +52,10 @@ class LinearCall:
         return gpu(self.x.device)
 
     def padded_x(self) -> Tensor:
-        """Returns x with zeros for the `lead` before it, in rows of whole 16 bytes that begin at a multiple of 16."""
+        """Returns x with `k_offset` zeros before it, in rows of whole 16 bytes that begin at a multiple of 16."""
         spec, x = self.spec, self.x
-        if spec.lead or spec.inputs % 8 or x.data_ptr() % 16:
-            return functional.pad(x, (spec.lead, -(spec.lead + spec.inputs) % 8))
+        if spec.k_offset or spec.inputs % 8 or x.data_ptr() % 16:
+            return functional.pad(x, (spec.k_offset, -(spec.k_offset + spec.inputs) % 8))
         return x
 
 

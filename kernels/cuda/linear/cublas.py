@@ -14,8 +14,8 @@ from allspan.kernels.cuda.linear.call import ADD, GATED, LinearCall, is_float
 from allspan.kernels.cuda.linear.dequantise import matrix_of
 from allspan.kernels.cuda.linear.epilogue import finish
 from allspan.kernels.cuda.linear.quantise_input import quantise_blocks, quantise_rows
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.row_layout import codes_of, numbers_of
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import codes_of, qparams_of
 
 
 def multiplies_e4m3(spec: PackedSpec, device: Gpu) -> bool:
@@ -62,14 +62,14 @@ def halves(call: LinearCall) -> None:
 
 
 def int8(call: LinearCall) -> None:
-    """Multiplies int8 by int8, both in the order of a slab; scales and offsets come after."""
+    """Multiplies int8 by int8, both in the order of a k tile; scales and offsets come after."""
     codes, scales, sums = quantise_rows(call.padded_x(), call.spec, torch.int8)
     products = torch._int_mm(codes, codes_of(call.weight, call.spec).view(torch.int8).T)
-    finish(products, call, (scales, sums, numbers_of(call.weight, call.spec)))
+    finish(products, call, (scales, sums, qparams_of(call.weight, call.spec)))
 
 
 def e4m3(call: LinearCall) -> None:
-    """Multiplies e4m3 by e4m3, both in the order of a slab; the scales of rows and features come after."""
+    """Multiplies e4m3 by e4m3, both in the order of a k tile; the scales of rows and features come after."""
     codes, scales, _ = quantise_rows(call.padded_x(), call.spec, torch.float8_e4m3fn)
     matrix = codes_of(call.weight, call.spec).view(torch.float8_e4m3fn)
     if codes.is_cuda:
@@ -77,19 +77,19 @@ def e4m3(call: LinearCall) -> None:
         products = torch._scaled_mm(codes, matrix.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     else:
         products = (codes.float() @ matrix.T.float()).bfloat16()
-    finish(products, call, (scales, None, numbers_of(call.weight, call.spec)))
+    finish(products, call, (scales, None, qparams_of(call.weight, call.spec)))
 
 
 def e4m3_blocks(call: LinearCall) -> None:
-    """Multiplies e4m3 by e4m3, both in the order of a slab and with a scale for each `spec.block` inputs of a row."""
+    """Multiplies e4m3 by e4m3, both in the order of a k tile and with a scale for each `spec.block` inputs of a row."""
     spec = call.spec
     codes, scales = quantise_blocks(call.padded_x(), spec)
     matrix = codes_of(call.weight, spec).view(torch.float8_e4m3fn).T
-    numbers = numbers_of(call.weight, spec).squeeze(2)
+    qparams = qparams_of(call.weight, spec).squeeze(2)
     if codes.is_cuda:
-        products = torch._scaled_mm(codes, matrix, scales.T, numbers, out_dtype=torch.bfloat16)
+        products = torch._scaled_mm(codes, matrix, scales.T, qparams, out_dtype=torch.bfloat16)
     else:
-        factors = (each.repeat_interleave(spec.block, 0) for each in (scales, numbers))
+        factors = (each.repeat_interleave(spec.block, 0) for each in (scales, qparams))
         seen, weights = (side.float() * factor for side, factor in zip((codes.T, matrix), factors, strict=True))
         products = (seen.T @ weights).bfloat16()
     finish(products[: call.rows], call)

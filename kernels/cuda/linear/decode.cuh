@@ -9,8 +9,8 @@
 #ifndef FLOATS
 #define FLOATS 0
 #endif
-constexpr int kSets = 16 / BITS;  // of 32 inputs, in a slab
-// What a decoded code is more than the code: small whole numbers are cheapest in bfloat16 as 128 + code, and bytes lie
+constexpr int kSets = 16 / BITS;  // of 32 inputs, in a k tile
+// What a decoded code is more than the code: small integers are cheapest in bfloat16 as 128 + code, and bytes lie
 // less 128. In half precision they are subnormal numbers as they are, and e4m3 numbers 2^8 times smaller: what is
 // decoded times kUnit is the code.
 constexpr float kBase = FP16 ? 0.0f : BITS == 4 ? 128.0f : BITS == 8 && !FLOATS ? -128.0f : 0.0f;
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t word(const uint4& chunk, int i) {
   return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
 }
 
-// Bytes `low` and `high` of four, signed whole numbers: what their lower 7 bits are more than 0 as 128 + bits, less 4
+// Bytes `low` and `high` of four, signed integers: what their lower 7 bits are more than 0 as 128 + bits, less 4
 // times 32, or 64 where the sign bit, which is the last of the exponent there, is set. All exact.
 __device__ __forceinline__ uint32_t pair_of_bytes(uint32_t bytes, int low, int high) {
   if (FP16) return __byte_perm(bytes ^ 0x80808080, 0, 0x4040 | low | high << 8);
@@ -37,10 +37,10 @@ __device__ __forceinline__ uint32_t pair_of_floats(uint32_t halves) {
 }
 
 // What a group's 32 bits are: two halves, or of e4m3 codes a float32 scale, which has no offset beside it.
-__device__ __forceinline__ float scale_of(uint32_t numbers) {
-  return FLOATS ? __uint_as_float(numbers) : half_wide(numbers & 0xffff);
+__device__ __forceinline__ float scale_of(uint32_t qparams) {
+  return FLOATS ? __uint_as_float(qparams) : half_wide(qparams & 0xffff);
 }
-__device__ __forceinline__ float offset_of(uint32_t numbers) { return FLOATS ? 0.0f : half_wide(numbers >> 16); }
+__device__ __forceinline__ float offset_of(uint32_t qparams) { return FLOATS ? 0.0f : half_wide(qparams >> 16); }
 
 // What becomes of a product: it is stored, or added to what is there, or silu(first half) · second half is stored.
 constexpr int kAdd = 1, kGated = 2;

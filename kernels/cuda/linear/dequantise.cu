@@ -2,18 +2,18 @@
 // memory: 16 bytes a thread, one pass. Compiled with BITS, FLOATS and GROUPED (dequantise.cuh).
 #include "linear/dequantise.cuh"
 
-// out: 16-bit elements [features, slabs · 32 · kSets], inputs in their order.
-extern "C" __global__ void dequantise(const uint4* weight, const void* numbers, uint4* out, int features, int groups,
-                                      int group_sets, int slabs) {
-  const long long chunks = static_cast<long long>(features) * slabs * 4;
+// out: 16-bit elements [features, k tiles · 32 · kSets], inputs in their order.
+extern "C" __global__ void dequantise(const uint4* weight, const void* qparams, uint4* out, int features, int groups,
+                                      int group_sets, int k_tiles) {
+  const long long chunks = static_cast<long long>(features) * k_tiles * 4;
   for (long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; at < chunks;
        at += static_cast<long long>(gridDim.x) * blockDim.x) {
-    const int feature = static_cast<int>(at / (slabs * 4)), slab = static_cast<int>(at / 4 % slabs);
+    const int feature = static_cast<int>(at / (k_tiles * 4)), k_tile = static_cast<int>(at / 4 % k_tiles);
     const uint4 chunk = stream16(weight + at);
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       float values[8];
-      weights_of(chunk, numbers, features, groups, group_sets, feature, slab, set, values);
+      weights_of(chunk, qparams, features, groups, group_sets, feature, k_tile, set, values);
       out[(at / 4 * kSets + set) * 4 + at % 4] = packed(values);
     }
   }

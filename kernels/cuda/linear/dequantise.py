@@ -10,9 +10,9 @@ from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, gpu, kernel, launch
 from allspan.kernels.cuda.linear.call import LinearCall
-from allspan.kernels.cuda.linear.macros import BLOCKS_A_MULTIPROCESSOR, common_specs, dequant_macros, groups, slabs
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.row_layout import codes_of, numbers_of
+from allspan.kernels.cuda.linear.macros import BLOCKS_A_MULTIPROCESSOR, common_specs, dequant_macros, groups, k_tiles
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import codes_of, qparams_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
@@ -22,16 +22,16 @@ def matrix_of(call: LinearCall) -> Tensor:
     """Returns the weight [features, inputs] in x's type: a view, or of quantised weights a new tensor for this call."""
     spec = call.spec
     matrix = codes_of(call.weight, spec) if spec.kind.bits == 16 else dequantised(call.weight, spec, call.x.dtype)
-    return matrix[:, spec.lead : spec.lead + spec.inputs]
+    return matrix[:, spec.k_offset : spec.k_offset + spec.inputs]
 
 
 def dequantised(weight: Tensor, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
     """Returns a new matrix [features, depth] in `dtype`."""
     out = torch.empty(spec.features, spec.depth, dtype=dtype, device=weight.device)
-    sizes = map(np.int32, (spec.features, *groups(spec), slabs(spec)))
-    chunks = spec.features * slabs(spec) * 4
+    sizes = map(np.int32, (spec.features, *groups(spec), k_tiles(spec)))
+    chunks = spec.features * k_tiles(spec) * 4
     blocks = max(1, min(-(-chunks // 256), BLOCKS_A_MULTIPROCESSOR * gpu(weight.device).multiprocessors))
-    launch(_kernel(spec, dtype), (blocks,), 256, (weight, numbers_of(weight, spec), out, *sizes))
+    launch(_kernel(spec, dtype), (blocks,), 256, (weight, qparams_of(weight, spec), out, *sizes))
     return out
 
 

@@ -29,10 +29,10 @@ constexpr int kRows = FROM_CODES ? 2 : 4;  // whose products a thread asks for b
 struct Features {
   float scale[WIDTH], offset[WIDTH], bias[WIDTH];
 
-  __device__ __forceinline__ Features(const void* numbers, const float* all, int feature) {
+  __device__ __forceinline__ Features(const void* qparams, const float* all, int feature) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
-      if (kHasFactors) numbers_of(numbers, feature + e, kProductBase, scale[e], offset[e]);
+      if (kHasFactors) qparams_of(qparams, feature + e, kProductBase, scale[e], offset[e]);
       bias[e] = all ? all[feature + e] : 0;
     }
   }
@@ -88,15 +88,15 @@ __device__ __forceinline__ void put(float* values, void* out, long long to, bool
 }
 
 // products [rows, features] → out [rows, out_stride] from `column` on. `scales` and `sums` of the rows of x, and
-// `numbers`, are those of products of codes. Blocks of the grid's y go from kRows rows to the next.
+// `qparams`, are those of products of codes. Blocks of the grid's y go from kRows rows to the next.
 extern "C" __global__ void __launch_bounds__(256)
-    finish(const void* products, const float* scales, const float* sums, const void* numbers, const float* bias,
+    finish(const void* products, const float* scales, const float* sums, const void* qparams, const float* bias,
            void* out, int rows, int features, int epilogue, int out_floats, int out_stride, int column) {
   const bool is_gated = epilogue == kGated;
   const int outputs = is_gated ? features / 2 : features;
   const int feature = (blockIdx.x * blockDim.x + threadIdx.x) * WIDTH;
   if (feature >= outputs) return;
-  const Features gates(numbers, bias, feature), ups(numbers, bias, is_gated ? outputs + feature : feature);
+  const Features gates(qparams, bias, feature), ups(qparams, bias, is_gated ? outputs + feature : feature);
   let_next_begin();
   wait_for_ahead();
   for (int first = blockIdx.y * kRows; first < rows; first += gridDim.y * kRows) {

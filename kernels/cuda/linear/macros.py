@@ -10,7 +10,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import element_macro
 from allspan.kernels.cuda.linear.call import Output, is_float
-from allspan.kernels.packed import PackedSpec
+from allspan.kernels.packed_spec import PackedSpec
 
 BLOCKS_A_MULTIPROCESSOR = 16
 """Thread blocks of a kernel that goes through a tensor once."""
@@ -34,7 +34,7 @@ def common_specs(dtype: torch.dtype) -> Iterator[PackedSpec]:
 
 def gemm_sizes(x: Tensor, spec: PackedSpec, output: Output) -> Iterator[np.int32]:
     """Yields the sizes that skinny kernels are launched with, for x padded to whole 16 bytes."""
-    sizes = (len(x), spec.features, x.shape[1], slabs(spec), groups(spec)[1], output.epilogue, is_float(output.out))
+    sizes = (len(x), spec.features, x.shape[1], k_tiles(spec), groups(spec)[1], output.epilogue, is_float(output.out))
     return map(np.int32, (*sizes, x.stride(0), output.out.stride(0), output.column))
 
 
@@ -53,8 +53,8 @@ def bits_macros(spec: PackedSpec, dtype: torch.dtype) -> dict[str, int]:
     return {"BITS": spec.kind.bits, "FLOATS": int(spec.kind.is_e4m3), **element_macro(dtype)}
 
 
-def numbers_of_slab(spec: PackedSpec) -> int:
-    """Returns the number of quantisation groups that a slab holds a part of; 0 where scales are a channel's."""
+def groups_of_k_tile(spec: PackedSpec) -> int:
+    """Returns the number of quantisation groups that a k tile holds a part of; 0 where scales are a channel's."""
     sets = 16 // spec.kind.bits
     return sets // min(group_sets(spec), sets) if group_sets(spec) else 0
 
@@ -69,6 +69,6 @@ def groups(spec: PackedSpec) -> tuple[int, int]:
     return spec.groups, max(1, group_sets(spec))
 
 
-def slabs(spec: PackedSpec) -> int:
-    """Returns the number of slabs, of 64 bytes, that a feature's quantised values fill."""
+def k_tiles(spec: PackedSpec) -> int:
+    """Returns the number of k tiles, of 64 bytes, that a feature's quantised values fill."""
     return spec.depth * spec.kind.bits // 512

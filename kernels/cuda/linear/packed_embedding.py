@@ -10,9 +10,9 @@ from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, kernel, launch
 from allspan.kernels.cuda.linear.call import check_weight, is_float
-from allspan.kernels.cuda.linear.macros import common_specs, dequant_macros, groups, slabs
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.row_layout import FLOATS, numbers_of
+from allspan.kernels.cuda.linear.macros import common_specs, dequant_macros, groups, k_tiles
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import FLOATS, qparams_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
@@ -28,8 +28,8 @@ def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: i
         raise ValueError(f"out: {out.dtype} is none of {', '.join(map(str, dtypes))}, which {spec.format} rows become")
     if len(ids) == 0 or spec.inputs == 0:
         return
-    sizes = (*groups(spec), spec.inputs, slabs(spec), spec.lead, first_row, is_float(out))
-    arguments = (ids, weight, numbers_of(weight, spec), out, np.int32(spec.features), *map(np.int32, sizes))
+    sizes = (*groups(spec), spec.inputs, k_tiles(spec), spec.k_offset, first_row, is_float(out))
+    arguments = (ids, weight, qparams_of(weight, spec), out, np.int32(spec.features), *map(np.int32, sizes))
     launch(_kernel(spec, FLOATS.get(spec.format, out.dtype)), (len(ids),), 128, arguments)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from allspan.kernels.cuda.jit.modules import HALVES
 from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output, check_weight
 from allspan.kernels.cuda.linear.dispatch import choose
-from allspan.kernels.packed import PackedSpec
+from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import FLOATS
 
 EPILOGUES = {"packed_linear": STORE, "packed_linear_add": ADD, "packed_gated_linear": GATED}

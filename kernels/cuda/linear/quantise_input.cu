@@ -4,7 +4,7 @@
 
 constexpr uint32_t kInfinite = FP16 ? 0x7c00 : 0x7f80;  // of 16 bits
 
-// Of eight elements: magnitudes, as whole numbers, are in order, with NaN above all.
+// Of eight elements: magnitudes, as integers, are in order, with NaN above all.
 __device__ __forceinline__ uint32_t largest(const uint4& eight) {
   uint32_t most = 0;
 #pragma unroll
@@ -12,11 +12,11 @@ __device__ __forceinline__ uint32_t largest(const uint4& eight) {
   return most;
 }
 
-// A block a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, in the order of a slab. int8: scale = most /
+// A block a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, in the order of a k tile. int8: scale = most /
 // 127, and `sums` are those of the row's codes; e4m3: scale = most / 448. A row with a NaN or an infinity gets the
 // scale NaN. Of a row longer than `held` elements what is behind those is read twice.
 extern "C" __global__ void __launch_bounds__(256)
-    quantise(const uint4* x, uint2* codes, float* scales, float* sums, int inputs, int slabs, int held) {
+    quantise(const uint4* x, uint2* codes, float* scales, float* sums, int inputs, int k_tiles, int held) {
   DYNAMIC_SHARED(shared);
   uint4* const row = reinterpret_cast<uint4*>(shared);
   __shared__ float most_of[8], sum_of[8];
@@ -40,9 +40,9 @@ extern "C" __global__ void __launch_bounds__(256)
   const bool usable = most_bits < kInfinite && most >= 1e-30f;
   const float factor = usable ? largest / most : 0.0f;
   float sum = 0;
-  uint2* const to = codes + static_cast<long long>(blockIdx.x) * slabs * 8;
-  for (int at = threadIdx.x; at < slabs * 8; at += blockDim.x) {
-    const int slab = at / 8, set = at / 4 % 2, t = at % 4;
+  uint2* const to = codes + static_cast<long long>(blockIdx.x) * k_tiles * 8;
+  for (int at = threadIdx.x; at < k_tiles * 8; at += blockDim.x) {
+    const int k_tile = at / 8, set = at / 4 % 2, t = at % 4;
     uint4 eight = make_uint4(0, 0, 0, 0);
     if (at < inputs / 8 && usable) eight = at < kept ? row[at] : from[at];
     uint32_t halves[2] = {};
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(256)
         halves[j / 2] |= ((a & 0xff) | (b & 0xff) << 8) << (j % 2 * 16);
       }
     }
-    to[slab * 8 + t * 2 + set] = make_uint2(halves[0], halves[1]);
+    to[k_tile * 8 + t * 2 + set] = make_uint2(halves[0], halves[1]);
   }
 #pragma unroll
   for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // 16 threads for 128 inputs of a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, codes e4m3 in the order of
-// a slab [all_rows, groups · 128], scales float32 [groups, all_rows]; rows from `rows` on are zeros. scale = most /
+// a k tile [all_rows, groups · 128], scales float32 [groups, all_rows]; rows from `rows` on are zeros. scale = most /
 // 448; of a NaN or an infinity it is NaN.
 extern "C" __global__ void __launch_bounds__(256)
     quantise_groups(const uint4* x, uint2* codes, float* scales, int rows, int inputs, int groups, int all_rows) {
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(256)
     halves[j / 2] |= pack_e4m3(wide(pair & 0xffff) * factor, wide(pair >> 16) * factor) << (j % 2 * 16);
   }
   if (row >= all_rows) return;
-  // 16 of a group are two slabs: chunk `t % 4`, set `t / 4 % 2` of each.
+  // 16 of a group are two k tiles: chunk `t % 4`, set `t / 4 % 2` of each.
   codes[(static_cast<long long>(row) * groups + group) * 16 + t / 8 * 8 + t % 4 * 2 + t / 4 % 2] =
       make_uint2(halves[0], halves[1]);
   if (t == 0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, kernel, launch
-from allspan.kernels.cuda.linear.macros import slabs
-from allspan.kernels.packed import PackedSpec
+from allspan.kernels.cuda.linear.macros import k_tiles
+from allspan.kernels.packed_spec import PackedSpec
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
@@ -22,19 +22,19 @@ _ROWS_TOGETHER = 8
 
 
 def quantise_rows(x: Tensor, spec: PackedSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns x in `dtype` (int8 or e4m3) [n, depth] in the order of a slab, its scales float32 [n], and of int8 the
+    """Returns x in `dtype` (int8 or e4m3) [n, depth] in the order of a k tile, its scales float32 [n], and of int8 the
     sums of each row's values float32 [n]."""
     codes = torch.empty(len(x), spec.depth, dtype=dtype, device=x.device)
     scales, sums = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
     held = min(x.shape[1], _HELD_ROW)
-    sizes = np.int32(x.shape[1]), np.int32(slabs(spec)), np.int32(held)
+    sizes = np.int32(x.shape[1]), np.int32(k_tiles(spec)), np.int32(held)
     quantise = _kernel("quantise", int(spec.kind.is_e4m3), x.dtype)
     launch(quantise, (len(x),), 256, (x, codes, scales, sums, *sizes), 2 * held)
     return codes, scales, sums
 
 
 def quantise_blocks(x: Tensor, spec: PackedSpec) -> tuple[Tensor, Tensor]:
-    """Returns x in e4m3 [n rounded up to 8, depth] in the order of a slab, and a scale for each row and `spec.block`
+    """Returns x in e4m3 [n rounded up to 8, depth] in the order of a k tile, and a scale for each row and `spec.block`
     inputs, float32 [groups, n rounded up to 8]."""
     rows = -(-len(x) // _ROWS_TOGETHER) * _ROWS_TOGETHER
     codes = torch.empty(rows, spec.depth, dtype=torch.float8_e4m3fn, device=x.device)

@@ -135,7 +135,7 @@ __device__ __forceinline__ void multiply_anew(float* c, const uint32_t* a, uint3
   multiply(c, a, b0, b1);
 #endif
 }
-// Of whole numbers of 8 bits, four a register.
+// Of integers of 8 bits, four a register.
 __device__ __forceinline__ void multiply_whole(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
 #if ALLSPAN_SM80
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -67,7 +67,7 @@ __device__ __forceinline__ void turn_far(Row& x, const float* angles, int rot, i
 }
 
 // `by`: 1 / √size, of the matrix.
-__device__ __forceinline__ void spread_out(Row& x, int size, float by, int lane) {
+__device__ __forceinline__ void hadamard(Row& x, int size, float by, int lane) {
 #pragma unroll
   for (int half = 1; half < 8; half *= 2) {
     if (half >= size) break;
@@ -101,7 +101,7 @@ struct Place {
   int page_size;
 };
 
-// Writes whole numbers and their zero and scale; all lanes of a warp come here, those that write nothing, too.
+// Writes integers and their zero and scale; all lanes of a warp come here, those that write nothing, too.
 __device__ __forceinline__ void append(const Words& words, void* cache, float* scales, Place to, int dim, int lane,
                                        bool is_there) {
   constexpr float kLow = FORMAT == kInt8 ? -128.0f : 0.0f, kHigh = FORMAT == kInt8 ? 127.0f : 15.0f;
@@ -174,14 +174,15 @@ __device__ __forceinline__ void append(const Words& words, void* cache, float* s
 }
 
 // A token has `heads` queries in q, `key_heads` in k and `value_heads` in v, each `dim` elements after the one before;
-// tokens are *_stride elements apart. Without norms, cos_sin (rot = 0) or spread (0; else 1 / √size of the matrix)
-// these steps are left out. Pages: strides in elements of the cache; scales [pages, key_heads, 2, page_size].
+// tokens are *_stride elements apart. Without norms, cos_sin (rot = 0) or hadamard_scale (0; else 1 / √size of the
+// matrix) these steps are left out. Pages: strides in elements of the cache; scales [pages, key_heads, 2, page_size].
 extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
     rotary_append(bf16* q, bf16* k, bf16* v, long long q_stride, long long k_stride, long long v_stride, int tokens,
                   int heads, int key_heads, int value_heads, int dim, const float* q_norm, const float* k_norm,
-                  float eps, const int* positions, const float* cos_sin, int rot, float spread, const float* center,
-                  void* k_cache, void* v_cache, float* k_scales, float* v_scales, long long page_stride,
-                  long long head_stride, long long token_stride, int page_size, const int* slots) {
+                  float eps, const int* positions, const float* cos_sin, int rot, float hadamard_scale,
+                  const float* center, void* k_cache, void* v_cache, float* k_scales, float* v_scales,
+                  long long page_stride, long long head_stride, long long token_stride, int page_size,
+                  const int* slots) {
   __shared__ bf16 staged[kRows][kMostDim];
   const int lane = threadIdx.x % kLanes;
   // Values come last: they are not turned, so their warps have less to do.
@@ -226,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
     load<kFloat32, 8>(angles, kLanes * 8 + lane * 8, 8, sine);
   }
 
-  if ((PLAIN || q_norm || k_norm || rot || spread != 0) && __any_sync(~0u, is_there && !is_value)) {
+  if ((PLAIN || q_norm || k_norm || rot || hadamard_scale != 0) && __any_sync(~0u, is_there && !is_value)) {
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
       Row x;
@@ -255,14 +256,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
         turn_far(x, angles, rot, lane, staged[threadIdx.x / kLanes]);
       }
       round(x, words[e]);
-      if (!PLAIN && spread != 0) {
+      if (!PLAIN && hadamard_scale != 0) {
         open(words[e], x);
         if (center && is_key && e < count) {
           Row less;
           load_beside(center + static_cast<long long>(head + e) * dim, dim, lane, less);
           for_all(x, [&](float& value, int r, int j) { value -= less[r][j]; });
         }
-        spread_out(x, dim & -dim, spread, lane);
+        hadamard(x, dim & -dim, hadamard_scale, lane);
         round(x, words[e]);
       }
 #pragma unroll

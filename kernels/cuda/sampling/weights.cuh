@@ -1,4 +1,4 @@
-// What the sampling kernels share: weights of tokens as whole numbers, sums over a thread block, and the choice of a
+// What the sampling kernels share: weights of tokens as integers, sums over a thread block, and the choice of a
 // threshold by histograms.
 //
 // kernels/reference/sampling.py is the definition, and every outcome has its bits. There a token's weight is exp(z),

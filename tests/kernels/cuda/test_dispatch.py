@@ -12,7 +12,7 @@ from allspan.kernels.cuda.jit.modules import Gpu, shared_limit
 from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output
 from allspan.kernels.cuda.linear.dispatch import KERNELS, choose
 from allspan.kernels.cuda.linear.packed_linear import kernel_name, packed_linear
-from allspan.kernels.packed import PackedSpec
+from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.table import BACKENDS, LoadedOps, _load
 
 MULTIPROCESSORS = {(7, 5): 40, (8, 0): 108, (8, 9): 128, (9, 0): 132, (10, 0): 148}

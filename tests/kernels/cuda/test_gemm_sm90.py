@@ -16,8 +16,8 @@ from allspan.kernels.cuda.linear.dispatch import choose
 from allspan.kernels.cuda.linear.gemm import gemm_sm90 as module
 from allspan.kernels.cuda.linear.gemm.gemm_sm90 import Scales, gemm_sm90
 from allspan.kernels.errors import BackendUnavailable
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.reference.packed import unpack
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.reference.packed_linear import unpack
 from support.emulator.driver import EmulatorDriver
 from support.packed_cases import random_weight
 
@@ -59,7 +59,7 @@ def check(
     product = x.double() @ matrix.double().T
     if kind == E4M3:
         scales = Scales(random(rows) % 1 + 0.5, (random(features, 2) % 1 + 0.5) / depth**0.5)
-        product *= scales.rows.double()[:, None] * scales.numbers[:, 0].double()
+        product *= scales.rows.double()[:, None] * scales.qparams[:, 0].double()
     elif epilogue == GATED:
         matrix, product = (matrix.double() / depth**0.5).to(kind), product / depth**0.5
         product = x.double() @ matrix.double().T

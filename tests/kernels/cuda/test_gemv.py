@@ -14,7 +14,7 @@ from allspan.kernels.cuda.linear import packed_linear as linear
 from allspan.kernels.cuda.linear.call import GATED, STORE, Output
 from allspan.kernels.cuda.linear.gemm import gemv
 from allspan.kernels.cuda.linear.gemm.gemv import Form
-from allspan.kernels.packed import ROW_FORMATS
+from allspan.kernels.packed_spec import ROW_FORMATS
 from support.linear_cases import Case, check_add, check_gated, check_store, spec_of
 
 ALL = [
@@ -44,7 +44,7 @@ def small_form(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "group"), [("fp8", 0), ("fp8_block", 0), ("channel8", 0), ("group8", 32), ("group4", 32), ("group4", 128)]
 )
 def test_a_row_agrees_with_float64(name: str, group: int, device: str) -> None:
-    """Tiles end within a turn of the warps, slabs are odd, features are no multiple of a tile, some warps idle."""
+    """Tiles end within a turn of the warps, k tiles are odd, features are no multiple of a tile, some warps idle."""
     check_gated(Case(spec_of(name, group, (71, 71), 712), 1, device))
     check_add(Case(spec_of(name, group, (7,), 104), 1, device))
 
@@ -52,7 +52,7 @@ def test_a_row_agrees_with_float64(name: str, group: int, device: str) -> None:
 @pytest.mark.usefixtures("small_form")
 def test_a_rank_s_inputs_may_begin_within_a_group(device: str) -> None:
     for name, group in ("group4", 128), ("group8", 32):
-        check_store(Case(spec_of(name, group, (38,), 301, lead=29), 1, device))
+        check_store(Case(spec_of(name, group, (38,), 301, k_offset=29), 1, device))
 
 
 @pytest.mark.usefixtures("small_form")

@@ -15,8 +15,8 @@ from allspan.kernels.cuda.linear import cublas, quantise_input
 from allspan.kernels.cuda.linear import packed_linear as linear
 from allspan.kernels.cuda.linear.gemm import skinny, skinny_shared, skinny_sm90
 from allspan.kernels.cuda.linear.packed_embedding import packed_embedding
-from allspan.kernels.packed import ROW_FORMATS, PackedSpec
-from allspan.kernels.reference.packed import packed_linear, unpack
+from allspan.kernels.packed_spec import ROW_FORMATS, PackedSpec
+from allspan.kernels.reference.packed_linear import packed_linear, unpack
 from support.linear_cases import Case, check_add, check_gated, check_odd_sizes, check_store, spec_of, weight_of
 from support.packed_cases import random_weight
 
@@ -181,8 +181,8 @@ def check_e4m3(check: Callable[[Case], None], spec: PackedSpec, rows: int, devic
     case = Case(spec, rows, device, column=0, is_half=is_half)
     case.slack = 3.0 if device == "cuda" else 1.0
     group = spec.block if spec.kind.scale_bytes else spec.inputs
-    before = functional.pad(case.arguments[0].cpu(), (spec.lead, 0))
-    seen = seen_as_e4m3(before, group)[:, spec.lead :].to(device)
+    before = functional.pad(case.arguments[0].cpu(), (spec.k_offset, 0))
+    seen = seen_as_e4m3(before, group)[:, spec.k_offset :].to(device)
     case.product = case.with_bias(seen @ weight_of(spec, device)[1].T)
     check(case)
 
@@ -202,7 +202,7 @@ def test_rows_of_e4m3_agree_with_float64(
 def test_rows_of_e4m3_in_blocks_agree_with_float64(check: Callable[[Case], None], hopper: str) -> None:
     """Their last block is not full; a rank's inputs may begin within one."""
     check_e4m3(check, spec_of("fp8_block", 0, (24, 24), 230), 67, hopper, is_half=check is check_gated)
-    check_e4m3(check, spec_of("fp8_block", 0, (24, 24), 101, lead=37 + 64), 67, hopper)
+    check_e4m3(check, spec_of("fp8_block", 0, (24, 24), 101, k_offset=37 + 64), 67, hopper)
 
 
 @pytest.mark.gpu
@@ -243,7 +243,7 @@ def test_tiles_of_warpgroups_agree_with_float64(
 
 
 def test_wide_weights_agree_with_float64(device: str) -> None:
-    """Whose blocks have 32 features, and their warps many slabs."""
+    """Whose blocks have 32 features, and their warps many k tiles."""
     check_add(Case(spec_of("group4", 32, (330,), 700), 2, device))
     check_add(Case(spec_of("bf16", 0, (20,), 2100), 2, device))
 

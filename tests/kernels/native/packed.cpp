@@ -1,4 +1,4 @@
-#include "linear/packed.h"
+#include "linear/packed_spec.h"
 
 #include <cmath>
 #include <cstring>
@@ -24,7 +24,7 @@ constexpr int64_t kMostRows = 257;
 
 struct Shape {
   std::vector<int64_t> parts;
-  int64_t inputs, lead, rows;
+  int64_t inputs, k_offset, rows;
   bool interleaved;
 };
 
@@ -47,7 +47,7 @@ void fill_scales(const PackedSpec& spec, Random& random, uint8_t* block) {
   const bool has_offsets = spec.format != Format::kQ8_0 && spec.format != Format::kQ4_0 &&
                            spec.format != Format::kQ5_0 && spec.format != Format::kQ6K;
   for (int64_t i = 0; i < kFeatures * (has_offsets ? 2 : 1); ++i) {
-    // Offsets are some eight times a scale; those of super-blocks are multiplied by whole numbers, and smaller.
+    // Offsets are some eight times a scale; those of super-blocks are multiplied by integers, and smaller.
     const uint16_t half = random_half(random, i < kFeatures ? 8 : 11);
     std::memcpy(block + 2 * i, &half, sizeof half);
   }
@@ -82,7 +82,7 @@ std::vector<uint8_t> make_weight(const PackedSpec& spec, Random& random) {
   return weight;
 }
 
-// x as the product sees it: kernels/packed.py, and quantise_activations of kernels/reference/packed.py.
+// x as the product sees it: kernels/packed_spec.py, and quantise_activations of kernels/reference/packed_linear.py.
 void quantise(const float* x, int64_t count, float most, double* seen) {
   float largest = 0;
   for (int64_t i = 0; i < count; ++i) largest = std::fmax(largest, std::fabs(x[i]));
@@ -101,7 +101,7 @@ Doubles activations(const PackedSpec& spec, const Floats& x, int64_t rows) {
       const bool channel = spec.format == Format::kChannel8 || spec.format == Format::kChannel4;
       const int64_t group = channel ? kChannelGroup : kGroup;
       for (int64_t begin = 0, end; begin < spec.inputs; begin = end) {
-        end = std::min(spec.inputs, (begin + spec.lead) / group * group + group - spec.lead);
+        end = std::min(spec.inputs, (begin + spec.k_offset) / group * group + group - spec.k_offset);
         quantise(from + begin, end - begin, spec.activation == Activation::kA16 ? 32512 : 127, to + begin);
       }
     }
@@ -273,8 +273,8 @@ uint64_t check_packed(Checks& checks) {
   uint64_t all = 0xcbf29ce484222325;
   for (const Scheme& scheme : schemes()) {
     for (const Shape& shape : kShapes) {
-      const PackedSpec spec = PackedSpec::make(scheme.format, scheme.activation, shape.parts, shape.inputs, shape.lead,
-                                               scheme.group, shape.interleaved);
+      const PackedSpec spec = PackedSpec::make(scheme.format, scheme.activation, shape.parts, shape.inputs,
+                                               shape.k_offset, scheme.group, shape.interleaved);
       std::string name = std::string("packed ") + scheme.format + ' ' + scheme.activation;
       if (scheme.group) name += " group " + std::to_string(scheme.group);
       name += ", " + std::to_string(shape.rows) + " rows of " + std::to_string(shape.inputs);

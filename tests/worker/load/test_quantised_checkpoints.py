@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.reference.packed import unpack
+from allspan.kernels.reference.packed_linear import unpack
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.packing import Packer
-from allspan.kernels.reference.packed import unpack
+from allspan.kernels.packer import Packer
+from allspan.kernels.reference.packed_linear import unpack
 from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.shard import split
 from allspan.worker.program.program import ProgramBuilder, Rows

@@ -68,8 +68,8 @@ class Gqa:
     def mix(self, sub: Sublayer, x: Slot) -> Slot:
         """New keys and values go to the cache before queries read it.
 
-        A quantised cache gets keys that are spread over their elements, less what a bias adds to all of them, and the
-        queries are spread alike: see `OpSet.hadamard`. One large element would take the scale from all others.
+        A quantised cache gets keys rotated by a Hadamard matrix, less what a bias adds to all of them, and the
+        queries are rotated alike: see `OpSet.hadamard`. One large element would take the scale from all others.
         """
         program, size = sub.program, self.head_dim
         heads, kv_heads = len(sub.shard.units(self.heads)), len(sub.shard.units(self.kv_heads))

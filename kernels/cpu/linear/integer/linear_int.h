@@ -1,7 +1,7 @@
 // Products with codes: one table of kernels an instruction set, which linear_int.cpp chooses from.
 #pragma once
 
-#include "linear/packed.h"
+#include "linear/packed_spec.h"
 
 namespace allspan {
 

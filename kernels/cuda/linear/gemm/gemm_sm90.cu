@@ -68,11 +68,11 @@ struct Tiles {
   }
 };
 
-// row_scales [rows] and numbers [features][scale, offset] of e4m3; bias [features] or null. `outputs`: features, or
+// row_scales [rows] and qparams [features][scale, offset] of e4m3; bias [features] or null. `outputs`: features, or
 // half of them. `steps` of 128 bytes along the inputs.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gemm_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-              const __grid_constant__ TensorMap out, const float* row_scales, const float2* numbers, const float* bias,
+              const __grid_constant__ TensorMap out, const float* row_scales, const float2* qparams, const float* bias,
               int rows, int features, int outputs, int steps, int band) {
   DYNAMIC_SHARED(memory);
   const Shared shared(memory);
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           const int column = threadIdx.x % 32 + i * 32;
           const int feature = feature_tile * kAcross + column % 128 + column / 128 * second;
           const bool is_there = feature < features;
-          found[i] = make_float2(E4M3 && is_there ? numbers[feature].x : 1.0f, bias && is_there ? bias[feature] : 0.0f);
+          found[i] = make_float2(E4M3 && is_there ? qparams[feature].x : 1.0f, bias && is_there ? bias[feature] : 0.0f);
         }
         barrier_wait(shared.columns_empty, parity);
 #pragma unroll

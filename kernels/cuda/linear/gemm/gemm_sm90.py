@@ -15,7 +15,7 @@ from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall
 from allspan.kernels.cuda.linear.dequantise import matrix_of
 from allspan.kernels.cuda.linear.quantise_input import quantise_rows
 from allspan.kernels.errors import BackendUnavailable
-from allspan.kernels.row_layout import codes_of, numbers_of
+from allspan.kernels.row_layout import codes_of, qparams_of
 
 CAPABILITY = (9, 0)
 
@@ -39,7 +39,7 @@ class Scales:
 
     rows: Tensor
     """float32 [n]."""
-    numbers: Tensor
+    qparams: Tensor
     """float32 [features, 2]: see kernels/row_layout.py; the first of each."""
 
 
@@ -73,7 +73,7 @@ def gemm_sm90(
     steps = -(-depth * x.element_size() // 128)
     arguments = (
         tensor_map(x, 128), tensor_map(matrix, 128), tensor_map(out, 16), scales and scales.rows,
-        scales and scales.numbers, bias, *map(np.int32, (rows, features, outputs, steps, band // _ROWS)),
+        scales and scales.qparams, bias, *map(np.int32, (rows, features, outputs, steps, band // _ROWS)),
     )  # fmt: skip
     launch(_kernel(x.dtype, epilogue, out.dtype), (blocks,), _THREADS, arguments, _SHARED, is_early=True)
 
@@ -85,10 +85,10 @@ def run_halves(call: LinearCall) -> None:
 
 
 def run_e4m3(call: LinearCall) -> None:
-    """Multiplies e4m3 by e4m3, both in the order of a slab."""
+    """Multiplies e4m3 by e4m3, both in the order of a k tile."""
     codes, scales, _ = quantise_rows(call.padded_x(), call.spec, torch.float8_e4m3fn)
     matrix = codes_of(call.weight, call.spec).view(torch.float8_e4m3fn)
-    factors = Scales(scales, numbers_of(call.weight, call.spec)[0])
+    factors = Scales(scales, qparams_of(call.weight, call.spec)[0])
     gemm_sm90(codes, matrix, factors, call.bias, call.output.view(call.spec), call.output.epilogue)
 
 
@@ -97,7 +97,7 @@ def pays_halves(call: LinearCall) -> bool:
     spec, x = call.spec, call.x
     if not pays((call.rows, spec.features, spec.inputs), x.dtype, call.output.view(spec), call.output.epilogue):
         return False
-    lies_well = spec.lead % 8 == 0 and (spec.kind.bits < 16 or call.weight.data_ptr() % 16 == 0)
+    lies_well = spec.k_offset % 8 == 0 and (spec.kind.bits < 16 or call.weight.data_ptr() % 16 == 0)
     return lies_well and _is_aligned(x)
 
 
@@ -160,8 +160,8 @@ def _check(x: Tensor, matrix: Tensor, scales: Scales | None, bias: Tensor | None
         raise ValueError(f"out: rows of {outputs} elements ({out.dtype}) are no multiple of 16 bytes")
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (features,) or not bias.is_contiguous()):
         raise ValueError(f"bias: {bias.dtype} {list(bias.shape)} is not float32 [{features}]")
-    if scales is not None and (scales.rows.shape != (len(x),) or scales.numbers.shape != (features, 2)):
-        raise ValueError(f"scales: {list(scales.rows.shape)} and {list(scales.numbers.shape)} are not of x and matrix")
+    if scales is not None and (scales.rows.shape != (len(x),) or scales.qparams.shape != (features, 2)):
+        raise ValueError(f"scales: {list(scales.rows.shape)} and {list(scales.qparams.shape)} are not of x and matrix")
 
 
 def _outcomes(dtype: torch.dtype, epilogue: int) -> tuple[torch.dtype, ...]:

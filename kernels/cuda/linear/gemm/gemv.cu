@@ -1,17 +1,17 @@
 // Products of one row of x with a weight in rows (kernels/row_layout.py), for sm_80 and later: what a single stream
 // decodes with. Bound by reading the weight, once, at the speed of memory; codes of 4 bits as much by instructions.
 //
-// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a slab that share numbers (0: all inputs
-// share float32 ones); WARPS and STAGES (units of a warp that are on their way); BLOCKS, that have to have registers on
-// a multiprocessor.
+// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a k tile that share scales (0: all
+// inputs share float32 ones); WARPS and STAGES (units of a warp that are on their way); BLOCKS, that have to have
+// registers on a multiprocessor.
 //
-// A block has an equal share of the features, in tiles of 16; a unit is two slabs, 128 bytes, of a tile's features. All
-// units of a block are one line, of which its warps take one after the other, so that they read neighbouring memory and
-// none meets another before the end, where the sums of each (tile, warp) are added up. Copies run ahead over the ends
-// of tiles, and begin while the kernel ahead still runs.
+// A block has an equal share of the features, in tiles of 16; a unit is two k tiles, 128 bytes, of a tile's features.
+// All units of a block are one line, of which its warps take one after the other, so that they read neighbouring memory
+// and none meets another before the end, where the sums of each (tile, warp) are added up. Copies run ahead over the
+// ends of tiles, and begin while the kernel ahead still runs.
 //
 // Features are rows of the product on tensor cores; with a single row of x there are columns left over. Codes meet x as
-// whole numbers of 16 bits, 256 · high + low with a scale for each 128 inputs (a quad of sets): two columns. Each set
+// integers of 16 bits, 256 · high + low with a scale for each 128 inputs (a quad of sets): two columns. Each set
 // of a quad has two of its own, so that the four lanes of a feature have the sums of one set each, and scales of groups
 // are applied four sets at a time. e4m3 codes become halves, and so does x, with a power of two for each quad.
 #include "linear/decode.cuh"
@@ -32,12 +32,12 @@ constexpr int kThreads = WARPS * 32, kStages = STAGES;
 constexpr bool kGrouped = GROUP_SETS > 0, kIsWhole = BITS < 16 && !FLOATS;
 constexpr int kGroupSets = kGrouped ? GROUP_SETS : 1;
 constexpr int kQuads = BITS == 4 ? 2 : 1;  // of a unit, of codes
-constexpr int kNumbers = kGrouped ? kQuads * 2 : 0;
-constexpr int kStageBytes = 2048 + kNumbers * 128;
+constexpr int kQparams = kGrouped ? kQuads * 2 : 0;
+constexpr int kStageBytes = 2048 + kQparams * 128;
 constexpr float kLack = BITS == 4 ? 0 : -128;  // what is multiplied, less the code
 
 // x in shared memory: of codes a quad after the other, a lane's 8 bytes (or, of halves, a set's t-th 16 bytes)
-// together; of 16-bit elements as it is. And of each set of a quad its scale and, of whole numbers, its sum.
+// together; of 16-bit elements as it is. And of each set of a quad its scale and, of integers, its sum.
 struct Row {
   char* x;
   float2* beside;
@@ -108,21 +108,21 @@ __device__ __forceinline__ float sum_of_warp(float x) {
 
 // What an output needs beside the product.
 struct Beside {
-  float2 numbers[2];
+  float2 qparams[2];
   float bias[2], before;
 };
 
 // 1 << group_shift: sets of a group.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
-    gemv(const uint4* weight, const void* numbers, const uint4* x, const float* bias, void* out, int features,
-         int inputs, int slabs, int groups, int group_shift, int epilogue, int out_floats, int column) {
+    gemv(const uint4* weight, const void* qparams, const uint4* x, const float* bias, void* out, int features,
+         int inputs, int k_tiles, int groups, int group_shift, int epilogue, int out_floats, int column) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool is_gated = epilogue == kGated;
   const int outputs = is_gated ? features / 2 : features;
   const auto share = [&](int block) { return static_cast<int>(static_cast<long long>(outputs) * block / gridDim.x); };
   const int begin = share(blockIdx.x), all = share(blockIdx.x + 1) - begin, own = is_gated ? 2 * all : all;
-  const int units = (slabs + 1) / 2, tiles = (own + 15) / 16, line = tiles * units;
+  const int units = (k_tiles + 1) / 2, tiles = (own + 15) / 16, line = tiles * units;
   const int count = max(line - warp + WARPS - 1, 0) / WARPS;  // of this warp's units
 
   char* const stages = shared + warp * (kStages * kStageBytes);
@@ -138,20 +138,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // What is asked for, kStages - 1 units ahead: features g and g + 8 of a tile.
   int asked_tile = warp / units, asked = warp % units;
   const uint4* from[2];
-  const uint32_t* number_from[2];
+  const uint32_t* qparam_from[2];
   const auto enter = [&] {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = min(asked_tile * 16 + g + h * 8, own - 1),
                 feature = i < all ? begin + i : outputs + begin + i - all;
-      from[h] = weight + static_cast<long long>(feature) * (slabs * 4) + asked * 8 + t;
-      number_from[h] = static_cast<const uint32_t*>(numbers) + feature;
+      from[h] = weight + static_cast<long long>(feature) * (k_tiles * 4) + asked * 8 + t;
+      qparam_from[h] = static_cast<const uint32_t*>(qparams) + feature;
     }
   };
   if (count) enter();
   const auto ask = [&](int stage) {
     const uint32_t to = stages_at + stage * kStageBytes;
-    const bool has_second = asked * 2 + 1 < slabs;
+    const bool has_second = asked * 2 + 1 < k_tiles;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       copy16(to + h * 512, from[h], true);
@@ -164,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const int group = min(GROUP_SETS < kSets ? set / kGroupSets : set >> group_shift, groups - 1);
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          copy4(to - lane * 16 + 2048 + (lane * kNumbers + q * 2 + h) * 4,
-                number_from[h] + static_cast<long long>(group) * features, true);
+          copy4(to - lane * 16 + 2048 + (lane * kQparams + q * 2 + h) * 4,
+                qparam_from[h] + static_cast<long long>(group) * features, true);
       }
     }
     for (asked += WARPS; asked >= units; asked -= units) ++asked_tile;
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int p = 0; p < 2; ++p) {
       if (p == 1 && !is_gated) continue;
       const int f = begin + i + p * outputs;
-      if (!kGrouped) beside.numbers[p] = static_cast<const float2*>(numbers)[f];
+      if (!kGrouped) beside.qparams[p] = static_cast<const float2*>(qparams)[f];
       if (bias) beside.bias[p] = bias[f];
     }
     return beside;
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if (threadIdx.x < all) mine = beside_weight(threadIdx.x);
   for (int i = threadIdx.x; i < tiles * WARPS * 16; i += kThreads) slots[i] = 0;
   const int whole_warps = (chunks + 31) / 32 * 32;
-  float total = 0;   // of x, as it is in whole numbers
+  float total = 0;   // of x, as it is in integers
   wait_for_ahead();  // the weight is there before any kernel; x and out are not
   if (epilogue == kAdd && threadIdx.x < all) mine.before = adds_to(threadIdx.x);
   constexpr int kAtOnce = 5;
@@ -231,14 +231,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const char* const held = stages + stage * kStageBytes;
     free = stage;
     stage = stage == kStages - 1 ? 0 : stage + 1;
-    uint4 chunk[2][2];  // of each slab, of each feature
+    uint4 chunk[2][2];  // of each k tile, of each feature
 #pragma unroll
     for (int s = 0; s < 2; ++s)
 #pragma unroll
       for (int h = 0; h < 2; ++h) chunk[s][h] = *reinterpret_cast<const uint4*>(held + (s * 2 + h) * 512 + lane * 16);
     uint32_t pairs[kQuads][2] = {};
     if constexpr (kGrouped) {
-      const char* const from_pairs = held + 2048 + lane * (kNumbers * 4);
+      const char* const from_pairs = held + 2048 + lane * (kQparams * 4);
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
         const uint2 of_features = *reinterpret_cast<const uint2*>(from_pairs + q * 8);
@@ -254,10 +254,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         int c[4];
 #pragma unroll
         for (int set = 0; set < 4; ++set) {
-          const int slab = BITS == 4 ? q : set / 2;
+          const int k_tile = BITS == 4 ? q : set / 2;
           const uint32_t low = g / 2 == set ? of_lane.x : 0, high = g / 2 == set ? of_lane.y : 0;
           uint32_t a[4];
-          decode_whole(chunk[slab][0], chunk[slab][1], BITS == 4 ? set : set % 2, a);
+          decode_whole(chunk[k_tile][0], chunk[k_tile][1], BITS == 4 ? set : set % 2, a);
           if (set == 0)
             multiply_whole_anew(c, a, low, high);
           else
@@ -312,11 +312,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) value += slots[(tile * WARPS + w) * 16 + f % 16];
     if constexpr (!kGrouped) {
-      value *= beside.numbers[p].x;
+      value *= beside.qparams[p].x;
       if constexpr (kIsWhole) {
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) of_x += of_warps[w];
-        value -= (kLack * beside.numbers[p].x + beside.numbers[p].y) * of_x;
+        value -= (kLack * beside.qparams[p].x + beside.qparams[p].y) * of_x;
       }
     }
     return value + beside.bias[p];

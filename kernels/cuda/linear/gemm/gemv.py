@@ -10,9 +10,9 @@ import torch
 
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch
 from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output, is_float
-from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, group_sets, groups, slabs
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.row_layout import numbers_of
+from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, group_sets, groups, k_tiles
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import qparams_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
@@ -33,10 +33,10 @@ class Form:
 
     def shared_bytes(self, spec: PackedSpec, tiles: int) -> int:
         bits = spec.kind.bits
-        numbers = (4 if bits == 4 else 2) if group_sets(spec) else 0
+        qparams = (4 if bits == 4 else 2) if group_sets(spec) else 0
         chunks = _units(spec) * (32 // bits) * 4
         x = chunks * 18
-        return self.warps * self.stages * (2048 + numbers * 128) + x + self.warps * (tiles * 64 + 4)
+        return self.warps * self.stages * (2048 + qparams * 128) + x + self.warps * (tiles * 64 + 4)
 
 
 def takes(spec: PackedSpec, output: Output, device: Gpu) -> bool:
@@ -54,9 +54,9 @@ def run(call: LinearCall) -> None:
     form = form_of(spec, output, device)
     assert form is not None
     count, sets = groups(spec)
-    sizes = (spec.features, x.shape[1], slabs(spec), count, sets.bit_length() - 1, output.epilogue)
-    numbers = map(np.int32, (*sizes, is_float(output.out), output.column))
-    arguments = (call.weight, numbers_of(call.weight, spec), x, call.bias, output.out, *numbers)
+    sizes = (spec.features, x.shape[1], k_tiles(spec), count, sets.bit_length() - 1, output.epilogue)
+    scalars = map(np.int32, (*sizes, is_float(output.out), output.column))
+    arguments = (call.weight, qparams_of(call.weight, spec), x, call.bias, output.out, *scalars)
     blocks, tiles = _tiles(spec, output, device)
     shared = form.shared_bytes(spec, tiles)
     launch(_kernel(spec, form, x.dtype), (blocks,), form.warps * 32, arguments, shared, is_early=True)
@@ -93,8 +93,8 @@ def _tiles(spec: PackedSpec, output: Output, device: Gpu) -> tuple[int, int]:
 
 
 def _units(spec: PackedSpec) -> int:
-    """Returns the number of pairs of slabs that a feature's quantised values fill."""
-    return -(-slabs(spec) // 2)
+    """Returns the number of pairs of k tiles that a feature's quantised values fill."""
+    return -(-k_tiles(spec) // 2)
 
 
 def _kernel(spec: PackedSpec, form: Form, dtype: torch.dtype) -> Kernel:

@@ -2,8 +2,8 @@
 #pragma once
 #include "linear/gemm/skinny_shape.cuh"
 
-// 8 inputs of x as whole numbers, `by` times which they are, of 16 bits: 256 · high + low. Bytes are in the order in
-// which masks find codes. A slab has a scale, and `sum` is of a group. All lanes of a warp come here, neighbours with
+// 8 inputs of x as integers, `by` times which they are, of 16 bits: 256 · high + low. Bytes are in the order in
+// which masks find codes. A k tile has a scale, and `sum` is of a group. All lanes of a warp come here, neighbours with
 // neighbouring inputs.
 struct Whole {
   uint2 high, low;

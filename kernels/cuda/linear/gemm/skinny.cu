@@ -2,30 +2,30 @@
 // Bound by reading the weight, once, at the speed of memory. Every block has an equal share of the features, so that
 // all end together; copies run ahead from one pass to the next, and begin while the kernel ahead still runs.
 //
-// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a slab that share float16 numbers (0:
-// all inputs share float32 ones); WHOLE, whether x is multiplied as whole numbers, too; TILES, of 8 rows of x, or 4 as
-// whole numbers; PARTS, of up to 16 features, that a warp has at once; WARPS and STAGES (slabs of a warp that are on
+// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a k tile that share float16 scales (0:
+// all inputs share float32 ones); WHOLE, whether x is multiplied as integers, too; TILES, of 8 rows of x, or 4 as
+// integers; PARTS, of up to 16 features, that a warp has at once; WARPS and STAGES (k tiles of a warp that are on
 // their way); BLOCKS (of a multiprocessor); RESIDENT, whether x stays in shared memory, for blocks that go over it
-// again and again or have to make whole numbers of it, or comes along with the weight.
+// again and again or have to make integers of it, or comes along with the weight.
 //
-// A block's features are neighbours (gated: of either half), in passes of PARTS parts of one size; its warps take slabs
-// of inputs in turn and add up in shared memory at the end of a pass. Features are rows of the product on tensor cores,
-// rows of x its columns: with inputs in the order in which a thread's 16 bytes hold them, these are matrix fragments as
-// they come, and so are 16 bytes of x. Codes are multiplied as whole numbers; scales are applied once a group, to the
-// sums of codes · x and of x itself. To make bfloat16 of codes takes more instructions than there are in the time that
-// they take from memory, so x becomes whole numbers of 16 bits with a scale for each slab: two columns, 256 · high +
-// low.
+// A block's features are neighbours (gated: of either half), in passes of PARTS parts of one size; its warps take k
+// tiles of inputs in turn and add up in shared memory at the end of a pass. Features are rows of the product on tensor
+// cores, rows of x its columns: with inputs in the order in which a thread's 16 bytes hold them, these are matrix
+// fragments as they come, and so are 16 bytes of x. Codes are multiplied as integers; scales are applied once a group,
+// to the sums of codes · x and of x itself. To make bfloat16 of codes takes more instructions than there are in the
+// time that they take from memory, so x becomes integers of 16 bits with a scale for each k tile: two columns, 256 ·
+// high + low.
 #include "linear/gemm/integer_x.cuh"
 
 // What an output needs beside the product.
 struct Beside {
-  float2 numbers[2];
+  float2 qparams[2];
   float bias[2], before;
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
-    skinny(const uint4* weight, const void* numbers, const bf16* x, const float* bias, void* out, int rows,
-           int features, int inputs, int slabs, int group_sets, int epilogue, int out_floats, int x_stride,
+    skinny(const uint4* weight, const void* qparams, const bf16* x, const float* bias, void* out, int rows,
+           int features, int inputs, int k_tiles, int group_sets, int epilogue, int out_floats, int x_stride,
            int out_stride, int column) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -41,30 +41,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const auto feature = [&](int first, int p, int i) {
     return min(output(first, p, i), end - 1) + (is_gated ? p * outputs : 0);
   };
-  const int count = warp < slabs ? (slabs - warp - 1) / WARPS + 1 : 0;  // of this warp's slabs
+  const int count = warp < k_tiles ? (k_tiles - warp - 1) / WARPS + 1 : 0;  // of this warp's k tiles
 
-  // What is asked for runs kStages - 1 slabs ahead: where this lane's codes, numbers and inputs are, counted on from
-  // slab to slab.
-  int asked = begin, asked_slab = warp;
+  // What is asked for runs kStages - 1 k tiles ahead: where this lane's codes, qparams and inputs are, counted on from
+  // k tile to k tile.
+  int asked = begin, asked_k_tile = warp;
   uint32_t from[PARTS][2];  // of 16 bytes
   const int groups = (inputs + 32 * group_sets - 1) / (32 * group_sets);
-  const int sets = GROUP_SETS < kSets ? kGroupSets : group_sets;  // of a group: known here where it is within a slab
+  const int sets = GROUP_SETS < kSets ? kGroupSets : group_sets;  // of a group: known here where it is within a k tile
   const int group0 = warp * kSets / sets, within0 = warp * kSets % sets;
   const int more_groups = WARPS * kSets / sets, more_within = WARPS * kSets % sets;
   int group, within;
-  const uint32_t* pair_from[kNumberCopies + 1];
+  const uint32_t* pair_from[kQparamCopies + 1];
   const auto enter = [&] {
 #pragma unroll
     for (int p = 0; p < PARTS; ++p)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int i = min(g + 8 * h, each - 1);
-        from[p][h] = static_cast<uint32_t>(feature(asked, p, i)) * (slabs * 4) + warp * 4 + t;
+        from[p][h] = static_cast<uint32_t>(feature(asked, p, i)) * (k_tiles * 4) + warp * 4 + t;
       }
 #pragma unroll
-    for (int j = 0; j < kNumberCopies; ++j) {
+    for (int j = 0; j < kQparamCopies; ++j) {
       const int at = j * 32 + lane;
-      pair_from[j] = static_cast<const uint32_t*>(numbers) + feature(asked, at / 16 % PARTS, min(at % 16, each - 1)) +
+      pair_from[j] = static_cast<const uint32_t*>(qparams) + feature(asked, at / 16 % PARTS, min(at % 16, each - 1)) +
                      static_cast<long long>(at / (PARTS * 16)) * features;
     }
     group = group0, within = within0;
@@ -83,10 +83,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
     if constexpr (kGrouped) {
 #pragma unroll
-      for (int j = 0; j < kNumberCopies; ++j) {
+      for (int j = 0; j < kQparamCopies; ++j) {
         const int at = j * 32 + lane;
         const bool is_there = group + at / (PARTS * 16) < groups;
-        if (kNumbers % 32 == 0 || at < kNumbers)
+        if (kQparams % 32 == 0 || at < kQparams)
           copy4(to - lane * 16 + kCodeBytes + kXBytes + place_of_pair(at),
                 is_there ? pair_from[j] + static_cast<long long>(group) * features : pair_from[0], is_there);
       }
@@ -95,28 +95,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   };
   const auto go_on = [&] {
-    asked_slab += WARPS;
-    if (asked_slab >= slabs) asked_slab = warp, asked += wide, enter();
+    asked_k_tile += WARPS;
+    if (asked_k_tile >= k_tiles) asked_k_tile = warp, asked += wide, enter();
   };
-  const bf16* x_from[TILES];  // of this lane, of slab 0; rows that are not there are the last one again
+  const bf16* x_from[TILES];  // of this lane, of k tile 0; rows that are not there are the last one again
 #pragma unroll
   for (int n = 0; n < TILES; ++n) x_from[n] = x + static_cast<long long>(min(n * 8 + g, rows - 1)) * x_stride + t * 8;
-  const auto ask_x = [&](uint32_t to, int slab) {
+  const auto ask_x = [&](uint32_t to, int k_tile) {
     if constexpr (!kIsResident) {
 #pragma unroll
       for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-          const int at = (slab * kSets + set) * 32;
+          const int at = (k_tile * kSets + set) * 32;
           if (n * 8 + g < rows) copy16(to + kCodeBytes + (set * TILES + n) * 512, x_from[n] + at, at + t * 8 < inputs);
         }
     }
   };
   const int steps = count * passes;
-  int first_slabs[kStages - 1];
+  int first_k_tiles[kStages - 1];
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    first_slabs[i] = asked_slab;
+    first_k_tiles[i] = asked_k_tile;
     if (i < steps) ask_weight(stages_at + i * kStageBytes), go_on();
     if (kIsResident) commit();
   }
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int p = 0; p < 2; ++p) {
       if (p == 1 && !is_gated) continue;
       const int f = first + i + p * outputs;
-      if (BITS < 16 && !kGrouped) beside.numbers[p] = static_cast<const float2*>(numbers)[f];
+      if (BITS < 16 && !kGrouped) beside.qparams[p] = static_cast<const float2*>(qparams)[f];
       if (bias) beside.bias[p] = bias[f];
     }
     return beside;
@@ -144,11 +144,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   float* const sums = reinterpret_cast<float*>(shared + WARPS * kStages * kStageBytes);  // of two passes by turns
   float* const warp_sums = sums + 2 * WARPS * rows * kPitch;                             // of x, [WARPS][kRows]
-  // Of x as whole numbers, for each group and row: the scale of the slab, and their sum.
+  // Of x as integers, for each group and row: the scale of the k tile, and their sum.
   float2* const of_groups = reinterpret_cast<float2*>(warp_sums + (kHasSums ? WARPS * kRows : 0));
-  char* const x_at = reinterpret_cast<char*>(of_groups + (kIsWhole ? slabs * kGroups * rows : 0));
-  const int x_pitch = ((slabs * kSets) | 1) * (kIsWhole ? 32 : 64);
-  const char* x_of[TILES];  // of this lane, of slab `warp`
+  char* const x_at = reinterpret_cast<char*>(of_groups + (kIsWhole ? k_tiles * kGroups * rows : 0));
+  const int x_pitch = ((k_tiles * kSets) | 1) * (kIsWhole ? 32 : 64);
+  const char* x_of[TILES];  // of this lane, of k tile `warp`
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
     const int last = (kIsWhole ? 2 * rows : rows) - 1;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (kIsResident) {
     // A thread has 8 inputs of a row, several times over: neighbours in a warp have neighbouring ones, up to whole
     // warps.
-    const int chunks = slabs * kSets * 4, padded = (chunks + 31) / 32 * 32;
+    const int chunks = k_tiles * kSets * 4, padded = (chunks + 31) / 32 * 32;
     constexpr int kAtOnce = 4;
     int row = 0, c = threadIdx.x;
     const auto settle_row = [&] {
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   } else {
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-      if (i < steps) ask_x(stages_at + i * kStageBytes, first_slabs[i]);
+      if (i < steps) ask_x(stages_at + i * kStageBytes, first_k_tiles[i]);
       commit();
     }
   }
@@ -210,9 +210,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
     float sum[PARTS][TILES][4] = {}, group_sum[PARTS][TILES][4] = {};
     for (int k = 0; k < count; ++k) {
-      if (kGrouped) __syncwarp();  // numbers are copied by other lanes
+      if (kGrouped) __syncwarp();  // qparams are copied by other lanes
       if (left > 0) {
-        ask_weight(stages_at + free_at), ask_x(stages_at + free_at, asked_slab), go_on(), --left;
+        ask_weight(stages_at + free_at), ask_x(stages_at + free_at, asked_k_tile), go_on(), --left;
       }
       commit();
       wait_for<kStages - 1>();
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const float2* const of_x = of_groups + (k * WARPS + warp) * kGroups * rows;
       if constexpr (kIsWhole) {
         int whole[PARTS][TILES][4];
-        float slab_sum[PARTS][TILES][2], by[TILES];
+        float k_tile_sum[PARTS][TILES][2], by[TILES];
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
           uint2 b[TILES];
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             for (int h = 0; h < 2; ++h)
 #pragma unroll
               for (int n = 0; n < TILES; ++n) {
-                float& c = slab_sum[p][n][h];
+                float& c = k_tile_sum[p][n][h];
                 c = static_cast<float>(whole[p][n][h * 2] * 256 + whole[p][n][h * 2 + 1]);
                 if (!kGrouped) continue;
                 const float scale = scale_of(pairs.of[p][h]), offset = kLack * scale + offset_of(pairs.of[p][h]);
@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int n = 0; n < TILES; ++n) sum[p][n][h] += by[n] * slab_sum[p][n][h];
+            for (int n = 0; n < TILES; ++n) sum[p][n][h] += by[n] * k_tile_sum[p][n][h];
       } else {
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
@@ -355,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         if (kHasSums && !kGrouped) of_x += warp_sums[w * kRows + row];
       }
       if (BITS < 16 && !kGrouped) {
-        value *= kTimes * beside.numbers[p].x;
-        if (kHasSums) value -= (kLack * beside.numbers[p].x + beside.numbers[p].y) * of_x;
+        value *= kTimes * beside.qparams[p].x;
+        if (kHasSums) value -= (kLack * beside.qparams[p].x + beside.qparams[p].y) * of_x;
       }
       return value + beside.bias[p];
     };

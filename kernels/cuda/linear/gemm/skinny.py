@@ -9,9 +9,9 @@ import torch
 
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch, shared_limit
 from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output
-from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, numbers_of_slab, slabs
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.row_layout import numbers_of
+from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, groups_of_k_tile, k_tiles
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import qparams_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
@@ -29,8 +29,8 @@ def run(call: LinearCall) -> None:
     spec, output, device, x = call.spec, call.output, call.gpu, call.padded_x()
     form = _form(spec, len(x), output, device)
     blocks = min(form.blocks * device.multiprocessors, output.width(spec))  # each has an equal share of the features
-    numbers = numbers_of(call.weight, spec)
-    arguments = (call.weight, numbers, x, call.bias, output.out, *gemm_sizes(x, spec, output))
+    qparams = qparams_of(call.weight, spec)
+    arguments = (call.weight, qparams, x, call.bias, output.out, *gemm_sizes(x, spec, output))
     shared = form.launch_bytes(spec, len(x), device)
     launch(_kernel(spec, form, x.dtype), (blocks,), form.warps * 32, arguments, shared, is_early=True)
 
@@ -58,11 +58,11 @@ class _Form:
     """Blocks of a multiprocessor."""
 
     def shared_bytes(self, spec: PackedSpec, rows: int) -> int:
-        sets, numbers = 16 // spec.kind.bits, numbers_of_slab(spec)
-        stage = self.parts * 1024 + numbers * self.parts * 64 + (0 if self.resident else self.tiles * sets * 512)
+        sets, k_tile_groups = 16 // spec.kind.bits, groups_of_k_tile(spec)
+        stage = self.parts * 1024 + k_tile_groups * self.parts * 64 + (0 if self.resident else self.tiles * sets * 512)
         sums = 2 * rows * (self.parts * 16 + 4) * 4 + self.tiles * (4 if self.whole else 8) * 4
-        of_groups = slabs(spec) * max(1, numbers) * rows * 8 if self.whole else 0
-        x = rows * (slabs(spec) * sets | 1) * 64 if self.resident else 0
+        of_groups = k_tiles(spec) * max(1, k_tile_groups) * rows * 8 if self.whole else 0
+        x = rows * (k_tiles(spec) * sets | 1) * 64 if self.resident else 0
         return self.warps * (self.stages * stage + sums) + of_groups + x
 
     def launch_bytes(self, spec: PackedSpec, rows: int, device: Gpu) -> int:

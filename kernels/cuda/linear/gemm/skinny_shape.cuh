@@ -29,17 +29,17 @@
 constexpr int kThreads = WARPS * 32, kStages = STAGES;
 constexpr bool kGrouped = GROUP_SETS > 0, kHasSums = BITS < 16 && !FLOATS, kIsResident = RESIDENT, kIsWhole = WHOLE;
 constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets;
-constexpr int kGroups = kSets / kGroupSets;  // that a slab has a part of
+constexpr int kGroups = kSets / kGroupSets;  // that a k tile has a part of
 constexpr int kCodeBytes = PARTS * 2 * 512, kXBytes = kIsResident ? 0 : kSets * TILES * 512;
-constexpr int kNumbers = kGrouped ? kGroups * PARTS * 16 : 0, kNumberCopies = (kNumbers + 31) / 32;
-constexpr int kStageBytes = kCodeBytes + kXBytes + kNumbers * 4;
+constexpr int kQparams = kGrouped ? kGroups * PARTS * 16 : 0, kQparamCopies = (kQparams + 31) / 32;
+constexpr int kStageBytes = kCodeBytes + kXBytes + kQparams * 4;
 constexpr int kTileRows = kIsWhole ? 4 : 8, kRows = TILES * kTileRows;
 constexpr float kLack = kIsWhole ? (BITS == 4 ? 0 : -128) : kBase;  // what is multiplied, less the code
 constexpr float kTimes = kIsWhole ? 1 : kUnit;
 static_assert(!kIsWhole || (kHasSums && kIsResident));
 constexpr int kPitch = PARTS * 16 + 4;  // floats of a row of sums: a warp's stores meet no bank twice
 
-// Byte of the numbers of feature at % 16 of part at / 16: those that a lane needs lie together.
+// Byte of the qparams of feature at % 16 of part at / 16: those that a lane needs lie together.
 __device__ __forceinline__ int place_of_pair(int at) {
   return (at / (PARTS * 16) * (PARTS * 16) + at % 8 * (PARTS * 2) + at / 16 % PARTS * 2 + at / 8 % 2) * 4;
 }

@@ -9,7 +9,7 @@
 // Blocks stay, and take steps of inputs of one tile after the other ("StreamK": whole tiles, then an equal stretch of
 // the line of those that are left: M. Osama et al., Stream-K, arXiv:2301.03598). What a block has of a tile that is not
 // its own alone goes to `partial`, and skinny_reduce adds it up in order. As in skinny.cu, codes are multiplied as
-// whole numbers and scales meet sums; the sums of x that offsets need are found once for all warps, a step ahead.
+// integers and scales meet sums; the sums of x that offsets need are found once for all warps, a step ahead.
 #include "linear/gemm/epilogue.cuh"
 #include "linear/gemm/stream_k.cuh"
 
@@ -35,8 +35,8 @@ constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets;
 constexpr int kGroups = kSets / kGroupSets;  // that a step has a part of
 constexpr int kChunks = kSets * 4;           // of 16 bytes, of a row of x
 constexpr int kRows = TILES * 8, kXBytes = kRows * kChunks * 16;
-constexpr int kCodeBytes = kParts * 2 * 32 * 16, kNumbers = kGrouped ? kGroups * kParts * 16 : 0;
-constexpr int kWarpBytes = kCodeBytes + kNumbers * 4, kStageBytes = kXBytes + WARPS * kWarpBytes;
+constexpr int kCodeBytes = kParts * 2 * 32 * 16, kQparams = kGrouped ? kGroups * kParts * 16 : 0;
+constexpr int kWarpBytes = kCodeBytes + kQparams * 4, kStageBytes = kXBytes + WARPS * kWarpBytes;
 constexpr int kSums = kHasSums ? kGroups * kRows : 0;  // floats, for one of two steps
 constexpr int kAhead = kHasSums ? kStages - 3 : kStages - 2;
 static_assert(kAhead >= 0);
@@ -49,8 +49,8 @@ struct Cursor {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
-    skinny_shared(const uint4* weight, const void* numbers, const bf16* x, const float* bias, void* out, float* partial,
-                  int rows, int features, int inputs, int slabs, int group_sets, int epilogue, int out_floats,
+    skinny_shared(const uint4* weight, const void* qparams, const bf16* x, const float* bias, void* out, float* partial,
+                  int rows, int features, int inputs, int k_tiles, int group_sets, int epilogue, int out_floats,
                   int x_stride, int out_stride, int column, int tiles, int steps, int waves, int rest) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -83,8 +83,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        from[p][h] = weight + (static_cast<long long>(feature(ahead.tile, p, g + 8 * h)) * slabs + ahead.step) * 4 + t;
-    if (kGrouped) pairs = static_cast<const uint32_t*>(numbers) + feature(ahead.tile, lane / 16, lane % 16);
+        from[p][h] =
+            weight + (static_cast<long long>(feature(ahead.tile, p, g + 8 * h)) * k_tiles + ahead.step) * 4 + t;
+    if (kGrouped) pairs = static_cast<const uint32_t*>(qparams) + feature(ahead.tile, lane / 16, lane % 16);
   };
   find();
   const auto go_on = [&] {
@@ -270,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int p = 0; p < kParts; ++p)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float2 pair = static_cast<const float2*>(numbers)[feature(at.tile, p, g + 8 * h)];
+          const float2 pair = static_cast<const float2*>(qparams)[feature(at.tile, p, g + 8 * h)];
 #pragma unroll
           for (int n = 0; n < TILES; ++n)
 #pragma unroll

@@ -12,9 +12,9 @@ from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch
 from allspan.kernels.cuda.linear import cublas
 from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output
 from allspan.kernels.cuda.linear.gemm import skinny_reduce, skinny_sm90
-from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, numbers_of_slab, slabs
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.row_layout import numbers_of
+from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, groups_of_k_tile, k_tiles
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import qparams_of
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
@@ -48,7 +48,7 @@ def run(call: LinearCall) -> None:
     floats = share.blocks * 2 * shape.features * tiles * _ROWS if share.rest else 0
     partial = torch.empty(floats, dtype=torch.float32, device=x.device) if floats else None
     line = map(np.int32, (share.tiles, share.steps, share.waves, share.rest))
-    weight = call.weight, numbers_of(call.weight, spec)
+    weight = call.weight, qparams_of(call.weight, spec)
     arguments = (*weight, x, call.bias, output.out, partial, *gemm_sizes(x, spec, output), *line)
     launch(shape.kernel, (share.blocks,), shape.warps * 32, arguments, shape.shared, is_early=True)
     if partial is not None:
@@ -91,8 +91,8 @@ def _shape(spec: PackedSpec, tiles: int, device: Gpu, dtype: torch.dtype) -> _Sh
     bits = spec.kind.bits
     wanted = 8 if tiles * _ROWS * 16 // bits > 128 else 4  # 2 bytes a row, and bits / 8 of 32 features a warp
     x_bytes = tiles * _ROWS * (512 // bits) * 2
-    warp_bytes = 2048 + numbers_of_slab(spec) * 128
-    sum_bytes = 2 * max(1, numbers_of_slab(spec)) * tiles * _ROWS * 4
+    warp_bytes = 2048 + groups_of_k_tile(spec) * 128
+    sum_bytes = 2 * max(1, groups_of_k_tile(spec)) * tiles * _ROWS * 4
     for warps in (wanted, 4):
         for blocks in range(max(1, _REGISTERS[tiles] // warps), 0, -1):
             limit = (device.shared_bytes + 1024) // blocks - 1024 - sum_bytes
@@ -123,7 +123,7 @@ def _share(spec: PackedSpec, output: Output, shape: _Shape, multiprocessors: int
     to go out and come back, and the kernel that adds them up to run.
     """
     tiles = -(-output.width(spec) // (shape.features // 2 if output.epilogue == GATED else shape.features))
-    steps = slabs(spec)
+    steps = k_tiles(spec)
     blocks = multiprocessors * shape.blocks
     waves, rest = divmod(tiles, blocks)
     lost = (blocks - rest) * shape.features * spec.row_bytes

@@ -1,14 +1,14 @@
 // Products of up to 64 rows of x with a weight in rows (kernels/row_layout.py) of 4-bit codes, on Hopper. Bound by
 // decoding them beside what tensor cores need, which at 64 rows is as long as reading the weight.
 //
-// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a step that share float16 numbers (0:
+// Compiled with BITS and FLOATS (decode.cuh); GROUP_SETS, sets of 32 inputs of a step that share float16 scales (0:
 // all inputs share float32 ones); STAGES (steps that are on their way or worked on).
 //
 // A block has one tile of the features (gated: the same number of either half), 16 a warp, and all rows of x; of the
 // inputs all, or one of `splits` stretches, whose sums go to `partial` for skinny_sum. Warpgroups multiply: features
 // are rows of a, which comes from registers as mma.sync would have it, rows of x columns of b, in shared memory. There
 // x's inputs lie in the order in which a's registers have them: pairs are copied one by one. Codes of one scale a
-// channel are multiplied as whole numbers, and scales meet sums; with groups, they become 16-bit elements before.
+// channel are multiplied as integers, and scales meet sums; with groups, they become 16-bit elements before.
 #include "linear/decode.cuh"
 #include "ptx/ptx_sm90.cuh"
 
@@ -25,7 +25,7 @@ constexpr int kInputs = kSets * 32;                    // of a step
 constexpr bool kGrouped = GROUP_SETS > 0;
 constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets, kGroups = kSets / kGroupSets;
 constexpr int kColumns = kTiles * 8, kXTile = kColumns * 128, kXBytes = kInputs / 64 * kXTile;
-constexpr int kNumbers = kGrouped ? kGroups * 16 : 0, kWarpBytes = 1024 + kNumbers * 4;
+constexpr int kQparams = kGrouped ? kGroups * 16 : 0, kWarpBytes = 1024 + kQparams * 4;
 constexpr int kPitch = kColumns + 1;  // floats
 static_assert(kAhead >= 1);
 
@@ -38,8 +38,8 @@ __device__ __forceinline__ uint32_t place(int row, int chunk, int i) {
 }
 
 extern "C" __global__ void __launch_bounds__(640, 1)
-    skinny_sm90(const uint4* weight, const void* numbers, const bf16* x, const float* bias, void* out, float* partial,
-                int rows, int features, int inputs, int slabs, int group_sets, int epilogue, int out_floats,
+    skinny_sm90(const uint4* weight, const void* qparams, const bf16* x, const float* bias, void* out, float* partial,
+                int rows, int features, int inputs, int k_tiles, int group_sets, int epilogue, int out_floats,
                 int x_stride, int out_stride, int column, int tiles, int splits) {
   DYNAMIC_SHARED(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warps = blockDim.x / 32;
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
   const auto share = [](int all, int i, int of) { return static_cast<int>(static_cast<long long>(all) * i / of); };
   const int begin = share(outputs, tile, tiles), width = share(outputs, tile + 1, tiles) - begin;
   const int mine = is_gated ? width * 2 : width;  // features of this block
-  const int step0 = share(slabs, split, splits), count = share(slabs, split + 1, splits) - step0;
+  const int step0 = share(k_tiles, split, splits), count = share(k_tiles, split + 1, splits) - step0;
   // Feature i of the block; the last one again where there are no more.
   const auto feature = [&](int i) {
     const int j = min(i, mine - 1);
@@ -62,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(640, 1)
   const uint4* from[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    from[h] = weight + (static_cast<long long>(feature(warp * 16 + g + 8 * h)) * slabs + step0) * 4 + t;
+    from[h] = weight + (static_cast<long long>(feature(warp * 16 + g + 8 * h)) * k_tiles + step0) * 4 + t;
   const int groups = (inputs + 32 * group_sets - 1) / (32 * group_sets);
-  const uint32_t* const pairs = static_cast<const uint32_t*>(numbers) + feature(warp * 16 + lane % 16);
+  const uint32_t* const pairs = static_cast<const uint32_t*>(qparams) + feature(warp * 16 + lane % 16);
   const int codes_at = kXBytes + warp * kWarpBytes;
   const auto ask_weight = [&](int stage, int i) {
     const uint32_t to = base + stage * stage_bytes + codes_at + lane * 16;
@@ -73,9 +73,9 @@ extern "C" __global__ void __launch_bounds__(640, 1)
     if constexpr (kGrouped) {
       const int first = GROUP_SETS < kSets ? (step0 + i) * kGroups : (step0 + i) * kSets / group_sets;
 #pragma unroll
-      for (int j = 0; j < kNumbers; j += 32) {
+      for (int j = 0; j < kQparams; j += 32) {
         const int group = first + (j + lane) / 16;
-        if (j + lane < kNumbers)
+        if (j + lane < kQparams)
           copy4(to - lane * 16 + 1024 + ((j + lane) / 16 * 16 + lane % 8 * 2 + lane / 8 % 2) * 4,
                 pairs + static_cast<long long>(min(group, groups - 1)) * features, group < groups);
       }
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
   float2 scales[2] = {};
   if (!kGrouped) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) scales[h] = static_cast<const float2*>(numbers)[feature(warp * 16 + g + 8 * h)];
+    for (int h = 0; h < 2; ++h) scales[h] = static_cast<const float2*>(qparams)[feature(warp * 16 + g + 8 * h)];
   }
   wait_for_ahead();  // the weight is there before any kernel; x and out are not
 #pragma unroll

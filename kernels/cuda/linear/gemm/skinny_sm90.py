@@ -10,9 +10,9 @@ import torch
 
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch, shared_limit
 from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output, is_float
-from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, numbers_of_slab, slabs
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.row_layout import numbers_of
+from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, groups_of_k_tile, k_tiles
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import qparams_of
 
 CAPABILITY = (9, 0)
 
@@ -49,7 +49,7 @@ def run(call: LinearCall) -> None:
     shape = cut.splits, spec.features, _TILES * 8
     partial = torch.empty(shape, dtype=torch.float32, device=x.device) if cut.splits > 1 else None
     sizes = *gemm_sizes(x, spec, output), *map(np.int32, (cut.tiles, cut.splits))
-    arguments = (call.weight, numbers_of(call.weight, spec), x, call.bias, out, partial, *sizes)
+    arguments = (call.weight, qparams_of(call.weight, spec), x, call.bias, out, partial, *sizes)
     blocks, threads = cut.tiles * cut.splits, cut.warpgroups * 128
     launch(_kernel(spec, x.dtype), (blocks,), threads, arguments, _shared_bytes(spec, cut.warpgroups), is_early=True)
     if partial is not None:
@@ -84,7 +84,7 @@ def cut_of(spec: PackedSpec, output: Output, device: Gpu) -> Cut:
     halves = 2 if output.epilogue == GATED else 1
     width = output.width(spec)
     best: tuple[float, Cut] | None = None
-    for splits in range(1, min(8, max(1, slabs(spec) // 4)) + 1):
+    for splits in range(1, min(8, max(1, k_tiles(spec) // 4)) + 1):
         waves = -(-width * halves // (_WARPGROUPS * 64 * max(1, multiprocessors // splits)))
         count = min(width, waves * max(1, multiprocessors // splits))
         features = -(-width // count) * halves
@@ -101,6 +101,6 @@ def cut_of(spec: PackedSpec, output: Output, device: Gpu) -> Cut:
 
 def _shared_bytes(spec: PackedSpec, warpgroups: int) -> int:
     x = _TILES * 2048
-    weight = warpgroups * 4 * (1024 + numbers_of_slab(spec) * 64)
+    weight = warpgroups * 4 * (1024 + groups_of_k_tile(spec) * 64)
     stage = -(-(x + weight) // 1024) * 1024
     return 1024 + max(_STAGES * stage + _TILES * 32, warpgroups * 64 * (_TILES * 8 + 1) * 4)

@@ -1,4 +1,4 @@
-// Packed weights of linear layers, as kernels/packed.py describes them, and what a family of kernels offers to
+// Packed weights of linear layers, as kernels/packed_spec.py describes them, and what a family of kernels offers to
 // packed_linear.cpp, which shares a product out over the threads.
 #pragma once
 
@@ -15,20 +15,20 @@ constexpr int64_t kChannelGroup = 128;  // those that share one where weights ha
 enum class Format { kF32, kBf16, kChannel8, kChannel4, kGroup8, kGroup4, kQ8_0, kQ4_0, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K };
 enum class Activation { kF32, kBf16, kA8, kA16 };
 
-// allspan.kernels.packed.PackedSpec, with what follows from it.
+// allspan.kernels.packed_spec.PackedSpec, with what follows from it.
 struct PackedSpec {
   Format format;
   Activation activation;
   std::vector<int64_t> parts;
-  int64_t inputs, lead, group;
+  int64_t inputs, k_offset, group;
   bool interleaved;
 
   int64_t block, blocks, block_bytes, head_bytes, panel_bytes, panels, features;
-  // lead + inputs, rounded up to whole blocks: the length of a packed row of x.
+  // k_offset + inputs, rounded up to whole blocks: the length of a packed row of x.
   int64_t depth() const { return block * blocks; }
   // Throws std::invalid_argument for a spec that makes no sense.
   static PackedSpec make(const std::string& format, const std::string& activation, std::vector<int64_t> parts,
-                         int64_t inputs, int64_t lead, int64_t group, bool interleaved);
+                         int64_t inputs, int64_t k_offset, int64_t group, bool interleaved);
 };
 
 constexpr int64_t kTilePanels = 4;  // most panels of one call of `product`
@@ -42,7 +42,7 @@ struct LinearKernels {
   int64_t rows;
   // Bytes of one packed row of x: a multiple of 64.
   int64_t (*row_bytes)(const PackedSpec& spec);
-  // x float32 [spec.inputs] → packed: converted to the activation's type, with zeros for the lead and the tail.
+  // x float32 [spec.inputs] → packed: converted to the activation's type, with zeros for the offset and the tail.
   void (*pack_row)(const PackedSpec& spec, const float* x, void* packed);
   // sums[r * kTileStride + 16 * p + c] = row r · feature c of panel p, for `rows` <= this->rows packed rows, which lie
   // row_bytes apart, and `panels` <= kTilePanels panels, which lie spec.panel_bytes apart. `sums` is aligned to 64 and

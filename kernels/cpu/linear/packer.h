@@ -1,7 +1,7 @@
-// Filling packed weights: what Packer of kernels/packing.py says.
+// Filling packed weights: what Packer of kernels/packer.py says.
 #pragma once
 
-#include "linear/packed.h"
+#include "linear/packed_spec.h"
 #include "runtime/pool.h"
 
 namespace allspan {

@@ -1,4 +1,4 @@
-#include "linear/pack.h"
+#include "linear/packer.h"
 
 #include <algorithm>
 #include <cmath>
@@ -50,7 +50,7 @@ void each_panel(Pool& pool, int64_t rows, const PackTarget& target, Body body) {
 }
 
 // Words of a row of `words` → every 16th word of the panel.
-void spread(const char* row, int64_t words, uint8_t* panel, int64_t feature) {
+void scatter_words(const char* row, int64_t words, uint8_t* panel, int64_t feature) {
   for (int64_t i = 0; i < words; ++i) std::memcpy(panel + (i * kFeatures + feature) * 4, row + i * 4, 4);
 }
 
@@ -299,7 +299,7 @@ void pack_floats(Pool& pool, const void* values, int64_t rows, const PackTarget&
   each_panel(pool, rows, target, [&](uint8_t* panel, int64_t first, int64_t count) {
     for (int64_t f = 0; f < count; ++f) {
       const char* row = static_cast<const char*>(values) + (first + f) * row_bytes;
-      spread(row, words, panel, f);
+      scatter_words(row, words, panel, f);
       if (row_bytes % 4) std::memcpy(panel + (words * kFeatures + f) * 4, row + words * 4, row_bytes % 4);
     }
   });

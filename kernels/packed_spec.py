@@ -6,8 +6,8 @@ A packed weight is one contiguous uint8 tensor [panels, panel_bytes]. Panel p of
 two parts that are `interleaved` (gate and up), panel 2·i is the first part's panel i and panel 2·i + 1 the second's.
 
 A panel is a head (empty but for scales per channel) and then blocks along the input, each of `Format.block` inputs.
-Inputs are counted from `lead` on: the first `lead` of the first block, and those after the last input, are there but
-mean zero, so that a rank whose slice starts within a quantisation group keeps the whole group's scale.
+Inputs are counted from `k_offset` on: the first `k_offset` places of the first block, and those after the last input,
+hold zeros, so that a rank whose slice starts within a quantisation group keeps the whole group's scale.
 
 All numbers are little-endian. "pairs" of 32 inputs: bfloat16 [16 pairs][16 features][2]. Codes of 32 inputs are
 unsigned, in quads [8 quads][16 features][4]:
@@ -31,7 +31,7 @@ A weight is (code - zero) · scale, or code · scale - offset where a format has
 codes of each 32; scale = d · s, offset = dmin · m |
 | q6_k (zero 32) | 256 | float16 d [16], int8 scales s [16 groups of 16][16], codes of 6 bits; scale = d · s |
 
-GGUF's q4_1 is group4 with a group of 32 and offset = -min. `allspan.kernels.reference.packed` packs and unpacks.
+GGUF's q4_1 is group4 with a group of 32 and offset = -min. `allspan.kernels.reference.packed_linear` packs and unpacks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dataclasses import dataclass
 FEATURES = 16
 """Output features of a panel."""
 
-SLAB = 64
+K_TILE_BYTES = 64
 """Bytes of codes in rows that lie together; a feature's begin at a multiple of them."""
 
 MEMORIES = ("panels", "rows")
@@ -99,7 +99,7 @@ ROW_FORMATS: Mapping[str, Format] = {
 """The formats of weights in rows; `allspan.kernels.row_layout` says how they lie."""
 
 ACTIVATIONS = ("f32", "bf16", "f16", "a8", "a16")
-"""What a linear layer's input is turned into: with plain weights the same; with codes, whole numbers of 8 bits (a8) or
+"""What a linear layer's input is turned into: with plain weights the same; with codes, integers of 8 bits (a8) or
 16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs. Of fp8, "e4m3": the same, a scale a row; of
 fp8_block for each 128 inputs."""
 
@@ -113,8 +113,8 @@ class PackedSpec:
     parts: tuple[int, ...]
     """Output features of each part; together the columns of the product."""
     inputs: int
-    """Input features: of x, without the lead."""
-    lead: int = 0
+    """Input features: of x, without the offset."""
+    k_offset: int = 0
     """Inputs of the first block that lie before this rank's first."""
     group: int = 0
     """Inputs that share a scale, of group8 and group4."""
@@ -133,13 +133,13 @@ class PackedSpec:
 
     @property
     def x_group(self) -> int:
-        """Inputs of which whole numbers share a scale: more where the weights' scales are not for each group."""
+        """Inputs of which integers share a scale: more where the weights' scales are not for each group."""
         return 128 if self.kind.head_bytes else 32
 
     @property
     def blocks(self) -> int:
         """Returns the number of blocks of a panel."""
-        return -(-(self.lead + self.inputs) // self.block)
+        return -(-(self.k_offset + self.inputs) // self.block)
 
     @property
     def block_bytes(self) -> int:
@@ -160,9 +160,9 @@ class PackedSpec:
 
     @property
     def depth(self) -> int:
-        """Codes of a feature in rows: the lead, the inputs, and what fills the last `SLAB` bytes."""
-        slab = 8 * SLAB // self.kind.bits
-        return -(-(self.lead + self.inputs) // slab) * slab
+        """Codes of a feature in rows: the offset, the inputs, and what fills the last `K_TILE_BYTES` bytes."""
+        k_tile = 8 * K_TILE_BYTES // self.kind.bits
+        return -(-(self.k_offset + self.inputs) // k_tile) * k_tile
 
     @property
     def groups(self) -> int:

@@ -1,4 +1,4 @@
-"""Filling packed weights (`allspan.kernels.packed`): with compiled code on an op set's threads, or in plain torch."""
+"""Packer fills packed weights (`allspan.kernels.packed_spec`), by compiled code on an op set's threads or by torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.packed import FEATURES, PackedSpec
-from allspan.kernels.reference import packing as reference
+from allspan.kernels.packed_spec import FEATURES, PackedSpec
+from allspan.kernels.reference import packer as reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Packer:
         of groups are rounded to float16 first; the offset of channel8 is rounded to a whole number of scales, so that
         0 is exact. Of fp8, scale = max |w| / 448 and code = w / scale, the nearest e4m3 number. A NaN or an infinity
         makes scale and offset NaN. `values` begins `before` inputs before this rank's; with groups, that is the spec's
-        lead.
+        k_offset.
         """
         spec, inputs = target.spec, values.shape[1]
-        if before < 0 or before + spec.inputs > inputs or (spec.group and before != spec.lead):
+        if before < 0 or before + spec.inputs > inputs or (spec.group and before != spec.k_offset):
             raise ValueError(f"before: {before} does not fit {inputs} inputs and {spec}")
         self._check(values, target, values.shape[1])
         values = _beside(values, target)
@@ -76,8 +76,8 @@ class Packer:
             reference.pack_blocks(blocks, *_arguments(target))
 
     def fields(self, fields: Mapping[str, Tensor], target: Target) -> None:
-        """What a packed weight is made of, as `allspan.kernels.reference.packed` has it; codes may end before the last
-        block does."""
+        """What a packed weight is made of, as `allspan.kernels.reference.packed_linear` has it; codes may end before
+        the last block does."""
         spec, codes = target.spec, fields["codes"]
         self._check(codes, target, codes.shape[1])
         whole = {name: _beside(values, target) for name, values in fields.items()}

@@ -1,4 +1,4 @@
-#include "linear/packed.h"
+#include "linear/packed_spec.h"
 
 #include <stdexcept>
 
@@ -11,7 +11,7 @@ struct FormatRow {
   int64_t bits, block, head_bytes, scale_bytes;  // block 0: the weight's group
 };
 
-// As FORMATS of kernels/packed.py.
+// As FORMATS of kernels/packed_spec.py.
 constexpr FormatRow kFormats[] = {
     {"f32", Format::kF32, 32, 32, 0, 0},
     {"bf16", Format::kBf16, 16, 32, 0, 0},
@@ -44,7 +44,7 @@ Activation activation_of(const std::string& name) {
 }  // namespace
 
 PackedSpec PackedSpec::make(const std::string& format, const std::string& activation, std::vector<int64_t> parts,
-                            int64_t inputs, int64_t lead, int64_t group, bool interleaved) {
+                            int64_t inputs, int64_t k_offset, int64_t group, bool interleaved) {
   const FormatRow& row = row_of(format);
   const auto require = [&](bool holds, const std::string& message) {
     if (!holds) throw std::invalid_argument(format + ": " + message);
@@ -59,12 +59,12 @@ PackedSpec PackedSpec::make(const std::string& format, const std::string& activa
   require(inputs >= 0 && !parts.empty(), "needs inputs and parts");
   require(!interleaved || (parts.size() == 2 && parts[0] == parts[1]), "interleaved parts are two of one size");
   spec.block = row.block ? row.block : group;
-  require(lead >= 0 && lead < spec.block, "lead " + std::to_string(lead) + " is not within a block");
+  require(k_offset >= 0 && k_offset < spec.block, "k_offset " + std::to_string(k_offset) + " is not within a block");
   spec.inputs = inputs;
-  spec.lead = lead;
+  spec.k_offset = k_offset;
   spec.group = row.block ? 0 : group;
   spec.interleaved = interleaved;
-  spec.blocks = (lead + inputs + spec.block - 1) / spec.block;
+  spec.blocks = (k_offset + inputs + spec.block - 1) / spec.block;
   spec.head_bytes = row.head_bytes;
   spec.block_bytes = row.scale_bytes + spec.block * kFeatures * row.bits / 8;
   spec.panel_bytes = row.head_bytes + spec.blocks * spec.block_bytes;

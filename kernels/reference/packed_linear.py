@@ -1,10 +1,10 @@
 """Packed weights in plain torch: how they are packed and unpacked, and the products with them.
 
-`allspan.kernels.packed` has the layout. A weight's `Fields` are what it is made of, for all its features, those of the
-parts one below the other:
+`allspan.kernels.packed_spec` has the layout. A weight's `Fields` are what it is made of, for all its features, those of
+the parts one below the other:
 
 - of f32, bf16 and f16: "weight" [features, inputs];
-- of quantised formats: "codes" uint8 [features, depth], depth counting the lead and the filled tail of the last block,
+- of quantised formats: "codes" uint8 [features, depth], whose depth counts `k_offset` and the last block's tail,
   and the numbers of `FIELDS`, [features, blocks · count], or [features, 1] where they are in the head.
 
 Works on CPU and CUDA tensors. Products are summed in float64: backends are held to them within float32's error.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.packed import FEATURES, PackedSpec
+from allspan.kernels.packed_spec import FEATURES, PackedSpec
 from allspan.kernels.row_layout import fields_of_rows, pack_rows
 
 Fields = Mapping[str, Tensor]
@@ -122,11 +122,11 @@ def _values(fields: Fields, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
         values = grouped * scales.unsqueeze(2) - offsets.unsqueeze(2)
     else:
         values = (grouped - zero) * scales.unsqueeze(2)
-    return values.flatten(1)[:, spec.lead : spec.lead + spec.inputs]
+    return values.flatten(1)[:, spec.k_offset : spec.k_offset + spec.inputs]
 
 
 def quantise_activations(x: Tensor, spec: PackedSpec) -> tuple[Tensor, Tensor]:
-    """x float32 [n, inputs] → whole numbers [n, inputs] (as float32) and their scales, float32 [n, inputs].
+    """x float32 [n, inputs] → integers [n, inputs] (as float32) and their scales, float32 [n, inputs].
 
     With m the largest magnitude of a group of `PackedSpec.x_group` inputs, counted from the first block's start:
     number = round(x · (most / m)), halves to even, and scale = m / most, where most is 127, or 32512 for a16.
@@ -134,15 +134,15 @@ def quantise_activations(x: Tensor, spec: PackedSpec) -> tuple[Tensor, Tensor]:
     """
     rows, inputs = x.shape
     most = 32512.0 if spec.activation == "a16" else 127.0
-    size, lead = spec.x_group, spec.lead
-    padded = functional.pad(x.float(), (lead, -(lead + inputs) % size)).reshape(rows, -1, size)
+    size, k_offset = spec.x_group, spec.k_offset
+    padded = functional.pad(x.float(), (k_offset, -(k_offset + inputs) % size)).reshape(rows, -1, size)
     largest = padded.abs().amax(2, keepdim=True) if padded.numel() else padded.new_zeros(*padded.shape[:2], 1)
     largest = torch.where(largest < LEAST, 0.0, largest)
     usable = (largest > 0) & largest.isfinite()
     factors = largest.new_tensor(most).div(largest)  # a number / a tensor would round twice
     numbers = torch.where(usable, (padded * factors).round(), 0.0)
     scales = torch.where(largest.isfinite(), largest / most, torch.nan).expand_as(padded)
-    inside = slice(lead, lead + inputs)
+    inside = slice(k_offset, k_offset + inputs)
     return numbers.reshape(rows, -1)[:, inside], scales.reshape(rows, -1)[:, inside]
 
 
@@ -312,7 +312,7 @@ def _split_bits(joined: Tensor, bits: int, dim: int) -> Tensor:
 def _pack_floats(spec: PackedSpec, weight: Tensor) -> Tensor:
     dtype = torch.bfloat16 if spec.format == "bf16" else torch.float32
     depth = spec.blocks * spec.block
-    padded = functional.pad(weight.to(dtype), (spec.lead, depth - spec.lead - spec.inputs))
+    padded = functional.pad(weight.to(dtype), (spec.k_offset, depth - spec.k_offset - spec.inputs))
     pair = 4 // dtype.itemsize
     panels = _to_panels(spec, padded).reshape(spec.panels, FEATURES, depth // pair, pair).transpose(1, 2)
     return panels.contiguous().reshape(spec.panels, -1).view(torch.uint8).reshape(spec.shape)
@@ -322,4 +322,5 @@ def _unpack_floats(weight: Tensor, spec: PackedSpec) -> Tensor:
     dtype = torch.bfloat16 if spec.format == "bf16" else torch.float32
     pair, depth = 4 // dtype.itemsize, spec.blocks * spec.block
     values = weight.contiguous().view(dtype).reshape(spec.panels, depth // pair, FEATURES, pair).transpose(1, 2)
-    return _from_panels(spec, values.reshape(spec.panels, FEATURES, depth))[:, spec.lead : spec.lead + spec.inputs]
+    features = _from_panels(spec, values.reshape(spec.panels, FEATURES, depth))
+    return features[:, spec.k_offset : spec.k_offset + spec.inputs]

@@ -1,11 +1,11 @@
-// The Python face of pack.h: allspan.kernels.packing.Packer calls these, and has checked that the rows fit the target.
+// The Python face of packer.h: allspan.kernels.packer.Packer calls these, and has checked that the rows fit the target.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/ops.h"
-#include "linear/pack.h"
+#include "linear/packer.h"
 
 namespace nb = nanobind;
 using nb::handle;
@@ -60,7 +60,7 @@ void blocks(Runtime& runtime, handle blocks_, handle weight_, handle spec_, int6
 }  // namespace
 }  // namespace allspan
 
-void bind_packing(nb::module_& module) {
+void bind_packer(nb::module_& module) {
   using namespace allspan;
   module.def("pack_floats", &floats, nb::arg("runtime"), nb::arg("values"), nb::arg("weight"), nb::arg("spec"),
              nb::arg("part"), nb::arg("first"));

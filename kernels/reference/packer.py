@@ -1,4 +1,4 @@
-"""Filling packed weights in plain torch; `allspan.kernels.packing.Packer` says what each does.
+"""Filling packed weights in plain torch; `allspan.kernels.packer.Packer` says what each does.
 
 `first` counts panels: rows go to the part's panel `first` and on. Rows that do not fill the last panel are zeros there.
 All of them work where their first argument lies, on the CPU or a GPU.
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.packed import FEATURES, PackedSpec
-from allspan.kernels.reference.packed import Fields, pack
+from allspan.kernels.packed_spec import FEATURES, PackedSpec
+from allspan.kernels.reference.packed_linear import Fields, pack
 from allspan.kernels.row_layout import pack_rows
 
 GGUF_BLOCK_BYTES = {
@@ -57,7 +57,7 @@ def pack_quantised(values: Tensor, before: int, weight: Tensor, spec: PackedSpec
     if spec.group:
         scale, offset = scale.clamp(min=2.0**-24).half().float(), offset.half().float()
     codes = ((grouped + offset) / scale).clamp(0, most).round().nan_to_num(0.0) * inside
-    codes = codes.flatten(1)[:, before - spec.lead :]
+    codes = codes.flatten(1)[:, before - spec.k_offset :]
     wanted = columns if spec.group else spec.inputs
     depth = spec.blocks * spec.block
     codes = functional.pad(codes[:, :wanted], (0, depth - wanted)).to(torch.uint8)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.packed import PackedSpec
-from allspan.kernels.packing import Packer, Target
-from allspan.kernels.reference.packed import fields_of, unpack
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.packer import Packer, Target
+from allspan.kernels.reference.packed_linear import fields_of, unpack
 from allspan.kernels.table import backends, op_set
 
 KINDS = {
@@ -69,16 +69,16 @@ def test_a_quantised_weight_is_off_by_half_a_step_at_most(name: str, group: int)
     values = torch.randn((21, 700), generator=torch.Generator().manual_seed(1)) * 0.1
     values[3], values[4], values[5, :200] = 0.5, 0.0, 1e-9
     start, inputs = 150, 301
-    lead = start % group if group else 0
-    spec = PackedSpec(name, "a16", (21,), inputs, lead, group)
-    given = values[:, start - lead : start - lead + spec.blocks * group] if group else values
+    k_offset = start % group if group else 0
+    spec = PackedSpec(name, "a16", (21,), inputs, k_offset, group)
+    given = values[:, start - k_offset : start - k_offset + spec.blocks * group] if group else values
     for packer in packers():
         weight = torch.empty(spec.shape, dtype=torch.uint8)
-        packer.quantise(given.contiguous(), lead if group else start, Target(spec, 0, 0, weight))
+        packer.quantise(given.contiguous(), k_offset if group else start, Target(spec, 0, 0, weight))
         fields = fields_of(weight, spec)
         step = fields["scales"].float()
         largest = values.abs().amax(1, keepdim=True)
-        repeated = step.repeat_interleave(group, 1)[:, lead : lead + inputs] if group else step
+        repeated = step.repeat_interleave(group, 1)[:, k_offset : k_offset + inputs] if group else step
         bound = repeated * 0.501 + (largest * 2.0**-10 if group else 1e-7)
         error = (unpack(weight, spec) - values[:, start : start + inputs]).abs()
         assert (error <= bound).all()
