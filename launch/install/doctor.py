@@ -174,7 +174,7 @@ def check_gpu() -> Finding:
 
 
 def check_cuda() -> Finding:
-    code, output = _probe([sys.executable, "-m", "allspan.kernels.cuda.jit.check"])
+    code, output = _probe([sys.executable, "-m", "allspan.kernels", "check"])
     if code != 0:
         return Finding(WARN, "cuda", output, "pip install '.[server]' in the checkout")
     facts = json.loads(output)

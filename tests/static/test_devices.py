@@ -38,6 +38,14 @@ def probes(source: str) -> Iterator[int]:
             yield node.lineno
 
 
+def test_the_cuda_kernels_are_named_in_their_backend_alone() -> None:
+    """Not as a module that a process runs, either."""
+    folders = [WORKER.parent / name for name in ("worker", "client", "launch", "protos")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    named = [path for path in files if "kernels.cuda" in path.read_text()]
+    assert {path.parent for path in named} == {WORKER / "backend" / "cuda"}
+
+
 @pytest.mark.parametrize("find", [asks_for_a_device, probes])
 def test_a_device_is_known_in_its_own_folder_alone(find) -> None:  # type: ignore[no-untyped-def]
     found = [f"{path.relative_to(WORKER)}:{line}" for path in FILES for line in find(path.read_text())]

@@ -1,4 +1,4 @@
-"""What CUDA kernels need, and what of it is here: `python -m allspan.kernels.cuda.jit.check` prints one JSON object,
+"""What CUDA kernels need, and what of it is here: `python -m allspan.kernels check` prints one JSON object,
 {"torch", "cupy", "nvrtc", "gpus", "missing"}: versions or null, names of GPUs as torch sees them, and one line about
 what keeps kernels from running where there is a GPU ("": nothing)."""
 

@@ -1,4 +1,4 @@
-"""Compiles every kernel ahead of its first use: `python -m allspan.kernels.cuda.jit.warm [ARCHITECTURE …]`.
+"""Compiles every kernel ahead of its first use: `python -m allspan.kernels compile [ARCHITECTURE …]`.
 
 A launcher runs it as a process (`allspan warm`). Progress goes to standard error; standard output gets one JSON object:
 {"compiler", "folder", "architectures": {NAME: {"compiled", "found", "num_bytes", "seconds"}}}, or {"error"}, or
