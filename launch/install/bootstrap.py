@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Sequence
@@ -80,10 +81,20 @@ def install(gpu: bool, dev: bool, pinned: bool) -> None:
     versions = ["--constraint", str(ROOT / "constraints.txt")] if pinned else []
     with tempfile.TemporaryDirectory(prefix="allspan-build-") as folder:
         # Built in the checkout, where the next build goes on from it, unless that cannot be written to.
-        elsewhere = [] if os.access(ROOT, os.W_OK) else ["--config-settings", f"build-dir={folder}"]
-        pip(["install", *quiet(), *versions, *elsewhere, f"{ROOT}[{','.join(extras)}]"])
+        options = [] if os.access(ROOT, os.W_OK) else ["--config-settings", f"build-dir={folder}"]
+        if dev:
+            pip(["install", *quiet(), *versions, *build_requirements()])
+            options += ["--no-build-isolation"]
+        pip(["install", *quiet(), *versions, *options, f"{ROOT}[{','.join(extras)}]"])
     report_kernels(compiler)
     stamp.write_text(wanted)
+
+
+def build_requirements() -> list[str]:
+    """Returns what compiles the project. With it in this environment, and not in a new folder for each build, the next
+    build compiles only what has changed."""
+    build: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    return build + [tool for tool in ("cmake", "ninja") if not shutil.which(tool)]
 
 
 def torch_version(gpu: bool) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -46,9 +45,8 @@ def wheel() -> Path:
     sources = [ROOT / name for name in tracked if (ROOT / name).is_file()]
 
     def build(target: Path) -> None:
-        # In isolation pip brings a cmake; with one here, what the last build compiled can be used.
-        options = ["--no-build-isolation"] if shutil.which("cmake") else []
-        pip("wheel", "--no-deps", *options, "--wheel-dir", str(target), str(ROOT))
+        # What the environment was made with, and so what its build compiled, is used again.
+        pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(ROOT))
 
     folder = artefacts.entry("wheel", artefacts.key(sys.version, tracked, *sources), build)
     (found,) = folder.glob("*.whl")
