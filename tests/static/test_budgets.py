@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ PLAIN_FOLDERS = ("protos", "kernels", "client", "launch", "worker")
 UNSAFE = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 
 
+@functools.cache
 def tracked(*suffixes: str) -> list[Path]:
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     files = [ROOT / name for name in names if name.endswith(suffixes)]
@@ -56,8 +58,18 @@ def place(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@functools.cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(file)))
+
+
+def imports(file: Path) -> Iterator[str]:
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -72,7 +84,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short_and_take_few_arguments() -> None:
     found = []
     for file in sources():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -104,7 +116,7 @@ def test_classes_have_few_attributes() -> None:
         f"{place(file)} {node.name}"
         for file in sources()
         if place(file).startswith(FOLDERS)
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES
     }
     assert not found, f"over {MAX_ATTRIBUTES} attributes: {sorted(found)}; split by responsibility"
@@ -114,7 +126,7 @@ def test_imports_are_absolute() -> None:
     found = [
         f"{place(file)}:{node.lineno}"
         for file in sources()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not found, f"relative imports give modules a second identity: {found}"
@@ -126,7 +138,7 @@ def test_a_library_is_named_only_where_it_belongs(library: str) -> None:
         place(file)
         for file in sources()
         if not place(file).startswith((*OWNERS[library], "tests"))
-        and any(name.split(".")[0] == library for name in imports(ast.parse(file.read_text())))
+        and any(name.split(".")[0] == library for name in imports(file))
     ]
     assert not found, f"{library} may be imported in {OWNERS[library]} only: {found}"
 
@@ -136,21 +148,13 @@ def test_bookkeeping_knows_no_tensor_and_no_wire(where: str) -> None:
     files = [file for file in sources() if place(file).startswith(where)]
     assert files
     found = [
-        f"{place(file)}: {name}"
-        for file in files
-        for name in imports(ast.parse(file.read_text()))
-        if name.split(".")[0] in STRANGERS[where]
+        f"{place(file)}: {name}" for file in files for name in imports(file) if name.split(".")[0] in STRANGERS[where]
     ]
     assert not found, found
 
 
 def test_nothing_is_unpickled() -> None:
-    found = [
-        f"{place(file)}: {name}"
-        for file in sources()
-        for name in imports(ast.parse(file.read_text()))
-        if name.split(".")[0] in UNSAFE
-    ]
+    found = [f"{place(file)}: {name}" for file in sources() for name in imports(file) if name.split(".")[0] in UNSAFE]
     assert not found, found
 
 
@@ -173,7 +177,7 @@ def test_mpi_sends_buffers_never_objects() -> None:
     for file in sources():
         if not place(file).startswith("worker/parallel"):
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.Attribute) and node.attr in lower and "comm" in ast.unparse(node.value).lower():
                 found.append(f"{place(file)}:{node.lineno} {node.attr}")
     assert not found, found
@@ -190,9 +194,7 @@ def test_every_package_says_what_it_is_for() -> None:
     silent = [
         place(file)
         for file in sources()
-        if file.name == "__init__.py"
-        and place(file).split("/")[0] in FOLDERS
-        and not ast.get_docstring(ast.parse(file.read_text()))
+        if file.name == "__init__.py" and place(file).split("/")[0] in FOLDERS and not ast.get_docstring(parsed(file))
     ]
     assert not silent, f"a package's __init__.py says what it does and must not know: {silent}"
 
@@ -202,7 +204,7 @@ def test_public_functions_and_classes_of_contracts_have_docstrings() -> None:
     for file in sources():
         if not place(file).startswith(("protos/", "kernels/ops.py", "client/engine.py", "worker/engine/engine.py")):
             continue
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file).body:
             if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or is_error(node):
                 continue
             if not ast.get_docstring(node):
@@ -210,9 +212,9 @@ def test_public_functions_and_classes_of_contracts_have_docstrings() -> None:
     assert not found, found
 
 
-def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+def docstrings(file: Path) -> Iterator[ast.Constant]:
     """The strings that stand as statements of their own: docstrings of modules, classes, functions and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(file):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value
 
@@ -224,7 +226,7 @@ def test_docstrings_do_not_begin_as_fragments(folder: str) -> None:
     found = [
         f"{place(file)}:{text.lineno} {text.value[:60]!r}"
         for file in files
-        for text in docstrings(ast.parse(file.read_text()))
+        for text in docstrings(file)
         if re.match(rf"({'|'.join(FRAGMENTS)})\b", str(text.value).strip())
     ]
     assert not found, "say what it is in a full sentence:\n" + "\n".join(found)
