@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from support import artefacts, node_client
 
 HERE = Path(__file__).parent
-ALONE = (HERE / "cluster", HERE / "faults", HERE / "worker/parallel", HERE / "worker/test_app.py")
-"""Places whose tests want the machine to themselves: real ranks that keep to deadlines."""
+ALONE = (HERE / "faults", HERE / "cluster/test_observing.py")
+"""Places whose tests want the machine to themselves: they measure how long real processes take."""
 
 # How long an example takes to draw says how busy the machine is, not whether the code is right.
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])

@@ -26,9 +26,9 @@ if [ "$#" -gt 0 ]; then
     python -m pytest "$@"
     exit
 fi
-# What only computes, or waits for scripted engines, shares the processors out, the longest folders first; real clusters,
-# which keep to deadlines, come after it, undisturbed.
-folders=(tests/kernels tests/worker tests/client)
+# What computes, waits for scripted engines or asks a cluster what it answers shares the processors out, the longest
+# folders first; what measures how long real processes take comes after it, undisturbed.
+folders=(tests/kernels tests/cluster tests/worker tests/client tests/examples)
 for folder in tests/[a-z]*/; do
     case " ${folders[*]} tests/support " in *" ${folder%/} "*) ;; *) folders+=("${folder%/}") ;; esac
 done
