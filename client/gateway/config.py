@@ -41,6 +41,9 @@ class SecurityConfig:
     endpoints too. --admin-api-key-file or the variable ALLSPAN_ADMIN_API_KEY is safer."""
     admin_api_key_file: str = ""
     """Reads the admin key from a file."""
+    share_prefix_cache: bool = False
+    """Lets requests with different API keys share cached prefixes. Callers can then find out, by `cached_tokens` and by
+    timing, how other callers' prompts begin."""
     open_metrics: bool = False
     """Answers GET /metrics without a key although keys are set."""
     allowed_origins: tuple[str, ...] = ()

@@ -45,6 +45,6 @@ class GatewayContext:
             telemetry=telemetry,
             prompts=PromptEncoder(tokenizer, model, config),
             sampling=SamplingValidator(tokenizer, model, config.limits),
-            admission=Admission(engine, tokenizer, model, config.limits, telemetry),
+            admission=Admission(engine, tokenizer, model, config.limits, telemetry, config.security.share_prefix_cache),
             snapshots=SnapshotCache(engine),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from allspan.client.gateway.admission.active_request import ActiveRequest
 from allspan.client.gateway.admission.grammar_check import GrammarCheck
-from allspan.client.gateway.auth.caller import Caller
+from allspan.client.gateway.auth.caller import Caller, salt_of
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.served_model import ServedModel
@@ -60,7 +60,8 @@ class Hold(enum.Enum):
 class Admission:
     """Counts the requests that run, refuses more than the limit, and drains when the server ends.
 
-    `hold`: whether the operator lets requests in.
+    `hold`: whether the operator lets requests in. `share_prefixes`: whether callers with different keys share cached
+    pages.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Admission:
         model: ServedModel,
         limits: LimitsConfig,
         telemetry: Telemetry,
+        share_prefixes: bool,
     ) -> None:
         self.hold = Hold.NONE
         self.grammars = GrammarCheck(tokenizer, model.vocab_size, limits)
@@ -77,6 +79,7 @@ class Admission:
         self._tokenizer = tokenizer
         self._model = model
         self._telemetry = telemetry
+        self._share_prefixes = share_prefixes
         self._max_requests = limits.max_concurrent_requests
         self._admitted = 0
         self._running: set[ActiveRequest] = set()
@@ -197,7 +200,8 @@ class Admission:
         handle = RequestHandle(uuid.uuid4().hex, self._model.name)
         stream = TextStream(job.tokenizer or self._tokenizer, job.params, job.continues, job.text)
         try:
-            _, queue = await self._engine.astart_request(job.token_ids, job.params, handle.request_id, job.options)
+            options = self._options(job, origin)
+            _, queue = await self._engine.astart_request(job.token_ids, job.params, handle.request_id, options)
         except BaseException:
             # Cancelled just as the engine said yes, the answer is lost; the name is not.
             self._engine.release_request(handle)
@@ -209,6 +213,14 @@ class Admission:
         if origin.is_aborted:
             await request.stop()
         return request
+
+    def _options(self, job: Job, origin: Origin) -> RequestOptions | None:
+        """Returns the job's options, with the salt of its caller's key: cached tokens of another key's prompts would
+        tell, exactly, how such a prompt begins."""
+        if self._share_prefixes or not origin.owner:
+            return job.options
+        options = job.options or RequestOptions()
+        return replace(options, cache_salt=salt_of(origin.owner, options.cache_salt))
 
     def _admit(self, count: int) -> None:
         if self._draining or self.hold is not Hold.NONE:

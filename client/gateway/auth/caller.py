@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -21,6 +22,13 @@ class Caller:
 
 
 ANYONE = Caller()
+
+
+def salt_of(owner: str, salt: str) -> str:
+    """Returns the prefix cache's salt of a request of `owner` that asked for `salt`; no other owner's requests have it.
+    Without keys, where `owner` is "", it is the one asked for."""
+    return hashlib.sha256(f"{owner}\0{salt}".encode("utf-8", "surrogatepass")).hexdigest() if owner else salt
+
 
 _current: ContextVar[Caller] = ContextVar("allspan_caller", default=ANYONE)
 
