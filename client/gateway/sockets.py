@@ -39,8 +39,8 @@ def bind(config: GatewayConfig) -> Sockets:
     tls = Tls.of(config.security)
     if tls is None and not config.security.insecure and not is_loopback(config.host):
         raise ConfigError(
-            f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost): without TLS everybody "
-            "on the way reads along; give --ssl-certfile and --ssl-keyfile, or listen there all the same: --insecure"
+            f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost), because without TLS "
+            "others on the network can read keys and prompts; give --ssl-certfile and --ssl-keyfile, or --insecure"
         )
     http = _take(config.host, config.port, "--port")
     try:

@@ -74,7 +74,8 @@ class Placement:
         where = f" on NUMA node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}" if nodes else ""
         count = len(self.ranks) // self.replicas
         replicas = f"{self.replicas} replicas of " if self.replicas > 1 else ""
-        words = f"{replicas}{count} rank{'s' if count > 1 else ''}, {'/'.join(map(str, threads))} threads each"
+        each = f"{'/'.join(map(str, threads))} thread{'s' if threads != [1] else ''} each"
+        words = f"{replicas}{count} rank{'s' if count > 1 else ''}, {each}"
         return f"{words}{where}{self._gpus()}{' (oversubscribed)' if self.oversubscribed else ''}"
 
     def _gpus(self) -> str:

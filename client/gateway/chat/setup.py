@@ -56,9 +56,10 @@ class ChatSetup:
         conversations = None
         if template is not None and traits is not None:
             conversations = Conversations(template, traits, form)
-            marks = " or ".join(opening for opening, _ in tags.pairs) if tags else "none"
-            known = "in the chat template" if traits.tools else "taught by a system message"
-            logger.info("conversations: tools %s, calls read as %s, thinking marked by %s", known, form.name, marks)
+            marks = " or ".join(opening for opening, _ in tags.pairs) if tags else "no mark"
+            place = "the chat template" if traits.tools else "a system message"
+            text = "chat: %s describes tools to the model; its calls are parsed as %s; its reasoning begins with %s"
+            logger.info(text, place, form.name, marks)
         variables = frozenset(config.allow_chat_template_kwargs)
         return cls(tokenizer, conversations, form, tags, config.enable_auto_tool_choice, variables)
 
