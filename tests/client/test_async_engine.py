@@ -25,9 +25,20 @@ async def engine(tmp_path: Path) -> AsyncIterator[AsyncClientEngine]:
         await asyncio.to_thread(made.close)
 
 
-async def test_tokens_are_read_on_the_loop_that_they_arrive_on(engine: AsyncClientEngine) -> None:
-    threads = {thread.name for thread in threading.enumerate()}
-    assert "allspan-client" not in threads, "it has no loop of its own"
+@pytest.fixture
+def loops() -> set[threading.Thread]:
+    """The loops that other engines have at first."""
+    return loops_now()
+
+
+def loops_now() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "allspan-client"}
+
+
+async def test_tokens_are_read_on_the_loop_that_they_arrive_on(
+    loops: set[threading.Thread], engine: AsyncClientEngine
+) -> None:
+    assert loops_now() == loops, "it has no loop of its own"
     _, queue = await engine.astart_request([1], SamplingParams(max_tokens=5, ignore_eos=True))
     tokens = [token async for output in queue for token in output.token_ids]
     assert tokens == [2, 3, 4, 5, 6]
