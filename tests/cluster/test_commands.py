@@ -13,6 +13,10 @@ from support.serving import Traces, memory_folders, run_allspan, runtime_folder
 
 pytestmark = pytest.mark.timeout(240)
 
+KINDS = ("truncated", "missing", "context", "nothing")
+AT_NIGHT = ("family", "awq", "heads", "tokenizer")
+"""Of damaged models; what reads them has tests of its own."""
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,7 +74,7 @@ def test_a_converted_model_gives_the_same_tokens_and_its_own_ranks(tiny: Path, t
     assert (out / "rank-1.safetensors").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_plan_tells_what_the_ranks_would_hold(tiny: Path, ranks: int) -> None:
     run = run_allspan("plan", str(tiny), f"--ranks={ranks}", "--oversubscribe", "--json")
     assert run.returncode == 0, run.stderr
@@ -90,7 +94,7 @@ def damaged(tiny: Path, folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["truncated", "missing", "family", "awq", "context", "heads", "tokenizer", "nothing"])
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in AT_NIGHT)])
 def test_a_bad_model_is_refused_in_one_line_and_nothing_is_left(tiny: Path, tmp_path: Path, kind: str) -> None:
     changes: dict[str, Any] = {
         "family": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.table import backends, op_set
+from allspan.kernels.table import op_set
 from support.kernel_cases import (
     BF16,
     F32,
@@ -24,10 +24,10 @@ from support.kernel_cases import (
     randn,
     rotary,
 )
+from support.variants import CPU_VARIANTS
 
 FORMATS = {F32: "float32", BF16: "bfloat16", I8: "int8", U4: "uint4"}
-CPU = [name for name in backends() if name.startswith("cpu/")]
-pytestmark = pytest.mark.parametrize("backend", CPU)
+pytestmark = pytest.mark.parametrize("backend", CPU_VARIANTS)
 
 
 def assert_same_bits(ours: Tensor, other: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from allspan.kernels.table import REFERENCE, backends, op_set
 from support import kernel_oracle
 from support.kernel_cases import CASES, Case, on_device, to_float64
+from support.variants import VARIANTS
 
 
 def assert_agrees(case: Case, backend: str, threads: int, device: str = "cpu") -> None:
@@ -33,7 +34,7 @@ def test_the_table_of_cases_covers_every_op() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("backend", VARIANTS)
 def test_op_agrees_with_float64(backend: str, case: Case) -> None:
     assert_agrees(case, backend, threads=1)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference import packed_linear
-from allspan.kernels.table import backends, op_set
+from allspan.kernels.table import op_set
 from support.kernel_cases import poison, randn
 from support.packed_cases import random_weight
+from support.variants import CPU_VARIANTS
 
-CPU = [name for name in backends() if name.startswith("cpu/")]
 ROWS = (1, 2, 3, 6, 7, 16, 33, 48, 129, 257)
 SPECS = [
     ((1,), 1, 0),
@@ -25,7 +25,7 @@ SPECS = [
     ((70,), 2049, 2),
 ]
 
-pytestmark = [pytest.mark.parametrize("backend", CPU), pytest.mark.parametrize("name", ["f32", "bf16"])]
+pytestmark = [pytest.mark.parametrize("backend", CPU_VARIANTS), pytest.mark.parametrize("name", ["f32", "bf16"])]
 
 
 def rounded(x: Tensor, spec: PackedSpec) -> Tensor:

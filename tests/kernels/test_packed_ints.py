@@ -11,19 +11,19 @@ from torch import Tensor
 
 from allspan.kernels.packed_spec import FEATURES, FORMATS, PackedSpec
 from allspan.kernels.reference import packed_linear
-from allspan.kernels.table import backends, op_set
+from allspan.kernels.table import op_set
 from support.packed_cases import QUANTISED, activations_of, random_weight
+from support.variants import CPU, CPU_VARIANTS
 
 NAN, INFINITE = float("nan"), float("inf")
-NATIVE = [name for name in backends() if name.startswith("cpu/")]
 KINDS = [(name, activation) for name in QUANTISED for activation in activations_of(name)]
 SIZES = [(1, 1), (3, 17), (31, 16), (32, 64), (33, 70), (64, 48), (225, 33), (576, 40), (600, 65)]
 """Inputs and features."""
 
-pytestmark = pytest.mark.skipif(not NATIVE, reason="no compiled kernels")
+pytestmark = pytest.mark.skipif(not CPU, reason="no compiled kernels")
 
 
-@pytest.fixture(params=NATIVE)
+@pytest.fixture(params=CPU_VARIANTS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -89,7 +89,7 @@ def test_same_bits_on_every_instruction_set(kind: tuple[str, str]) -> None:
         x[3] *= 1e4
         x[5] *= 1e-30
         plain = product("cpu/generic", x, weight, spec)
-        for backend in NATIVE:
+        for backend in CPU:
             assert_same_bits(product(backend, x, weight, spec), plain)
 
 

@@ -92,7 +92,7 @@ def same_bits(got: Tensor, expected: Tensor) -> bool:
     return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_messages_of_any_length_in_any_order_are_summed_in_rank_order(
     ranks: int, device: str, emulator: EmulatorDriver
 ) -> None:

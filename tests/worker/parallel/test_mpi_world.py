@@ -19,11 +19,11 @@ def needs(kind: str) -> None:
         pytest.skip("the compiled kernels are not installed")
 
 
-MORE = [("window", 2), ("window", 4), ("mpi", 3), ("mpi", 4)]
+MORE = [("window", 3), ("window", 4), ("mpi", 2), ("mpi", 4)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"), [("auto", 3), ("mpi", 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE)]
+    ("kind", "ranks"), [("auto", 2), ("mpi", 3), *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE)]
 )
 def test_sums_rows_and_plans_arrive_on_every_rank_and_idle_followers_sleep(
     kind: str, ranks: int, tmp_path: Path
@@ -42,7 +42,7 @@ def test_a_follower_that_expects_a_plan_does_not_sleep_long(tmp_path: Path) -> N
     assert run.returncode == 0, run.stdout
 
 
-@pytest.mark.parametrize("kind", ["window", "mpi"])
+@pytest.mark.parametrize("kind", ["window", pytest.param("mpi", marks=pytest.mark.nightly)])
 def test_a_peer_that_does_not_come_is_named_and_the_world_ends(kind: str, tmp_path: Path) -> None:
     needs(kind)
     started = time.monotonic()

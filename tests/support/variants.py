@@ -1,0 +1,21 @@
+"""The backends and instruction sets over which a test of kernels is repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from allspan.kernels.table import backends
+
+CPU = [name for name in backends() if name.startswith("cpu/")]
+"""The instruction sets that this machine can run, best first."""
+
+
+def _param(name: str) -> Any:
+    """The sets between the best and the generic one run at night: `test_native.py` holds all of them to float64."""
+    return pytest.param(name, marks=pytest.mark.nightly) if name in CPU[1:-1] else name
+
+
+VARIANTS = [_param(name) for name in backends()]
+CPU_VARIANTS = [_param(name) for name in CPU]
