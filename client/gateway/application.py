@@ -13,6 +13,7 @@ from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.access import KeyCheck, require_admin
 from allspan.client.gateway.http.endpoint import Access, Endpoint
 from allspan.client.gateway.http.errors import HttpError, response_of, status_of
+from allspan.client.gateway.http.head import HeadAsGet
 from allspan.client.gateway.http.origin import HostCheck, with_cors
 from allspan.client.gateway.http.request_id import RequestIds
 from allspan.client.gateway.openapi.document import describe
@@ -50,6 +51,7 @@ def make_app(context: GatewayContext) -> FastAPI:
     app.add_exception_handler(AllspanError, _refusal(context.telemetry))
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_middleware(KeyCheck, context=context, endpoints=endpoints)
+    app.add_middleware(HeadAsGet)
     if origins := context.config.security.allowed_origins:
         app.add_middleware(with_cors, origins)
     app.add_middleware(HostCheck, context=context)
@@ -68,8 +70,11 @@ def _refusal(telemetry: Telemetry) -> Callable[[Request, Exception], Awaitable[R
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:200]}"
-    messages = {404: f"{what}: no such endpoint", 405: f"{what}: this endpoint does not take {request.method}"}
+    path = request.url.path[:200]
+    what = f"{request.method} {path}"
+    versioned = any(getattr(route, "path", "") == f"/v1{path}" for route in request.app.routes)
+    hint = f"; it is /v1{path}: the client's base URL must end in /v1" if versioned else ""
+    messages = {404: f"{what}: no such endpoint{hint}", 405: f"{what}: this endpoint does not take {request.method}"}
     response = response_of(HttpError(error.status_code, messages.get(error.status_code, f"{what}: {error.detail}")))
     response.headers.update(error.headers or {})
     return response
