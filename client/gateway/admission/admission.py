@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from allspan.client.gateway.admission.active_request import ActiveRequest
 from allspan.client.gateway.admission.grammar_check import GrammarCheck
-from allspan.client.gateway.auth.caller import Caller, salt_of
+from allspan.client.gateway.auth.caller import Caller, cache_salt
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.served_model import ServedModel
@@ -217,10 +217,10 @@ class Admission:
     def _options(self, job: Job, origin: Origin) -> RequestOptions | None:
         """Returns the job's options, with the salt of its caller's key: cached tokens of another key's prompts would
         tell, exactly, how such a prompt begins."""
-        if self._share_prefixes or not origin.owner:
+        if self._share_prefixes or not origin.cache_key:
             return job.options
         options = job.options or RequestOptions()
-        return replace(options, cache_salt=salt_of(origin.owner, options.cache_salt))
+        return replace(options, cache_salt=cache_salt(origin.cache_key, options.cache_salt))
 
     def _admit(self, count: int) -> None:
         if self._draining or self.hold is not Hold.NONE:

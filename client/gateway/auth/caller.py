@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,8 @@ class Caller:
     """A short name derived from the key, which reveals nothing of it: it stands in logs and marks a request's owner."""
     is_admin: bool = False
     """Came with the admin key."""
+    cache_key: bytes = field(default=b"", repr=False, compare=False)
+    """A secret made of its key, b"" without keys: see `cache_salt`."""
 
     def may_end(self, owner: str) -> bool:
         """Returns whether the caller may end the requests of `owner`: its own, or all with the admin key."""
@@ -24,10 +26,10 @@ class Caller:
 ANYONE = Caller()
 
 
-def salt_of(owner: str, salt: str) -> str:
-    """Returns the prefix cache's salt of a request of `owner` that asked for `salt`; no other owner's requests have it.
-    Without keys, where `owner` is "", it is the one asked for."""
-    return hashlib.sha256(f"{owner}\0{salt}".encode("utf-8", "surrogatepass")).hexdigest() if owner else salt
+def cache_salt(cache_key: bytes, salt: str) -> str:
+    """Returns the prefix cache's salt of a request that asked for `salt`: with the `cache_key` of its caller, one that
+    nobody else has or can ask for; without, the one asked for."""
+    return hmac.digest(cache_key, salt.encode("utf-8", "surrogatepass"), "sha256").hex() if cache_key else salt
 
 
 _current: ContextVar[Caller] = ContextVar("allspan_caller", default=ANYONE)

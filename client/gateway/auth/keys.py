@@ -25,11 +25,13 @@ class Keys:
 
     def __init__(self, users: Mapping[str, str], admin: str = "") -> None:
         """`users`: key → its name, "" for one that is made of the key's digest. `admin`: "" for none."""
-        callers = {_digest(key): Caller(name or _short_name(key)) for key, name in users.items()}
+        callers = {
+            _digest(key): Caller(name or _short_name(key), cache_key=_cache_key(key)) for key, name in users.items()
+        }
         if admin:
             if _digest(admin) in callers:
                 raise ConfigError("the admin key is one of the API keys: whoever has that would be the admin")
-            callers[_digest(admin)] = Caller(ADMIN, is_admin=True)
+            callers[_digest(admin)] = Caller(ADMIN, is_admin=True, cache_key=_cache_key(admin))
         self._callers = tuple(callers.items())
         self.has_users = bool(users)
         self.has_admin = bool(admin)
@@ -119,6 +121,10 @@ def _problem(key: str) -> str:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _cache_key(key: str) -> bytes:
+    return hmac.digest(key.encode("utf-8", "surrogateescape"), b"prefix cache", "sha256")
 
 
 def _short_name(key: str) -> str:

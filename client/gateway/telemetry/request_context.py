@@ -32,6 +32,8 @@ class Origin:
     """The arrival time on the monotonic clock."""
     owner: str = field(default_factory=lambda: current_caller().owner)
     """The owner name of its caller (`caller.Caller.owner`)."""
+    cache_key: bytes = field(default_factory=lambda: current_caller().cache_key, repr=False)
+    """The secret of its caller that keeps its cached prefixes apart (`caller.Caller.cache_key`)."""
     is_aborted: bool = False
     """Whether another call has ended it; its parts that have not started need not start."""
     is_admitted: bool = False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import grpc
 import pytest
 
-from allspan.client.gateway.auth.caller import salt_of
+from allspan.client.gateway.auth.caller import ANYONE, set_caller
+from allspan.client.gateway.auth.keys import Keys
+from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.protos import inference_pb2 as pb
 from support.gateway import Gateway, gateway, stub
 
@@ -19,7 +23,7 @@ ENDPOINTS = {
 
 async def salt(server: Gateway, key: str, endpoint: str = "/v1/completions", **fields: object) -> str:
     """Returns the salt that the engine is given for a request with this key."""
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     answer = await server.http.post(endpoint, json=ENDPOINTS[endpoint] | fields, headers=headers)
     assert answer.status_code == 200, answer.text
     return server.engine.last.options.cache_salt
@@ -69,5 +73,21 @@ async def test_salts_are_as_asked_for_where_sharing_is_wanted_or_nobody_has_a_ke
         assert await salt(server, OTHER, cache_salt="tenant") == "tenant"
 
 
-def test_the_salts_of_owners_do_not_run_into_each_other() -> None:
-    assert salt_of("a", "bc") != salt_of("ab", "c")
+@pytest.mark.parametrize("owner", ["admin", "key-1234abcd"])
+async def test_a_caller_without_a_key_can_ask_for_no_key_s_salt(owner: str) -> None:
+    """Names of keys stand in logs: no salt is made of them."""
+    guesses = [hashlib.sha256(f"{owner}{between}".encode()).hexdigest() for between in ("", "\0", "cache")]
+    async with gateway(admin_api_key=ADMIN) as server:
+        wanted = await salt(server, ADMIN)
+        for guess in guesses:
+            assert await salt(server, "", cache_salt=guess) == guess != wanted
+
+
+def test_neither_a_caller_nor_its_origin_shows_the_secret_of_its_key() -> None:
+    caller = Keys({KEY: "first"}).caller(KEY)
+    set_caller(caller)
+    origin = Origin("GET /")
+    set_caller(ANYONE)
+    assert caller.cache_key == origin.cache_key != Keys({OTHER: "first"}).caller(OTHER).cache_key
+    assert KEY.encode() not in caller.cache_key
+    assert repr(caller.cache_key) not in f"{caller!r}{origin!r}"
