@@ -6,8 +6,9 @@ A packed weight is one contiguous uint8 tensor [panels, panel_bytes]. Panel p of
 two parts that are `interleaved` (gate and up), panel 2·i is the first part's panel i and panel 2·i + 1 the second's.
 
 A panel is a head (empty but for scales per channel) and then blocks along the input, each of `Format.block` inputs.
-Inputs are counted from `k_offset` on: the first `k_offset` places of the first block, and those after the last input,
-hold zeros, so that a rank whose slice starts within a quantisation group keeps the whole group's scale.
+Inputs are counted from `k_offset` on, so that a rank whose slice starts within a quantisation group keeps the whole
+group's scale. The first `k_offset` places of the first block, and those after the last input, may hold any codes: they
+meet zeros of x.
 
 All numbers are little-endian. "pairs" of 32 inputs: bfloat16 [16 pairs][16 features][2]. Codes of 32 inputs are
 unsigned, in quads [8 quads][16 features][4]:
@@ -113,7 +114,7 @@ class PackedSpec:
     parts: tuple[int, ...]
     """Output features of each part; together the columns of the product."""
     inputs: int
-    """Input features: of x, without the offset."""
+    """Input features: of x; the `k_offset` places are not among them."""
     k_offset: int = 0
     """Inputs of the first block that lie before this rank's first."""
     group: int = 0
@@ -160,7 +161,7 @@ class PackedSpec:
 
     @property
     def depth(self) -> int:
-        """Codes of a feature in rows: the offset, the inputs, and what fills the last `K_TILE_BYTES` bytes."""
+        """Codes of a feature in rows: `k_offset` places, the inputs, and what fills the last `K_TILE_BYTES` bytes."""
         k_tile = 8 * K_TILE_BYTES // self.kind.bits
         return -(-(self.k_offset + self.inputs) // k_tile) * k_tile
 

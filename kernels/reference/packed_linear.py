@@ -5,7 +5,7 @@ the parts one below the other:
 
 - of f32, bf16 and f16: "weight" [features, inputs];
 - of quantised formats: "codes" uint8 [features, depth], whose depth counts `k_offset` and the last block's tail,
-  and the numbers of `FIELDS`, [features, blocks · count], or [features, 1] where they are in the head.
+  and the qparams of `FIELDS`, [features, blocks · count], or [features, 1] where they are in the head.
 
 Works on CPU and CUDA tensors. Products are summed in float64: backends are held to them within float32's error.
 """
@@ -35,7 +35,7 @@ _PANELS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Numbers that lie before a block's codes, or in a panel's head, as [count][16 features]."""
+    """Qparams that lie before a block's codes, or in a panel's head, as [count][16 features]."""
 
     name: str
     dtype: torch.dtype
@@ -78,10 +78,10 @@ def pack(spec: PackedSpec, fields: Fields) -> Tensor:
         return _pack_floats(spec, fields["weight"])
     codes = _to_panels(spec, fields["codes"].to(torch.uint8))
     pieces = [_pack_codes(codes, kind.bits).reshape(spec.panels, spec.blocks, -1)]
-    numbers = [_pack_field(spec, field, fields[field.name]) for field in FIELDS[spec.format]]
+    qparams = [_pack_field(spec, field, fields[field.name]) for field in FIELDS[spec.format]]
     if kind.head_bytes:
-        return torch.cat([*(part.flatten(1) for part in numbers), pieces[0].flatten(1)], 1)
-    return torch.cat([*numbers, *pieces], 2).flatten(1).contiguous()
+        return torch.cat([*(part.flatten(1) for part in qparams), pieces[0].flatten(1)], 1)
+    return torch.cat([*qparams, *pieces], 2).flatten(1).contiguous()
 
 
 def fields_of(weight: Tensor, spec: PackedSpec) -> dict[str, Tensor]:
@@ -92,11 +92,11 @@ def fields_of(weight: Tensor, spec: PackedSpec) -> dict[str, Tensor]:
     if not kind.is_quantised:
         return {"weight": _unpack_floats(weight, spec)}
     blocks = weight[:, kind.head_bytes :].reshape(spec.panels, spec.blocks, spec.block_bytes)
-    numbers = weight[:, : kind.head_bytes].unsqueeze(1) if kind.head_bytes else blocks
+    qparams = weight[:, : kind.head_bytes].unsqueeze(1) if kind.head_bytes else blocks
     fields, begin = {}, 0
     for field in FIELDS[spec.format]:
         end = begin + field.count * FEATURES * field.dtype.itemsize
-        values = numbers[:, :, begin:end].contiguous().view(field.dtype)
+        values = qparams[:, :, begin:end].contiguous().view(field.dtype)
         values = values.reshape(spec.panels, -1, FEATURES).transpose(1, 2)
         fields[field.name], begin = _from_panels(spec, values), end
     packed = blocks[:, :, kind.scale_bytes :].reshape(spec.panels, spec.blocks * spec.block // GROUP, -1)

@@ -116,6 +116,7 @@ def test_integer_products_and_sampled_tokens_are_the_same_on_x86_and_aarch64() -
     assert digests(run(played("neoverse-n1"))) == digests(run(native()))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cpu", "variants"),
     [

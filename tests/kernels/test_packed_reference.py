@@ -25,7 +25,7 @@ def specs(name: str) -> list[PackedSpec]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_packer_keeps_everything(name: str) -> None:
+def test_pack_keeps_everything(name: str) -> None:
     for spec in specs(name):
         fields = random_fields(spec)
         weight = packed_linear.pack(spec, fields)

@@ -34,7 +34,7 @@ def in_rows(spec: PackedSpec) -> PackedSpec:
 
 
 @pytest.mark.parametrize("name", IN_ROWS)
-def test_rows_hold_the_numbers_of_panels(name: str) -> None:
+def test_rows_hold_the_qparams_of_panels(name: str) -> None:
     for spec in specs(name):
         fields = random_fields(spec)
         weight = packed_linear.pack(in_rows(spec), fields)
@@ -69,7 +69,7 @@ def test_codes_are_where_the_page_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "channel8", "channel4", "group8", "group4"])
 def test_the_packer_fills_rows_of_several_parts_in_several_goes(name: str) -> None:
-    """With the numbers that it fills panels with."""
+    """With the qparams that it fills panels with."""
     group = 64 if name.startswith("group") else 0
     spec = PackedSpec(
         name, "bf16" if name == "bf16" else "a16", (35, 21), 150, k_offset=22 if group else 0, group=group

@@ -42,7 +42,7 @@ struct LinearKernels {
   int64_t rows;
   // Bytes of one packed row of x: a multiple of 64.
   int64_t (*row_bytes)(const PackedSpec& spec);
-  // x float32 [spec.inputs] → packed: converted to the activation's type, with zeros for the offset and the tail.
+  // x float32 [spec.inputs] → packed: converted to the activation's type, zeros in k_offset places and the tail.
   void (*pack_row)(const PackedSpec& spec, const float* x, void* packed);
   // sums[r * kTileStride + 16 * p + c] = row r · feature c of panel p, for `rows` <= this->rows packed rows, which lie
   // row_bytes apart, and `panels` <= kTilePanels panels, which lie spec.panel_bytes apart. `sums` is aligned to 64 and

@@ -151,13 +151,13 @@ def write(k: Tensor, v: Tensor, to: list[Any], slots: Tensor) -> None:
 
 
 def check_fused(
-    shape: Shape, dtype: torch.dtype, device: str, spread: str, has_norms: bool, of: torch.dtype = BF16
+    shape: Shape, dtype: torch.dtype, device: str, rotation: str, has_norms: bool, of: torch.dtype = BF16
 ) -> None:
     """The bits are those of the single ops."""
     n, heads, kv_heads, dim = shape.tokens, shape.heads, shape.kv_heads, shape.dim
     qkv = rows(n, heads + 2 * kv_heads, dim, dtype=of, device=device)
     norms = [rows(dim, dtype=F32, device=device, seed=seed) if has_norms else None for seed in (8, 9)]
-    center = rows(kv_heads, dim, dtype=F32, device=device, seed=4) if spread == "centered" else None
+    center = rows(kv_heads, dim, dtype=F32, device=device, seed=4) if rotation == "centered" else None
     turning, slots = (positions(n, device), table(shape.rot, device)), slots_of(n, device)
     parts = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
     q, k, v = (part.clone(memory_format=torch.contiguous_format) for part in parts)
@@ -165,7 +165,7 @@ def check_fused(
         if norm is not None:
             head_norm(x, norm, EPS)
     rotary(q, k, *turning)
-    if spread != "kept":
+    if rotation != "plain":
         hadamard(q, None)
         hadamard(k, center)
     right = pages(shape, dtype, device)
@@ -173,8 +173,8 @@ def check_fused(
 
     ours, held = poisoned(*qkv.shape, dtype=of, device=device), pages(shape, dtype, device)
     ours.copy_(qkv)
-    spreading = HadamardRotation(spread != "kept", center)
-    rotary_append(ours, heads, HeadNorms(*norms, EPS), Rotation(*turning), spreading, KvPages(*held), slots)  # type: ignore[arg-type]
+    rotated = HadamardRotation(rotation != "plain", center)
+    rotary_append(ours, heads, HeadNorms(*norms, EPS), Rotation(*turning), rotated, KvPages(*held), slots)  # type: ignore[arg-type]
     assert same(ours, torch.cat((q, k, v), 1))
     assert is_kept(ours)
     for one, other in zip(held, right, strict=True):
@@ -190,13 +190,13 @@ def check_many(shape: Shape, dtype: torch.dtype, device: str, monkeypatch: pytes
     center = rows(kv_heads, dim, dtype=F32, device=device, seed=4)
     plain: tuple[HeadNorms[Tensor], HadamardRotation[Tensor]]
     plain = HeadNorms(None, None, EPS), HadamardRotation(False, None)
-    for norms, spread in (plain, (HeadNorms(None, weight, EPS), HadamardRotation(True, center))):
+    for norms, rotated in (plain, (HeadNorms(None, weight, EPS), HadamardRotation(True, center))):
         outcomes = []
         for many in (1 << 30, 1):
             monkeypatch.setattr("allspan.kernels.cuda.rows.rotary_append._MANY_ROWS", many)
             qkv, held = poisoned(n, heads + 2 * kv_heads, dim, device=device), pages(shape, dtype, device)
             qkv.copy_(rows(*qkv.shape, device=device))
-            rotary_append(qkv, heads, norms, Rotation(*turning), spread, KvPages(*held), slots)  # type: ignore[arg-type]
+            rotary_append(qkv, heads, norms, Rotation(*turning), rotated, KvPages(*held), slots)  # type: ignore[arg-type]
             assert all(is_kept(x) for x in (qkv, *held) if x is not None)
             outcomes.append((qkv, *held))
         assert all(same(one, other) for one, other in zip(*outcomes, strict=True))
@@ -230,10 +230,10 @@ def test_pages_of_every_shape_have_the_bits_of_the_rule(shape: Shape, dtype: tor
     check_append(shape, dtype, "cuda")
 
 
-@pytest.mark.parametrize("spread", ["kept", "spread", "centered"])
+@pytest.mark.parametrize("rotation", ["plain", "hadamard", "centered"])
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed"])
-def test_the_fused_op_has_the_bits_of_the_single_ones(spread: str, has_norms: bool, device: str) -> None:
-    check_fused(SMALL[0], I8 if spread != "kept" else BF16, device, spread, has_norms)
+def test_the_fused_op_has_the_bits_of_the_single_ones(rotation: str, has_norms: bool, device: str) -> None:
+    check_fused(SMALL[0], I8 if rotation != "plain" else BF16, device, rotation, has_norms)
 
 
 @pytest.mark.parametrize("shape", [Shape(5, 6, 3, 128, 128)], ids=str)
@@ -251,15 +251,15 @@ def test_many_rows_of_every_shape_have_the_bits_of_few(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spread", ["kept", "spread", "centered"])
+@pytest.mark.parametrize("rotation", ["plain", "hadamard", "centered"])
 @pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_the_fused_op_of_every_shape_has_the_bits_of_the_single_ones(
-    shape: Shape, dtype: torch.dtype, spread: str
+    shape: Shape, dtype: torch.dtype, rotation: str
 ) -> None:
     for has_norms in (False, True):
-        check_fused(shape, dtype, "cuda", spread, has_norms)
-        check_fused(shape, F16 if dtype is BF16 else dtype, "cuda", spread, has_norms, F16)
+        check_fused(shape, dtype, "cuda", rotation, has_norms)
+        check_fused(shape, F16 if dtype is BF16 else dtype, "cuda", rotation, has_norms, F16)
 
 
 def test_every_bfloat16_number_becomes_the_nearest_fp8(device: str) -> None:

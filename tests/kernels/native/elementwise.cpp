@@ -104,9 +104,9 @@ void check_hadamard(Checks& checks, int64_t heads, int64_t dim) {
       }
     }
     checks.each(sized("hadamard", {heads, dim, centred}), [&](Checks::Run& run) {
-      Floats spread = x;
-      run.kernels().hadamard(spread.data(), heads, dim, centred ? center.data() : nullptr, rows);
-      checks.close(spread, expected, 1e-5);
+      Floats rotated = x;
+      run.kernels().hadamard(rotated.data(), heads, dim, centred ? center.data() : nullptr, rows);
+      checks.close(rotated, expected, 1e-5);
     });
   }
 }

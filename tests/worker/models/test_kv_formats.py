@@ -134,14 +134,14 @@ def test_what_is_derived_from_weights_follows_them(tmp_path: Path) -> None:
     assert torch.equal(prefill(model, [IDS], 90)[0], prefill(new, [IDS], 90)[0])
 
 
-def test_only_keys_of_a_quantised_cache_are_spread(tmp_path: Path) -> None:
+def test_only_keys_of_a_quantised_cache_are_rotated(tmp_path: Path) -> None:
     save_tiny(tmp_path / "biased", "qwen2")
     save_tiny(tmp_path / "plain", "llama2")
     for folder, centers in (("biased", 2), ("plain", 0)):
         prepared = prepare(ModelConfig(path=str(tmp_path / folder), name="tiny"), CacheConfig(), 0, 1)
         plain, quantised = (build_decoder(prepared.holding, quantised).program for quantised in (False, True))
-        for program, spreads in ((plain, False), (quantised, True)):
-            assert [op.arguments[4].is_on for op in program.ops if op.name == "rotary_append"] == [spreads] * 2
+        for program, is_rotated in ((plain, False), (quantised, True)):
+            assert [op.arguments[4].is_on for op in program.ops if op.name == "rotary_append"] == [is_rotated] * 2
         names = [slot.name for slot in quantised.slots if isinstance(slot, Named)]
         assert sum(name.startswith("k_center.") for name in names) == centers
 
