@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import shutil
@@ -83,18 +84,23 @@ def install(gpu: bool, dev: bool, pinned: bool) -> None:
         # Built in the checkout, where the next build goes on from it, unless that cannot be written to.
         options = [] if os.access(ROOT, os.W_OK) else ["--config-settings", f"build-dir={folder}"]
         if dev:
-            pip(["install", *quiet(), *versions, *build_requirements()])
-            options += ["--no-build-isolation"]
-        pip(["install", *quiet(), *versions, *options, f"{ROOT}[{','.join(extras)}]"])
+            # What compiles it is in this environment, not in a new folder for each build: the next build goes on from
+            # this one.
+            pip(["install", *quiet(), *versions, *requirements(extras)])
+            pip(["install", *quiet(), *options, "--no-deps", "--no-build-isolation", str(ROOT)])
+        else:
+            pip(["install", *quiet(), *versions, *options, f"{ROOT}[{','.join(extras)}]"])
     report_kernels(compiler)
     stamp.write_text(wanted)
 
 
-def build_requirements() -> list[str]:
-    """Returns what compiles the project. With it in this environment, and not in a new folder for each build, the next
-    build compiles only what has changed."""
-    build: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    return build + [tool for tool in ("cmake", "ninja") if not shutil.which(tool)]
+def requirements(extras: Sequence[str]) -> list[str]:
+    """Returns what the project with these extras needs, and what compiles it."""
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project: dict[str, Any] = found["project"]
+    optional = (project["optional-dependencies"][extra] for extra in extras)
+    build: list[str] = found["build-system"]["requires"]
+    return [*build, "cmake>=3.20", "ninja", *project["dependencies"], *itertools.chain.from_iterable(optional)]
 
 
 def torch_version(gpu: bool) -> str:

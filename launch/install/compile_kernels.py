@@ -42,7 +42,7 @@ def warm(architectures: Sequence[str]) -> Warming:
     Raises ConfigError for an architecture that is not known, Unavailable without a compiler, without a GPU where none
     is named, and for a source that does not compile.
     """
-    words = [sys.executable, "-m", "allspan.kernels", "compile", *architectures]
+    words = [sys.executable, "-m", "allspan.kernels", "compile", "--", *architectures]
     try:
         run = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
