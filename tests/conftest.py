@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from support import artefacts, node_client
 
 HERE = Path(__file__).parent
-ALONE = (HERE / "faults", HERE / "cluster/test_observing.py")
+ALONE = (HERE / "faults", *(HERE / "cluster" / f"test_{name}.py" for name in ("observing", "gpus", "gpu_faults")))
 """Places whose tests want the machine to themselves: they measure how long real processes take."""
 
 # How long an example takes to draw says how busy the machine is, not whether the code is right.

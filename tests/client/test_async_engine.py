@@ -38,7 +38,7 @@ def loops_now() -> set[threading.Thread]:
 async def test_tokens_are_read_on_the_loop_that_they_arrive_on(
     loops: set[threading.Thread], engine: AsyncClientEngine
 ) -> None:
-    assert loops_now() == loops, "it has no loop of its own"
+    assert loops_now() <= loops, "it has no loop of its own"
     _, queue = await engine.astart_request([1], SamplingParams(max_tokens=5, ignore_eos=True))
     tokens = [token async for output in queue for token in output.token_ids]
     assert tokens == [2, 3, 4, 5, 6]

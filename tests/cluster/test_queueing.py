@@ -50,7 +50,7 @@ def test_a_request_runs_out_of_its_time_running_or_waiting(narrow: ClientEngine)
     for queue in (running, waiting):
         with pytest.raises(DeadlineExceeded, match="timeout_s"):
             list(queue)
-    assert 0.15 < time.monotonic() - started < 3.0
+    assert 0.15 < time.monotonic() - started < 10.0
     wait_until(lambda: (narrow.statistics().running, narrow.statistics().pages_used) == (0, 0), 5.0)
     assert len(narrow.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
 

@@ -119,7 +119,7 @@ def check_late(world: World) -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="rank 1"):
             world.groups["tp"].all_reduce(torch.zeros(8))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         print("late ok", flush=True)
         world.abort(3)
     time.sleep(30)

@@ -13,7 +13,7 @@ CPU = [name for name in backends() if name.startswith("cpu/")]
 
 
 def _param(name: str) -> Any:
-    """The sets between the best and the generic one run at night: `test_native.py` holds all of them to float64."""
+    """Returns the name, marked nightly for a set between the best one and the generic one."""
     return pytest.param(name, marks=pytest.mark.nightly) if name in CPU[1:-1] else name
 
 

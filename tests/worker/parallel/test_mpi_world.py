@@ -49,7 +49,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_world_ends(kind: str, tmp_pa
     run = mpirun(2, [SCRIPT, "late", kind], tmp_path)
     assert "late ok" in run.stdout, run.stdout
     assert run.returncode != 0
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 60
 
 
 def test_auto_falls_back_to_mpi_and_says_so_once(tmp_path: Path) -> None:
