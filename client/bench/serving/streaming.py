@@ -246,7 +246,7 @@ def _measured_by_itself(engine: ClientEngine, config: Any, options: Options) -> 
 
 STREAMING = StreamingBenchmark(
     "streaming",
-    "Measures what the facade, gRPC and event streams cost beside the engine in process, and how smooth they are.",
+    "Measures what the facade, gRPC and event streams cost beside the engine in process, and how evenly tokens arrive.",
     StreamingConfig,
     prepare,
     _measured_by_itself,

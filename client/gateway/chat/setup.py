@@ -56,9 +56,10 @@ class ChatSetup:
         conversations = None
         if template is not None and traits is not None:
             conversations = Conversations(template, traits, form)
-            marks = " or ".join(opening for opening, _ in tags.pairs) if tags else "no mark"
+            openings = " or ".join(opening for opening, _ in tags.pairs) if tags else ""
+            marks = f"begins with {openings}" if openings else "is not marked"
             place = "the chat template" if traits.tools else "a system message"
-            text = "chat: %s describes tools to the model; its calls are parsed as %s; its reasoning begins with %s"
+            text = "chat: %s describes tools to the model; its calls are parsed as %s; its reasoning %s"
             logger.info(text, place, form.name, marks)
         variables = frozenset(config.allow_chat_template_kwargs)
         return cls(tokenizer, conversations, form, tags, config.enable_auto_tool_choice, variables)
