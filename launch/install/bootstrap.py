@@ -21,6 +21,7 @@ import tomllib
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,23 +85,30 @@ def install(gpu: bool, dev: bool, pinned: bool) -> None:
         # Built in the checkout, where the next build goes on from it, unless that cannot be written to.
         options = [] if os.access(ROOT, os.W_OK) else ["--config-settings", f"build-dir={folder}"]
         if dev:
-            # What compiles it is in this environment, not in a new folder for each build: the next build goes on from
-            # this one.
-            pip(["install", *quiet(), *versions, *requirements(extras)])
-            pip(["install", *quiet(), *options, "--no-deps", "--no-build-isolation", str(ROOT)])
+            install_for_development(extras, versions, options, Path(folder))
         else:
             pip(["install", *quiet(), *versions, *options, f"{ROOT}[{','.join(extras)}]"])
     report_kernels(compiler)
     stamp.write_text(wanted)
 
 
-def requirements(extras: Sequence[str]) -> list[str]:
-    """Returns what the project with these extras needs, and what compiles it."""
+def install_for_development(
+    extras: Sequence[str], versions: Sequence[str], options: Sequence[str], folder: Path
+) -> None:
+    """Compiles the project while pip fetches what it needs, then installs it. What compiles it is in this environment,
+    not in a new folder for each build: the next build goes on from this one. `folder`: holds the wheel."""
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project: dict[str, Any] = found["project"]
     optional = (project["optional-dependencies"][extra] for extra in extras)
-    build: list[str] = found["build-system"]["requires"]
-    return [*build, "cmake>=3.20", "ninja", *project["dependencies"], *itertools.chain.from_iterable(optional)]
+    pip(["install", *quiet(), *versions, *found["build-system"]["requires"], "cmake>=3.20", "ninja"])
+    with ThreadPoolExecutor(1) as pool:
+        words = ["wheel", *quiet(), *options, "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(ROOT)]
+        compiled = pool.submit(pip, words)
+        # Bytecode is made when a module is first imported: most never are.
+        needed = [*project["dependencies"], *itertools.chain.from_iterable(optional)]
+        pip(["install", "--no-compile", *quiet(), *versions, *needed])
+        compiled.result()
+    pip(["install", *quiet(), "--no-deps", "--force-reinstall", *map(str, folder.glob("allspan-*.whl"))])
 
 
 def torch_version(gpu: bool) -> str:
