@@ -31,6 +31,7 @@ def generate(model: Path, *flags: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.nightly
 def test_generate_gives_the_same_tokens_on_one_rank_and_on_four(tiny: Path) -> None:
     one = generate(tiny, "--ranks=1", "--threads=1")
     four = generate(tiny, "--ranks=4", "--threads=1", "--oversubscribe", "--collectives=mpi")
