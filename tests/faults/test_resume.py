@@ -101,7 +101,7 @@ def streamed_text(served: Served) -> str:
     raise AssertionError("the stream ended without [DONE]")
 
 
-@pytest.mark.parametrize("shares", [(40,), pytest.param((10, 25, 45, 60, 80), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("shares", [(20, 60), pytest.param((10, 25, 45, 60, 80), marks=pytest.mark.nightly)])
 def test_killed_ranks_change_no_token_of_any_stream(start: Start, tmp_path: Path, shares: tuple[int, ...]) -> None:
     """Sixteen greedy streams, four seeded ones with penalties, and one over HTTP; a rank is killed at each of `shares`,
     in percent of all tokens."""
