@@ -114,7 +114,7 @@ class PackedSpec:
     parts: tuple[int, ...]
     """Output features of each part; together the columns of the product."""
     inputs: int
-    """Input features: of x; the `k_offset` places are not among them."""
+    """Input features of x, without the `k_offset` places."""
     k_offset: int = 0
     """Inputs of the first block that lie before this rank's first."""
     group: int = 0

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(240)
 
 KINDS = ("truncated", "missing", "context", "nothing")
 AT_NIGHT = ("family", "awq", "heads", "tokenizer")
-"""Of damaged models; what reads them has tests of its own."""
+"""Kinds of damaged models that the readers' own tests cover, too."""
 
 
 @pytest.fixture(scope="module")

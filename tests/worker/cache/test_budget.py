@@ -125,6 +125,6 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read():
         check_weights_fit(70 * GIB, Room(60 * GIB), 1)
 
 
-def test_a_context_of_more_places_than_32_bits_number_is_refused_however_small_its_pages():
+def test_a_context_of_more_than_2_to_the_31_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"max_model_len is 2147483649, must be at most 2147483648"):
         num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=2**40), demand(context=2**31 + 1, page=1))
