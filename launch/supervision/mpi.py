@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -101,6 +102,14 @@ def command(
     return words
 
 
+def loopback_library() -> str | None:
+    """The path of the library that keeps Open MPI's launcher on loopback (loopback.cpp); None where nothing compiled it,
+    or where the dynamic linker could not be told its path, which ends at spaces and colons."""
+    spec = importlib.util.find_spec("allspan.launch.supervision._loopback")
+    path = spec and spec.origin
+    return path if path and not re.search(r"[\s:]", path) else None
+
+
 def environment(
     mpirun: Mpirun, shm_dir: Path, placement: Placement, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -109,6 +118,8 @@ def environment(
     inherited = {k: v for k, v in base.items() if not k.startswith(("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_"))}
     threads = str(max(place.threads for place in placement.ranks))
     env = inherited | {"TMPDIR": str(shm_dir), "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    # NCCL's ranks find each other over loopback, unless the user says otherwise.
+    env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if mpirun.kind == MPICH:
         return env
     folder = str(shm_dir)
@@ -116,6 +127,9 @@ def environment(
         # UCX's one-sided component takes seconds to start on some hosts, and one host needs none of it.
         "OMPI_MCA_osc": "^ucx",
         "OMPI_MCA_osc_sm_backing_store": folder,
+        # Messages go through shared memory alone, so that no rank listens on the network.
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,sm" if mpirun.version >= (5,) else "self,vader",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
@@ -133,6 +147,8 @@ def environment(
             # seconds until mpirun says which rank it was, and of what it died.
             "OMPI_MCA_odls_base_sigkill_timeout": "0",
         }
+    if library := loopback_library():
+        env["LD_PRELOAD"] = " ".join(filter(None, (library, base.get("LD_PRELOAD"))))
     if placement.oversubscribed:
         env["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if os.geteuid() == 0:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -84,6 +85,26 @@ def test_ranks_and_steps_are_seen_as_they_are(served: Served, http: httpx.Client
     assert 0 < grown["allspan:scheduler_step_overhead_seconds_sum"] < grown["allspan:rank_step_seconds_sum"]
     assert now["allspan:rank_resident_memory_bytes"] > 2 * 10 * 2**20
     assert now["allspan:cache_config_info"] == 1
+
+
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def listening(pid: int) -> set[tuple[str, str, int]]:
+    """The program, address and port of every TCP socket that a process or one of its descendants listens on."""
+    found = set()
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.add((process.name(), connection.laddr.ip, connection.laddr.port))
+    return found
+
+
+def test_nothing_but_the_two_ports_listens_except_the_launcher_on_loopback(served: Served) -> None:
+    found = listening(served.process.pid)
+    assert {address for _, address, _ in found} <= LOOPBACK
+    documented = {int(address.rpartition(":")[2]) for address in (served.http, served.grpc)}
+    assert {port for program, _, port in found if program not in ("mpirun", "prterun", "orterun")} == documented
 
 
 def test_every_line_of_the_log_is_an_object(served: Served) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from allspan.launch.placement.gpus import Gpu
 from allspan.launch.placement.placement import Placement, RankPlace
+from allspan.launch.supervision import mpi
 from allspan.launch.supervision.mpi import (
     MPICH,
     OPEN_MPI,
@@ -63,6 +64,18 @@ def test_every_file_of_the_world_goes_into_one_folder() -> None:
     assert names >= {"PRTE_MCA_prte_tmpdir_base", "PMIX_MCA_ptl_base_session_tmpdir"}
     four = environment(OPEN_MPI_4, Path("/shm/x"), PLACEMENT, {})
     assert four["OMPI_MCA_btl_vader_backing_directory"] == four["OMPI_MCA_orte_tmpdir_base"] == "/shm/x"
+
+
+def test_messages_go_through_shared_memory_alone() -> None:
+    five = environment(OPEN_MPI_5, Path("/shm"), PLACEMENT, {})
+    four = environment(OPEN_MPI_4, Path("/shm"), PLACEMENT, {})
+    assert (five["OMPI_MCA_btl"], four["OMPI_MCA_btl"], five["OMPI_MCA_pml"]) == ("self,sm", "self,vader", "ob1")
+
+
+def test_what_the_user_preloads_stays_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "loopback_library", lambda: "/lib/_loopback.so")
+    made = environment(OPEN_MPI_5, Path("/shm"), PLACEMENT, {"LD_PRELOAD": "/lib/tcmalloc.so"})
+    assert made["LD_PRELOAD"] == "/lib/_loopback.so /lib/tcmalloc.so"
 
 
 def test_root_is_allowed_only_when_root(monkeypatch: pytest.MonkeyPatch) -> None:
