@@ -189,7 +189,7 @@ def _start(
 ) -> Cluster:
     """`interrupt` watches the cluster before any process of it runs."""
     placement = bound.placement
-    name = settings.served_model_name or model.name
+    name = settings.served_model_name[0] if settings.served_model_name else model.name
     run = make_run_dir(settings.supervisor.run_dir, replicas=placement.replicas)
     config = WorkerConfig(
         model=replace(settings.weights, path=str(model.path), name=name),

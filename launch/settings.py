@@ -84,8 +84,8 @@ class ServeSettings:
     parallel: ParallelConfig
     supervisor: SupervisorConfig
     gateway: GatewayConfig | None
-    served_model_name: str = ""
-    """The name that requests use, with a gateway or without; empty: the model's own."""
+    served_model_name: tuple[str, ...] = ()
+    """The names that requests use, with a gateway or without; empty: the model's own."""
     shutdown_timeout: float = 5.0
     """Seconds that running requests get to finish, with a gateway or without."""
     resume: ResumeConfig = ResumeConfig()

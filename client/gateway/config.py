@@ -99,6 +99,9 @@ class LimitsConfig:
     """Sets the seconds of processor time that compiling a grammar may take."""
     grammar_memory_bytes: int = 2**29
     """Limits the bytes of memory that compiling a grammar may take."""
+    strict: bool = False
+    """Refuses requests with fields that this server does not know; by default such fields are ignored, with one line in
+    the log for each name."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -131,8 +134,8 @@ class ChatConfig:
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "generic"] = "auto"
     """Sets how the model marks its reasoning, which is reported apart from its answer; auto finds it out from the chat
     template."""
-    allow_chat_template_kwargs: tuple[str, ...] = ()
-    """Allows requests to set these variables of the chat template (chat_template_kwargs), such as enable_thinking."""
+    allow_chat_template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking")
+    """Allows requests to set these variables of the chat template (chat_template_kwargs)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +185,9 @@ class GatewayConfig:
     """Sets the HTTP port; 0 takes any free one and prints it."""
     grpc_port: int = 50051
     """Sets the gRPC port; 0 takes any free one and prints it."""
-    served_model_name: str = ""
-    """Sets the model name that requests use; empty takes the model's own."""
+    served_model_name: tuple[str, ...] = ()
+    """Sets the model name that requests use; empty takes the model's own. Of several, separated by commas, requests may
+    use any, and answers have the first."""
     shutdown_timeout: float = 5.0
     """Sets the seconds that running requests get to finish when the gateway stops."""
     security: SecurityConfig = SecurityConfig()

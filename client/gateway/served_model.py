@@ -18,7 +18,7 @@ class ServedModel:
     """The one model behind the gateway."""
 
     name: str
-    """The name that requests use."""
+    """The name that requests use and answers have."""
     root: str
     """The model's own name."""
     max_model_len: int
@@ -28,22 +28,48 @@ class ServedModel:
     """Seconds since 1970."""
     fingerprint: str = ""
     """Differs for another model, version or length."""
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may use."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may use, `name` first."""
+        return (self.name, *self.aliases)
 
     def check_name(self, name: str) -> None:
-        """Raises ModelNotFound for a name that is not the served one, whose case is free; "" is the served one."""
-        if name and name.lower() != self.name.lower():
-            raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {self.name!r}")
+        """Raises ModelNotFound for a name that is none of the served ones; "" is the served one."""
+        if name:
+            self.find_name(name)
+
+    def find_name(self, name: str) -> str:
+        """Returns the served name that a request's means: in any case, with or without ORG/ and `:latest`.
+        ModelNotFound for none."""
+        asked = _plain(name)
+        for known in self.names:
+            served = _plain(known)
+            *org, last = asked.rsplit("/", 1)
+            *served_org, served_last = served.rsplit("/", 1)
+            if asked == served or (last == served_last and not (org and served_org)):
+                return known
+        names = " and ".join(map(repr, self.names))
+        raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {names}")
 
     @classmethod
     def of(cls, info: ClusterInfo, config: GatewayConfig) -> ServedModel:
         """Returns the model of a ready cluster, with the defaults that its files recommend. CheckpointError."""
         known = (__version__, info.model, info.model_path, info.max_model_len, info.vocab_size)
+        name, *aliases = config.served_model_name or (info.model,)
         return cls(
-            name=config.served_model_name or info.model,
+            name=name,
             root=info.model,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             defaults=generation_defaults(info.model_path),
             created=int(time.time()),
             fingerprint=f"fp_{hashlib.sha256(repr(known).encode()).hexdigest()[:10]}",
+            aliases=tuple(aliases),
         )
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(":latest")

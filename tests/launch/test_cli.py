@@ -119,7 +119,7 @@ def test_other_spellings_mean_the_same() -> None:
 def test_a_served_name_holds_without_a_gateway_too() -> None:
     """ClientEngine starts its clusters so, and `generate ORG/NAME` names its model by it."""
     settings = serve_settings(serve_parser().parse(["/a/b", "--no-gateway", "--served-model-name", "org/name"]))
-    assert (settings.gateway, settings.served_model_name) == (None, "org/name")
+    assert (settings.gateway, settings.served_model_name) == (None, ("org/name",))
 
 
 def test_running_requests_get_their_time_without_a_gateway_too() -> None:

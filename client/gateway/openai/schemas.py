@@ -1,5 +1,5 @@
-"""The OpenAI requests as pydantic models: strict types, unknown fields refused by name. Ranges are checked once, by
-`SamplingParams`; here only what it does not know of."""
+"""The OpenAI requests as pydantic models: strict types; `extra_fields` decides about unknown fields. Ranges are checked
+once, by `SamplingParams`; here only what it does not know of."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.http.errors import HttpError
 from allspan.client.gateway.http.json_body import check_json, check_size
+from allspan.client.gateway.openai.extra_fields import check_extras
 from allspan.client.gateway.openai.structured import FIELDS, grammar_of
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.grammar import Grammar
@@ -28,39 +29,6 @@ _SAMPLING = {
 """The fields of `SamplingParams` that requests share, with their types in JSON; `bad_words` become `bad_words_ids`."""
 _OPTIONS = ("priority", "timeout_s", "prefix_cache", "cache_salt")
 
-# Fields that change nothing here: who asks, how it is billed or kept.
-HARMLESS = frozenset(
-    (
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    )
-)
-# Fields that this server does not do → the values with which they change nothing; why, and what does instead.
-NEVER: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "audio": ((), "only text is spoken here"),
-    "function_call": (("none",), "it is obsolete: use tool_choice"),
-    "functions": (([],), "it is obsolete: use tools"),
-    "length_penalty": ((1,), "there is no beam search; best_of takes the likeliest of several outputs"),
-    "modalities": ((["text"],), "only text is spoken here"),
-    "prediction": ((), "leave it out: the output is the same"),
-    "suffix": (("",), "write the prompt with the model's own fill-in-the-middle tokens instead"),
-    "thinking_token_budget": ((), "bound thinking and answer together with max_tokens"),
-    "use_beam_search": ((False,), "there is no beam search; best_of takes the likeliest of several outputs"),
-    "verbosity": (("medium",), "ask for it in a message"),
-    "web_search_options": ((), "nothing is fetched; offer a tool that searches"),
-}
-REFUSED = {
-    "chat_template": "a template comes with the model or from the server's --chat-template, never from a request",
-    "documents": "give them in a message's content",
-}
-
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -75,12 +43,19 @@ class StreamOptions(_Strict):
 class RequestBody(BaseModel):
     """The base of every request body that `parse` makes. None is as good as absent."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: str = ""
 
+    @property
+    def known(self) -> dict[str, bool]:
+        """The fields that the endpoint has, and whether this request gives them."""
+        return {name: getattr(self, name) is not None for name in type(self).model_fields}
+
     def check(self, limits: LimitsConfig) -> None:
         """Checks rules that types cannot express; InvalidRequest names the field."""
+        if self.model_extra:
+            check_extras(self.model_extra, self.known, limits.strict)
 
 
 if TYPE_CHECKING:
@@ -100,8 +75,6 @@ else:
 
 class SamplingFields(_SamplingTable):
     """The fields that both endpoints share."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -180,15 +153,13 @@ class SamplingFields(_SamplingTable):
         )
 
     def check(self, limits: LimitsConfig) -> None:
-        """Checks rules that types cannot express; InvalidRequest names the field."""
+        super().check(limits)
         if not 1 <= self.choices <= limits.max_n:
             raise InvalidRequest(f"n is {self.n}, must be from 1 to {limits.max_n}", "n")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is given, which needs stream to be true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs is given, which needs stream to be false", "prompt_logprobs")
-        for name, value in (self.model_extra or {}).items():
-            _check_extra(name, value)
 
 
 class CompletionRequest(SamplingFields):
@@ -276,19 +247,6 @@ def _bias_id(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) < 11):
         raise InvalidRequest(f"logit_bias has the key {_short(key)}, must be a token id", "logit_bias")
     return int(key)
-
-
-def _check_extra(name: str, value: Any) -> None:
-    if name in HARMLESS:
-        return
-    if name in REFUSED:
-        raise InvalidRequest(f"{name} is not accepted: {REFUSED[name]}", name)
-    if name not in NEVER:
-        raise InvalidRequest(f"{_short(name)} is not a field that this endpoint knows", name[:64])
-    accepted, why = NEVER[name]
-    neutral = [item for item in accepted if item == value and isinstance(item, bool) == isinstance(value, bool)]
-    if value is not None and not neutral:
-        raise InvalidRequest(f"{name} is {_short(value)}: {why}", name)
 
 
 def _described(location: tuple[int | str, ...], problem: str, value: Any) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.endpoint import Endpoint
 from allspan.client.gateway.openai.answer_schemas import ERROR
-from allspan.client.gateway.openai.schemas import HARMLESS
+from allspan.client.gateway.openai.extra_fields import HARMLESS
 from allspan.client.gateway.openapi.fields import described_fields, with_ranges
 
 Json = dict[str, Any]
@@ -73,8 +73,8 @@ def _body(model: type[BaseModel], required: Sequence[str], context: GatewayConte
     for name, described in fields.items():
         schema["properties"][name] = with_ranges(schema["properties"][name], described)
     if model.model_config.get("extra") == "allow":
-        schema["properties"] |= {name: {} for name in HARMLESS}
-    schema["additionalProperties"] = False
+        schema["properties"] = {name: {} for name in HARMLESS} | schema["properties"]
+    schema["additionalProperties"] = not context.config.limits.strict
     if required:
         schema["required"] = list(required)
     schemas[model.__name__] = schema

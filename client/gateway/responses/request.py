@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from allspan.client.gateway.config import LimitsConfig
+from allspan.client.gateway.openai.chat_request import ChatRequest
+from allspan.client.gateway.openai.extra_fields import check_extras
 from allspan.client.gateway.openai.schemas import RequestBody
 from allspan.protos.api.errors import InvalidRequest
 
@@ -30,9 +32,10 @@ _NEVER: dict[str, tuple[tuple[Any, ...], str]] = {
 _ELSEWHERE = frozenset(
     (
         *("messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "prompt_logprobs"),
-        *("functions", "function_call", "reasoning_effort", "verbosity", "audio", "modalities", "prediction"),
+        *("functions", "function_call", "reasoning_effort", "verbosity", "audio", "modalities"),
     )
 )
+_OF_CHAT = frozenset(ChatRequest.model_fields) - _ELSEWHERE
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -67,8 +70,6 @@ class ResponsesRequest(RequestBody):
     """POST /v1/responses. What it does not name goes on to the conversation, which knows vLLM's fields and this
     project's own, or refuses them."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
     input: Any = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -101,16 +102,20 @@ class ResponsesRequest(RequestBody):
                     f"{MAX_METADATA_KEY_CHARS} characters, a value {MAX_METADATA_CHARS}",
                     "metadata",
                 )
-        for name, value in (self.model_extra or {}).items():
+        extras = self.model_extra or {}
+        for name, value in extras.items():
             if name in _ELSEWHERE:
                 raise InvalidRequest(f"{name} is not a field that this endpoint knows", name)
             accepted, why = _NEVER.get(name, ((value,), ""))
             if value is not None and not any(value == item and type(value) is type(item) for item in accepted):
                 raise InvalidRequest(f"{name} is {_short(value)}: not supported; {why}", name)
+        known = self.known | {name: extras.get(name) is not None for name in _OF_CHAT}
+        unknown = {name: value for name, value in extras.items() if name not in _OF_CHAT and name not in _NEVER}
+        check_extras(unknown, known, limits.strict)
 
     def conversation(self, messages: list[Json]) -> Json:
         """Returns the equivalent body for /v1/chat/completions."""
-        body = {name: value for name, value in (self.model_extra or {}).items() if name not in _NEVER}
+        body = {name: value for name, value in (self.model_extra or {}).items() if name in _OF_CHAT}
         body |= {"model": self.model, "messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.wants_logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}

@@ -20,10 +20,10 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
     """Returns the completion endpoints of OpenAI's API."""
     answers = Answers(context)
 
-    def card() -> Json:
+    def card(name: str) -> Json:
         model = context.model
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created,
             "owned_by": "allspan",
@@ -33,11 +33,10 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
         }
 
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card()]})
+        return JSONResponse({"object": "list", "data": [card(name) for name in context.model.names]})
 
     async def one_model(name: str) -> Response:
-        context.model.check_name(name)
-        return JSONResponse(card())
+        return JSONResponse(card(context.model.find_name(name)))
 
     async def completions(request: Request) -> Response:
         return await answers.answer(request, plan_completion)

@@ -49,6 +49,7 @@ class TokenizeRequest(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self, limits: LimitsConfig) -> None:
+        super().check(limits)
         if (self.prompt is None) == (self.messages is None):
             given = "both are given" if self.messages is not None else "neither is given"
             raise InvalidRequest(f"prompt and messages: {given}, must be one of them", "prompt")

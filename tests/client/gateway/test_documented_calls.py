@@ -49,7 +49,7 @@ def test_the_calls_are_found() -> None:
 async def test_a_documented_call_is_answered(page: str, line: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    async with gateway(fake_engine(max_model_len=1024), served_model_name="SmolLM2-135M-Instruct") as server:
+    async with gateway(fake_engine(max_model_len=1024), served_model_name=("SmolLM2-135M-Instruct",)) as server:
         process = await asyncio.create_subprocess_shell(
             line.replace(ADDRESS, server.http_address) + " --silent --show-error --fail-with-body --max-time 20",
             stdout=asyncio.subprocess.PIPE,

@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"prompt": "x", "messages": []}, "both are given"),
     ("/tokenize", {"prompt": 7}, "prompt is 7"),
     ("/tokenize", {"prompt": "x" * 70_000}, "70000 characters, at most 65536"),
-    ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
+    ("/tokenize", {"prompt": "x", "add_special_token": 1}, "did you mean add_special_tokens?"),
     ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content is None"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": [1, 261]}, "tokens[1] is token id 261, must be from 0 to 260"),

@@ -76,7 +76,8 @@ async def test_thinking_is_on_or_off_as_the_request_says() -> None:
         assert (await prompt(server, reasoning_effort="none")).endswith("<think>\n\n</think>\n\n")
         assert (await prompt(server, tools=TOOLS, tool_choice="required")).endswith("</think>\n\n")
         assert not (await prompt(server, reasoning_effort="low")).endswith("</think>\n\n")
-        status, param, message = await refusal(server, chat_template_kwargs={"enable_thinking": False})
+        assert (await prompt(server, chat_template_kwargs={"enable_thinking": False})).endswith("</think>\n\n")
+        status, param, message = await refusal(server, chat_template_kwargs={"custom": False})
         assert (status, param) == (400, "chat_template_kwargs")
         assert "--allow-chat-template-kwargs" in message
         assert (await refusal(server, reasoning_effort="lots"))[:2] == (400, "reasoning_effort")
@@ -84,9 +85,9 @@ async def test_thinking_is_on_or_off_as_the_request_says() -> None:
         assert (await refusal(server, documents=[{"text": "x"}]))[:2] == (400, "documents")
         assert (await refusal(server, functions=[{"name": "f"}]))[:2] == (400, "functions")
         assert (await refusal(server, function_call="auto"))[:2] == (400, "function_call")
-    async with gateway(fake_engine(), tokenizer, allow_chat_template_kwargs=("enable_thinking",)) as server:
-        assert (await prompt(server, chat_template_kwargs={"enable_thinking": False})).endswith("</think>\n\n")
-        for name in ("messages", "tokenize", "add_generation_prompt", "custom"):
+    async with gateway(fake_engine(), tokenizer, allow_chat_template_kwargs=("other",)) as server:
+        assert await prompt(server, chat_template_kwargs={"other": False})
+        for name in ("messages", "tokenize", "add_generation_prompt", "enable_thinking"):
             status, _, message = await refusal(server, chat_template_kwargs={name: True})
             assert (status, f"chat_template_kwargs has '{name}'" in message) == (400, True)
 

@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from allspan.client.gateway.openai.chat_request import ChatRequest
-from allspan.client.gateway.openai.schemas import NEVER, CompletionRequest
+from allspan.client.gateway.openai.extra_fields import NEVER
+from allspan.client.gateway.openai.schemas import CompletionRequest
 from allspan.protos import inference_pb2 as pb
 from support.gateway import eventually, fake_engine, gateway, stub
 

@@ -80,8 +80,10 @@ async def test_sampling_fields_reach_the_engine_and_defaults_fill_the_rest() -> 
 
 
 async def test_models_list_and_request_id() -> None:
-    async with gateway(served_model_name="my/model") as server:
-        card = (await server.http.get("/v1/models")).json()["data"][0]
+    async with gateway(served_model_name=("my/model", "gpt-4o")) as server:
+        card, other = (await server.http.get("/v1/models")).json()["data"]
+        assert other == card | {"id": "gpt-4o"}
+        assert (await server.post("/v1/completions", model="GPT-4o", prompt="x")).json()["model"] == "my/model"
         assert (card["id"], card["object"], card["max_model_len"]) == ("my/model", "model", 256)
         assert (await server.http.get("/v1/models/my/model")).json() == card
         assert (await server.http.get("/v1/models/other")).status_code == 404

@@ -43,7 +43,7 @@ async def test_schemathesis_finds_no_answer_that_the_document_does_not_promise(t
 
 
 async def test_the_document_has_the_ranges_of_this_server() -> None:
-    async with gateway(max_n=3, max_logprobs=5) as server:
+    async with gateway(max_n=3, max_logprobs=5, strict=True) as server:
         document = (await server.http.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     fields = schemas["CompletionRequest"]["properties"]
