@@ -103,7 +103,7 @@ def command(
 
 
 def loopback_library() -> str | None:
-    """The path of the library that keeps Open MPI's launcher on loopback (loopback.cpp); None where nothing compiled it,
+    """The path of the library that keeps Open MPI's launcher on loopback (loopback.cpp); None where it is not compiled,
     or where the dynamic linker could not be told its path, which ends at spaces and colons."""
     spec = importlib.util.find_spec("allspan.launch.supervision._loopback")
     path = spec and spec.origin
