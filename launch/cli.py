@@ -18,6 +18,7 @@ from allspan import __version__
 from allspan.launch.exit_codes import exit_code
 from allspan.protos.api.errors import AllspanError
 from allspan.protos.config.flags import fail, nearest
+from allspan.protos.config.installed import install_command
 
 COMMANDS = {
     "serve": "serve a model over HTTP (OpenAI's API) and gRPC",
@@ -67,7 +68,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("allspan"):
             raise
-        fail(prog, f"the Python package {error.name!r} is missing; pip install '.[server]' in the checkout")
+        fail(prog, f"the Python package {error.name!r} is missing; {install_command('server')}")
     except OSError as error:
         fail(prog, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
 

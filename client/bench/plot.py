@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.installed import install_command
 
 
 def check_plot(path: str) -> None:
@@ -15,7 +16,7 @@ def check_plot(path: str) -> None:
     if not path:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {path} needs matplotlib, which is missing: pip install '.[plots]' in the checkout")
+        raise ConfigError(f"--plot {path} needs matplotlib, which is missing: {install_command('plots')}")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {Path(path).absolute().parent}")
 

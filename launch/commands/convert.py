@@ -9,6 +9,7 @@ from allspan.launch.models.conversion import ConvertSettings, convert
 from allspan.launch.models.find_model import resolve_model
 from allspan.launch.settings import add_weights
 from allspan.protos.config.flags import Parser, add_options, build
+from allspan.protos.config.installed import require_ranks
 from allspan.protos.config.settings import ModelConfig
 
 
@@ -35,6 +36,7 @@ def make_parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
+    require_ranks()
     settings = build(ConvertSettings, namespace)
     out, ranks = convert(resolve_model(namespace.model), build(ModelConfig, namespace, path="", name=""), settings)
     say(

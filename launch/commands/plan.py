@@ -23,6 +23,7 @@ from allspan.launch.placement.placement import Placement
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
 from allspan.protos.api.errors import DeadlineExceeded, InternalError, from_code
 from allspan.protos.config.flags import Parser
+from allspan.protos.config.installed import require_ranks
 from allspan.protos.config.settings import ServiceConfig, WorkerConfig
 
 TIMEOUT_S = 120
@@ -37,6 +38,7 @@ def make_parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
+    require_ranks()
     settings = with_its_ranks(serve_settings(namespace))
     bound = lay_out(settings.placement, settings.weights.device)
     placement = bound.placement

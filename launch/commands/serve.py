@@ -12,6 +12,7 @@ from allspan.launch.logs import begin_log
 from allspan.launch.serve import failed_line, serve
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.api.errors import AllspanError
+from allspan.protos.config.installed import require_ranks
 
 make_parser = serve_parser
 
@@ -23,6 +24,7 @@ def run(argv: Sequence[str]) -> int:
     settings = replace(serve_settings(namespace), given=given(namespace, defaults))
     begin_log(settings.log)
     try:
+        require_ranks()
         return serve(settings)
     except AllspanError as error:
         if settings.gateway is None:

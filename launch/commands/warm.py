@@ -9,6 +9,7 @@ from dataclasses import asdict
 from allspan.launch.console import say, size
 from allspan.launch.install.compile_kernels import warm
 from allspan.protos.config.flags import Parser
+from allspan.protos.config.installed import require_ranks
 
 
 def make_parser() -> Parser:
@@ -25,6 +26,7 @@ def make_parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
+    require_ranks()
     done = warm([name for name in namespace.arch.split(",") if name])
     if namespace.json:
         print(json.dumps(asdict(done), default=str))

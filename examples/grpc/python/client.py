@@ -1,6 +1,6 @@
 """Streams one answer: python client.py ADDRESS PROMPT [CA_FILE]
 
-pip install . grpcio-status (in the checkout). The API key comes from ALLSPAN_API_KEY, the deadline from
+pip install ./client grpcio-status (in the checkout). The API key comes from ALLSPAN_API_KEY, the deadline from
 ALLSPAN_DEADLINE_S (60).
 """
 

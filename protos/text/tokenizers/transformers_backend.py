@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.config.installed import install_command
 
 _SAVE = "or save_pretrained() it elsewhere with transformers' AutoTokenizer, which writes a tokenizer.json"
 
@@ -19,7 +20,7 @@ def converted_backend(path: Path) -> Backend:
     except ImportError as error:
         raise CheckpointError(
             f"{path} has no tokenizer.json, and transformers, which could convert its tokenizer, cannot be imported "
-            f"({error}); pip install '.[hf]' in the checkout, {_SAVE}"
+            f"({error}); {install_command('hf')}, {_SAVE}"
         ) from error
     try:
         made = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)

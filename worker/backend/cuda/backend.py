@@ -15,6 +15,7 @@ from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.cluster.available_memory import available_bytes
 from allspan.worker.backend.cpu.attention import PagedMetadata
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.backend.cuda.attention import CudaMetadata
@@ -26,7 +27,6 @@ from allspan.worker.backend.cuda.sampling import DeviceSampling, device_sampling
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.backend.cuda.streams import cuda_streams, current_stream
 from allspan.worker.backend.cuda.warmup import warm_up
-from allspan.worker.cache.available_memory import available_bytes
 from allspan.worker.cache.budget import Room
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheSpec

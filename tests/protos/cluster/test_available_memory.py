@@ -1,6 +1,6 @@
 """What the kernel's files say about memory, read from files of our own."""
 
-from allspan.worker.cache.available_memory import available_bytes
+from allspan.protos.cluster.available_memory import available_bytes
 
 KIB, GIB = 1024, 2**30
 
