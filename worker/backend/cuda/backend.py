@@ -9,6 +9,7 @@ import torch
 
 from allspan.kernels.cuda.attention.attention import HEAD_STEPS, runs
 from allspan.kernels.cuda.attention.decode import MOST_GROUP
+from allspan.kernels.cuda.cache import move_pages
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.variants import variants_of
 from allspan.kernels.errors import BackendUnavailable
@@ -124,7 +125,7 @@ class CudaBackend:
                 f"host_kv_cache_bytes: {num_pages} pages take {needed} bytes, but {left} bytes of memory are "
                 "available: set it lower"
             )
-        modules.driver().prepare(variants_of(["cache.move_pages"], modules.gpu(self._device).capability))
+        modules.driver().prepare(variants_of(move_pages, capability=modules.gpu(self._device).capability))
         host = PinnedPages(spec, num_pages, self.capabilities.tensors, cuda_streams(), waiter=self._waiter)
         host.pin()
         return host

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from allspan.kernels.cuda import sampling
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.variants import variants_of
 from allspan.worker.backend.cuda.graphs import padded_steps
@@ -18,7 +19,6 @@ from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import InputBuffers, StepInputs
 from allspan.worker.step.model import DeviceModel
 
-_SAMPLING = ("sampling.sampling", "sampling.changes")
 _PROMPTS = (2, 9, 17, 33, 65, 257, 513, 1025, 4097)
 """Tokens of a step: few are multiplied by other kernels than many."""
 _MOST_CHUNK = 128
@@ -48,7 +48,7 @@ def warm_up(
             taken = _measure(device, lambda: [model.forward(inputs) for inputs in steps])
     wanted = list(kernels)
     if launch_sampling is not None:
-        wanted += variants_of(_SAMPLING, modules.gpu(device).capability)
+        wanted += variants_of(sampling, capability=modules.gpu(device).capability)
     if wanted:
         modules.driver().prepare(wanted)
     return taken

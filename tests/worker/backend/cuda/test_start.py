@@ -10,7 +10,11 @@ import torch
 
 from allspan import Engine, SamplingParams
 from allspan.kernels.cuda.jit import modules
-from support.emulator.backend import add_device
+from allspan.worker.backend.cuda.warmup import warm_up
+from allspan.worker.sampling.device import Sampling
+from allspan.worker.step.buffer_sizes import BatchSizes
+from allspan.worker.step.model import DeviceModel
+from support.emulator.backend import EmulatedBackend, add_device
 from support.emulator.driver import EmulatorDriver
 from support.tiny_models import prompt, save_tiny
 
@@ -46,6 +50,24 @@ def test_what_the_engine_launches_was_prepared(
         generate(engine)
     assert emulator.launched
     assert set(emulator.launched) <= set(emulator.prepared)
+
+
+class SamplesItself(EmulatedBackend):
+    """Warms up as on a GPU, whose kernels sample."""
+
+    def warm_up(self, model: DeviceModel, sizes: BatchSizes, sampling: Sampling) -> int:
+        return warm_up(model, self.step_inputs(sizes, model), sizes, torch.device("cpu"), lambda: None)
+
+
+def test_every_kernel_that_samples_was_prepared(
+    model: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "driver", lambda: emulator)
+    monkeypatch.setattr(emulator, "prepared", [])
+    with Engine(model, **add_device(monkeypatch, backend=SamplesItself), **SETTINGS):
+        assert {"change_rows.cu", "likely_tokens.cu", "sample_rows.cu", "scan.cu"} <= {
+            Path(kernel.file).name for kernel in emulator.prepared
+        }
 
 
 def test_a_thread_that_notes_launches_makes_none(emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch) -> None:
