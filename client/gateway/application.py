@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -17,7 +17,7 @@ from allspan.client.gateway.http.head import HeadAsGet
 from allspan.client.gateway.http.origin import HostCheck, with_cors
 from allspan.client.gateway.http.request_id import RequestIds
 from allspan.client.gateway.openapi.document import describe
-from allspan.client.gateway.routes import admin, cluster, metrics, openai, page, responses, state, tokens
+from allspan.client.gateway.routes import admin, anthropic, cluster, metrics, openai, page, responses, state, tokens
 from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.api.errors import AllspanError
@@ -25,6 +25,7 @@ from allspan.protos.api.errors import AllspanError
 ROUTES: tuple[Callable[[GatewayContext], list[Endpoint]], ...] = (
     openai.endpoints,
     responses.endpoints,
+    anthropic.endpoints,
     tokens.endpoints,
     state.endpoints,
     cluster.endpoints,
@@ -63,7 +64,7 @@ def _refusal(telemetry: Telemetry) -> Callable[[Request, Exception], Awaitable[R
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, AllspanError)
         telemetry.refused(origin_of(request), error, status_of(error))
-        return response_of(error)
+        return response_of(error, request.url.path)
 
     return refused
 
@@ -72,9 +73,23 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     what = f"{request.method} {path}"
-    versioned = any(getattr(route, "path", "") == f"/v1{path}" for route in request.app.routes)
-    hint = f"; it is /v1{path}: the client's base URL must end in /v1" if versioned else ""
-    messages = {404: f"{what}: no such endpoint{hint}", 405: f"{what}: this endpoint does not take {request.method}"}
-    response = response_of(HttpError(error.status_code, messages.get(error.status_code, f"{what}: {error.detail}")))
+    paths = [getattr(route, "path", "") for route in request.app.routes]
+    messages = {
+        404: f"{what}: no such endpoint{base_url_hint(path, paths)}",
+        405: f"{what}: this endpoint does not take {request.method}",
+    }
+    message = messages.get(error.status_code, f"{what}: {error.detail}")
+    response = response_of(HttpError(error.status_code, message), path)
     response.headers.update(error.headers or {})
     return response
+
+
+def base_url_hint(path: str, known: Iterable[str]) -> str:
+    """Returns what is wrong with the base URL of a client that asks for `path`; "" where no endpoint can be meant."""
+    for other in sorted(known, key=len, reverse=True):
+        short = other.removeprefix("/v1")
+        if len(short) > 1 and path != other and path.endswith(short):
+            extra = path.removesuffix(other).removesuffix(short)
+            way = f"must not contain {extra}" if path.endswith(other) else "must end in /v1"
+            return f"; it is {other}: the client's base URL {way}"
+    return ""

@@ -11,7 +11,7 @@ from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.telemetry.recorder import RequestRecord
 from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.protos.api.errors import AllspanError, RequestCancelled
-from allspan.protos.api.results import Output, RequestHandle, ResultQueue, TokenLogprob
+from allspan.protos.api.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.text.stream.text_stream import TextDelta, TextStream
 
 PromptLogprob = tuple[int, TokenLogprob]
@@ -47,6 +47,11 @@ class ActiveRequest:
         self._record = record
         self._reason, self._error = "cancelled", ""
         self._must_stop = False
+
+    @property
+    def timings(self) -> RequestTimings:
+        """What is measured of it so far."""
+        return self._queue.timings or RequestTimings()
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yields the text of each engine step (or of several, for a slower reader); the last delta has the finish

@@ -45,7 +45,7 @@ class KeyCheck:
         except Unauthenticated as error:
             set_caller(ANYONE)  # a connection's earlier request may have left another
             if not is_open:
-                response = response_of(error)
+                response = response_of(error, path)
                 response.headers["WWW-Authenticate"] = "Bearer"
                 self._telemetry.refused(origin_of(Request(scope)), error, response.status_code)
                 await response(scope, receive, send)

@@ -16,11 +16,16 @@ UNREAD_S = 2.0
 """Seconds for which the rest of a body that is too large is still received, so that its sender reads the answer."""
 
 
-async def read_json_body(request: Request, limits: LimitsConfig) -> bytes:
+async def read_json_body(request: Request, limits: LimitsConfig, any_type: bool = False) -> bytes:
     """Returns the body of a request, not parsed yet. HttpError: 415 for another type than JSON, 413 too large, 408 too
-    slow."""
+    slow.
+
+    `any_type`: JSON may come as another type (curl's default), except from a browser's page, which has an Origin: a
+    page of another site can send such types without asking.
+    """
     kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
+    is_free = any_type and "origin" not in request.headers
+    if not is_free and kind.partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, f"Content-Type is {kind[:64]!r}, must be application/json")
     limit = limits.max_body_bytes
     length = request.headers.get("content-length", "")

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: a status, a body, and for full queues a time to come back."""
+"""Errors as answers: a status, a body that the API's clients read, and for full queues a time to come back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from allspan.client.gateway.admission.admission import RETRY_AFTER_S
-from allspan.protos.api.errors import ERRORS, AllspanError, InternalError, InvalidRequest
+from allspan.client.gateway.http.error_shapes import shape_of
+from allspan.protos.api.errors import ERRORS, AllspanError, InternalError
 
 # The rest of the body is still to come, and nobody is going to read it.
 _UNREAD = (408, 413)
@@ -27,22 +28,18 @@ def status_of(error: AllspanError) -> int:
     return error.http_status if isinstance(error, HttpError) else ERRORS[error.code].http
 
 
-def body_of(error: AllspanError) -> dict[str, Any]:
-    """{"error": {"message", "type", "param", "code"}}."""
-    kind = ERRORS[error.code].openai_type
-    if isinstance(error, HttpError) and error.http_status >= 500:
-        kind = "server_error"
-    param = error.field if isinstance(error, InvalidRequest) else None
-    code = None if type(error) in (HttpError, InvalidRequest) else error.code
-    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+def body_of(error: AllspanError, path: str = "") -> dict[str, Any]:
+    """Returns the error as the clients of the path's API read it."""
+    return shape_of(path).body(error, status_of(error))
 
 
-def response_of(error: AllspanError) -> Response:
+def response_of(error: AllspanError, path: str = "") -> Response:
+    """Returns the answer of the path's API for an error."""
     status = status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
     if status in _UNREAD:
         headers["Connection"] = "close"
-    return JSONResponse(body_of(error), status, headers)
+    return JSONResponse(body_of(error, path), status, headers)
 
 
 def internal(request_id: str) -> InternalError:

@@ -42,7 +42,7 @@ class HostCheck:
                     "a name that a proxy keeps",
                 )
                 self._telemetry.refused(origin_of(Request(scope)), error, 403)
-                await response_of(error)(scope, receive, send)
+                await response_of(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

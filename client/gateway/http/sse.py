@@ -49,9 +49,14 @@ class ChunkWriter:
 class EventStream(Response):
     """Sends events as they come. `close` is awaited in any case: at the end, on a failure, and when the client goes."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        media_type: str = "text/event-stream",
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(media_type="text/event-stream", headers=headers)
+        super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
         self._events = events
         self._close = close

@@ -23,7 +23,6 @@ def list_of(of: Json) -> Json:
     return {"type": "array", "items": of}
 
 
-ERROR = object_of(error=object_of(message=TEXT, type=TEXT, param=OR_NULL, code=OR_NULL))
 MODEL = object_of(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, root=TEXT, max_model_len=COUNT)
 MODELS = object_of(object={"const": "list"}, data=list_of(MODEL))
 USAGE = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)

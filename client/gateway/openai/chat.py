@@ -36,9 +36,14 @@ async def plan_chat(context: GatewayContext, body: bytes) -> Plan:
     )
 
 
-async def chat_job(context: GatewayContext, request: ChatRequest) -> tuple[Job, Reading]:
+async def chat_job(
+    context: GatewayContext, request: ChatRequest, most_tokens: int | None = None
+) -> tuple[Job, Reading]:
     """Returns the engine's job for a conversation, and the reader of its output. InvalidRequest names what does not
-    fit."""
+    fit.
+
+    `most_tokens`: the length of the output where the request sets none, or what the context has left if that is less.
+    """
     setup = context.prompts.chat
     fields = context.sampling.fields(request.sampling())
     chat = read_chat(request, setup, fields.get("grammar"))
@@ -47,7 +52,7 @@ async def chat_job(context: GatewayContext, request: ChatRequest) -> tuple[Job, 
     how = replace(chat.rendering, think=chat.grammar is None)
     options = request.options()
     token_ids = await context.prompts.encode_chat(chat.messages, request.prompt_options(), how)
-    params = context.sampling.params(fields, len(token_ids), default_max_tokens=None)
+    params = context.sampling.params(fields, len(token_ids), default_max_tokens=most_tokens)
     reading = chat.reading(setup, token_ids)
     job = Job(
         token_ids,
@@ -59,3 +64,12 @@ async def chat_job(context: GatewayContext, request: ChatRequest) -> tuple[Job, 
         grammar_field=chat.grammar_field,
     )
     return job, reading
+
+
+async def count_chat(context: GatewayContext, request: ChatRequest) -> int:
+    """Returns the number of prompt tokens of a conversation, however long it is. InvalidRequest as for its answer."""
+    context.sampling.params(context.sampling.fields(request.sampling()), 0, None)
+    chat = read_chat(request, context.prompts.chat)
+    options = replace(request.prompt_options(), only_counted=True)
+    how = replace(chat.rendering, think=chat.grammar is None)
+    return len(await context.prompts.encode_chat(chat.messages, options, how))

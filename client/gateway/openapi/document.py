@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.endpoint import Endpoint
-from allspan.client.gateway.openai.answer_schemas import ERROR
+from allspan.client.gateway.http.error_shapes import OPENAI, shape_of
 from allspan.client.gateway.openai.extra_fields import HARMLESS
 from allspan.client.gateway.openapi.fields import described_fields, with_ranges
 
@@ -52,7 +52,7 @@ def describe(app: FastAPI, context: GatewayContext, endpoints: Sequence[Endpoint
 
 def _document(app: FastAPI, context: GatewayContext, endpoints: Mapping[tuple[str, str], Endpoint]) -> Json:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    schemas: Json = {"Error": ERROR}
+    schemas: Json = {"Error": OPENAI.schema}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             endpoint = endpoints[path, method]
@@ -83,13 +83,15 @@ def _body(model: type[BaseModel], required: Sequence[str], context: GatewayConte
 
 
 def _answers(endpoint: Endpoint, plain: Json) -> Json:
-    """The one that is hoped for, and every refusal in OpenAI's shape."""
+    """The one that is hoped for, and every refusal in the shape of the endpoint's API."""
     answers = {status: answer for status, answer in plain.items() if status != "422"}
     content: Json = {"application/json": {"schema": endpoint.answer}} if endpoint.answer else {}
     content |= {kind: {"schema": {}} for kind in endpoint.media_types}
     if content:
         answers["200"] = {"description": "the answer, or a stream of it", "content": content}
-    refused = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    shape = shape_of(endpoint.path)
+    schema = {"$ref": "#/components/schemas/Error"} if shape is OPENAI else shape.schema
+    refused = {"application/json": {"schema": schema}}
     for status, why in _REFUSALS.items():
         answers[status] = {"description": why, "content": refused}
     return answers

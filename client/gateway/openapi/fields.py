@@ -26,7 +26,7 @@ def with_ranges(schema: Json, described: Json) -> Json:
 
 
 def described_fields(model: type[BaseModel], served: ServedModel, limits: LimitsConfig) -> dict[str, Json]:
-    """Returns the additions to the schema of each field that the model has."""
+    """Returns the additions to the schema of each field that the model has and does not describe itself."""
     room = served.max_model_len - 1
     token = {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}
     ids: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": room}
@@ -67,7 +67,8 @@ def described_fields(model: type[BaseModel], served: ServedModel, limits: Limits
     fields["messages"] = {"type": "array", "minItems": 1, "items": _MESSAGE}
     fields["input"] = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _ITEM}]}
     fields |= _structured(limits)
-    return {name: described for name, described in fields.items() if name in model.model_fields}
+    own = {name for name, info in model.model_fields.items() if info.json_schema_extra}
+    return {name: described for name, described in fields.items() if name in model.model_fields.keys() - own}
 
 
 def _structured(limits: LimitsConfig) -> dict[str, Json]:

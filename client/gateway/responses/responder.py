@@ -17,6 +17,7 @@ from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.http.sse import EventStream, event, while_connected
 from allspan.client.gateway.openai.chat import chat_job
 from allspan.client.gateway.openai.chat_request import ChatRequest
+from allspan.client.gateway.openai.renamed import renamed
 from allspan.client.gateway.openai.schemas import parse, parse_value
 from allspan.client.gateway.openai.shapes import Json, TokenTexts
 from allspan.client.gateway.responses.items import read_items, to_messages
@@ -37,6 +38,7 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 }
+_PARTS = {".function.": ".", "text.format.json_schema": "text.format"}
 
 
 class Responder:
@@ -63,7 +65,7 @@ class Responder:
                 return JSONResponse(await while_connected(request.receive, self._whole(turn, origin)))
             generations = await while_connected(request.receive, self._context.admission.start([turn.job], origin))
         except InvalidRequest as error:
-            raise _renamed(error) from error
+            raise renamed(error, _NAMES, _PARTS) from error
         return EventStream(
             self._events(turn, generations[0], origin.owner), lambda: self._context.admission.end(generations)
         )
@@ -89,7 +91,7 @@ class Responder:
             chat = parse_value(ChatRequest, chat_body, self._limits)
             job, reading = await chat_job(self._context, chat)
         except InvalidRequest as error:
-            raise _renamed(error) from error
+            raise renamed(error, _NAMES, _PARTS) from error
         texts = TokenTexts(self._context.tokenizer, bool(chat.return_tokens_as_token_ids))
         return ResponseTurn(request, job, reading, texts, self._context.model.name, items, before)
 
@@ -123,13 +125,3 @@ class Responder:
     def _keep(self, turn: ResponseTurn, owner: str) -> None:
         if turn.is_kept:
             self.store.put(owner, StoredResponse(turn.response, turn.input, turn.history))
-
-
-def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """Returns an error with this endpoint's names for the fields of a conversation."""
-    field = error.field or ""
-    name = _NAMES.get(field, field)
-    message = error.message.replace(field, name) if field in _NAMES else error.message
-    for theirs, ours in ((".function.", "."), ("text.format.json_schema", "text.format")):
-        message = message.replace(theirs, ours)
-    return InvalidRequest(message, name)

@@ -1,0 +1,1 @@
+"""Anthropic's Messages: a request becomes a conversation, an output becomes blocks."""
