@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterable
 
-from allspan.launch.cli import COMMANDS
+from allspan.launch.cli import COMMANDS, command_module
 from allspan.launch.commands import bench
 from allspan.protos.config.flags import Parser
 
@@ -17,14 +16,15 @@ INTRODUCTION = """# Command line
 `allspan COMMAND --help` lists a command's flags, `--help GROUP` explains a group, `--help FLAG` one, `--help all`
 everything. `--config FILE` reads a TOML, YAML or JSON table of the same names, with hyphens or underscores; flags win.
 Where a flag switches something on, the same name after `no-` switches it off. Exit codes: 1 something failed; 2 a flag,
-config key or field is refused; 3 a model cannot be found or read; 130 Ctrl-C.
+config key or field is refused; 3 a model cannot be found or read; 130 Ctrl-C; 141 nobody reads standard output any more
+(`allspan list | head -1`). Flags that vLLM, SGLang, llama.cpp or Ollama call otherwise are answered with the name here.
 """
 
 
 def parsers() -> list[Parser]:
     """Returns the parsers of all commands, `allspan serve` first."""
     names = [name for name in COMMANDS if name != "bench"]
-    made = [importlib.import_module(f"allspan.launch.commands.{name}").make_parser() for name in names]
+    made = [command_module(name).make_parser() for name in names]
     return [*made, *(bench.make_parser(row) for row in bench.BENCHMARKS.values())]
 
 

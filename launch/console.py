@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from allspan.protos.cluster import logs
@@ -26,6 +27,29 @@ def size(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} {UNITS[-1]}"
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min`, `5 h 10 min`, `2 days`."""
+    minutes, whole = divmod(int(seconds), 60)
+    if not minutes:
+        return f"{whole} s"
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes} min {whole} s"
+    days, hours = divmod(hours, 24)
+    return f"{hours} h {minutes} min" if not days else f"{counted(days, 'day')} {hours} h"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 thread`, `2 threads`; `plural` for nouns that take no s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of cells in columns set left, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def is_terminal() -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 
 from allspan.client.engine import ClientEngine
 from allspan.launch.models.find_model import FoundModel, resolve_model
+from allspan.launch.models.hub import HubConfig
 from allspan.launch.placement.placement import PlacementConfig
 from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.api.sampling import SamplingParams
-from allspan.protos.config.flags import Parser, add_options
+from allspan.protos.config.flags import Parser, add_options, build
 from allspan.protos.config.settings import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from allspan.protos.text import generation_defaults
 
@@ -53,7 +54,7 @@ def sampling_params(namespace: argparse.Namespace, model_path: str | None, max_t
 
 def local_model(namespace: argparse.Namespace) -> FoundModel | None:
     """The model to start a cluster for, fetched if need be; None when attaching to one."""
-    return None if namespace.attach else resolve_model(namespace.model)
+    return None if namespace.attach else resolve_model(namespace.model, build(HubConfig, namespace))
 
 
 def open_engine(namespace: argparse.Namespace, model: FoundModel | None) -> ClientEngine:

@@ -15,7 +15,8 @@ from allspan.protos.api.errors import ConfigError
 
 API_KEYS = ("ALLSPAN_API_KEY", "ALLSPAN_API_KEYS")
 ADMIN_KEY = "ALLSPAN_ADMIN_API_KEY"
-FLAGS = ("--api-key", "--admin-api-key")
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 _ARGUMENTS, _VARIABLES = (45, 46), (47, 48)  # first and last byte's places in /proc/PID/stat, after the command's name
 
@@ -47,6 +48,8 @@ def _several(name: str, text: str) -> tuple[str, ...]:
 
 def hide_keys() -> None:
     """Overwrites keys where `ps` and /proc show this process's command line and first environment."""
+    if not Path("/proc/self/stat").exists():  # not Linux: there is no way
+        return
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     for first, last in (_ARGUMENTS, _VARIABLES):
         start, end = int(fields[first]), int(fields[last])
@@ -57,7 +60,7 @@ def hide_keys() -> None:
 
 def secret_spans(area: bytes) -> Iterator[tuple[int, int]]:
     """(offset, length) of each key in words that end with a zero byte."""
-    named = tuple(f"{name}=".encode() for name in (*FLAGS, *API_KEYS, ADMIN_KEY))
+    named = tuple(f"{name}=".encode() for name in (*FLAGS, *API_KEYS, ADMIN_KEY, *HUB_TOKENS))
     offset, follows = 0, False
     for word in area.split(b"\0"):
         if follows:

@@ -22,6 +22,7 @@ from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind
 from allspan.launch.console import say
+from allspan.launch.logs import LogCopy
 from allspan.launch.models.checkpoint_files import check_files
 from allspan.launch.models.conversion import with_its_ranks
 from allspan.launch.models.find_model import FoundModel, resolve_model
@@ -34,6 +35,7 @@ from allspan.launch.supervision.cluster import Cluster
 from allspan.launch.supervision.run_dir import make_run_dir
 from allspan.launch.supervision.world import WorldPlan
 from allspan.protos.api.errors import ConfigError, DeadlineExceeded, Unavailable
+from allspan.protos.cluster.running import LOG_FILE, RunRecord, write_addresses, write_record
 from allspan.protos.config.settings import ParallelConfig, ServiceConfig, WorkerConfig
 
 if TYPE_CHECKING:
@@ -125,8 +127,9 @@ class Interrupt:
             self._cluster.stop(self._drain_s)
 
 
-def serve(settings: ServeSettings) -> int:
-    """Runs until a signal, the parent's end, or a failure that is not to be mended. Returns the exit code.
+def serve(settings: ServeSettings, log: LogCopy | None = None) -> int:
+    """Runs until a signal, the parent's end, or a failure that is not to be mended. Returns the exit code. `log` is
+    kept in the run directory.
 
     Raises AllspanError for what ends it otherwise; then nothing of the cluster is left.
     """
@@ -136,13 +139,13 @@ def serve(settings: ServeSettings) -> int:
     settings = with_its_ranks(settings)
     bound = lay_out(settings.placement, settings.weights.device)
     mpirun = mpi.find_mpirun()
-    model = resolve_model(settings.model)
+    model = resolve_model(settings.model, settings.hub)
     if settings.weights.load_format != "dummy":
         check_files(model.path)
     sockets = bind(settings.gateway) if settings.gateway else None
     interrupt = Interrupt(settings.shutdown_timeout)
     try:
-        cluster = _start(settings, model, bound, mpirun, interrupt)
+        cluster = _start(settings, model, bound, mpirun, interrupt, log)
         try:
             tokenizer = _prepare_gateway(model, settings.gateway) if settings.gateway else None
             ready = cluster.wait_ready()
@@ -185,7 +188,12 @@ def _prepare_gateway(model: FoundModel, config: GatewayConfig) -> Tokenizer:
 
 
 def _start(
-    settings: ServeSettings, model: FoundModel, bound: Bound, mpirun: mpi.Mpirun, interrupt: Interrupt
+    settings: ServeSettings,
+    model: FoundModel,
+    bound: Bound,
+    mpirun: mpi.Mpirun,
+    interrupt: Interrupt,
+    log: LogCopy | None,
 ) -> Cluster:
     """`interrupt` watches the cluster before any process of it runs."""
     placement = bound.placement
@@ -215,9 +223,29 @@ def _start(
     except BaseException:
         run.remove()
         raise
+    if log is not None:
+        log.keep_in(run.path / LOG_FILE)
+    _record(run.path, settings, config, len(placement.ranks))
     cluster.start()
     say("loading the model" + (f" on {len(placement.ranks)} ranks" if len(placement.ranks) > 1 else ""))
     return cluster
+
+
+def _record(run_dir: Path, settings: ServeSettings, config: WorkerConfig, num_ranks: int) -> None:
+    """Writes what `allspan ps` shows of this cluster."""
+    record = RunRecord(
+        pid=os.getpid(),
+        name=config.model.name,
+        model_path=config.model.path,
+        num_ranks=num_ranks,
+        started_at=time.time(),
+        booted_s=time.clock_gettime(time.CLOCK_BOOTTIME),
+        parent_pid=settings.supervisor.parent_pid,
+    )
+    try:
+        write_record(run_dir, record)
+    except OSError as error:
+        say(f"{run_dir} cannot be written to: {error.strerror}; allspan ps does not show this cluster")
 
 
 def parallel_config(settings: ServeSettings, placement: Placement) -> ParallelConfig:
@@ -322,6 +350,7 @@ def _allow_many_connections() -> None:
 
 
 def _announce(model: str, http: str, grpc: str, run_dir: Path) -> None:
+    write_addresses(run_dir, http, grpc)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     say(f"Server is ready to accept requests: HTTP {http}/v1, gRPC {grpc}, run directory {run_dir}")
     say(f"try: curl -N {http}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}")

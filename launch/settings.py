@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from allspan.client.gateway.config import GROUPS, GatewayConfig
 from allspan.launch.logs import LogConfig
 from allspan.launch.models.find_model import DEFAULT_MODEL
+from allspan.launch.models.hub import NO_HUB, HubConfig
 from allspan.launch.placement.placement import PlacementConfig
 from allspan.launch.supervision.rank_endpoints import WireConfig
 from allspan.launch.supervision.supervisor import SupervisorConfig
@@ -91,11 +92,13 @@ class ServeSettings:
     resume: ResumeConfig = ResumeConfig()
     wire: WireConfig = field(default_factory=WireConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hub: HubConfig = NO_HUB
     given: str = ""
     """Returns the settings that differ from their defaults, for the log."""
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: Parser, grouped: bool = True) -> None:
+    """Adds the model and, as a group or not, the flags for one that is fetched from a hub."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -103,6 +106,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"Names the model: a folder, a GGUF file, a short name, or ORG/NAME (default: {DEFAULT_MODEL}).",
     )
+    add_hub(parser.group("hub", "models from a Hugging Face hub") if grouped else parser)
+
+
+def add_hub(parser: argparse._ActionsContainer) -> None:
+    """Adds the flags for models that are fetched from a hub."""
+    _add(parser, HubConfig)
 
 
 def add_weights(parser: argparse._ActionsContainer) -> None:
@@ -168,6 +177,7 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         resume=build(ResumeConfig, namespace),
         wire=build(WireConfig, namespace),
         log=build(LogConfig, namespace),
+        hub=build(HubConfig, namespace),
     )
 
 

@@ -24,6 +24,7 @@ from allspan.client.bench.serving.soak import SOAK
 from allspan.client.bench.serving.streaming import STREAMING
 from allspan.launch.engine_flags import serve_options
 from allspan.launch.models.find_model import resolve_model
+from allspan.launch.models.hub import HubConfig
 from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.config.flags import Parser, add_options, build, fail, nearest
 
@@ -75,7 +76,7 @@ def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     if getattr(config, "base_url", ""):  # a server that runs
         report = benchmark.run("", config, quiet=namespace.quiet)
     else:
-        model = resolve_model(namespace.model)
+        model = resolve_model(namespace.model, build(HubConfig, namespace))
         options = serve_options(namespace) | {"served_model_name": model.name, "no_restart": True}
         report = benchmark.run(str(model.path), config, quiet=namespace.quiet, **options)
     print(json.dumps(report) if namespace.json else benchmark.table(report), flush=True)

@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     settings = with_its_ranks(serve_settings(namespace))
     bound = lay_out(settings.placement, settings.weights.device)
     placement = bound.placement
-    model = resolve_model(settings.model)
+    model = resolve_model(settings.model, settings.hub)
     plan = plan_memory(settings, placement, model)
     plan |= {"model_name": model.name, "model_path": str(model.path), "threads": [p.threads for p in placement.ranks]}
     plan |= {"nodes": [p.node for p in placement.ranks], "placement": placement.describe()}

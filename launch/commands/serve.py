@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 from allspan.client.gateway.config import GROUPS
 from allspan.launch.exit_codes import exit_code
-from allspan.launch.logs import begin_log
+from allspan.launch.logs import begin_log, copy_stderr
 from allspan.launch.serve import failed_line, serve
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.api.errors import AllspanError
@@ -22,10 +22,11 @@ def run(argv: Sequence[str]) -> int:
     defaults = {action.dest: action.default for action in reversed(parser._actions)}  # before a file changes them
     namespace = parser.parse(argv)
     settings = replace(serve_settings(namespace), given=given(namespace, defaults))
+    copy = copy_stderr()
     begin_log(settings.log)
     try:
         require_ranks()
-        return serve(settings)
+        return serve(settings, copy)
     except AllspanError as error:
         if settings.gateway is None:
             # Read by the program that started this one, which tells it to its user: no second line on standard error.
@@ -37,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
 def given(namespace: argparse.Namespace, defaults: Mapping[str, object]) -> str:
     """Returns the settings that differ from their defaults, whether from a flag, a file or a variable; keys are
     hidden."""
-    secret = {field.name for _, group in GROUPS.values() for field in fields(group) if not field.repr}
+    secret = {field.name for _, group in GROUPS.values() for field in fields(group) if not field.repr} | {"hf_token"}
     told = []
     for name, value in sorted(vars(namespace).items()):
         if name not in ("model", "config") and value != defaults.get(name):

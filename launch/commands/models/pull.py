@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from allspan.launch.console import say
 from allspan.launch.models.find_model import resolve_model
+from allspan.launch.models.hub import HubConfig
 from allspan.launch.settings import add_model
-from allspan.protos.config.flags import Parser
+from allspan.protos.config.flags import Parser, build
 
 
 def make_parser() -> Parser:
     parser = Parser("allspan pull", "Fetches a model into $ALLSPAN_HOME (default ~/.cache/allspan).")
-    add_model(parser)
+    add_model(parser, grouped=False)
     parser.add_argument(
         "--print-path", action="store_true", help="Prints the path of the folder or file as the last line."
     )
@@ -21,7 +22,7 @@ def make_parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
-    found = resolve_model(namespace.model)
+    found = resolve_model(namespace.model, build(HubConfig, namespace))
     if namespace.print_path:
         print(found.path)
     else:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from allspan.launch.console import say, size
+from allspan.launch.console import counted, say, size
 from allspan.launch.models.conversion import ConvertSettings, convert
 from allspan.launch.models.find_model import resolve_model
-from allspan.launch.settings import add_weights
+from allspan.launch.models.hub import HubConfig
+from allspan.launch.models.local_models import remember_converted
+from allspan.launch.settings import add_hub, add_weights
 from allspan.protos.config.flags import Parser, add_options, build
 from allspan.protos.config.installed import require_ranks
 from allspan.protos.config.settings import ModelConfig
@@ -30,6 +32,7 @@ def make_parser() -> Parser:
         limits={"ranks": (1, 1024), "threads": (0, 4096)},
     )
     add_weights(parser)
+    add_hub(parser)
     parser.add_config()
     return parser
 
@@ -38,9 +41,11 @@ def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
     require_ranks()
     settings = build(ConvertSettings, namespace)
-    out, ranks = convert(resolve_model(namespace.model), build(ModelConfig, namespace, path="", name=""), settings)
+    model = resolve_model(namespace.model, build(HubConfig, namespace))
+    out, ranks = convert(model, build(ModelConfig, namespace, path="", name=""), settings)
+    remember_converted(out)
     say(
-        f"{out}: {size(sum(rank['num_bytes'] for rank in ranks))} for {len(ranks)} rank{'s' * (len(ranks) > 1)}; "
+        f"{out}: {size(sum(rank['num_bytes'] for rank in ranks))} for {counted(len(ranks), 'rank')}; "
         f"serve it with: allspan serve {out}"
     )
     return 0

@@ -1,0 +1,1 @@
+"""The commands on clusters that run: ps, stop, logs."""

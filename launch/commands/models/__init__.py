@@ -1,0 +1,1 @@
+"""The commands on the models of this machine: pull, convert, list, rm."""
