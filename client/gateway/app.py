@@ -82,6 +82,8 @@ async def serve_gateway(
                     task.cancel()
                 await context.admission.drain(0.0)
                 await context.admission.grammars.close()
+                if context.telemetry.traces is not None:
+                    await asyncio.to_thread(context.telemetry.traces.close)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -190,6 +190,9 @@ class GatewayConfig:
     use any, and answers have the first."""
     shutdown_timeout: float = 5.0
     """Sets the seconds that running requests get to finish when the gateway stops."""
+    otlp_traces_endpoint: str = ""
+    """Exports an OpenTelemetry span of each request and of its phases over OTLP to this URL, such as
+    http://localhost:4318/v1/traces (or http://localhost:4317 for gRPC); empty exports none."""
     security: SecurityConfig = SecurityConfig()
     limits: LimitsConfig = LimitsConfig()
     chat: ChatConfig = ChatConfig()

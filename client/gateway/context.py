@@ -13,6 +13,7 @@ from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.served_model import ServedModel
 from allspan.client.gateway.snapshot_cache import SnapshotCache
 from allspan.client.gateway.telemetry.recorder import Telemetry
+from allspan.client.gateway.telemetry.traces import open_traces
 from allspan.protos.text import Tokenizer
 
 
@@ -35,7 +36,7 @@ class GatewayContext:
     def of(cls, engine: GatewayEngine, tokenizer: Tokenizer, config: GatewayConfig) -> GatewayContext:
         """Makes them for one engine. Raises ConfigError for keys that are none, CheckpointError."""
         model = ServedModel.of(engine.cluster, config)
-        telemetry = Telemetry(model.name)
+        telemetry = Telemetry(model.name, open_traces(config.otlp_traces_endpoint))
         return cls(
             engine=engine,
             tokenizer=tokenizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class Asked:
     stopped: bool = False
     released: bool = False
     steps_when_stopped: int = -1
+    arrived_at: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -185,11 +187,12 @@ class FakeEngine:
         is_eos = token == self.eos and not asked.params.ignore_eos
         reason = "stop" if is_eos or token in asked.params.stop_token_ids else ""
         reason = reason or ("length" if asked.steps + 1 == asked.params.max_tokens else "")
-        timings = RequestTimings(0.0, 0.001, 0.002, len(asked.prompt), 2, asked.steps + 1) if reason else None
+        num_prompt = len(asked.prompt)
+        timings = RequestTimings(0.0004, 0.001, 0.002, num_prompt, 2, asked.steps + 1, asked.arrived_at)
         logprobs: tuple[TokenLogprob, ...] = ()
         if asked.params.logprobs is not None:
             logprobs = (TokenLogprob(-0.5, tuple((token + i, -0.5 - i) for i in range(asked.params.logprobs))),)
-        return Output((token,), logprobs, reason, token if reason == "stop" else None, timings)
+        return Output((token,), logprobs, reason, token if reason == "stop" else None, timings if reason else None)
 
 
 def prompt_logprob(token: int, count: int) -> TokenLogprob:

@@ -28,7 +28,7 @@ from allspan.client.gateway.grpc.messages import (
 from allspan.client.gateway.grpc.status import shown_message, status_code, trailers_of
 from allspan.client.gateway.offload import INLINE_CHARS
 from allspan.client.gateway.server_info import server_info
-from allspan.client.gateway.telemetry.request_context import Origin, plain_name, trace_id
+from allspan.client.gateway.telemetry.request_context import Origin, plain_name, traceparent
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.api.errors import AlreadyExists, InvalidRequest, RequestCancelled, StreamNotRead
 from allspan.protos.api.results import TokenLogprob
@@ -234,7 +234,7 @@ class _Whole:
 def _origin(method: str, request: Any, context: grpc.aio.ServicerContext) -> Origin:
     name = request.request_id if isinstance(request, pb.GenerateRequest) else ""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    return Origin(f"gRPC {SERVICE}/{method}", plain_name(name), trace_id=trace_id(metadata))
+    return Origin(f"gRPC {SERVICE}/{method}", plain_name(name), traceparent=traceparent(metadata))
 
 
 def _leniently(kind: type[Request]) -> Callable[[bytes], Request | None]:

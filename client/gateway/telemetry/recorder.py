@@ -12,6 +12,7 @@ from time import monotonic
 
 from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.client.gateway.telemetry.request_histograms import RequestHistograms
+from allspan.client.gateway.telemetry.traces import EndedRequest, Traces
 from allspan.protos.api.errors import ERRORS, AllspanError, RequestCancelled
 from allspan.protos.api.results import RequestTimings
 from allspan.protos.cluster.logs import REQUESTS
@@ -29,8 +30,9 @@ logger = logging.getLogger(REQUESTS)
 class Telemetry:
     """The counts since the gateway's start."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, traces: Traces | None = None) -> None:
         self.model = model
+        self.traces = traces
         self.started = monotonic()
         self.histograms = RequestHistograms()
         self.prompt_tokens = 0
@@ -66,6 +68,8 @@ class Telemetry:
             _told(origin),
             extra={"fields": _fields(origin) | {"status": status, "error": error.code}},
         )
+        if self.traces is not None:
+            self.traces.refused(origin, self.model, error.code, error.message)
 
 
 class RequestRecord:
@@ -117,6 +121,20 @@ class RequestRecord:
             if timings.ttft_s:
                 telemetry.histograms.prefill_s.observe(timings.ttft_s - timings.queue_s)
         self._log(reason, num_output_tokens, timings, total_s, error)
+        if telemetry.traces is not None:
+            telemetry.traces.request(
+                EndedRequest(
+                    origin,
+                    self._request_id,
+                    telemetry.model,
+                    self._num_prompt_tokens,
+                    num_output_tokens,
+                    self._ttft_s,
+                    timings,
+                    reason,
+                    error,
+                )
+            )
 
     def _log(self, reason: str, num_output: int, timings: RequestTimings | None, total_s: float, error: str) -> None:
         origin = self._origin

@@ -26,8 +26,8 @@ class Origin:
     """The endpoint that was called: "POST /v1/completions", "gRPC allspan.v1.Inference/Generate"."""
     name: str = ""
     """The caller's name for it; in HTTP, the X-Request-Id that is sent back, too."""
-    trace_id: str = ""
-    """The trace id from its traceparent (W3C Trace Context): 32 hexadecimal digits, or ""."""
+    traceparent: str = ""
+    """Its traceparent (W3C Trace Context), if it has a valid one."""
     arrived: float = field(default_factory=time.monotonic)
     """The arrival time on the monotonic clock."""
     owner: str = field(default_factory=lambda: current_caller().owner)
@@ -39,6 +39,11 @@ class Origin:
     is_admitted: bool = False
     """Whether its requests were admitted: each of them then records its own end."""
 
+    @property
+    def trace_id(self) -> str:
+        """The trace id of its traceparent: 32 hexadecimal digits, or ""."""
+        return self.traceparent.split("-")[1] if self.traceparent else ""
+
 
 def origin_of(request: Request) -> Origin:
     """The one of an HTTP request; always the same. `RequestIds` has noted when it came."""
@@ -47,17 +52,18 @@ def origin_of(request: Request) -> Origin:
         state["origin"] = Origin(
             plain_label(f"{request.method} {request.scope['path']}"),
             state.get("request_id", ""),
-            trace_id(request.headers),
+            traceparent(request.headers),
             state.get("arrived") or time.monotonic(),
         )
     origin: Origin = state["origin"]
     return origin
 
 
-def trace_id(headers: Mapping[str, str]) -> str:
-    """Returns the trace id of a valid traceparent header, else ""."""
-    match = _TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
-    return match[1] if match and match[1].strip("0") else ""
+def traceparent(headers: Mapping[str, str]) -> str:
+    """Returns the traceparent header if it is valid, else ""."""
+    given = headers.get("traceparent", "").strip()
+    match = _TRACEPARENT.fullmatch(given)
+    return given if match and match[1].strip("0") else ""
 
 
 def plain_label(text: str) -> str:

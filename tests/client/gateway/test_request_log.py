@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from allspan.client.gateway.snapshot_cache import SnapshotCache
-from allspan.client.gateway.telemetry.request_context import trace_id
+from allspan.client.gateway.telemetry.request_context import Origin, traceparent
 from allspan.client.gateway.telemetry.status_line import StatusLine, status
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.api.errors import Unavailable
@@ -73,11 +73,11 @@ async def test_a_request_that_fails_has_one_line_at_warning_level(caplog: pytest
     ["", "x", TRACEPARENT.upper(), f"00-{'0' * 32}-00f067aa0ba902b7-01", TRACEPARENT[:-3], TRACEPARENT + "\nforged"],
 )
 def test_what_is_no_traceparent_is_passed_over(header: str) -> None:
-    assert trace_id({"traceparent": header}) == ""
+    assert traceparent({"traceparent": header}) == ""
 
 
 def test_a_later_version_of_traceparent_is_understood() -> None:
-    assert trace_id({"traceparent": f"01{TRACEPARENT[2:]}-more"}) == TRACE
+    assert Origin("call", traceparent=traceparent({"traceparent": f"01{TRACEPARENT[2:]}-more"})).trace_id == TRACE
 
 
 async def test_the_status_line_comes_while_there_is_work_and_not_otherwise(caplog: pytest.LogCaptureFixture) -> None:
