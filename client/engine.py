@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import threading
@@ -44,7 +45,7 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 from allspan.protos.config.settings import EngineOptions
-from allspan.protos.text import Tokenizer, load_tokenizer
+from allspan.protos.text import Tokenizer, default_params, load_tokenizer
 
 STARTUP_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 30.0
@@ -170,6 +171,12 @@ class ClientEngine:
                 raise CheckpointError(f"no tokenizer: {error.message}; give tokenizer=PATH, or token ids") from None
         return self._tokenizer
 
+    @functools.cached_property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of a request that gives none: the model's own defaults and at most 128 tokens. Read from its
+        files at first use; CheckpointError."""
+        return default_params(self.cluster.model_path, self.model)
+
     def start_model(self) -> None:
         self._control("start_model", 0.0)
 
@@ -198,6 +205,8 @@ class ClientEngine:
         """`start_request` for asyncio; cancelling it leaves no request behind."""
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self._encode, prompt)
+        if sampling_params is None:  # the model's files may have to be read
+            sampling_params = await asyncio.to_thread(lambda: self.default_sampling_params)
         return await self._loop.arun(self._start(*self._request(prompt, sampling_params, request_id, options)))
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
@@ -304,7 +313,7 @@ class ClientEngine:
     ) -> Coroutine[Any, Any, list[Completion]]:
         """Checks and tokenises everything in the caller's thread, before anything is sent."""
         listed = prompt_list(prompts)
-        seeded = params_list(params, len(listed))
+        seeded = params_list(params, len(listed), lambda: self.default_sampling_params)
         encoded = [self._encode(prompt) for prompt in listed]
         needs_text = any(isinstance(prompt, str) for prompt in listed) or any(entry.stop for entry in seeded)
         calls = SessionCalls(self._session, self.model, checked_options(options))
@@ -328,7 +337,8 @@ class ClientEngine:
         request_id: str | None,
         options: RequestOptions | None,
     ) -> tuple[bytes, tuple[int, ...], SamplingParams, RequestOptions]:
-        return parse_request_id(request_id), self._encode(prompt), with_seed(params), checked_options(options)
+        seeded = with_seed(params, lambda: self.default_sampling_params)
+        return parse_request_id(request_id), self._encode(prompt), seeded, checked_options(options)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

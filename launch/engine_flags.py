@@ -14,8 +14,9 @@ from allspan.launch.placement.placement import PlacementConfig
 from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.flags import Parser, add_options, build
+from allspan.protos.config.generation import GenerationConfig
 from allspan.protos.config.settings import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from allspan.protos.text import generation_defaults
+from allspan.protos.text import sampling_defaults
 
 _CONFIGS = (PlacementConfig, ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
 
@@ -32,21 +33,24 @@ def add_engine_options(parser: Parser) -> None:
 
 
 def add_sampling_options(parser: Parser) -> None:
-    """The fields of SamplingParams; what is not given is the model's own default."""
+    """The fields of SamplingParams, and where the defaults of those that are not given come from."""
     group = parser.group("sampling", "how tokens are chosen; what is not given is the model's own default")
     add_options(
         group, SamplingParams, skip=("stop", "logit_bias", "bad_words_ids", "stop_words_ids", "grammar"), optional=True
     )
+    add_options(group, GenerationConfig)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="Ends the output before this text; the flag may be repeated."
     )
 
 
 def sampling_params(namespace: argparse.Namespace, model_path: str | None, max_tokens: int) -> SamplingParams:
-    """Flags, then what the model recommends, then `max_tokens` and SamplingParams' defaults. Raises InvalidRequest."""
+    """Flags, then the model's defaults, then `max_tokens` and SamplingParams' defaults. Raises InvalidRequest,
+    CheckpointError, ConfigError."""
     values: dict[str, Any] = {"max_tokens": max_tokens}
+    config = build(GenerationConfig, namespace)
     if model_path is not None:
-        values |= generation_defaults(model_path).sampling()
+        values |= sampling_defaults(model_path, config=config).sampling()
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     values |= {name: value for name in names if (value := getattr(namespace, name, None)) is not None}
     return SamplingParams(**values)

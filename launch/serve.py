@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -40,7 +40,7 @@ from allspan.protos.config.settings import ParallelConfig, ServiceConfig, Worker
 
 if TYPE_CHECKING:
     from allspan.client.engine import ClientEngine
-    from allspan.protos.text import Tokenizer
+    from allspan.protos.text import SamplingDefaults, Tokenizer
 
 END_MARGIN_S = 4.0
 """Seconds that an orderly shutdown may take beyond the time given to open requests or to the ranks."""
@@ -147,10 +147,10 @@ def serve(settings: ServeSettings, log: LogCopy | None = None) -> int:
     try:
         cluster = _start(settings, model, bound, mpirun, interrupt, log)
         try:
-            tokenizer = _prepare_gateway(model, settings.gateway) if settings.gateway else None
+            inputs = _prepare_gateway(model, settings.gateway, sockets) if settings.gateway and sockets else None
             ready = cluster.wait_ready()
             if ready and not interrupt.requested:
-                _front(settings, cluster, interrupt, sockets, tokenizer)
+                _front(settings, cluster, interrupt, inputs)
         finally:
             cluster.stop(interrupt.remaining_s)
             cluster.join()
@@ -176,15 +176,24 @@ def _check(settings: ServeSettings) -> None:
         raise ConfigError(f"--max-model-len is {length}, must be at least 2 (a prompt token and an output token)")
 
 
-def _prepare_gateway(model: FoundModel, config: GatewayConfig) -> Tokenizer:
+@dataclass(frozen=True, slots=True)
+class GatewayInputs:
+    """The parts of a model that the gateway reads from its files, and its sockets."""
+
+    sockets: Sockets
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
+
+
+def _prepare_gateway(model: FoundModel, config: GatewayConfig, sockets: Sockets) -> GatewayInputs:
     """Loads and checks what the gateway needs beside the ranks, while they load: its libraries take most of a second.
     Raises CheckpointError, ConfigError."""
     from allspan.client.gateway.app import with_template
-    from allspan.protos.text import load_tokenizer
+    from allspan.protos.text import load_tokenizer, sampling_defaults
 
     tokenizer = load_tokenizer(model.path)
     with_template(tokenizer, config)
-    return tokenizer
+    return GatewayInputs(sockets, tokenizer, sampling_defaults(model.path, model.name, config.generation))
 
 
 def _start(
@@ -272,15 +281,9 @@ def _plans(plan: WorldPlan) -> list[WorldPlan]:
     return plans
 
 
-def _front(
-    settings: ServeSettings,
-    cluster: Cluster,
-    interrupt: Interrupt,
-    sockets: Sockets | None,
-    tokenizer: Tokenizer | None,
-) -> None:
+def _front(settings: ServeSettings, cluster: Cluster, interrupt: Interrupt, inputs: GatewayInputs | None) -> None:
     """Serves until the cluster ends: runs the gateway, or only prints a ready line for the parent program."""
-    if settings.gateway is None or sockets is None or tokenizer is None:
+    if inputs is None:
         ready = {"run_dir": str(cluster.run_dir), "model": cluster.info.model if cluster.info else ""}
         print(f"ALLSPAN READY {json.dumps(ready)}", flush=True)
         cluster.join()
@@ -288,12 +291,10 @@ def _front(
     from allspan.client.gateway.app import new_event_loop
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_gateway(settings, cluster, interrupt, sockets, tokenizer))
+        runner.run(_gateway(settings, cluster, interrupt, inputs))
 
 
-async def _gateway(
-    settings: ServeSettings, cluster: Cluster, interrupt: Interrupt, sockets: Sockets, tokenizer: Tokenizer
-) -> None:
+async def _gateway(settings: ServeSettings, cluster: Cluster, interrupt: Interrupt, inputs: GatewayInputs) -> None:
     from allspan.client.gateway.app import serve_gateway
 
     assert settings.gateway is not None
@@ -310,7 +311,7 @@ async def _gateway(
         def announce(http: str, grpc: str) -> None:
             _announce(engine.model, http, grpc, cluster.run_dir)
 
-        await serve_gateway(engine, tokenizer, settings.gateway, sockets, stop, announce)
+        await serve_gateway(engine, inputs.tokenizer, settings.gateway, inputs.sockets, stop, announce, inputs.defaults)
     finally:
         await asyncio.to_thread(engine.close)
 

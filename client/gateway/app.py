@@ -33,7 +33,7 @@ from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.telemetry.status_line import StatusLine
 from allspan.protos.api.errors import ConfigError, InternalError
 from allspan.protos.cluster.tls import is_loopback
-from allspan.protos.text import Tokenizer
+from allspan.protos.text import SamplingDefaults, Tokenizer
 
 __all__ = ["GatewayConfig", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
 
@@ -51,14 +51,16 @@ async def serve_gateway(
     sockets: Sockets,
     stop: asyncio.Event,
     on_started: Started | None = None,
+    defaults: SamplingDefaults | None = None,
 ) -> None:
     """Serves until `stop` is set, then drains: not ready, running requests finish (`shutdown_timeout`), all closes.
 
     Cancelling it stops at once. `on_started(http_address, grpc_address)` is called when both servers answer. Takes over
-    `sockets`, never `engine`. Raises ConfigError, CheckpointError, InternalError.
+    `sockets`, never `engine`. `defaults`: those of the model's sampling fields, if they are read already. Raises
+    ConfigError, CheckpointError, InternalError.
     """
     with contextlib.closing(sockets):
-        context = GatewayContext.of(engine, with_template(tokenizer, config), config)
+        context = GatewayContext.of(engine, with_template(tokenizer, config), config, defaults)
         health = EngineHealth(lambda: context.admission.is_ready, ("", SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)
@@ -72,6 +74,7 @@ async def serve_gateway(
             try:
                 if not is_loopback(config.host) and not context.keys.has_users:
                     logger.warning("no API key is set: whoever reaches %s may use the model", sockets.http_address)
+                logger.info("Sampling defaults: %s.", context.model.defaults.sentence())
                 if on_started is not None:
                     on_started(sockets.http_address, sockets.grpc_address)
                 await _first(stop, http)

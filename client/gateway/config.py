@@ -10,6 +10,7 @@ from allspan.protos.api.errors import ConfigError
 from allspan.protos.api.grammar import MAX_GRAMMAR_CHARS
 from allspan.protos.api.sampling import MAX_LOGPROBS
 from allspan.protos.api.sampling_fields import MAX_STOP_STRINGS
+from allspan.protos.config.generation import AUTOMATIC, GenerationConfig
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
@@ -195,6 +196,7 @@ class GatewayConfig:
     http://localhost:4318/v1/traces (or http://localhost:4317 for gRPC); empty exports none."""
     security: SecurityConfig = SecurityConfig()
     limits: LimitsConfig = LimitsConfig()
+    generation: GenerationConfig = AUTOMATIC
     chat: ChatConfig = ChatConfig()
     responses: ResponsesConfig = ResponsesConfig()
     grpc: GrpcConfig = GrpcConfig()
@@ -203,6 +205,7 @@ class GatewayConfig:
 GROUPS: dict[str, tuple[str, type]] = {
     "security": ("who may ask", SecurityConfig),
     "limits": ("limits of requests", LimitsConfig),
+    "generation": ("defaults of sampling fields", GenerationConfig),
     "chat": ("conversations", ChatConfig),
     "responses": ("responses that are kept", ResponsesConfig),
     "grpc": ("gRPC", GrpcConfig),

@@ -14,7 +14,7 @@ from allspan.client.gateway.served_model import ServedModel
 from allspan.client.gateway.snapshot_cache import SnapshotCache
 from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.client.gateway.telemetry.traces import open_traces
-from allspan.protos.text import Tokenizer
+from allspan.protos.text import SamplingDefaults, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,15 @@ class GatewayContext:
     snapshots: SnapshotCache
 
     @classmethod
-    def of(cls, engine: GatewayEngine, tokenizer: Tokenizer, config: GatewayConfig) -> GatewayContext:
+    def of(
+        cls,
+        engine: GatewayEngine,
+        tokenizer: Tokenizer,
+        config: GatewayConfig,
+        defaults: SamplingDefaults | None = None,
+    ) -> GatewayContext:
         """Makes them for one engine. Raises ConfigError for keys that are none, CheckpointError."""
-        model = ServedModel.of(engine.cluster, config)
+        model = ServedModel.of(engine.cluster, config, defaults)
         telemetry = Telemetry(model.name, open_traces(config.otlp_traces_endpoint))
         return cls(
             engine=engine,

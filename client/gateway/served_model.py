@@ -10,7 +10,7 @@ from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
 from allspan.protos.api.errors import ModelNotFound
 from allspan.protos.cluster.cluster_file import ClusterInfo
-from allspan.protos.text import GenerationDefaults, generation_defaults
+from allspan.protos.text import SamplingDefaults, sampling_defaults
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ServedModel:
     """The model's own name."""
     max_model_len: int
     vocab_size: int
-    defaults: GenerationDefaults
+    defaults: SamplingDefaults
     created: int
     """Seconds since 1970."""
     fingerprint: str = ""
@@ -55,8 +55,9 @@ class ServedModel:
         raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {names}")
 
     @classmethod
-    def of(cls, info: ClusterInfo, config: GatewayConfig) -> ServedModel:
-        """Returns the model of a ready cluster, with the defaults that its files recommend. CheckpointError."""
+    def of(cls, info: ClusterInfo, config: GatewayConfig, defaults: SamplingDefaults | None = None) -> ServedModel:
+        """Returns the model of a ready cluster. `defaults`: read from its files if they are not known yet, which may
+        raise CheckpointError or ConfigError."""
         known = (__version__, info.model, info.model_path, info.max_model_len, info.vocab_size)
         name, *aliases = config.served_model_name or (info.model,)
         return cls(
@@ -64,7 +65,7 @@ class ServedModel:
             root=info.model,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
-            defaults=generation_defaults(info.model_path),
+            defaults=defaults or sampling_defaults(info.model_path, info.model, config.generation),
             created=int(time.time()),
             fingerprint=f"fp_{hashlib.sha256(repr(known).encode()).hexdigest()[:10]}",
             aliases=tuple(aliases),

@@ -112,6 +112,10 @@ class EngineProtocol(Protocol):
     """The interface of every engine. Every method may raise an AllspanError (see `allspan.protos.api.errors`); none
     waits for ever."""
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of a request that gives none: the model's own defaults and at most 128 tokens."""
+
     def start_model(self) -> None:
         """Lets new requests in (the state after construction)."""
 
@@ -128,7 +132,8 @@ class EngineProtocol(Protocol):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
-        """Admits a request (text or token ids) and returns at once; its tokens arrive in the queue."""
+        """Admits a request (text or token ids) and returns at once; its tokens arrive in the queue. Without parameters
+        it takes `default_sampling_params`."""
 
     def sync_request(self, handle: RequestHandle | None = None, timeout: float | None = None) -> None:
         """Waits for the end of one request, or of all; DeadlineExceeded after `timeout` s."""
@@ -175,7 +180,8 @@ class EngineProtocol(Protocol):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | None = None,
     ) -> list[Completion]:
-        """Runs prompts to their end, together, and returns them in order. A list of integers is one prompt."""
+        """Runs prompts to their end, together, and returns them in order. A list of integers is one prompt. Without
+        parameters they take `default_sampling_params`."""
 
     async def agenerate(
         self,

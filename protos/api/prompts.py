@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from allspan.protos.api.engine import Prompt
@@ -14,6 +14,8 @@ from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.sampling import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Defaults = Callable[[], SamplingParams]
+"""Returns the parameters of a request that gives none."""
 
 
 class Sizes(Protocol):
@@ -33,20 +35,20 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompts)) if is_many else [cast(Prompt, prompts)]
 
 
-def params_list(params: Params, count: int) -> list[SamplingParams]:
+def params_list(params: Params, count: int, defaults: Defaults = SamplingParams) -> list[SamplingParams]:
     """Returns sampling parameters for each prompt, each with a seed."""
     if params is None or isinstance(params, SamplingParams):
-        return [with_seed(params) for _ in range(count)]
+        return [with_seed(params, defaults) for _ in range(count)]
     if not isinstance(params, Sequence):
         raise InvalidRequest(f"sampling_params is {params!r}, must be SamplingParams or a list", "sampling_params")
     if len(params) != count:
         raise InvalidRequest(f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params")
-    return [with_seed(entry) for entry in params]
+    return [with_seed(entry, defaults) for entry in params]
 
 
-def with_seed(params: SamplingParams | None) -> SamplingParams:
+def with_seed(params: SamplingParams | None, defaults: Defaults = SamplingParams) -> SamplingParams:
     """Draws a missing seed, so that every rank uses the same one."""
-    params = SamplingParams() if params is None else params
+    params = defaults() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"sampling_params is {params!r}, must be a SamplingParams", "sampling_params")
     return params if params.seed is not None else params.with_(seed=secrets.randbits(64))

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from allspan.protos.text.defaults import SamplingDefaults, default_params, sampling_defaults
     from allspan.protos.text.model_defaults import GenerationDefaults, generation_defaults
     from allspan.protos.text.stream.detokenizer import Detokenizer
     from allspan.protos.text.stream.stop import StopStrings
@@ -19,19 +20,25 @@ if TYPE_CHECKING:
 __all__ = [
     "Detokenizer",
     "GenerationDefaults",
+    "SamplingDefaults",
     "StopStrings",
     "Tokenizer",
+    "default_params",
     "generation_defaults",
     "load_tokenizer",
+    "sampling_defaults",
 ]
 
 _HOMES = {
     "Detokenizer": "stream.detokenizer",
     "GenerationDefaults": "model_defaults",
+    "SamplingDefaults": "defaults",
     "StopStrings": "stream.stop",
     "Tokenizer": "tokenizers.tokenizer",
+    "default_params": "defaults",
     "generation_defaults": "model_defaults",
     "load_tokenizer": "tokenizers.loading",
+    "sampling_defaults": "defaults",
 }
 
 

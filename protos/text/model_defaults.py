@@ -1,7 +1,8 @@
-"""A model's own sampling defaults, from its generation_config.json or GGUF metadata."""
+"""The sampling defaults and end-of-sequence ids that a model's files carry: generation_config.json, GGUF metadata."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,39 +26,71 @@ class GenerationDefaults:
     eos_token_ids: tuple[int, ...] = ()
     typical_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The values that are set, as keyword arguments of SamplingParams."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name != "eos_token_ids")
-        return {name: value for name, value in values if value is not None}
+        return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
 
-_NAMES = {
-    name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "do_sample")
-} | {"max_new_tokens": "max_tokens"}
-"""The field of SamplingParams for each name in generation_config.json."""
+FIELDS = tuple(field.name for field in fields(GenerationDefaults) if field.name != "eos_token_ids")
+"""The sampling fields that can have a default of their own."""
+GENERATION_CONFIG = "generation_config.json"
+
+_GGUF_NAMES = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""The field of SamplingParams for each key that llama.cpp's converter writes of a generation_config.json."""
 
 
 def generation_defaults(path: str | Path) -> GenerationDefaults:
-    """Returns the defaults of a model folder or a GGUF file; empty when it has none. A bad value is a CheckpointError
-    that names it."""
+    """Returns the defaults that a model folder or a GGUF file carries; empty when it has none. A bad value is a
+    CheckpointError that names it."""
     path = Path(path)
     if gguf := gguf_of(path):
-        return GenerationDefaults(eos_token_ids=end_ids(read_metadata(gguf)))
-    file = path / "generation_config.json"
+        return gguf_defaults(gguf, read_metadata(gguf))
+    return folder_defaults(path)
+
+
+def folder_defaults(folder: Path) -> GenerationDefaults:
+    """Returns what a folder's generation_config.json says; empty when there is none. CheckpointError."""
+    file = folder / GENERATION_CONFIG
     if not file.is_file():
         return GenerationDefaults()
     values = read_json_object(file)
-    sampling = {ours: value for theirs, ours in _NAMES.items() if (value := values.get(theirs)) is not None}
     try:
-        params = SamplingParams(**sampling)
+        sampling = sampling_of(values)
     except InvalidRequest as error:
         message = error.message.replace("max_tokens", "max_new_tokens", 1)  # its name in that file
         raise CheckpointError(f"{file}: {message}") from error
-    if not params.do_sample:  # so a caller who gives a temperature does sample
+    return GenerationDefaults(eos_token_ids=_ids(file, values.get("eos_token_id")), **sampling)
+
+
+def gguf_defaults(file: Path, metadata: Mapping[str, Any]) -> GenerationDefaults:
+    """Returns what the metadata of a GGUF file says. CheckpointError."""
+    given = {ours: value for key, ours in _GGUF_NAMES.items() if (value := metadata.get(key)) is not None}
+    try:
+        sampling = sampling_of(given)
+    except InvalidRequest as error:
+        key = next((key for key, ours in _GGUF_NAMES.items() if ours == error.field), "general.sampling")
+        raise CheckpointError(f"{file}: {error.message.replace(error.field or key, key, 1)}") from error
+    return GenerationDefaults(eos_token_ids=end_ids(metadata), **sampling)
+
+
+def sampling_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sampling fields among the values of a generation_config.json, checked; `do_sample` false becomes
+    temperature 0, so that a request that gives a temperature does sample. InvalidRequest names a bad one."""
+    names = {name: name for name in (*FIELDS, "do_sample")} | {"max_new_tokens": "max_tokens"}
+    sampling = {ours: value for theirs, ours in names.items() if (value := values.get(theirs)) is not None}
+    if not SamplingParams(**sampling).do_sample:
         sampling["temperature"] = 0.0
     sampling.pop("do_sample", None)
-    return GenerationDefaults(eos_token_ids=_ids(file, values.get("eos_token_id")), **sampling)
+    return sampling
 
 
 def _ids(file: Path, value: Any) -> tuple[int, ...]:

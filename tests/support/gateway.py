@@ -52,7 +52,8 @@ class Started:
 
 
 def gateway_config(**settings: Any) -> GatewayConfig:
-    """Free ports; `settings` by their flags' names, whatever group they are in."""
+    """Free ports, neutral sampling; `settings` by their flags' names, whatever group they are in."""
+    settings = {"generation_config": "neutral"} | settings
     groups = {}
     for name, (_, group) in GROUPS.items():
         own = {field.name for field in fields(group)} & settings.keys()

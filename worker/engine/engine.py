@@ -38,6 +38,7 @@ from allspan.protos.api.prompts import (
 )
 from allspan.protos.api.results import Output, RequestHandle, ResultQueue
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.text.defaults import default_params
 from allspan.protos.text.tokenizers.loading import load_tokenizer
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.worker.engine.core import EngineCore
@@ -87,6 +88,7 @@ class Engine:
         self.model = config.model.name
         self._tokenizer_path = Path(tokenizer or config.model.path)
         self._tokenizer: Tokenizer | None = None
+        self._model_path = config.model.path
         self._loaded = load_engine(config, ops, LocalCollectives())
         self._kernels = ops.name
         self._inspection = Inspection(config.model, self._loaded.model, self._kernels)
@@ -122,6 +124,12 @@ class Engine:
                 raise type(error)(f"no tokenizer: {error.message}; give tokenizer=PATH, or token ids") from error
         return self._tokenizer
 
+    @functools.cached_property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of a request that gives none: the model's own defaults and at most 128 tokens. Read from its
+        files at first use; CheckpointError."""
+        return default_params(self._model_path, self.model)
+
     def start_model(self) -> None:
         self._core.start_model()
 
@@ -138,7 +146,7 @@ class Engine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> tuple[RequestHandle, ResultQueue]:
-        params = with_seed(sampling_params)
+        params = with_seed(sampling_params, lambda: self.default_sampling_params)
         return self._start(self._encode(prompt), params, checked_options(options), parse_request_id(request_id))
 
     def start_with_embeddings(
@@ -146,7 +154,7 @@ class Engine:
     ) -> tuple[RequestHandle, ResultQueue]:
         """Starts a request some of whose prompt tokens are given by embedding rows; their ids say nothing. Raises
         InvalidRequest for rows of another width than the model's hidden size."""
-        params = with_seed(sampling_params)
+        params = with_seed(sampling_params, lambda: self.default_sampling_params)
         return self._start(self._encode(prompt), params, checked_options(None), embeddings=embeddings)
 
     def start_with_positions(
@@ -158,7 +166,7 @@ class Engine:
     ) -> tuple[RequestHandle, ResultQueue]:
         """Starts a request whose prompt tokens have three positions each, for a model with a multimodal rotary
         embedding; `embeddings` as in `start_with_embeddings`. Raises InvalidRequest where the model takes none."""
-        params, ids = with_seed(sampling_params), self._encode(prompt)
+        params, ids = with_seed(sampling_params, lambda: self.default_sampling_params), self._encode(prompt)
         return self._start(ids, params, checked_options(None), embeddings=embeddings, positions=positions)
 
     def hidden_state(self, prompt: Prompt) -> tuple[float, ...]:
@@ -274,7 +282,7 @@ class Engine:
     ) -> tuple[BatchGenerate, list[Work]]:
         """Checks and tokenises everything before any request starts."""
         listed = prompt_list(prompts)
-        params = params_list(sampling_params, len(listed))
+        params = params_list(sampling_params, len(listed), lambda: self.default_sampling_params)
         work: list[Work] = [(self._encode(prompt), each) for prompt, each in zip(listed, params, strict=True)]
         start = functools.partial(self._start, options=checked_options(options))
         return BatchGenerate(_Calls(start, self.release_request), waits, self._tokenizer_or_none()), work

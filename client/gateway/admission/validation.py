@@ -35,10 +35,11 @@ class SamplingValidator:
     def params(
         self, given: Mapping[str, Any], num_prompt_tokens: int, default_max_tokens: int | None
     ) -> SamplingParams:
-        """Given fields over the model's defaults; max_tokens is `default_max_tokens`, None the rest of the context."""
+        """Given fields over the model's defaults; max_tokens is `default_max_tokens`, else the
+        model's, else the rest of the context."""
         room = self._model.max_model_len - num_prompt_tokens
         values = self._model.defaults.sampling()
-        values["max_tokens"] = room if default_max_tokens is None else min(room, default_max_tokens)
+        values["max_tokens"] = min(room, default_max_tokens or values.get("max_tokens", room))
         params = SamplingParams(**(values | dict(given)))
         if params.max_tokens > room:
             raise InvalidRequest(

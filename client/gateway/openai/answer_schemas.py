@@ -23,7 +23,16 @@ def list_of(of: Json) -> Json:
     return {"type": "array", "items": of}
 
 
-MODEL = object_of(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, root=TEXT, max_model_len=COUNT)
+MODEL = object_of(
+    id=TEXT,
+    object={"const": "model"},
+    created=COUNT,
+    owned_by=TEXT,
+    root=TEXT,
+    max_model_len=COUNT,
+    sampling_defaults={"type": "object", "additionalProperties": {"type": "number"}},
+    sampling_defaults_source=TEXT,
+)
 MODELS = object_of(object={"const": "list"}, data=list_of(MODEL))
 USAGE = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
 LOGPROBS: Json = {"type": ["object", "null"]}

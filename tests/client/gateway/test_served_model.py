@@ -8,9 +8,9 @@ import pytest
 
 from allspan.client.gateway.served_model import ServedModel
 from allspan.protos.api.errors import ModelNotFound
-from allspan.protos.text import GenerationDefaults
+from allspan.protos.text import SamplingDefaults
 
-MODEL = ServedModel("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", 2048, 49152, GenerationDefaults(), 0)
+MODEL = ServedModel("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", 2048, 49152, SamplingDefaults({}, "nothing"), 0)
 
 
 @pytest.mark.parametrize(

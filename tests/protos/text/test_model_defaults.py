@@ -87,6 +87,6 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
         generation_defaults(tmp_path)
 
 
-def test_a_gguf_file_says_only_how_answers_end(tmp_path: Path) -> None:
+def test_a_gguf_file_says_how_answers_end(tmp_path: Path) -> None:
     path = byte_level_gguf(tmp_path / "m.gguf", eos_token_id=7)
     assert generation_defaults(path) == GenerationDefaults(eos_token_ids=(7,))

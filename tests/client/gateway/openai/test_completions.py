@@ -79,6 +79,34 @@ async def test_sampling_fields_reach_the_engine_and_defaults_fill_the_rest() -> 
     assert (default.temperature, default.top_p, default.top_k, default.seed) == (1.0, 1.0, 0, None)
 
 
+async def test_a_request_that_sets_nothing_gets_the_defaults_that_the_models_route_tells(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "allspan.gateway")
+    override = '{"temperature": 0.3, "max_new_tokens": 40}'
+    async with gateway(generation_config="auto", override_generation_config=override) as server:
+        card = (await server.http.get("/v1/models")).json()["data"][0]
+        asked = []
+        for route, body in (
+            ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("completions", {"prompt": "x"}),
+            ("completions", {"prompt": "x", "temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 99}),
+        ):
+            await server.post(f"/v1/{route}", **body)
+            asked.append(server.engine.last.params)
+    told = card["sampling_defaults"]
+    assert (told["temperature"], told["top_k"], told["top_p"], told["min_p"]) == (0.3, 40, 0.95, 0.05)
+    assert (told["repetition_penalty"], told["presence_penalty"], told["max_tokens"]) == (1.0, 0.0, 40)
+    assert "llama-server" in card["sampling_defaults_source"]
+    assert "override-generation-config" in card["sampling_defaults_source"]
+    assert {name: getattr(asked[0], name) for name in told} == told
+    assert {name: getattr(asked[1], name) for name in told} == told | {"max_tokens": 16}
+    given = (asked[2].temperature, asked[2].top_k, asked[2].top_p, asked[2].min_p, asked[2].max_tokens)
+    assert given == (0, 0, 1, 0, 99)
+    (line,) = [each.getMessage() for each in caplog.records if "no sampling fields" in each.getMessage()]
+    assert "temperature 0.3, top_k 40, top_p 0.95, min_p 0.05" in line
+
+
 async def test_models_list_and_request_id() -> None:
     async with gateway(served_model_name=("my/model", "gpt-4o")) as server:
         card, other = (await server.http.get("/v1/models")).json()["data"]

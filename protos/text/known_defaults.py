@@ -1,0 +1,87 @@
+"""The sampling values that publishers recommend for families of models, for files that do not carry them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyDefaults:
+    """The values of the models that one pattern finds."""
+
+    names: str
+    """A regular expression, searched for in a model's names, in lower case with hyphens for spaces and underscores."""
+    values: Mapping[str, Any]
+    """Fields of SamplingParams; those left out are neutral."""
+    source: str
+    """Where the values are published, as the log says it."""
+    architecture: str = ""
+    """The architecture of models whose names say nothing, such as a fine-tuned model's; empty for none."""
+
+
+KNOWN: tuple[FamilyDefaults, ...] = (
+    # huggingface.co/deepseek-ai/DeepSeek-R1, "Usage Recommendations", and its generation_config.json
+    FamilyDefaults(r"deepseek-r1|r1-distill", {"temperature": 0.6, "top_p": 0.95}, "the model card of DeepSeek-R1"),
+    # huggingface.co/Qwen/QwQ-32B, "Usage Guidelines"
+    FamilyDefaults(r"\bqwq", {"temperature": 0.6, "top_p": 0.95, "top_k": 40}, "the model card of QwQ-32B"),
+    # huggingface.co/Qwen/Qwen3-4B-Instruct-2507, "Best Practices"
+    FamilyDefaults(
+        r"qwen-?3.*instruct",
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+        "the model card of Qwen3-Instruct-2507",
+    ),
+    # huggingface.co/Qwen/Qwen3-8B, "Best Practices", thinking mode; its generation_config.json
+    FamilyDefaults(
+        r"qwen-?3", {"temperature": 0.6, "top_p": 0.95, "top_k": 20}, "the model card of Qwen3", architecture="qwen3"
+    ),
+    # huggingface.co/Qwen/Qwen2.5-0.5B-Instruct and Qwen2.5-1.5B-Instruct, generation_config.json
+    FamilyDefaults(
+        r"qwen-?2.*\b(0\.5|1\.5)b",
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},
+        "the generation_config.json of Qwen2.5-0.5B-Instruct",
+    ),
+    # huggingface.co/Qwen/Qwen2.5-7B-Instruct, generation_config.json
+    FamilyDefaults(
+        r"qwen-?2",
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+        "the generation_config.json of Qwen2.5-7B-Instruct",
+        architecture="qwen2",
+    ),
+    # huggingface.co/HuggingFaceTB/SmolLM3-3B, "How to use"
+    FamilyDefaults(r"smollm-?3", {"temperature": 0.6, "top_p": 0.95}, "the model card of SmolLM3"),
+    # huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use"; the same for SmolLM
+    FamilyDefaults(r"smollm", {"temperature": 0.2, "top_p": 0.9}, "the model card of SmolLM2"),
+    # huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0, "How to use"
+    FamilyDefaults(r"tinyllama", {"temperature": 0.7, "top_p": 0.95, "top_k": 50}, "the model card of TinyLlama"),
+    # huggingface.co/mistralai/Mistral-Nemo-Instruct-2407: "we recommend to use a temperature of 0.3"
+    FamilyDefaults(r"ministral|mistral-nemo", {"temperature": 0.3}, "the model card of Mistral-Nemo"),
+    # huggingface.co/mistralai/Mistral-Small-24B-Instruct-2501: "a relatively low temperature, such as 0.15"
+    FamilyDefaults(r"mistral-small|devstral", {"temperature": 0.15}, "the model card of Mistral-Small"),
+    # docs.mistral.ai: the default temperature of open-mistral-7b in Mistral's API
+    FamilyDefaults(r"mistral", {"temperature": 0.7}, "the default of Mistral's API", architecture="mistral"),
+    # huggingface.co/meta-llama/Llama-3.1-8B-Instruct and Llama-2-7b-chat-hf, generation_config.json
+    FamilyDefaults(
+        r"llama-?[23]", {"temperature": 0.6, "top_p": 0.9}, "the generation_config.json of Llama-3.1-8B-Instruct"
+    ),
+)
+"""The first row that fits counts; a row that a name finds goes before one that an architecture finds."""
+
+OTHERS = FamilyDefaults(
+    "",
+    MappingProxyType({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}),
+    "the defaults of llama-server, as nothing is known of this model",
+)
+"""The values of all other models: those that llama-server's help names."""
+
+
+def known_defaults(names: Iterable[str], architecture: str) -> FamilyDefaults:
+    """Returns the row of a model that goes by these names, else that of its architecture, else OTHERS."""
+    spelt = [re.sub(r"[\s_]+", "-", name.lower()) for name in names]
+    for row in KNOWN:
+        if any(re.search(row.names, name) for name in spelt):
+            return row
+    return next((row for row in KNOWN if row.architecture and row.architecture == architecture), OTHERS)
