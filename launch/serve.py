@@ -190,7 +190,9 @@ def _prepare_gateway(model: FoundModel, config: GatewayConfig, sockets: Sockets)
     Raises CheckpointError, ConfigError."""
     from allspan.client.gateway.app import with_template
     from allspan.protos.text import load_tokenizer, sampling_defaults
+    from allspan.protos.text.chat_template import renderers
 
+    renderers.warm()
     tokenizer = load_tokenizer(model.path)
     with_template(tokenizer, config)
     return GatewayInputs(sockets, tokenizer, sampling_defaults(model.path, model.name, config.generation))

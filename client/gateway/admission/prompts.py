@@ -99,10 +99,9 @@ class PromptEncoder:
                 "messages",
             )
         how = how or Rendering(generation_prompt=options.add_generation_prompt)
-        chars = characters(messages) + how.characters
-        self._check_chars(chars, "messages")
+        self._check_chars(characters(messages) + how.characters, "messages")
         special = bool(options.add_special_tokens)
-        ids: Sequence[int] = await self.chat.encode(messages, how, chars, special)
+        ids: Sequence[int] = await self.chat.encode(messages, how, special)
         ids = options.truncated(ids, self._model.max_model_len)
         if not options.only_counted:
             check_length(len(ids), self._model, "messages")

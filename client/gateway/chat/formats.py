@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allspan.protos.text.written import Written, written
+
 
 @dataclass(frozen=True)
 class Region:
@@ -30,24 +32,30 @@ class CallFormat:
     separator: str = "\n"
     """The text between two calls of one output."""
 
-    def written(self, name: str, arguments: Any) -> str:
-        """Returns one call as this format's model would write it. `arguments` is an object, or text that is none."""
-        call = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
-        region = self.regions[0]
-        return f"{region.open}\n{call}\n{region.close}" if region.close else f"{region.open}{call}"
+    def written(self, name: str, arguments: Any) -> Written:
+        """Returns one call as this format's model would write it; its marks are ours, the rest is the caller's.
+        `arguments` is an object, or text that is none."""
+        return self._marked(json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False))
 
-    def instructions(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The system prompt that teaches a model which was not trained on tools."""
+    def instructions(self, tools: Sequence[Mapping[str, Any]]) -> Written:
+        """The system prompt that teaches a model which was not trained on tools; the tools in it are the caller's."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        region = self.regions[0]
-        call = f'{{"name": <function-name>, "{self.arguments}": <arguments-json-object>}}'
-        call = f"{region.open}\n{call}\n{region.close}" if region.close else f"{region.open}{call}"
-        return (
+        call = self._marked(f'{{"name": <function-name>, "{self.arguments}": <arguments-json-object>}}')
+        before = (
             "You may call one or more functions to assist with the user query.\n\n"
-            f"You are provided with function signatures within <tools></tools> tags:\n<tools>\n{listed}\n</tools>\n\n"
-            "For each function call, return a JSON object with the function's name and its arguments, like this and "
-            f"without anything else around it:\n{call}"
+            "You are provided with function signatures within <tools></tools> tags:\n<tools>\n"
         )
+        after = (
+            "\n</tools>\n\nFor each function call, return a JSON object with the function's name and its arguments, "
+            "like this and without anything else around it:\n"
+        )
+        return written(before) + listed + written(after) + call
+
+    def _marked(self, call: str) -> Written:
+        region = self.regions[0]
+        if not region.close:
+            return written(region.open) + call
+        return written(f"{region.open}\n") + call + written(f"\n{region.close}")
 
 
 _BARE = Region("", known_names_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +14,16 @@ from allspan.client.gateway.chat.reader import Reading
 from allspan.client.gateway.chat.template import RESERVED, Conversations, Rendering, traits_of
 from allspan.client.gateway.chat.thinking import TAGS, Tags, tags_of_template
 from allspan.client.gateway.config import ChatConfig
-from allspan.client.gateway.offload import INLINE_CHARS
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.text import Tokenizer
-from allspan.protos.text.chat_template import RENDER_S, TemplateTooSlow
+from allspan.protos.text.chat_template import CHILDREN, RENDER_S
+from allspan.protos.text.written import Written, written
 
 logger = logging.getLogger("allspan.gateway")
 
-INLINE_S = 0.02
-"""Seconds that a template may render on the event loop; a slower one is rendered again on a thread."""
 MAX_VARIABLE_CHARS = 256
+_THREADS = ThreadPoolExecutor(CHILDREN, "chat")
+"""The threads that wait for the processes that render, so that slow templates hold up nothing else."""
 _TAIL_TOKENS = 8
 """Number of a prompt's last tokens that are searched for a tag that opens the reasoning."""
 
@@ -64,27 +64,25 @@ class ChatSetup:
         variables = frozenset(config.allow_chat_template_kwargs)
         return cls(tokenizer, conversations, form, tags, config.enable_auto_tool_choice, variables)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering, within_s: float) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering, within_s: float = RENDER_S) -> Written:
         """The prompt's text. InvalidRequest for what the template does not take."""
         if self.conversations is None:  # says what is wrong with the template
             return self.tokenizer.render_chat(messages, how.generation_prompt)
         text = self.conversations.render(messages, how, within_s)
         if not how.think and (opened := self._opened(text)):
-            text = f"{text.rstrip()}\n\n{dict(self.tags.pairs)[opened] if self.tags else ''}\n\n"
+            closing = dict(self.tags.pairs)[opened] if self.tags else ""
+            text = text.rstrip() + written(f"\n\n{closing}\n\n")
         return text
 
     async def encode(
-        self, messages: Sequence[Mapping[str, Any]], how: Rendering, chars: int, add_special_tokens: bool
+        self, messages: Sequence[Mapping[str, Any]], how: Rendering, add_special_tokens: bool
     ) -> Sequence[int]:
-        """The prompt's token ids. `chars`: about how long it is."""
+        """The prompt's token ids."""
 
-        def encoded(within_s: float) -> Sequence[int]:
-            return self.tokenizer.encode(self.render(messages, how, within_s), add_special_tokens)
+        def encoded() -> Sequence[int]:
+            return self.tokenizer.encode(self.render(messages, how, RENDER_S), add_special_tokens)
 
-        if chars <= INLINE_CHARS:
-            with contextlib.suppress(TemplateTooSlow):
-                return encoded(INLINE_S)
-        return await asyncio.to_thread(encoded, RENDER_S)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, encoded)
 
     def opened(self, token_ids: Sequence[int]) -> str:
         """The tag with which a prompt ends that has the model think already; "" where it does not."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from allspan.client.gateway.chat.formats import CallFormat
 from allspan.protos.api.errors import InvalidRequest
-from allspan.protos.text.chat_template import ChatTemplate
+from allspan.protos.text.chat_template import RENDER_S, ChatTemplate, TemplateTooSlow
+from allspan.protos.text.written import Written, joined, written
 
 RESERVED = frozenset(
     (
@@ -28,7 +29,8 @@ RESERVED = frozenset(
 )
 """The template's variables that no request can set."""
 
-PROBE_S = 1.0
+PROBE_S = 2.0
+"""Most seconds that the rendering of a probe may take."""
 _END = "\ue000the end\ue001"
 """A mark for the end of a message that the model continues; it occurs in no conversation."""
 _NAME, _VALUE, _RESULT, _SYSTEM = "probe_function", "probe value", "probe result", "probe system"
@@ -71,13 +73,22 @@ class Traits:
 
 
 def traits_of(template: ChatTemplate) -> Traits:
-    """Finds a template's features by rendering small conversations."""
+    """Finds a template's features by rendering small conversations; none of one that takes too long over them."""
+    try:
+        return _probed(template)
+    except TemplateTooSlow:
+        return Traits(tools=False, calls=False, system=False)
+
+
+def _probed(template: ChatTemplate) -> Traits:
     tool = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
     user = {"role": "user", "content": "Hi"}
 
     def shows(*needed: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> bool:
         try:
             text = template.render(messages, True, within_s=PROBE_S, **variables)
+        except TemplateTooSlow:
+            raise
         except InvalidRequest:
             return False
         return all(part in text for part in needed)
@@ -108,11 +119,11 @@ class Conversations:
         self._traits = traits
         self._form = form
 
-    def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering, within_s: float) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering, within_s: float = RENDER_S) -> Written:
         """The prompt. InvalidRequest for what the template does not take."""
         if how.continues:
             *before, last = messages
-            messages = [*before, {**last, "content": f"{last['content'] or ''}{_END}"}]
+            messages = [*before, {**last, "content": (last["content"] or "") + _END}]
         if not self._traits.calls:
             messages = _without_calls(messages, self._form)
         if how.tools and not self._traits.tools:
@@ -125,12 +136,12 @@ class Conversations:
         text = self._template.render(shown, prompted, within_s=within_s, **variables)
         if not how.continues:
             return text
-        begun, mark, _ = text.rpartition(_END)
-        if not mark:
+        end = text.rfind(_END)
+        if end < 0:
             raise InvalidRequest(
                 "the chat template does not show the last message, which is to be continued", "messages"
             )
-        return begun
+        return text[:end]
 
     def _shown(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         calls = message.get("tool_calls")
@@ -166,25 +177,25 @@ def _without_calls(messages: Sequence[Mapping[str, Any]], form: CallFormat) -> l
     for i, message in enumerate(messages):
         after_result = i > 0 and messages[i - 1]["role"] == "tool"
         if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            text = written("<tool_response>\n") + message["content"] + written("\n</tool_response>")
             if after_result:
-                text = f"{plain.pop()['content']}\n{text}"
+                text = plain.pop()["content"] + "\n" + text
             plain.append({"role": "user", "content": text})
         elif calls := message.get("tool_calls"):
             functions = [call["function"] for call in calls]
             texts = [form.written(each["name"], _object_of(each["arguments"])) for each in functions]
-            content = "\n".join(filter(None, (message["content"], form.separator.join(texts))))
+            content = joined(filter(None, (message["content"], joined(texts, form.separator))), "\n")
             plain.append({"role": "assistant", "content": content})
         else:
             plain.append(message)
     return plain
 
 
-def _taught(messages: Sequence[Mapping[str, Any]], instructions: str, system: bool) -> list[Mapping[str, Any]]:
+def _taught(messages: Sequence[Mapping[str, Any]], instructions: Written, system: bool) -> list[Mapping[str, Any]]:
     """The instructions at the end of the system message, or where the template has none, before the first message."""
     first, *rest = messages
     if system and first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *rest]
+        return [{**first, "content": first["content"] + "\n\n" + instructions}, *rest]
     if system:
         return [{"role": "system", "content": instructions}, first, *rest]
-    return [{**first, "content": f"{instructions}\n\n{first['content'] or ''}"}, *rest]
+    return [{**first, "content": instructions + "\n\n" + (first["content"] or "")}, *rest]

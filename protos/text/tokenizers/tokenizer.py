@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.text.chat_template import ChatTemplate
+from allspan.protos.text.written import Written
 
 
 class Codec(Protocol):
@@ -96,8 +97,9 @@ class Tokenizer:
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
-    ) -> str:
-        """The prompt that the model's chat template makes of messages ({"role", "content"}, the oldest first).
+    ) -> Written:
+        """The prompt that the model's chat template makes of messages ({"role", "content"}, the oldest first), a string
+        that knows what of it the template wrote.
 
         Further arguments are seen by the template. Raises InvalidRequest when there is no template, or it refuses them.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.text import load_tokenizer
-from allspan.protos.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate, TemplateTooSlow
+from allspan.protos.text.chat_template import ChatTemplate
 from support.hf_folders import CHATML, byte_level
 
 transformers = pytest.importorskip("transformers")
@@ -119,44 +118,15 @@ def test_a_model_with_a_bad_template_still_completes_text(tmp_path: Path) -> Non
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{{ messages.__class__.__base__ }}{{ x.y }}",
         "{% include 'file' %}",
-        "{% for i in range(10 ** 9) %}{% endfor %}",
-        "{% for i in range(10000000) %}{% endfor %}",
-        "{{ 'x' * 1000000000 }}",
-        "{{ [0] * (1000000000 * 1000) }}",
-        "{{ 2 ** 1000000000 }}",
     ],
 )
 def test_what_a_template_must_not_do_refuses_the_request_in_one_line(source: str) -> None:
-    begin = time.monotonic()
     with pytest.raises(InvalidRequest, match=r"^the chat template refuses messages: [^\n]+$") as caught:
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
     assert caught.value.field == "messages"
-    assert time.monotonic() - begin < 5
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) if i < 0 %}{% endfor %}" * 50,
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    ],
-)
-def test_a_template_that_never_ends_is_ended(source: str) -> None:
-    begin = time.monotonic()
-    with pytest.raises(TemplateTooSlow, match="takes too long"):
-        ChatTemplate(source).render([{"role": "user", "content": "x"}], within_s=0.2)
-    assert time.monotonic() - begin < 3
-
-
-@pytest.mark.parametrize("growth", ["n.s ~ n.s", "n.s + n.s", "n.s * 2"])
-def test_a_template_cannot_double_a_text_for_ever(growth: str) -> None:
-    source = f"{{% set n = namespace(s='xx') %}}{{% for i in range(60) %}}{{% set n.s = {growth} %}}{{% endfor %}}"
-    with pytest.raises(InvalidRequest, match="makes values of more than"):
-        ChatTemplate(source).render([])
-
-
-def test_bounds_change_nothing_in_what_is_rendered() -> None:
+def test_marks_change_nothing_in_what_is_rendered() -> None:
     source = (
         "{% macro m(x, y=1) %}{% for i in x %}{{ loop.index ~ i ~ y ~ none }}{% else %}-{% endfor %}{% endmacro %}"
         "{{ m([1, 2]) }}{{ m([]) }}"
@@ -169,12 +139,6 @@ def test_bounds_change_nothing_in_what_is_rendered() -> None:
 def test_a_template_s_own_complaint_is_passed_on() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must\n  alternate') }}").render([])
-
-
-def test_output_is_bounded() -> None:
-    source = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
-    with pytest.raises(InvalidRequest, match=f"more than {MAX_RENDERED_CHARS} characters"):
-        ChatTemplate(source).render([{"role": "user", "content": "x" * 1000}])
 
 
 def test_the_date_can_be_asked_for() -> None:

@@ -1,0 +1,218 @@
+"""Child processes that do what may run away: each answers one question at a time, within a deadline.
+
+    pool = HelperPool("allspan.protos.text.template_child", most=4)
+    answer = pool.ask({…}, within_s=5.0)
+
+A child limits its own memory (`helper_child`), sees little of the parent's environment, and ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from allspan.protos.api.errors import InternalError
+
+logger = logging.getLogger("allspan.helper")
+
+ATTEMPTS = 3
+"""Number of processes that are asked the same question when one after the other ends instead of answering."""
+START_S = 30.0
+"""Seconds within which a process must be ready."""
+PATIENCE_S = 0.05
+"""Seconds that a question waits for a process which is busy before another one is started for it."""
+_CHUNK = 1 << 18
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME")
+
+
+class HelperEnded(Exception):
+    """A process ended instead of answering; `code` is negative for a signal."""
+
+    def __init__(self, module: str, code: int) -> None:
+        super().__init__(f"the process {module} ended with code {code}")
+        self.code = code
+
+
+class HelperNotReady(HelperEnded):
+    """A process ended, or was not ready in time, before it was asked anything."""
+
+
+class HelperProcess:
+    """One child process, the module `module` run with `words`."""
+
+    def __init__(self, module: str, words: Sequence[str], greeting: Mapping[str, Any]) -> None:
+        """`greeting`: the first question, whose answer says that the process is ready."""
+        self._module = module
+        self._greeting: Mapping[str, Any] | None = greeting
+        self._socket, theirs = socket.socketpair()
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"PYTHONPATH": paths}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *words],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        """The answer. Raises TimeoutError, HelperEnded, HelperNotReady; then the process must be ended."""
+        if self._greeting is not None:
+            try:
+                self._exchange(self._greeting, START_S)
+            except (TimeoutError, HelperEnded) as error:
+                raise HelperNotReady(self._module, self._exit_code()) from error
+            self._greeting = None
+        return self._exchange(question, within_s)
+
+    def end(self) -> int:
+        """Ends the process at once, unless it has ended by itself; returns its exit code."""
+        self._socket.close()
+        self._process.kill()
+        return self._process.wait()
+
+    def _exchange(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + within_s
+        data = json.dumps(question).encode() + b"\n"
+        try:
+            self._socket.settimeout(within_s)
+            self._socket.sendall(data)
+            chunks = [self._received(deadline)]
+            while not chunks[-1].endswith(b"\n"):
+                chunks.append(self._received(deadline))
+        except (BrokenPipeError, ConnectionResetError):
+            raise HelperEnded(self._module, self._exit_code()) from None
+        answer: dict[str, Any] = json.loads(b"".join(chunks))
+        return answer
+
+    def _received(self, deadline: float) -> bytes:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        chunk = self._socket.recv(_CHUNK)
+        if not chunk:
+            raise BrokenPipeError
+        return chunk
+
+    def _exit_code(self) -> int:
+        """The code with which a process that has closed its end ends by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(1.0)
+        self._process.kill()
+        return self._process.wait()
+
+
+class HelperPool:
+    """Children of one kind, started when they are needed and kept, for any number of threads.
+
+    A question whose child ends, killed from outside or not, is asked again in a fresh one: only HelperEnded after
+    `ATTEMPTS` of them is about the question."""
+
+    def __init__(
+        self, module: str, words: Sequence[str] = (), most: int = 4, greeting: Mapping[str, Any] | None = None
+    ) -> None:
+        """`most`: most children at once. `greeting`: each one's first question."""
+        self._module = module
+        self._words = words
+        self._greeting = greeting or {}
+        self._most = most
+        self._idle: list[HelperProcess] = []
+        self._running = 0
+        self._changed = threading.Condition()
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self.close)
+
+    def ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        """The answer of a child. Raises TimeoutError, HelperEnded, and InternalError when children do not start.
+        `within_s` counts from when a child is free and ready."""
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                return self._asked(question, within_s)
+            except HelperNotReady as error:
+                logger.warning("%s before it was ready", error)
+                if not left:
+                    raise InternalError(f"{error} before it was ready, at {ATTEMPTS} starts") from error
+            except HelperEnded as error:
+                if error.code == -signal.SIGALRM:
+                    raise TimeoutError from error
+                if not left:
+                    raise
+            self.close()  # others may have been killed as well
+        raise AssertionError
+
+    def warm(self) -> None:
+        """Starts a child, unless there is one."""
+        with self._changed:
+            if self._running:
+                return
+            self._running += 1
+        self._put_back(self._start())
+
+    def close(self) -> None:
+        """Ends the children that have nothing to do."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+            self._running -= len(idle)
+        for helper in idle:
+            helper.end()
+
+    def _asked(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        helper = self._take()
+        try:
+            answer = helper.ask(question, within_s)
+        except BaseException:
+            helper.end()
+            with self._changed:
+                self._running -= 1
+                self._changed.notify()
+            raise
+        self._put_back(helper)
+        return answer
+
+    def _take(self) -> HelperProcess:
+        with self._changed:
+            if not self._idle and self._running:
+                self._changed.wait_for(lambda: self._idle or not self._running, PATIENCE_S)
+            self._changed.wait_for(lambda: self._idle or self._running < self._most)
+            if self._idle:
+                return self._idle.pop()
+            self._running += 1
+        return self._start()
+
+    def _start(self) -> HelperProcess:
+        try:
+            return HelperProcess(self._module, self._words, self._greeting)
+        except BaseException:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify()
+            raise
+
+    def _put_back(self, helper: HelperProcess) -> None:
+        with self._changed:
+            self._idle.append(helper)
+            self._changed.notify()
+
+    def _forget(self) -> None:
+        """Forgets the children, which are the parent's of a forked process."""
+        self._idle = []
+        self._running = 0
+        self._changed = threading.Condition()
