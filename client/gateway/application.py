@@ -17,7 +17,18 @@ from allspan.client.gateway.http.head import HeadAsGet
 from allspan.client.gateway.http.origin import HostCheck, with_cors
 from allspan.client.gateway.http.request_id import RequestIds
 from allspan.client.gateway.openapi.document import describe
-from allspan.client.gateway.routes import admin, anthropic, cluster, metrics, openai, page, responses, state, tokens
+from allspan.client.gateway.routes import (
+    admin,
+    anthropic,
+    cluster,
+    metrics,
+    ollama,
+    openai,
+    page,
+    responses,
+    state,
+    tokens,
+)
 from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.client.gateway.telemetry.request_context import origin_of
 from allspan.protos.api.errors import AllspanError
@@ -26,6 +37,7 @@ ROUTES: tuple[Callable[[GatewayContext], list[Endpoint]], ...] = (
     openai.endpoints,
     responses.endpoints,
     anthropic.endpoints,
+    ollama.endpoints,
     tokens.endpoints,
     state.endpoints,
     cluster.endpoints,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jiter
-
-from allspan.client.gateway.chat.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from allspan.client.gateway.chat.pieces import CallArguments, CallStart, Content, Piece, Reasoning, arguments_of
 
 Json = dict[str, Any]
 
@@ -71,12 +69,3 @@ class Blocks:
 
 def tool_use_id(call_id: str) -> str:
     return f"toolu_{call_id.removeprefix('call_')}"
-
-
-def arguments_of(text: str) -> Json:
-    """Returns a call's arguments as an object; of text that breaks off, what there is, and {} for what is no object."""
-    try:
-        value = jiter.from_json(text.encode(), partial_mode="trailing-strings")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import jiter
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,15 @@ class Message:
                 self.calls.append(Call(call_id, name))
             case CallArguments(index, text):
                 self.calls[index].arguments += text
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Returns a call's arguments as an object; of text that breaks off, what there is, and {} for what is no object."""
+    try:
+        value = jiter.from_json(text.encode(), partial_mode="trailing-strings")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def overlap(text: str, mark: str) -> int:

@@ -19,6 +19,12 @@ async def plan_completion(context: GatewayContext, body: bytes) -> Plan:
     """Checks everything; nothing runs yet."""
     request = parse(CompletionRequest, body, context.config.limits)
     context.model.check_name(request.model)
+    return await completion_plan(context, request, DEFAULT_MAX_TOKENS)
+
+
+async def completion_plan(context: GatewayContext, request: CompletionRequest, most_tokens: int | None) -> Plan:
+    """Returns the plan of a checked request. `most_tokens`: the length of the output where the request sets none (or
+    what the context has left if that is less); None: the rest of the context."""
     prompts = read_prompts(request.prompt, context.config.limits)
     fields = context.sampling.fields(_sampling(request))
     options, reading = request.options(), request.prompt_options()
@@ -27,7 +33,7 @@ async def plan_completion(context: GatewayContext, body: bytes) -> Plan:
     echoes: list[str] = []
     for i, prompt in enumerate(prompts):
         token_ids = await context.prompts.encode(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", reading)
-        params = context.sampling.params(fields, len(token_ids), DEFAULT_MAX_TOKENS)
+        params = context.sampling.params(fields, len(token_ids), most_tokens)
         job = Job(token_ids, params, options=options, text=text, grammar_field=request.grammar_field)
         jobs += jobs_per_choice(job, request.candidates)
         if request.echo:

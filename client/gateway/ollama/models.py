@@ -1,0 +1,111 @@
+"""The served model as Ollama's clients list and show models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.ollama.turn import iso
+from allspan.protos.api.errors import CheckpointError
+from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata
+
+Json = dict[str, Any]
+
+NEVER = "9999-12-31T23:59:59Z"
+"""The time until which the model stays loaded."""
+_QUANTISATION = re.compile(r"(?i)(?<![a-z0-9])(i?q\d\w*|bf16|f16|f32|fp8)(?![a-z0-9])")
+
+
+@dataclass(frozen=True)
+class ModelCards:
+    """Makes the descriptions of one gateway's model."""
+
+    context: GatewayContext
+
+    def tags(self) -> Json:
+        """The list of models: one an entry for each name that requests may use."""
+        return {"models": [self._entry(name) for name in self.context.model.names]}
+
+    def running(self) -> Json:
+        """The list of loaded models."""
+        more = {"expires_at": NEVER, "size_vram": 0, "context_length": self.context.model.max_model_len}
+        return {"models": [self._entry(name) | more for name in self.context.model.names]}
+
+    def shown(self) -> Json:
+        """One model in full."""
+        template = self.context.tokenizer.chat_template
+        family = self._details["family"] or "unknown"
+        info = {"general.architecture": family, f"{family}.context_length": self.context.model.max_model_len}
+        sampling = self.context.model.defaults.sampling()
+        return {
+            "modelfile": "",
+            "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+            "template": template.source if template is not None else "",
+            "details": self._details,
+            "model_info": info,
+            "capabilities": list(self._capabilities()),
+            "modified_at": iso(self.context.model.created),
+        }
+
+    def _entry(self, name: str) -> Json:
+        model = self.context.model
+        tagged = name if ":" in name else f"{name}:latest"
+        return {
+            "name": tagged,
+            "model": tagged,
+            "modified_at": iso(model.created),
+            "size": self._size,
+            "digest": hashlib.sha256(model.fingerprint.encode()).hexdigest(),
+            "details": self._details,
+        }
+
+    def _capabilities(self) -> Iterable[str]:
+        yield "completion"
+        if self.context.tokenizer.has_chat_template:
+            yield "tools"
+        if self.context.prompts.chat.tags is not None:
+            yield "thinking"
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.context.engine.cluster.model_path)
+
+    @cached_property
+    def _size(self) -> int:
+        """Bytes of the model's files; 0 where they lie on another host."""
+        files = [self._path] if self._path.is_file() else self._path.glob("*.*")
+        try:
+            return sum(file.stat().st_size for file in files if file.suffix in (".gguf", ".safetensors", ".bin"))
+        except OSError:
+            return 0
+
+    @cached_property
+    def _details(self) -> Json:
+        family, size = self._described()
+        named = _QUANTISATION.search(self._path.stem)
+        return {
+            "parent_model": "",
+            "format": "gguf" if gguf_of(self._path) else "safetensors",
+            "family": family,
+            "families": [family] if family else [],
+            "parameter_size": size,
+            "quantization_level": named[0].upper() if named else "",
+        }
+
+    def _described(self) -> tuple[str, str]:
+        """Returns the model's architecture and its number of parameters, "" for what its files do not say."""
+        try:
+            if gguf := gguf_of(self._path):
+                metadata = read_metadata(gguf)
+                return str(metadata.get("general.architecture", "")), str(metadata.get("general.size_label", ""))
+            config = json.loads((self._path / "config.json").read_text(encoding="utf-8"))
+            return str(config.get("model_type", "")), ""
+        except (OSError, ValueError, AttributeError, CheckpointError):
+            return "", ""
