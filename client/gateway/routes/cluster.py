@@ -66,6 +66,8 @@ def _counted(counted: EngineStatistics) -> dict[str, Any]:
             "pages_total": counted.pages_total,
             "pages_used": counted.pages_used,
             "pages_cached": counted.pages_cached,
+            "usage": round(counted.kv_usage, 4),
+            "free_tokens": counted.free_tokens,
             "page_size": counted.page_size,
             "bytes": counted.kv_bytes,
             "host_pages_total": counted.host_pages_total,
