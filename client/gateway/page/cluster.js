@@ -1,39 +1,30 @@
 // The live view of the cluster, from GET /cluster.
 
 import { ApiError, getJson } from "./api.js";
+import { byId, element } from "./dom.js";
 
 const EVERY_MS = 1500;
 const MOST_POINTS = 80; // two minutes
 
-const byId = (id) => document.getElementById(id);
 const number = (value) => (value === undefined || value === null ? "–" : Math.round(value).toLocaleString("en"));
 const points = [];
 
+/** Asks while the view is open. */
 export function followCluster(onDenied) {
+  let isAsking = false;
   const round = async () => {
-    if (!document.hidden) {
-      try {
-        show(await getJson("cluster"));
-      } catch (error) {
-        if (error instanceof ApiError && error.status === 401) {
-          state("unknown", "needs a key");
-          onDenied();
-        } else {
-          state("down", "not reached");
-          cause(error.message);
-        }
-      }
+    if (isAsking || document.hidden || byId("cluster").hidden) return;
+    isAsking = true;
+    try {
+      show(await getJson("cluster"));
+    } catch (error) {
+      cause(error.message);
+      if (error instanceof ApiError && error.status === 401) onDenied();
     }
-    setTimeout(round, EVERY_MS);
+    isAsking = false;
   };
-  round();
-}
-
-function state(name, text) {
-  const element = byId("state");
-  if (element.textContent === text) return; // else a screen reader would hear it again and again
-  element.dataset.state = name;
-  element.textContent = text;
+  setInterval(round, EVERY_MS);
+  new MutationObserver(round).observe(byId("cluster"), { attributeFilter: ["hidden"] });
 }
 
 function cause(text) {
@@ -42,9 +33,6 @@ function cause(text) {
 }
 
 function show(cluster) {
-  byId("model").textContent = cluster.model;
-  document.title = `${cluster.model} · allspan`;
-  state(cluster.ready ? "ready" : "down", cluster.ready ? "ready" : "not ready");
   cause(cluster.ready ? "" : cluster.cause);
   byId("running").textContent = number(cluster.running);
   byId("waiting").textContent = number(cluster.waiting);
@@ -58,11 +46,11 @@ function show(cluster) {
   byId("ranks").replaceChildren(...cluster.ranks.map((rank) => rankRow(rank, cluster.replicas.total > 1)));
 }
 
-function showPages({ pages_total: total = 0, pages_used: used = 0, pages_cached: cached = 0, page_size: size = 0 }) {
-  byId("kv").value = total ? used / total : 0;
-  byId("kv-text").textContent = total
-    ? `${number(used * size)} of ${number(total * size)} tokens, ${number(cached * size)} more kept for prefixes`
-    : "";
+// Pages of different cache groups hold different layers' tokens, so they are not added up: the fullest group says how
+// full the cache is, the one with the least place how much still fits.
+function showPages({ usage = 0, free_tokens: free }) {
+  byId("kv").value = usage;
+  byId("kv-text").textContent = free === undefined ? "" : `${Math.round(100 * usage)} % of the pages; ${number(free)} more tokens fit`;
 }
 
 function showSpark(rate) {
@@ -75,19 +63,12 @@ function showSpark(rate) {
 }
 
 function rankRow(rank, withReplica) {
-  const row = document.createElement("tr");
   const name = withReplica ? `${rank.replica}.${rank.rank}` : `${rank.rank}`;
   const memory = rank.rss_bytes ? `${(rank.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–";
   const heard = typeof rank.heard_s === "number" ? `${rank.heard_s.toFixed(1)} s ago` : "–";
-  const cells = [name, rank.where || rank.device || rank.host, rank.state, memory, heard];
-  row.title = [rank.host, `pid ${rank.pid}`, rank.kernels].join(", ");
-  cells.forEach((text, i) => {
-    const cell = document.createElement(i ? "td" : "th");
-    if (!i) cell.scope = "row";
-    cell.textContent = text;
-    row.append(cell);
-  });
-  return row;
+  const cells = [rank.where || rank.device || rank.host, rank.state, memory, heard];
+  const title = [rank.host, `pid ${rank.pid}`, rank.kernels].filter(Boolean).join(", ");
+  return element("tr", { title }, element("th", { scope: "row" }, name), ...cells.map((text) => element("td", {}, text)));
 }
 
 function duration(seconds) {

@@ -1,207 +1,147 @@
-// The conversation: what is sent, and the answer as it comes.
+// Puts the page together: what its parts tell each other.
 
-import { ApiError, getJson, key, streamChat } from "./api.js";
+import { ApiError, key } from "./api.js";
+import * as chat from "./chat/chat.js";
+import { listenForFiles } from "./chat/attachments.js";
+import { exportAll, importFrom, listenToSearch, showList } from "./chat/list.js";
+import { isLasting } from "./chat/store.js";
+import { explainTokens } from "./chat/tokens.js";
 import { followCluster } from "./cluster.js";
-import { buildControls, samplingFields, systemMessage } from "./settings.js";
-import { explainTokens, TokenWriter } from "./tokens.js";
+import { askForKey, closeCovers, isListOpen, listenToKeyDialog, listenToPanels, toast, toggleList, togglePanel } from "./dialogs.js";
+import { byId, keep } from "./dom.js";
+import { listenToKeys } from "./keys.js";
+import { look, readModel, server } from "./server.js";
+import { buildSettings, readLimits, setDefaultSystem, showsProbabilities } from "./settings.js";
 
-const byId = (id) => document.getElementById(id);
-const log = byId("log");
 const prompt = byId("prompt");
-const spoken = byId("spoken");
-let messages = [];
-let running = null; // AbortController of the answer that comes
 
-const say = (text) => (spoken.textContent = text);
-const leaveTokens = explainTokens(log, say);
-
-function addMessage(role, text = "") {
-  byId("empty").hidden = true;
-  const article = document.createElement("article");
-  article.className = `message ${role}`;
-  const who = document.createElement("span");
-  who.className = "who";
-  who.textContent = role === "user" ? "You" : "Model";
-  const body = document.createElement("div");
-  body.className = "text";
-  body.textContent = text;
-  article.append(who, body);
-  log.append(article);
-  log.scrollTop = log.scrollHeight;
-  return article;
-}
-
-function note(article, name, text) {
-  const line = document.createElement("p");
-  line.className = name;
-  line.textContent = text;
-  article.append(line);
-}
-
-async function send(text) {
-  const fields = samplingFields();
-  const system = systemMessage();
-  addMessage("user", text);
-  messages.push({ role: "user", content: text });
-  const sent = system ? [{ role: "system", content: system }, ...messages] : messages;
-  const article = addMessage("assistant");
-  article.classList.add("running");
-  busy(new AbortController());
-  const answer = new Answer(article);
+async function readServer() {
   try {
-    for await (const event of streamChat({ messages: sent, ...fields }, running.signal)) answer.add(event);
+    const model = await readModel();
+    byId("model").textContent = model.id;
+    const context = model.max_model_len ? `, context of ${model.max_model_len.toLocaleString("en")} tokens` : "";
+    byId("about-model").textContent = `${model.id}${context}`;
+    await readLimits(model);
   } catch (error) {
-    answer.failed(error);
-  } finally {
-    article.classList.remove("running");
-    busy(null);
-  }
-  if (answer.text || answer.finished) messages.push({ role: "assistant", content: answer.text });
-  else messages.pop(); // nothing came: the next message stands in its place
-  say(answer.text || article.querySelector(".error")?.textContent || "");
-}
-
-class Answer {
-  #began = performance.now();
-  #first = null;
-  #thinking = null;
-  constructor(article) {
-    this.article = article;
-    this.text = "";
-    this.finished = false;
-    this.tokens = new TokenWriter(article.querySelector(".text"));
-  }
-
-  add(event) {
-    const choice = event.choices[0];
-    if (event.usage) this.#end(event.usage);
-    if (!choice) return;
-    const { content, reasoning_content, reasoning } = choice.delta;
-    const thought = reasoning_content ?? reasoning;
-    if (content || thought) this.#first ??= performance.now();
-    const follow = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-    if (thought) this.#think(thought);
-    if (content) {
-      this.text += content;
-      this.tokens.write(content, choice.logprobs);
-    }
-    if (choice.finish_reason) {
-      this.finished = true;
-      this.reason = choice.finish_reason;
-    }
-    if (follow) log.scrollTop = log.scrollHeight;
-  }
-
-  failed(error) {
-    if (error.name === "AbortError") {
-      note(this.article, "end", "stopped");
-      return;
-    }
     if (error instanceof ApiError && error.status === 401) askForKey();
-    const again = error.retryAfter ? ` (try again in ${error.retryAfter} s)` : "";
-    note(this.article, "error", `${error.message}${again}`);
   }
-
-  #think(thought) {
-    if (!this.#thinking) {
-      this.#thinking = document.createElement("div");
-      this.#thinking.className = "thinking";
-      this.article.querySelector(".text").before(this.#thinking);
-    }
-    this.#thinking.append(thought);
-  }
-
-  #end(usage) {
-    const seconds = (performance.now() - (this.#first ?? this.#began)) / 1000;
-    const rate = seconds > 0 ? ` · ${((usage.completion_tokens - 1) / seconds).toFixed(1)} tok/s` : "";
-    const ttft = this.#first ? ` · first after ${Math.round(this.#first - this.#began)} ms` : "";
-    const cached = usage.prompt_tokens_details?.cached_tokens;
-    const prompt = `${usage.prompt_tokens} prompt tokens${cached ? ` (${cached} cached)` : ""}`;
-    note(this.article, "end", `${prompt} · ${usage.completion_tokens} output${ttft}${rate} · ${this.reason}`);
-  }
+  byId("key-told").textContent = key.get() ? `One is used, kept ${key.isRemembered() ? "in this browser" : "in this tab"}.` : "None is used.";
 }
 
-function busy(controller) {
-  running = controller;
-  byId("send").hidden = Boolean(controller);
-  byId("stop").hidden = !controller;
-  log.setAttribute("aria-busy", String(Boolean(controller)));
-  if (!controller) prompt.focus();
+function serverChanged({ state, cause }) {
+  if (state === "ready") {
+    if (!server.model) readServer();
+    if (byId("notice").dataset.of === "server") chat.notice(null);
+    delete byId("notice").dataset.of;
+  } else if (cause && !chat.isRunning()) {
+    chat.notice(state === "down" ? { what: "The server does not answer.", advice: cause } : { what: "The server is not ready.", advice: sentence(cause) });
+    byId("notice").dataset.of = "server";
+  }
+  if (state === "down") server.model = null; // another one may come back
 }
 
-function askForKey() {
-  if (byId("key-section").hidden) {
-    byId("key-section").hidden = false;
-    byId("key").focus();
-  }
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
+
+function switchTheme() {
+  const { dataset } = document.documentElement;
+  const isDark = dataset.theme ? dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  dataset.theme = isDark ? "light" : "dark";
+  keep("allspan-theme", dataset.theme);
 }
 
-function submit() {
-  const text = prompt.value.trim();
-  if (!text || running) return;
-  send(text).catch((error) => note(addMessage("assistant"), "error", error.message)); // a control out of range
-  prompt.value = "";
-}
-
-byId("form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  submit();
-});
-prompt.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    submit();
-  }
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") {
-    leaveTokens();
-    running?.abort();
-  }
-});
-byId("stop").addEventListener("click", () => running?.abort());
-byId("new").addEventListener("click", () => {
-  running?.abort();
-  messages = [];
-  log.querySelectorAll(".message").forEach((article) => article.remove());
-  byId("empty").hidden = false;
+function newChat() {
+  chat.startNew();
+  if (document.body.classList.contains("list-over")) toggleList(false);
   prompt.focus();
-});
-byId("probabilities").addEventListener("change", showProbabilities);
-byId("panel").addEventListener("click", () => {
-  const open = byId("side").hidden;
-  byId("side").hidden = !open;
-  document.querySelector("main").classList.toggle("wide", !open);
-  byId("panel").setAttribute("aria-expanded", String(open));
-});
-byId("theme").addEventListener("click", () => {
-  const isDark = document.documentElement.dataset.theme
-    ? document.documentElement.dataset.theme === "dark"
-    : matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = isDark ? "light" : "dark";
-  localStorage.setItem("allspan-theme", document.documentElement.dataset.theme);
-});
-byId("key-form").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  key.set(byId("key").value.trim());
-  try {
-    await getJson("v1/models");
-    byId("key-section").hidden = true;
-    prompt.focus();
-  } catch (error) {
-    say(error.message);
-    byId("key").setCustomValidity(error.message);
-    byId("key").reportValidity();
-    byId("key").setCustomValidity("");
-  }
-});
-
-function showProbabilities() {
-  log.dataset.probabilities = byId("probabilities").checked ? "on" : "off";
 }
 
-const theme = localStorage.getItem("allspan-theme");
-if (theme) document.documentElement.dataset.theme = theme;
-buildControls();
-showProbabilities();
+function escape() {
+  if (closeCovers()) return true;
+  if (!chat.isRunning()) return false;
+  chat.stop();
+  prompt.focus();
+  return true;
+}
+
+const SHORTCUTS = [
+  { shown: "Enter", does: "Send the message", code: "none" },
+  { shown: "Shift Enter", does: "Begin a line", code: "none" },
+  { shown: "Esc", does: "Stop the answer, or close what is open", key: "Escape", run: escape },
+  { shown: "Alt N", does: "New chat", code: "KeyN", alt: true, run: newChat },
+  { shown: "Alt M", does: "Go to the message field", code: "KeyM", alt: true, run: () => prompt.focus() },
+  { shown: "Alt R", does: "Regenerate the last answer", code: "KeyR", alt: true, run: () => chat.regenerateLast() },
+  { shown: "↑", does: "Edit the last message, in an empty field", key: "ArrowUp", run: (event) => (event.target === prompt && !prompt.value ? chat.editLast() : false) },
+  { shown: "Alt K", does: "Search the conversations", code: "KeyK", alt: true, run: () => (isListOpen() || toggleList(true), byId("search").focus()) },
+  { shown: "Alt L", does: "Show or hide the list", code: "KeyL", alt: true, run: () => toggleList() },
+  { shown: "Alt S", does: "Settings", code: "KeyS", alt: true, run: () => togglePanel("settings") },
+  { shown: "Alt C", does: "Cluster", code: "KeyC", alt: true, run: () => togglePanel("cluster") },
+  { shown: "← →", does: "Walk through token probabilities, with the conversation in focus", code: "none" },
+  { shown: "?", does: "This list", key: "?", outside: true, run: () => byId("keys-dialog").showModal() },
+];
+
+function listen() {
+  byId("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    chat.submit();
+  });
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.altKey || event.isComposing) return;
+    event.preventDefault();
+    chat.submit();
+  });
+  byId("stop").addEventListener("click", () => {
+    chat.stop();
+    prompt.focus();
+  });
+  byId("to-end").addEventListener("click", chat.toEnd);
+  for (const id of ["new", "new-small"]) byId(id).addEventListener("click", newChat);
+  byId("theme").addEventListener("click", switchTheme);
+  byId("system").addEventListener("change", () => {
+    chat.setSystem(byId("system").value);
+    setDefaultSystem(byId("system").value);
+  });
+  byId("export").addEventListener("click", exportAll);
+  byId("import").addEventListener("click", () => byId("import-input").click());
+  byId("import-input").addEventListener("change", async () => {
+    await importFrom(byId("import-input").files[0]);
+    byId("import-input").value = "";
+  });
+  document.addEventListener("conversation", () => {
+    const { id, leaf, title } = chat.current();
+    document.title = title ? `${title} · allspan` : "allspan";
+    history.replaceState(null, "", leaf === null ? location.pathname : `#/${id}`);
+    showList();
+  });
+  document.addEventListener("chosen", () => {
+    if (document.body.classList.contains("list-over")) toggleList(false);
+    prompt.focus();
+  });
+  addEventListener("hashchange", () => {
+    if (idInAddress()) chat.open(idInAddress());
+  });
+}
+
+const idInAddress = () => /^#\/([\w-]+)$/.exec(location.hash)?.[1] ?? null;
+
+function probabilitiesSwitched() {
+  byId("legend").hidden = !showsProbabilities();
+  byId("log").classList.toggle("with-probabilities", showsProbabilities());
+  chat.render();
+}
+
+buildSettings(probabilitiesSwitched);
+listen();
+listenToPanels();
+listenToKeyDialog(readServer);
+listenToKeys(SHORTCUTS);
+listenToSearch();
+listenForFiles((text) => chat.notice(text ? { what: text, advice: "" } : null));
+explainTokens(byId("log"));
+chat.onKeyWanted(askForKey);
+server.onChange(serverChanged);
+chat.restoreDraft();
+await chat.open(idInAddress());
+probabilitiesSwitched();
 followCluster(askForKey);
+look();
+if (!(await isLasting())) toast("This browser keeps nothing for this page: conversations end with the tab.");

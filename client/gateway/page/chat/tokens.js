@@ -1,6 +1,7 @@
 // An answer's tokens as elements: each knows how likely it was, and what else might have come.
 
-const tip = document.getElementById("tip");
+import { byId, element, speak } from "../dom.js";
+
 const facts = new WeakMap();
 
 /** Texts of tokens whose bytes may end within a character; the token that completes one has it. */
@@ -13,14 +14,18 @@ class Pieces {
   }
 }
 
-/** Appends what one event brings to `element`; `content` is what counts, tokens are told of where they make it up. */
-export class TokenWriter {
+/** Shows what events brought as tokens, not as Markdown, so that each can be looked at. */
+export class TokenView {
   #pieces = new Pieces();
-  constructor(element) {
-    this.element = element;
+  #written = 0;
+  element = element("div", { className: "text plain" });
+
+  /** `events`: of each event so far, its content and its log-probabilities. */
+  show(events) {
+    for (; this.#written < events.length; this.#written++) this.#write(events[this.#written]);
   }
 
-  write(content, logprobs) {
+  #write({ content, logprobs }) {
     const entries = logprobs?.content ?? [];
     const pieces = this.#pieces.of(entries);
     const whole = pieces.join("");
@@ -38,10 +43,8 @@ export class TokenWriter {
 }
 
 function tokenElement(text, entry) {
-  const span = document.createElement("span");
   const chance = Math.exp(entry.logprob);
-  span.className = chance < 0.05 ? "token low" : chance < 0.3 ? "token fair" : "token";
-  span.textContent = text;
+  const span = element("span", { className: chance < 0.05 ? "token low" : chance < 0.3 ? "token fair" : "token" }, text);
   facts.set(span, entry);
   return span;
 }
@@ -50,10 +53,11 @@ const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -0.0
 const shown = (token) => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·") || "(nothing)";
 
 function showTip(span) {
+  const tip = byId("tip");
   const entry = facts.get(span);
   const rows = [...entry.top_logprobs];
   if (!rows.some((row) => row.token === entry.token)) rows.push(entry);
-  const table = document.createElement("table");
+  const table = element("table");
   for (const row of rows.sort((a, b) => b.logprob - a.logprob)) {
     const line = table.insertRow();
     line.className = row.token === entry.token ? "chosen" : "";
@@ -69,25 +73,26 @@ function showTip(span) {
   return `${entry.token}: ${percent(entry.logprob)}; ${rows.map((row) => `${row.token} ${percent(row.logprob)}`).join(", ")}`;
 }
 
-/** Hovering shows a token's chances; with the log in focus, the arrow keys walk through the tokens, and `say` tells. */
-export function explainTokens(log, say) {
+/** Hovering shows a token's chances; with the log in focus, the arrow keys walk through the tokens. */
+export function explainTokens(log) {
   let current = null;
   const leave = () => {
     current?.classList.remove("current");
     current = null;
-    tip.hidden = true;
+    byId("tip").hidden = true;
   };
   log.addEventListener("mouseover", (event) => {
     const span = event.target.closest?.(".token");
     leave();
-    if (span) showTip(span);
+    if (span && facts.has(span)) showTip(span);
   });
   log.addEventListener("mouseleave", leave);
   log.addEventListener("blur", leave);
-  log.addEventListener("scroll", () => (tip.hidden = true));
+  log.addEventListener("scroll", () => (byId("tip").hidden = true));
   log.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") leave();
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step || event.altKey || event.ctrlKey || event.metaKey) return;
+    if (!step || event.target !== log || event.altKey || event.ctrlKey || event.metaKey) return;
     const spans = [...log.querySelectorAll(".token")];
     const begin = step > 0 ? 0 : spans.length - 1;
     const span = spans[current ? spans.indexOf(current) + step : begin];
@@ -97,7 +102,6 @@ export function explainTokens(log, say) {
     current = span;
     span.classList.add("current");
     span.scrollIntoView({ block: "nearest" });
-    say(showTip(span));
+    speak(showTip(span));
   });
-  return leave;
 }
