@@ -48,7 +48,7 @@ export function buildSettings(onProbabilities) {
 
 /** Shows the limits and the defaults of the server that is there. It may be one that tells neither. */
 export async function readLimits(model) {
-  const defaults = model?.default_sampling_params ?? model?.sampling_defaults ?? model?.defaults ?? {};
+  const defaults = model?.sampling_defaults ?? {};
   for (const [name, , , placeholder] of [...CONTROLS, ...MORE_CONTROLS]) {
     const value = defaults[name];
     byId(`control-${name}`).placeholder = value === undefined || value === null ? placeholder : String(value);
