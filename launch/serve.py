@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.sockets import Sockets, bind
+from allspan.client.gateway.sockets import Sockets, bind, needed_files
 from allspan.launch.console import say
 from allspan.launch.logs import LogCopy
 from allspan.launch.models.checkpoint_files import check_files
@@ -301,7 +301,7 @@ async def _gateway(settings: ServeSettings, cluster: Cluster, interrupt: Interru
 
     assert settings.gateway is not None
 
-    _allow_many_connections()
+    _allow_many_connections(needed_files(settings.gateway))
     stop = asyncio.Event()
     interrupt.watch_gateway(stop)
     cluster.on_end(interrupt.end_gateway)
@@ -344,10 +344,10 @@ async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> C
     return None
 
 
-def _allow_many_connections() -> None:
+def _allow_many_connections(needed: int) -> None:
     """Raises the limit of open files: each connection is one, and many systems allow 1,024 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    wanted = max(OPEN_FILES, needed) if hard == resource.RLIM_INFINITY else min(hard, max(OPEN_FILES, needed))
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

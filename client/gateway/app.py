@@ -15,7 +15,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -28,7 +27,9 @@ from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.grpc.health import EngineHealth
 from allspan.client.gateway.grpc.server import grpc_server
 from allspan.client.gateway.grpc.service import SERVICE
-from allspan.client.gateway.http.connections import Connections, GuardedProtocol, keep_alive_options
+from allspan.client.gateway.server.connections import Connections
+from allspan.client.gateway.server.listener import Listener
+from allspan.client.gateway.server.protocol import GuardedProtocol
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.telemetry.status_line import StatusLine
 from allspan.protos.api.errors import ConfigError, InternalError
@@ -112,19 +113,31 @@ def with_template(tokenizer: Tokenizer, config: GatewayConfig) -> Tokenizer:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own (the process has one owner of those)."""
+    """uvicorn with an accept loop of our own, and without signal handlers (the process has one owner of those)."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+        self.listening = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
+        assert sockets is not None
+        loop = asyncio.get_running_loop()
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
+        def protocol() -> GuardedProtocol:
+            return GuardedProtocol(
+                self._connections, config=self.config, server_state=self.server_state, app_state={}, _loop=loop
+            )
+
+        self.servers = [Listener(sock, self._connections, protocol, self.config.ssl) for sock in sockets]  # type: ignore[misc]
+        for listener in self.servers:
+            listener.start()  # type: ignore[attr-defined]
+        self.started = True
+        self.listening.set()
 
 
 @contextlib.asynccontextmanager
@@ -132,10 +145,8 @@ async def _http_server(
     context: GatewayContext, sock: socket.socket, tls: Tls | None
 ) -> AsyncIterator[asyncio.Task[None]]:
     security, limits = context.config.security, context.config.limits
-    keep_alive_options(sock, limits)
     config = uvicorn.Config(
         make_app(context),
-        http=partial(GuardedProtocol, Connections(limits)),  # type: ignore[arg-type]
         timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
@@ -151,7 +162,7 @@ async def _http_server(
     config.load()
     if tls is not None and config.ssl is not None:
         tls.keep(config.ssl)
-    server = _HttpServer(config)
+    server = _HttpServer(config, Connections(limits))
     task = asyncio.create_task(server.serve([sock]))
     try:
         await _first(server.listening, task)

@@ -73,14 +73,15 @@ class LimitsConfig:
     body_timeout: float = 30.0
     """Sets the seconds within which the body of a request must arrive."""
     header_timeout: float = 15.0
-    """Sets the seconds within which the headers of a request must arrive, and for which a new connection may be
-    silent."""
+    """Sets the seconds within which a TLS handshake must end and the headers of a request must arrive, and for which a
+    new connection may be silent."""
     write_timeout: float = 60.0
     """Sets the seconds that a client may read nothing of its response before its request is cancelled."""
     keep_alive_timeout: float = 75.0
     """Sets the seconds that an idle HTTP connection is kept open for its next request."""
-    max_connections: int = 4096
-    """Limits the HTTP connections; beyond it, a new connection closes the one that has been idle longest."""
+    max_connections: int = 2048
+    """Limits the HTTP connections, TLS handshakes included; beyond it, a new connection closes one that has no request:
+    the oldest that has never sent one, or the one that has been idle longest."""
     max_header_bytes: int = 65536
     """Limits the bytes of all headers of an HTTP request together."""
     max_prompts: int = 64
@@ -109,6 +110,7 @@ class LimitsConfig:
             "max_grammar_bytes": (1, MAX_GRAMMAR_CHARS),
             "grammar_timeout": (0.01, 600),
             "grammar_memory_bytes": (2**24, 2**36),
+            "max_connections": (1, 1 << 20),
             "max_prompts": (1, 65536),
             "max_n": (1, 65536),
             "max_best_of": (1, 65536),
@@ -169,6 +171,8 @@ class GrpcConfig:
     grpc_keepalive_time: float = 60.0
     """Sets the seconds of silence after which the server pings a client; a client that does not answer within another
     20 loses its requests."""
+    grpc_max_connections: int = 1024
+    """Limits the gRPC connections, TLS handshakes included; further ones are closed at once."""
     grpc_max_connection_age: float = 0.0
     """Sets the seconds after which a client is asked to reconnect (for load balancers), while its streams run on; 0
     never asks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from allspan.client.gateway.auth.tls import Tls
 from allspan.client.gateway.config import GatewayConfig
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster.tls import is_loopback
+
+RESERVED_FILES = 256
+"""Number of the process's open files that are not for connections of clients."""
 
 _LISTEN = "0A"  # state column of /proc/net/tcp
 
@@ -35,7 +39,8 @@ class Sockets:
 
 def bind(config: GatewayConfig) -> Sockets:
     """Binds both ports; ConfigError names the port, its flag and, where it can be found out, the process that holds
-    it."""
+    it. So does a limit of open files that is too low."""
+    _check_open_files(config)
     tls = Tls.of(config.security)
     if tls is None and not config.security.insecure and not is_loopback(config.host):
         raise ConfigError(
@@ -50,6 +55,25 @@ def bind(config: GatewayConfig) -> Sockets:
         raise
     scheme = "http" if tls is None else "https"
     return Sockets(http, grpc, f"{scheme}://{_address(http)}", _address(grpc))
+
+
+def needed_files(config: GatewayConfig) -> int:
+    """Returns the number of files that the gateway's process must be allowed to open."""
+    return config.limits.max_connections + config.grpc.grpc_max_connections + RESERVED_FILES
+
+
+def _check_open_files(config: GatewayConfig) -> None:
+    needed, (_, most) = needed_files(config), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return
+    http, grpc = config.limits.max_connections, config.grpc.grpc_max_connections
+    fewer = (most - RESERVED_FILES) * http // (http + grpc), (most - RESERVED_FILES) * grpc // (http + grpc)
+    way = f", or give --max-connections {fewer[0]} --grpc-max-connections {fewer[1]}" if min(fewer) > 0 else ""
+    raise ConfigError(
+        f"--max-connections {http} and --grpc-max-connections {grpc} need {needed} open files, {RESERVED_FILES} "
+        f"of them for all else, but this process may open {most}; raise the limit (`ulimit -n {needed}`, in a systemd "
+        f"unit LimitNOFILE={needed}){way}"
+    )
 
 
 def _address(sock: socket.socket) -> str:

@@ -11,7 +11,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from allspan.client.gateway.auth.tls import Pem, Tls
-from allspan.client.gateway.config import GrpcConfig
+from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.grpc.access import KeyInterceptor
 from allspan.client.gateway.grpc.health import EngineHealth
@@ -31,7 +31,7 @@ async def grpc_server(
     context: GatewayContext, health: EngineHealth, sockets: Sockets, tls: Tls | None
 ) -> AsyncIterator[None]:
     """Serves inside the block. ConfigError when it cannot listen."""
-    server = grpc.aio.server(options=_options(context.config.grpc), interceptors=(KeyInterceptor(context),))
+    server = grpc.aio.server(options=_options(context.config), interceptors=(KeyInterceptor(context),))
     handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(context).handlers())
     server.add_generic_rpc_handlers((handlers,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -52,9 +52,12 @@ async def grpc_server(
         await server.stop(CLOSE_S)
 
 
-def _options(config: GrpcConfig) -> list[tuple[str, Any]]:
+def _options(gateway: GatewayConfig) -> list[tuple[str, Any]]:
+    config = gateway.grpc
     options = dict(SERVER_OPTIONS) | {
         "grpc.so_reuseport": 1,
+        "grpc.max_allowed_incoming_connections": config.grpc_max_connections,
+        "grpc.server_handshake_timeout_ms": int(1000 * gateway.limits.header_timeout),  # of TLS, and of HTTP/2
         "grpc.max_receive_message_length": config.grpc_max_message_bytes,
         # A stream can be silent for long (a queue, a long prompt), so clients may ask whether it still lives.
         "grpc.http2.min_ping_interval_without_data_ms": int(1000 * config.grpc_min_ping_interval),

@@ -126,7 +126,7 @@ async def test_an_upgrade_that_is_asked_for_is_passed_over_without_a_word(caplog
 
 
 async def test_a_refused_body_that_never_comes_does_not_hold_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allspan.client.gateway.http.connections.BODY_MARGIN_S", 0.1)
+    monkeypatch.setattr("allspan.client.gateway.server.protocol.BODY_MARGIN_S", 0.1)
     async with gateway(api_key=("k",), body_timeout=0.1) as server:
         server_side = time.monotonic()
         async with connected(server, HEAD + b"Content-Length: 1000\r\n\r\n") as client:
