@@ -95,8 +95,9 @@ def _meant(name: str, known: Mapping[str, bool]) -> str:
     if len(plain) < _MIN_CHARS:
         return ""
     absent = {_plain(other): other for other, is_given in known.items() if not is_given and other not in HARMLESS}
-    close = difflib.get_close_matches(plain, absent, n=1, cutoff=_CLOSE + 0.001)
-    return absent[close[0]] if close else ""
+    close = difflib.get_close_matches(plain, absent, n=3, cutoff=_CLOSE + 0.001)
+    begins = [other for other in close if other[0] == plain[0]]
+    return absent[(begins or close)[0]] if close else ""
 
 
 def _plain(name: str) -> str:

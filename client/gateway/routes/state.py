@@ -16,7 +16,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
     """Returns the endpoints of the server's state."""
 
     async def health() -> Response:
-        return JSONResponse({"status": "alive"})
+        return JSONResponse({"status": "ok"})
 
     async def ready() -> Response:
         if context.admission.is_ready:

@@ -35,9 +35,10 @@ _OF_CHAT = (
 
 
 class TokenizeRequest(RequestBody):
-    """A text, or a conversation for the chat template."""
+    """A text, or a conversation for the chat template. `content` is llama-server's name of `prompt`."""
 
     prompt: str | None = None
+    content: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     # as chat has them
@@ -50,6 +51,8 @@ class TokenizeRequest(RequestBody):
 
     def check(self, limits: LimitsConfig) -> None:
         super().check(limits)
+        if self.content is not None and self.prompt is None:
+            self.prompt = self.content
         if (self.prompt is None) == (self.messages is None):
             given = "both are given" if self.messages is not None else "neither is given"
             raise InvalidRequest(f"prompt and messages: {given}, must be one of them", "prompt")

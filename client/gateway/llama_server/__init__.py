@@ -1,0 +1,1 @@
+"""llama-server's own API: a request becomes a completion."""
