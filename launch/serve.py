@@ -66,8 +66,10 @@ class Interrupt:
         self._cluster: Cluster | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._reload: asyncio.Event | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
+        signal.signal(signal.SIGHUP, self._read_again)
 
     @property
     def remaining_s(self) -> float:
@@ -80,17 +82,25 @@ class Interrupt:
         if self.requested:
             cluster.stop()
 
-    def watch_gateway(self, stop: asyncio.Event) -> None:
-        """Makes a signal end the gateway first from now on; must be called on the gateway's loop."""
-        self._loop, self._stop = asyncio.get_running_loop(), stop
+    def watch_gateway(self, stop: asyncio.Event, reload: asyncio.Event) -> None:
+        """Makes a signal end the gateway first from now on, and SIGHUP set `reload`; must be called on the gateway's
+        loop."""
+        self._loop, self._stop, self._reload = asyncio.get_running_loop(), stop, reload
         if self.requested:
             stop.set()
 
     def end_gateway(self) -> None:
         """Ends the gateway from any thread; nothing when there is none (any more)."""
-        if self._loop is not None and self._stop is not None:
+        self._set(self._stop)
+
+    def _set(self, event: asyncio.Event | None) -> None:
+        if self._loop is not None and event is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the gateway has ended
-                self._loop.call_soon_threadsafe(self._stop.set)
+                self._loop.call_soon_threadsafe(event.set)
+
+    def _read_again(self, number: int, frame: FrameType | None) -> None:
+        """SIGHUP, which a terminal sends that is closed, too: it ends nothing."""
+        self._set(self._reload)
 
     def done(self) -> None:
         """The end has come in order."""
@@ -303,7 +313,8 @@ async def _gateway(settings: ServeSettings, cluster: Cluster, interrupt: Interru
 
     _allow_many_connections(needed_files(settings.gateway))
     stop = asyncio.Event()
-    interrupt.watch_gateway(stop)
+    reload = asyncio.Event()
+    interrupt.watch_gateway(stop, reload)
     cluster.on_end(interrupt.end_gateway)
     engine = await _attach(cluster.run_dir, settings.resume, stop)
     if engine is None:
@@ -313,7 +324,8 @@ async def _gateway(settings: ServeSettings, cluster: Cluster, interrupt: Interru
         def announce(http: str, grpc: str) -> None:
             _announce(engine.model, http, grpc, cluster.run_dir)
 
-        await serve_gateway(engine, inputs.tokenizer, settings.gateway, inputs.sockets, stop, announce, inputs.defaults)
+        tokenizer, defaults = inputs.tokenizer, inputs.defaults
+        await serve_gateway(engine, tokenizer, settings.gateway, inputs.sockets, stop, announce, defaults, reload)
     finally:
         await asyncio.to_thread(engine.close)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import uvicorn
 
 from allspan.client.gateway.application import make_app
+from allspan.client.gateway.auth.keys import load_keys
 from allspan.client.gateway.auth.tls import Tls
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.context import GatewayContext
@@ -31,6 +32,7 @@ from allspan.client.gateway.server.connections import Connections
 from allspan.client.gateway.server.listener import Listener
 from allspan.client.gateway.server.protocol import GuardedProtocol
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
+from allspan.client.gateway.telemetry.redaction import without_keys
 from allspan.client.gateway.telemetry.status_line import StatusLine
 from allspan.protos.api.errors import ConfigError, InternalError
 from allspan.protos.cluster.tls import is_loopback
@@ -53,15 +55,18 @@ async def serve_gateway(
     stop: asyncio.Event,
     on_started: Started | None = None,
     defaults: SamplingDefaults | None = None,
+    reload: asyncio.Event | None = None,
 ) -> None:
     """Serves until `stop` is set, then drains: not ready, running requests finish (`shutdown_timeout`), all closes.
 
     Cancelling it stops at once. `on_started(http_address, grpc_address)` is called when both servers answer. Takes over
-    `sockets`, never `engine`. `defaults`: those of the model's sampling fields, if they are read already. Raises
-    ConfigError, CheckpointError, InternalError.
+    `sockets`, never `engine`. `defaults`: those of the model's sampling fields, if they are read already. Setting
+    `reload` has keys and certificates read again. Raises ConfigError, CheckpointError, InternalError.
     """
-    with contextlib.closing(sockets):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(sockets))
         context = GatewayContext.of(engine, with_template(tokenizer, config), config, defaults)
+        stack.enter_context(without_keys(context.keys.hide))
         health = EngineHealth(lambda: context.admission.is_ready, ("", SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)
@@ -72,6 +77,8 @@ async def serve_gateway(
             ]
             if tls is not None:
                 following.append(asyncio.create_task(tls.follow()))
+            if reload is not None:
+                following.append(asyncio.create_task(_follow_reloads(reload, context, tls)))
             try:
                 if not is_loopback(config.host) and not context.keys.has_users:
                     logger.warning("no API key is set: whoever reaches %s may use the model", sockets.http_address)
@@ -88,6 +95,20 @@ async def serve_gateway(
                 await context.admission.grammars.close()
                 if context.telemetry.traces is not None:
                     await asyncio.to_thread(context.telemetry.traces.close)
+
+
+async def _follow_reloads(reload: asyncio.Event, context: GatewayContext, tls: Tls | None) -> None:
+    """Reads keys and certificates again whenever the event is set; what is wrong with them is logged."""
+    while True:
+        await reload.wait()
+        reload.clear()
+        try:
+            context.keys.replace(await asyncio.to_thread(load_keys, context.config.security))
+            logger.info("the files of API keys and certificates have been read again")
+        except ConfigError as error:
+            logger.warning("the API keys in use stay: %s", error.message)
+        if tls is not None:
+            await asyncio.to_thread(tls.renew)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -42,13 +42,14 @@ class GatewayContext:
     ) -> GatewayContext:
         """Makes them for one engine. Raises ConfigError for keys that are none, CheckpointError."""
         model = ServedModel.of(engine.cluster, config, defaults)
-        telemetry = Telemetry(model.name, open_traces(config.otlp_traces_endpoint))
+        keys = load_keys(config.security)
+        telemetry = Telemetry(model.name, open_traces(config.otlp_traces_endpoint), keys.hide)
         return cls(
             engine=engine,
             tokenizer=tokenizer,
             model=model,
             config=config,
-            keys=load_keys(config.security),
+            keys=keys,
             telemetry=telemetry,
             prompts=PromptEncoder(tokenizer, model, config),
             sampling=SamplingValidator(tokenizer, model, config.limits),

@@ -30,6 +30,7 @@ class Gateway:
     http_address: str
     grpc_address: str
     stop: asyncio.Event
+    reload: asyncio.Event
     task: asyncio.Task[None]
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
@@ -73,9 +74,9 @@ async def gateway(
     """Serves until the block ends, then asserts that it stopped by itself and left nothing running on the engine."""
     engine = engine or fake_engine()
     config = gateway_config(**({"shutdown_timeout": 2.0} | settings))
-    stop, started = asyncio.Event(), Started()
+    stop, reload, started = asyncio.Event(), asyncio.Event(), Started()
     tokenizer = tokenizer or chat_tokenizer()
-    task = asyncio.create_task(serve_gateway(engine, tokenizer, config, bind(config), stop, started))  # type: ignore[arg-type]
+    task = asyncio.create_task(serve_gateway(engine, tokenizer, config, bind(config), stop, started, reload=reload))  # type: ignore[arg-type]
     waiting = asyncio.create_task(started.event.wait())
     await asyncio.wait((task, waiting), timeout=10, return_when=asyncio.FIRST_COMPLETED)
     if not started.event.is_set():
@@ -83,7 +84,7 @@ async def gateway(
     http_address, grpc_address = started.addresses
     try:
         async with httpx.AsyncClient(base_url=http_address, timeout=10, trust_env=False) as http:
-            yield Gateway(engine, http, http_address, grpc_address, stop, task)
+            yield Gateway(engine, http, http_address, grpc_address, stop, reload, task)
     finally:
         stop.set()
         done, _ = await asyncio.wait((task,), timeout=10)

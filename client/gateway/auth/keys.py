@@ -15,8 +15,17 @@ from allspan.protos.api.errors import ConfigError, Unauthenticated
 MAX_KEY_CHARS = 4096
 ADMIN = "admin"
 
+HIDDEN = "***"
+SHOWN_PREFIX = 16
+"""Most characters of a key by which text is searched for it, since text may have only its beginning."""
+MIN_HIDDEN = 4
+"""Fewest characters of a key that is searched for in text."""
+
 _KEY = re.compile(r"[!-+\--~]+")  # what stands in a header as it is, and no comma, which separates keys
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_WORD = re.compile(r"[!-~]+")
+_FOREIGN = re.compile(r"\b(?:sk|pk|rk|hf|gsk|xai|ghp|glpat|nvapi|r8)[-_][A-Za-z0-9_-]{16,}|(?i:\bbearer +)[!-~]+")
+"""Matches keys of other services, which a client may send in the wrong place."""
 _HOW = "send it as `Authorization: Bearer KEY`"
 
 
@@ -33,8 +42,27 @@ class Keys:
                 raise ConfigError("the admin key is one of the API keys: whoever has that would be the admin")
             callers[_digest(admin)] = Caller(ADMIN, is_admin=True, cache_key=_cache_key(admin))
         self._callers = tuple(callers.items())
+        prefixes = [key[:SHOWN_PREFIX] for key in (*users, admin) if len(key) >= MIN_HIDDEN]
+        self._prefixes = frozenset((len(prefix), _digest(prefix)) for prefix in prefixes)
         self.has_users = bool(users)
         self.has_admin = bool(admin)
+
+    def replace(self, other: Keys) -> None:
+        """Takes over the keys of another; calls that have come in go on."""
+        vars(self).update(vars(other))
+
+    def hide(self, text: str) -> str:
+        """Returns a text for the log without these keys, or what looks like another service's."""
+        text = _FOREIGN.sub(HIDDEN, text)
+        return _WORD.sub(self._hidden, text) if self._prefixes else text
+
+    def _hidden(self, word: re.Match[str]) -> str:
+        text = word[0]
+        for length in {length for length, _ in self._prefixes}:
+            for start in range(len(text) - length + 1):
+                if (length, _digest(text[start : start + length])) in self._prefixes:
+                    return text[:start] + HIDDEN
+        return text
 
     def find(self, key: str) -> Caller | None:
         """Returns the caller of a key. Takes as long for any key: it compares digests, and all of them."""

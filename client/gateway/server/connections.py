@@ -39,9 +39,9 @@ class Connections:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most = min(limits.max_connections, max(files - RESERVED_FILES, 1))
         self.new: dict[Connection, None] = {}
-        """Those that have not sent the head of a request yet, in the order of their arrival."""
+        """Holds those that have not sent the head of a request yet, in the order of their arrival."""
         self.idle: dict[Connection, None] = {}
-        """Those between two requests, the longest idle one first."""
+        """Holds those between two requests, the longest idle one first."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when one ends while `has_room` is false."""
         self._open: set[Connection] = set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Callable
 from time import monotonic
 
 from allspan.client.gateway.telemetry.request_context import Origin
@@ -30,9 +31,11 @@ logger = logging.getLogger(REQUESTS)
 class Telemetry:
     """The counts since the gateway's start."""
 
-    def __init__(self, model: str, traces: Traces | None = None) -> None:
+    def __init__(self, model: str, traces: Traces | None = None, hide: Callable[[str], str] = str) -> None:
+        """`hide`: takes API keys out of a text that a caller had a part in."""
         self.model = model
         self.traces = traces
+        self.hide = hide
         self.started = monotonic()
         self.histograms = RequestHistograms()
         self.prompt_tokens = 0
@@ -69,7 +72,7 @@ class Telemetry:
             extra={"fields": _fields(origin) | {"status": status, "error": error.code}},
         )
         if self.traces is not None:
-            self.traces.refused(origin, self.model, error.code, error.message)
+            self.traces.refused(origin, self.model, error.code, self.hide(error.message))
 
 
 class RequestRecord:
