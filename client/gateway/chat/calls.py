@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from allspan.client.gateway.chat.formats import CallFormat, Region
 from allspan.client.gateway.chat.json_scan import SPACE, JsonScanner
-from allspan.client.gateway.chat.pieces import CallArguments, CallStart, Content, Piece, overlap
+from allspan.client.gateway.chat.pieces import MAX_HELD_CHARS, CallArguments, CallStart, Content, Piece, end_of, overlap
 
 _S = r"[ \t\r\n]*"
 _STRING = r'"((?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"'
@@ -117,7 +117,8 @@ class CallReader:
 
     def _in_head(self) -> bool:
         """An object of which it is not known yet whether it is a call."""
-        if head := _HEAD.match(self._buffer):
+        may_begin = self._scanned < MAX_HELD_CHARS
+        if may_begin and (head := _HEAD.match(self._buffer, 0, MAX_HELD_CHARS)):
             name = json.loads(f'"{head[1]}"')
             if not self._is_tool(name):
                 return self._fail()
@@ -125,7 +126,7 @@ class CallReader:
             self._buffer, self._scanner = self._buffer[head.end() :], JsonScanner()
             self._state = self._in_arguments
             return True
-        if self._is_another():
+        if may_begin and self._is_another():
             return self._fail()
         for at in range(self._scanned, len(self._buffer)):
             if not self._scanner.push(self._buffer[at]):
@@ -137,7 +138,7 @@ class CallReader:
 
     def _is_another(self) -> bool:
         """An object that is seen to be no call by its first member."""
-        key, name = _FIRST_KEY.match(self._buffer), _FIRST_NAME.match(self._buffer)
+        key, name = (each.match(self._buffer, 0, MAX_HELD_CHARS) for each in (_FIRST_KEY, _FIRST_NAME))
         return (key is not None and key[1] not in _KEYS) or (name is not None and not self._is_tool(name[1]))
 
     def _whole_call(self, end: int) -> bool:
@@ -176,9 +177,10 @@ class CallReader:
         over = at >= 0 or self._final
         body = self._buffer[:at] if at >= 0 else self._buffer
         keep = 0 if over or not close else overlap(body, close)
-        sure = body[: len(body) - keep].rstrip(SPACE + "}")
+        sure = body[: end_of(body[: len(body) - keep], SPACE + "}")]
         if over:
-            self._arguments(body.rstrip(SPACE).removesuffix("}").rstrip(SPACE))
+            end = body[len(sure) :].rstrip(SPACE).removesuffix("}").rstrip(SPACE)
+            self._arguments(sure + end)
             self._buffer = self._buffer[at + len(close) :] if at >= 0 else ""
             self._state = self._in_text
             return True
@@ -249,11 +251,11 @@ class CallReader:
     def _text(self, text: str) -> None:
         """Emits text but for its last space, which waits: a call may follow."""
         text = self._space + text
-        sure = text.rstrip(SPACE)
-        self._space = text[len(sure) :]
+        end = end_of(text)
+        sure, self._space = text[:end], text[end:]
         if self._calls and not self._wrote:
             sure = sure.lstrip(SPACE)
-        self._wrote = self._wrote or bool(sure)
+        self._wrote = self._wrote or bool(sure.strip(SPACE))
         self._emit(Content(sure))
 
     def _emit(self, piece: Piece) -> None:

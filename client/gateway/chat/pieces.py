@@ -7,6 +7,10 @@ from typing import Any
 
 import jiter
 
+from allspan.client.gateway.chat.json_scan import SPACE
+
+MAX_HELD_CHARS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -78,6 +82,12 @@ def arguments_of(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def end_of(text: str, trailing: str = SPACE) -> int:
+    """Returns the length of the text without the `trailing` characters at its end, of which at most MAX_HELD_CHARS are
+    taken off: a reader of pieces holds so many back, and looks at them again with each piece."""
+    return max(len(text.rstrip(trailing)), len(text) - MAX_HELD_CHARS)
 
 
 def overlap(text: str, mark: str) -> int:

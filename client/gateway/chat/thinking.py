@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from allspan.client.gateway.chat.json_scan import SPACE
-from allspan.client.gateway.chat.pieces import overlap
+from allspan.client.gateway.chat.pieces import MAX_HELD_CHARS, end_of, overlap
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,12 @@ class ThinkReader:
     def _before(self) -> bool:
         """Reads the beginning of the output, which may be a tag."""
         text = self._buffer.lstrip(SPACE)
-        for opening, closing in self._pairs:
-            if text.startswith(opening):
-                return self._go(self._in_thought_space, text[len(opening) :], closing)
-        if not self._final and any(opening.startswith(text) for opening, _ in self._pairs):
-            return False
+        if len(self._buffer) - len(text) <= MAX_HELD_CHARS:
+            for opening, closing in self._pairs:
+                if text.startswith(opening):
+                    return self._go(self._in_thought_space, text[len(opening) :], closing)
+            if not self._final and any(opening.startswith(text) for opening, _ in self._pairs):
+                return False
         if self._close:
             return self._go(self._in_thought_space, text, self._close)
         return self._go(self._in_answer, self._buffer, "")
@@ -107,11 +108,11 @@ class ThinkReader:
     def _in_thought(self) -> bool:
         at = self._buffer.find(self._close)
         if at >= 0:
-            self._thinking.append(self._buffer[:at].rstrip(SPACE))
+            self._thinking.append(self._buffer[: end_of(self._buffer[:at])])
             return self._go(self._in_answer_space, self._buffer[at + len(self._close) :], "")
         keep = 0 if self._final else overlap(self._buffer, self._close)
         sure = self._buffer[: len(self._buffer) - keep]
-        sure = sure if self._final else sure.rstrip(SPACE)
+        sure = sure if self._final else sure[: end_of(sure)]
         self._thinking.append(sure)
         self._buffer = self._buffer[len(sure) :]
         return False

@@ -174,6 +174,7 @@ FRAGMENTS = [
     *('{"arguments": {"b": tru', '{"arguments": {}, "name": "f"}', "[", "]", "{", "}", '"', "\\", "\x00", ":", "1e5"),
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "```json", "```", "\n", " ", "; ", ", "),
     *("<think>", "</think>", "<thought>", "text", "é🦊"),
+    *(" " * 1100, "}" * 1100, "a" * 1100),  # more than a reader holds back
 ]
 
 
