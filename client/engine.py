@@ -72,8 +72,8 @@ class ClientEngine:
             print(engine.generate("The sky is")[0].text)
 
     `model`: a model's name or path; a cluster is started for it, and ended with this engine.
-    `attach`: instead, a run directory, its cluster.json, or every rank's address, the leader's first (of a cluster of
-    several replicas: such a list for each).
+    `attach`: instead, a run directory, its cluster.json, the URL or address of a server that this user runs on this
+    host, or every rank's address, the leader's first (of a cluster of several replicas: such a list for each).
     `tls`: with `attach`, the certificates of this side for ranks that listen over TCP; a run directory names its own.
     `tokenizer`: folder or GGUF file, when the model's own path cannot be read from here.
     `startup_timeout`: seconds until the cluster must be ready, 600 by default. Ranks at addresses in `attach` that do

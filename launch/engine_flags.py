@@ -25,8 +25,9 @@ def add_engine_options(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--attach",
-        metavar="RUN_DIR",
-        help="Uses a running cluster, given by its run directory or its ranks' addresses.",
+        metavar="URL",
+        help="Uses what runs already: a server (http://HOST:PORT, grpc://HOST:PORT; https and grpcs with TLS), or a "
+        "cluster by its run directory or its ranks' addresses.",
     )
     parser.add_argument("--quiet", action="store_true", help="Keeps the cluster's log off standard error.")
     add_cluster_options(parser)

@@ -13,8 +13,10 @@ from allspan.client.transport.base import STATUS, Connect
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.errors import ConfigError, Unavailable
 from allspan.protos.cluster.cluster_file import CLUSTER_FILE, ClusterInfo, RankInfo, read_cluster
+from allspan.protos.cluster.running import find_by_address, running_clusters
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 
+_SCHEMES = ("http://", "https://", "grpc://", "grpcs://")
 _ADDRESS = re.compile(r"(unix:|unix-abstract:|ipv[46]:|dns:).+|[^/\s]+:\d+")
 
 
@@ -108,11 +110,14 @@ Attach = str | Path | Sequence[str] | Sequence[Sequence[str]]
 
 
 def sources_of(attach: Attach, connect: Connect, tls: TlsFiles = NO_TLS) -> list[ClusterSource]:
-    """A run directory, its cluster.json, one address, a list of addresses, or such a list for each replica."""
+    """A run directory, its cluster.json, the URL or address of a server on this host, one address of a rank, a list of
+    them, or such a list for each replica."""
     if isinstance(attach, Path):
         return [RunDirectory(attach, tls)]
     if isinstance(attach, str):
         is_address = _ADDRESS.fullmatch(attach) and not Path(attach).exists()
+        if served := _served_at(attach):
+            return [RunDirectory(served, tls)]
         return [RankAddresses([attach], connect, tls) if is_address else RunDirectory(Path(attach), tls)]
     if attach and not any(isinstance(entry, str) for entry in attach):
         return [RankAddresses(addresses, connect, tls) for addresses in attach]
@@ -120,3 +125,19 @@ def sources_of(attach: Attach, connect: Connect, tls: TlsFiles = NO_TLS) -> list
     if len(addresses) < len(attach):
         raise ConfigError("attach mixes addresses and lists; give one replica's addresses, or a list for each replica")
     return [RankAddresses(addresses, connect, tls)]
+
+
+def _served_at(attach: str) -> Path | None:
+    """Returns the run directory of this user's cluster that serves at a URL, or at HOST:PORT, of this host; None for
+    anything else. ConfigError for a URL where none does."""
+    is_url = attach.lower().startswith(_SCHEMES)
+    if not is_url and (Path(attach).exists() or not re.fullmatch(r"[^/\s]+:\d+", attach)):
+        return None
+    cluster = find_by_address(attach, running_clusters())
+    if cluster is None and is_url:
+        raise ConfigError(
+            f"attach is {attach!r}, where no cluster of this user on this host serves; `allspan ps` lists them. "
+            "ClientEngine joins the ranks themselves: for a server elsewhere use the openai package or gRPC, or give "
+            "the addresses of the ranks"
+        )
+    return None if cluster is None else cluster.run_dir

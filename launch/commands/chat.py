@@ -1,21 +1,18 @@
-"""`allspan chat MODEL`: a conversation in the terminal. Ctrl-C ends one reply, Ctrl-D leaves."""
+"""`allspan chat MODEL`: a conversation in the terminal. Ctrl-C stops an answer, Ctrl-D leaves; /help lists commands."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
-from allspan.client.engine import ClientEngine
-from allspan.launch.commands.generate import stream
-from allspan.launch.engine_flags import (
-    add_engine_options,
-    add_sampling_options,
-    local_model,
-    open_engine,
-    sampling_params,
-)
-from allspan.protos.api.errors import InvalidRequest, Unavailable
+from allspan.launch.chat.conversation import Conversation
+from allspan.launch.chat.model_client import EngineClient, ModelClient, add_attach_options, open_client
+from allspan.launch.chat.slash_commands import Answer, run_command, tell
+from allspan.launch.chat.terminal import Terminal
+from allspan.launch.engine_flags import add_engine_options, add_sampling_options, local_model, sampling_params
+from allspan.protos.api.errors import AllspanError, InvalidRequest, Unavailable
 from allspan.protos.config.flags import Parser
 from allspan.protos.text import Tokenizer, load_tokenizer
 
@@ -23,10 +20,21 @@ MAX_TOKENS = 1024
 
 
 def make_parser() -> Parser:
-    parser = Parser("allspan chat", "Talks to a model; starts a cluster for it, or attaches to one.")
+    parser = Parser(
+        "allspan chat",
+        "Talks to a model: starts a cluster for it, attaches to one, or asks a server. /help lists its commands.",
+    )
     add_engine_options(parser)
     add_sampling_options(parser)
+    add_attach_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="Begins the conversation with this system message.")
+    parser.add_argument(
+        "--history",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Keeps what is typed for the next conversation, in $ALLSPAN_HOME/chat_history, which only its user may "
+        "read.",
+    )
     parser.add_config()
     return parser
 
@@ -37,13 +45,12 @@ def run(argv: Sequence[str]) -> int:
     model = local_model(namespace)
     if model is not None:
         check_template(load_tokenizer(model.path), model.name)
-    with open_engine(namespace, model) as engine:
-        check_template(engine.tokenizer, engine.model)
+    with open_client(namespace, model, MAX_TOKENS) as client, Terminal(namespace.history) as terminal:
+        if isinstance(client, EngineClient):
+            check_template(client.engine.tokenizer, client.model)
         if sys.stdin.isatty():
-            import readline  # noqa: F401  (importing it gives input() editing and a history)
-
-            print("Ctrl-C ends a reply, Ctrl-D the conversation.", file=sys.stderr)
-        converse(engine, namespace)
+            tell(f"{client.model}: Ctrl-C stops an answer, Ctrl-D ends the conversation, /help lists commands.")
+        converse(client, namespace, terminal)
     return 0
 
 
@@ -55,40 +62,40 @@ def check_template(tokenizer: Tokenizer, model: str) -> None:
         )
 
 
-def converse(engine: ClientEngine, namespace: argparse.Namespace) -> None:
-    """Reads messages until the end of the input and streams the replies."""
-    params = sampling_params(namespace, engine.cluster.model_path, MAX_TOKENS)
-    messages = [{"role": "system", "content": namespace.system}] if namespace.system else []
-    while (text := ask()) is not None:
+def converse(client: ModelClient, namespace: argparse.Namespace, terminal: Terminal) -> None:
+    """Reads messages and commands until the end of the input, and streams the answers. At a terminal a refused message
+    is told; from a pipe it ends the program."""
+    conversation = Conversation(client, namespace)
+    conversation.system = namespace.system or ""
+    while (text := terminal.message()) is not None:
         if not text.strip():
             continue
-        messages.append({"role": "user", "content": text})
-        ids = engine.tokenizer.encode_chat(messages)
-        room = engine.max_model_len - len(ids)
-        if room < 1:
-            raise InvalidRequest(
-                f"the conversation has {len(ids)} tokens, the context is {engine.max_model_len}; start a new one",
-                "messages",
-            )
-        reply: list[str] = []
         try:
-            bounded = params.with_(max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room))
-            stream(engine, ids, bounded, continues=False, text_parts=reply)
-        except KeyboardInterrupt:
-            print("[reply ended]", file=sys.stderr)
+            answer: Answer | None
+            if text.startswith("/") and not text.startswith("//"):
+                answer = run_command(conversation, text)
+            else:
+                answer = conversation.ask(text.removeprefix("/") if text.startswith("//") else text)
+            if answer is not None:
+                show(answer)
+        except EOFError:
+            return
         except Unavailable as error:
             raise Unavailable(f"the conversation ended: {error.message}") from error
-        messages.append({"role": "assistant", "content": "".join(reply)})
+        except AllspanError as error:
+            if not sys.stdin.isatty():
+                raise
+            tell(error.message)
 
 
-def ask() -> str | None:
-    """The next line; None at the end of the input. Ctrl-C clears the line."""
-    while True:
-        try:
-            return input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            if sys.stdin.isatty():
-                print()
-            return None
-        except KeyboardInterrupt:
-            print()
+def show(answer: Answer) -> None:
+    """Prints an answer as it comes, until its end or Ctrl-C."""
+    try:
+        with closing(answer):
+            for text in answer:
+                print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)
+        tell("[stopped]")
+    else:
+        print(flush=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from allspan.launch.models.hub import NO_HUB, HubConfig, check_hub, take_token
-from allspan.launch.models.local_models import find_local
+from allspan.launch.models.local_models import find_local, local_models
 from allspan.launch.models.pull import PackagedModel, pull_hub, pull_packaged
 from allspan.protos.api.errors import ModelNotFound
 from allspan.protos.config.home import models_dir
@@ -70,6 +71,19 @@ def resolve_model(model: str, hub: HubConfig = NO_HUB) -> FoundModel:
         f"no {kind} {model!r}; give a folder or GGUF file, ORG/NAME, or one of: "
         + ", ".join(entry.name for entry in KNOWN.values())
     )
+
+
+def names_a_model(word: str) -> bool:
+    """Returns whether `word` is, or can only be meant as, a model: a path, a name that is known here or nearly so, or
+    ORG/NAME. A text is none of them."""
+    if not word or word == "-" or any(character.isspace() for character in word):
+        return bool(word) and os.path.exists(os.path.expanduser(word)) and word != "-"
+    if os.path.exists(os.path.expanduser(word)) or word.startswith(("./", "../", "/", "~")):
+        return True
+    if word.endswith(_FILE_SUFFIXES) or _HUB_NAME.fullmatch(word):
+        return True
+    names = [*KNOWN, *(model.name.lower() for model in local_models())]
+    return bool(difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.75))
 
 
 def _name_of(path: Path) -> str:

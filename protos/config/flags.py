@@ -70,6 +70,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str = "") -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False)
+        self.is_intermixed = False
+        """Whether words without a flag may stand between flags."""
         self.named_groups: dict[str, argparse._ArgumentGroup] = {}
         help_text = "Explains a group of flags, a single one, or all."
         self.add_argument(
@@ -137,12 +139,13 @@ class Parser(argparse.ArgumentParser):
         for word in itertools.takewhile(lambda word: word != "--", words):
             if word.startswith("-") and (hint := self._hint(name := word.partition("=")[0])):
                 self.error(f"unknown flag {name}: {hint}")
-        namespace, unknown = self.parse_known_args(argv)
+        read = self.parse_known_intermixed_args if self.is_intermixed else self.parse_known_args
+        namespace, unknown = read(argv)
         if unknown:
             self._refuse(unknown[0])
         if path := getattr(namespace, "config", None):
             self.set_defaults(**self._read_config(Path(path)))
-            namespace = self.parse_args(argv)
+            namespace, _ = read(argv)
         return namespace
 
     def _hint(self, name: str) -> str:

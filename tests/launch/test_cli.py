@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
         (["plan", "nosuch"], 3, ["'nosuch'"]),
         (["pull", "nosuch"], 3, ["'nosuch'"]),
         (["chat", "nosuch"], 3, ["'nosuch'"]),
-        (["generate", "{folder}"], 2, ["--prompt is missing"]),
+        (["generate", "{folder}"], 2, ["the prompt is missing", "names a model"]),
         (["generate", "--prompt", "x", "--max-tokens", "0"], 2, ["max_tokens is 0"]),
         (["generate", "--prompt", "x", "--temperature", "nan"], 2, ["temperature is nan"]),
         (["generate", "--prompt", "x", "--top-p", "1.5"], 2, ["top_p is 1.5"]),
