@@ -1,7 +1,7 @@
 """The `allspan` command. Each subcommand lies in launch/commands/ and is imported only when it runs.
 
-Exit codes: 1 something failed; 2 a flag, config key or field is refused; 3 a model cannot be found or read; 130 Ctrl-C;
-141 nobody reads standard output any more, as in `allspan list | head -1`.
+Exit codes: 1 something failed; 2 a flag, config key, field or model file is refused; 3 a model cannot be found; 130
+Ctrl-C; 141 nobody reads standard output any more, as in `allspan list | head -1`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ INTRODUCTION = """# Command line
 `allspan COMMAND --help` lists a command's flags, `--help GROUP` explains a group, `--help FLAG` one, `--help all`
 everything. `--config FILE` reads a TOML, YAML or JSON table of the same names, with hyphens or underscores; flags win.
 Where a flag switches something on, the same name after `no-` switches it off. Exit codes: 1 something failed; 2 a flag,
-config key or field is refused; 3 a model cannot be found or read; 130 Ctrl-C; 141 nobody reads standard output any more
-(`allspan list | head -1`). Flags that vLLM, SGLang, llama.cpp or Ollama call otherwise are answered with the name here.
+config key, field or model file is refused; 3 a model cannot be found; 130 Ctrl-C; 141 nobody reads standard output
+any more (`allspan list | head -1`).
+Flags that vLLM, SGLang, llama.cpp or Ollama call otherwise are answered with the name here.
 """
 
 

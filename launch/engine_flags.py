@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from allspan.client.engine import ClientEngine
+from allspan.launch.models.checkpoint_files import check_files
 from allspan.launch.models.find_model import FoundModel, resolve_model
 from allspan.launch.models.hub import HubConfig
 from allspan.launch.placement.placement import PlacementConfig
@@ -58,8 +59,12 @@ def sampling_params(namespace: argparse.Namespace, model_path: str | None, max_t
 
 
 def local_model(namespace: argparse.Namespace) -> FoundModel | None:
-    """The model to start a cluster for, fetched if need be; None when attaching to one."""
-    return None if namespace.attach else resolve_model(namespace.model, build(HubConfig, namespace))
+    """The model to start a cluster for, fetched if need be and its files checked; None when attaching to one."""
+    if namespace.attach:
+        return None
+    model = resolve_model(namespace.model, build(HubConfig, namespace))
+    check_files(model.path, namespace.load_format != "dummy")
+    return model
 
 
 def open_engine(namespace: argparse.Namespace, model: FoundModel | None) -> ClientEngine:

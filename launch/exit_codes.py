@@ -6,7 +6,7 @@ from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError
 
 
 def exit_code(error: AllspanError) -> int:
-    """2: a flag, config key or field is refused; 3: a model cannot be found or read; 1: anything else failed."""
-    if isinstance(error, ConfigError | InvalidRequest):
+    """2: a flag, config key, field or model file is refused; 3: a model cannot be found; 1: anything else failed."""
+    if isinstance(error, ConfigError | InvalidRequest | CheckpointError):
         return 2
-    return 3 if isinstance(error, CheckpointError | ModelNotFound) else 1
+    return 3 if isinstance(error, ModelNotFound) else 1

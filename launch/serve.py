@@ -150,8 +150,7 @@ def serve(settings: ServeSettings, log: LogCopy | None = None) -> int:
     bound = lay_out(settings.placement, settings.weights.device)
     mpirun = mpi.find_mpirun()
     model = resolve_model(settings.model, settings.hub)
-    if settings.weights.load_format != "dummy":
-        check_files(model.path)
+    check_files(model.path, settings.weights.load_format != "dummy")
     sockets = bind(settings.gateway) if settings.gateway else None
     interrupt = Interrupt(settings.shutdown_timeout)
     try:

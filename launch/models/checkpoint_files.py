@@ -1,71 +1,100 @@
-"""Checks of a checkpoint's files before any process starts, so that a missing or truncated file is reported at once.
+"""Checks of a model's files before any process starts, so that a damaged or hostile file is reported at once.
 
-The ranks check every tensor once more when they read it.
+Headers and settings are read, never the weights themselves. The ranks check every tensor once more when they read it.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from allspan.protos.api.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError, ModelNotFound
 from allspan.protos.config.converted_manifest import is_converted, read_manifest
-from allspan.protos.config.json_file import read_json_object
+from allspan.protos.model_files.config_values import check_config, check_shapes, gguf_config
+from allspan.protos.model_files.json_values import read_json_object
+from allspan.protos.model_files.limits import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
+from allspan.protos.model_files.regular_file import check_regular, is_there, names_in
+from allspan.protos.model_files.safetensors_header import StoredTensor, read_safetensors_header, read_tensors
+from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, parts_of, read_header
 
-_INDEX = "model.safetensors.index.json"
+_MOST_BYTES = {
+    "config.json": MAX_CONFIG_BYTES,
+    "generation_config.json": MAX_CONFIG_BYTES,
+    "tokenizer_config.json": MAX_CONFIG_BYTES,
+    "special_tokens_map.json": MAX_CONFIG_BYTES,
+    "added_tokens.json": MAX_CONFIG_BYTES,
+    "tokenizer.json": MAX_TOKENIZER_BYTES,
+    "tokenizer.model": MAX_TOKENIZER_BYTES,
+    "vocab.json": MAX_TOKENIZER_BYTES,
+    "merges.txt": MAX_TOKENIZER_BYTES,
+    "chat_template.jinja": MAX_TEMPLATE_BYTES,
+    "chat_template.json": MAX_CONFIG_BYTES,
+}
+"""The files beside the weights that a start may read."""
 
 
-def check_files(model: Path) -> None:
-    """Checks a folder with safetensors: every shard that the index names is there, and every file is as long as its
-    header says, or the manifest of converted weights. Raises CheckpointError naming the file, with its length and the
-    one expected."""
+def check_files(model: Path, has_weights: bool = True) -> None:
+    """Checks a model's folder or file: that every file can be read and is a regular one, that sizes are within their
+    limits, that tensors lie within their files, and that the manifest of converted weights fits its files. Without
+    `has_weights` only the settings are looked at. Raises CheckpointError naming the file, and ModelNotFound."""
+    if not model.is_dir():
+        if model.suffix == ".json":
+            _check_settings(model)
+        else:
+            _check_gguf(model, has_weights)
+        return
+    for name, limit in _MOST_BYTES.items():
+        if is_there(model / name):
+            check_regular(model / name, limit)
     if is_converted(model):
         _check_converted(model)
+    elif is_there(model / "config.json"):
+        _check_settings(model / "config.json")
+        if has_weights:
+            tensors = {name: stored for name, (_, stored) in read_tensors(model).items()}
+            check_shapes(read_json_object(model / "config.json"), tensors, str(model / "config.json"))
+    elif file := gguf_of(model):
+        _check_gguf(file, has_weights)
+    elif not any(name.endswith(".gguf") for name in names_in(model)):
+        raise ModelNotFound(
+            f"{model} holds no model: neither config.json nor a GGUF file; give a folder in Hugging Face's layout, or "
+            "a GGUF file"
+        )
+
+
+def _check_settings(config: Path) -> None:
+    check_config(read_json_object(config), str(config))
+
+
+def _check_gguf(file: Path, has_weights: bool) -> None:
+    tensors: dict[str, StoredTensor] = {}
+    values: dict[str, object] = {}
+    tokens: object = None
+    for part in parts_of(file) if has_weights else [file]:
+        header = read_header(part)
+        if part == file:
+            values = gguf_config(header.metadata, str(file))
+            tokens = header.metadata.get("tokenizer.ggml.tokens")
+        tensors |= {each.name: StoredTensor("", each.shape, each.offset, 0) for each in header.tensors}
+    check_config(values, str(file))
+    if not has_weights:
         return
-    if not model.is_dir():
-        return
-    index = model / _INDEX
-    shards = read_json_object(index).get("weight_map") if index.is_file() else None
-    if isinstance(shards, dict):
-        for shard in sorted({str(name) for name in shards.values()}):
-            if not (model / shard).is_file():
-                raise CheckpointError(f"{model / shard}: shard is missing ({_INDEX} expects tensors in it)")
-    for path in sorted(model.glob("*.safetensors")):
-        _check_length(path)
+    check_shapes(values, tensors, str(file))
+    embedding = tensors.get("token_embd.weight")
+    if embedding is not None and isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise CheckpointError(
+            f"{file}: tokenizer.ggml.tokens has {len(tokens)} tokens, token_embd.weight {embedding.shape[0]} rows: it "
+            "is the tokenizer of another model"
+        )
 
 
 def _check_converted(folder: Path) -> None:
     for rank in read_manifest(folder).ranks:
         path = folder / rank.name
-        found = path.stat().st_size if path.is_file() else 0
-        if found != rank.num_bytes:
-            what = "altered" if found > rank.num_bytes else "truncated" if path.is_file() else "missing"
+        is_missing = not is_there(path)
+        found = 0 if is_missing else check_regular(path)
+        if is_missing or found != rank.num_bytes:
+            what = "missing" if is_missing else "altered" if found > rank.num_bytes else "truncated"
             raise CheckpointError(
                 f"{path}: {what}: it has {found} bytes, its manifest says {rank.num_bytes}: convert the model again"
             )
-
-
-def _check_length(path: Path) -> None:
-    found = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if start == b"version ":
-            return  # a Git LFS pointer, the ranks say
-        if length > found - 8:
-            raise CheckpointError(
-                f"{path}: truncated or not safetensors: the header takes {length} bytes, the file has {found}"
-            )
-        header = file.read(length)
-    try:
-        entries = json.loads(header)
-        expected = 8 + length + max((_end(entry) for entry in entries.values()), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
-        return
-    if found < expected:
-        raise CheckpointError(f"{path}: truncated: it has {found} bytes, its header says {expected}")
-
-
-def _end(entry: dict[str, Any]) -> int:
-    return int(entry["data_offsets"][1]) if "data_offsets" in entry else 0
+        read_safetensors_header(path)

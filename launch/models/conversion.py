@@ -22,6 +22,7 @@ from allspan.launch.settings import ServeSettings
 from allspan.protos.api.errors import ConfigError, InternalError, from_code
 from allspan.protos.config.converted_manifest import check_ranks, is_converted, read_manifest
 from allspan.protos.config.settings import ModelConfig, ParallelConfig, ServiceConfig, WorkerConfig
+from allspan.protos.model_files.regular_file import is_there
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ConvertSettings:
 def with_its_ranks(settings: ServeSettings) -> ServeSettings:
     """A converted model decides how many ranks there are. ConfigError when another number is asked for."""
     folder = Path(os.path.expanduser(settings.model))
-    if not folder.exists() and (local := find_local(settings.model)):
+    if not is_there(folder) and (local := find_local(settings.model)):
         folder = local.path
     if not is_converted(folder):
         return settings

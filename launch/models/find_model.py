@@ -13,6 +13,7 @@ from allspan.launch.models.local_models import find_local, local_models
 from allspan.launch.models.pull import PackagedModel, pull_hub, pull_packaged
 from allspan.protos.api.errors import ModelNotFound
 from allspan.protos.config.home import models_dir
+from allspan.protos.model_files.regular_file import is_there
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -55,7 +56,7 @@ def resolve_model(model: str, hub: HubConfig = NO_HUB) -> FoundModel:
     path = Path(os.path.expanduser(model))
     if path.name == "config.json" and path.is_file():
         path = path.absolute().parent
-    is_here = bool(model) and path.exists()
+    is_here = bool(model) and is_there(path)
     is_hub = not is_here and bool(_HUB_NAME.fullmatch(model)) and path.suffix not in _FILE_SUFFIXES
     check_hub(hub, is_hub, model)
     if is_here:

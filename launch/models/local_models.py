@@ -14,7 +14,7 @@ from typing import Any
 from allspan.protos.api.errors import AllspanError
 from allspan.protos.config.converted_manifest import is_converted, read_manifest
 from allspan.protos.config.home import home, models_dir
-from allspan.protos.config.json_file import read_json_object
+from allspan.protos.model_files.json_values import read_json_object
 
 COMPLETE = ".complete"
 """The file that marks a folder from a hub as fetched to the end."""
@@ -143,7 +143,8 @@ def _format(path: Path) -> str:
         return f"GGUF {_gguf_type(files[0])}" if files else "incomplete"
     config = read_json_object(path / "config.json")
     dtype = config.get("dtype") or config.get("torch_dtype") or "?"
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     weights = any(path.glob("*.safetensors"))
     return f"safetensors {method or dtype}" if weights else "incomplete"
 

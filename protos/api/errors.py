@@ -23,6 +23,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+MAX_CHECKPOINT_MESSAGE = 2000
+"""Characters."""
+
 
 class StatusCode(enum.IntEnum):
     """The numbers by which DashInfer's users know how a call ended; every error has one of them as its `status`.
@@ -89,7 +92,13 @@ class ModelNotFound(AllspanError):
 
 
 class CheckpointError(AllspanError):
+    """Its message quotes a model's files, so it is made one printable line, whatever names and values those hold."""
+
     code = "checkpoint"
+
+    def __init__(self, message: str) -> None:
+        shown = message if message.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+        super().__init__(shown if len(shown) <= MAX_CHECKPOINT_MESSAGE else f"{shown[:MAX_CHECKPOINT_MESSAGE]}…")
 
 
 class ConfigError(AllspanError):

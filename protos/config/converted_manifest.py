@@ -11,18 +11,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from allspan.protos.api.errors import CheckpointError, ConfigError
-from allspan.protos.config.json_file import read_json_object
 from allspan.protos.config.settings import HELD_FIELDS
+from allspan.protos.model_files.json_values import read_json_object, shown
+from allspan.protos.model_files.regular_file import is_there
 
 MANIFEST = "allspan.json"
 METADATA_GGUF = "metadata.gguf"
 FORMAT = 1
 """Version of the manifest's own format."""
+MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ class Manifest:
 
 
 def is_converted(model: Path) -> bool:
-    return (model / MANIFEST).is_file()
+    """Whether a model's path is a folder with a manifest. Raises CheckpointError for a folder that may not be
+    searched."""
+    return is_there(model / MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -80,21 +84,32 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         source = tuple(SourceFile(**entry) for entry in values.pop("source"))
         ranks = tuple(RankWeights(**entry) for entry in values.pop("ranks"))
-        if any(Path(rank.name).name != rank.name for rank in ranks):
-            raise ValueError("a rank's file lies outside the folder")
+        for index, rank in enumerate(ranks):
+            if rank.name != f"rank-{index}.safetensors":
+                raise ValueError(f"ranks[{index}].name is {shown(rank.name)}, must be rank-{index}.safetensors")
         manifest = Manifest(source=source, ranks=ranks, **values)
-        if not (
-            ranks
-            and isinstance(manifest.held, dict)
-            and isinstance(manifest.spec, dict)
-            and isinstance(manifest.stored, dict)
-        ):
-            raise ValueError("ranks, held, spec or stored is missing or of a wrong kind")
+        for entry in (manifest, *source, *ranks):
+            _check_types(entry)
+        if not ranks or len(ranks) > MAX_RANKS:
+            raise ValueError(f"it has {len(ranks)} ranks, must be from 1 to {MAX_RANKS}")
         if unknown := sorted(set(manifest.held) - set(HELD_FIELDS)):
             raise ValueError(f"held has {unknown[0]!r}, which is none of {', '.join(HELD_FIELDS)}")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: not a manifest of converted weights: {error}") from error
     return manifest
+
+
+def _check_types(entry: Any) -> None:
+    """Raises ValueError for a field of another type than it has, or a negative number."""
+    kinds = {"str": str, "int": int, "Mapping[str, Any]": dict, "Mapping[str, str]": dict}
+    for field in fields(entry):
+        kind, value = kinds.get(str(field.type)), getattr(entry, field.name)
+        if (kind is not None and type(value) is not kind) or (kind is int and value < 0):
+            raise ValueError(f"{field.name} is {shown(value)}, must be of type {kind.__name__}")
+    if isinstance(entry, Manifest):
+        for name, value in {**entry.held, **entry.stored}.items():
+            if not isinstance(value, str | int):
+                raise ValueError(f"{shown(name)} is {shown(value)}, must be a text or a number")
 
 
 def check_ranks(folder: Path, manifest: Manifest, ranks: int) -> None:

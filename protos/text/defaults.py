@@ -11,7 +11,7 @@ from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.api.sampling import SAMPLING_FIELDS, SamplingParams
 from allspan.protos.config.flags import nearest
 from allspan.protos.config.generation import AUTO, AUTOMATIC, NEUTRAL, GenerationConfig
-from allspan.protos.config.json_file import read_json_object
+from allspan.protos.model_files.json_values import read_json_object
 from allspan.protos.text.known_defaults import known_defaults
 from allspan.protos.text.model_defaults import FIELDS, GENERATION_CONFIG, folder_defaults, gguf_defaults, sampling_of
 from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata

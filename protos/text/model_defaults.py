@@ -9,7 +9,9 @@ from typing import Any
 
 from allspan.protos.api.errors import CheckpointError, InvalidRequest
 from allspan.protos.api.sampling import SamplingParams
-from allspan.protos.config.json_file import read_json_object
+from allspan.protos.model_files.json_values import read_json_object, shown
+from allspan.protos.model_files.limits import MAX_VOCABULARY
+from allspan.protos.model_files.regular_file import is_there
 from allspan.protos.text.tokenizers.gguf_ends import end_ids
 from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata
 
@@ -60,7 +62,7 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
 def folder_defaults(folder: Path) -> GenerationDefaults:
     """Returns what a folder's generation_config.json says; empty when there is none. CheckpointError."""
     file = folder / GENERATION_CONFIG
-    if not file.is_file():
+    if not is_there(file):
         return GenerationDefaults()
     values = read_json_object(file)
     try:
@@ -96,6 +98,8 @@ def sampling_of(values: Mapping[str, Any]) -> dict[str, Any]:
 def _ids(file: Path, value: Any) -> tuple[int, ...]:
     values = [] if value is None else value if isinstance(value, list) else [value]
     for entry in values:
-        if isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
-            raise CheckpointError(f"{file}: eos_token_id is {value!r}, must be a token id or a list of them")
+        if type(entry) is not int or not 0 <= entry < MAX_VOCABULARY:
+            raise CheckpointError(
+                f"{file}: eos_token_id is {shown(value)}, must be a token id (below {MAX_VOCABULARY}) or a list of them"
+            )
     return tuple(dict.fromkeys(values))

@@ -14,7 +14,7 @@ import yaml
 from allspan.client.gateway.metrics.table import METRICS, MODEL, PREFIX
 from allspan.launch.exit_codes import exit_code
 from allspan.launch.settings import serve_parser, serve_settings
-from allspan.protos.api.errors import CheckpointError, ConfigError
+from allspan.protos.api.errors import ConfigError, ModelNotFound
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -175,7 +175,7 @@ def test_the_unit_knows_our_flags_and_exit_codes() -> None:
     program, command, *flags = values["ExecStart"].split()
     assert (Path(program).name, command, flags) == ("allspan", "serve", ["--config", "/etc/allspan/serve.toml"])
     given_up = {int(code) for code in values["RestartPreventExitStatus"].split()}
-    assert given_up == {exit_code(ConfigError("")), exit_code(CheckpointError(""))}
+    assert given_up == {exit_code(ConfigError("")), exit_code(ModelNotFound(""))}
     settings = serve_settings(serve_parser().parse(["--config", str(DEPLOY / "systemd/serve.toml")]))
     assert int(values["TimeoutStopSec"].removesuffix("s")) > settings.shutdown_timeout
     variables = re.findall(r"^#(\w+)=", (DEPLOY / "systemd/allspan.env").read_text(), re.M)

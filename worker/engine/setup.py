@@ -20,7 +20,7 @@ from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
-from allspan.worker.load.loader import load_model
+from allspan.worker.load.loader import Prepared, load_model
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel
@@ -65,8 +65,12 @@ def load_engine(
     backend = open_backend(model.device, config.service.watchdog_timeout)
     logits = most_logits_rows(most.max_num_seqs)
 
-    def check_room(weight_bytes: int) -> None:
-        check_weights_fit(weight_bytes, backend.room(config.parallel.cpus), ranks_on_node)
+    def check_room(prepared: Prepared) -> None:
+        room = backend.room(config.parallel.cpus)
+        check_weights_fit(prepared.weight_bytes, room, ranks_on_node)
+        # A context that cannot fit is refused before the tables of its positions are made; see `demand` below.
+        groups = group_demands(prepared.cache_groups)
+        num_kv_pages(cache, CacheDemand(groups, prepared.max_model_len, most.max_num_seqs, room, ranks_on_node))
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)

@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.model_files.config_values import GGUF_NAMES
+from allspan.protos.model_files.json_values import shown
 from allspan.worker.weights.gguf_file import GgufFile
 
-_NAMES = {
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "feed_forward_length": "intermediate_size",
-    "context_length": "max_position_embeddings",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-    "attention.sliding_window": "sliding_window",
-}
 _REFUSED = (
     "expert_count",
     "attention.clamp_kqv",
@@ -40,9 +30,9 @@ def gguf_values(file: GgufFile, model_type: str, source: str) -> dict[str, Any]:
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key in _REFUSED:
         if own.get(key):
-            raise CheckpointError(f"{source}: {prefix}{key} = {own[key]} is not supported")
+            raise CheckpointError(f"{source}: {prefix}{key} = {shown(own[key])} is not supported")
     names = file.names()
-    values: dict[str, Any] = {theirs: own[ours] for ours, theirs in _NAMES.items() if ours in own}
+    values: dict[str, Any] = {theirs: own[ours] for ours, theirs in GGUF_NAMES.items() if ours in own}
     values["model_type"] = model_type
     values["tie_word_embeddings"] = "output.weight" not in names
     values["attention_bias"] = "blk.0.attn_q.bias" in names
@@ -73,7 +63,9 @@ def _check_heads(own: dict[str, Any], values: dict[str, Any], prefix: str, sourc
         values["head_dim"] = head_dim = hidden // heads
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
-            raise CheckpointError(f"{source}: {prefix}{key} = {own[key]} is not supported (head size {head_dim})")
+            raise CheckpointError(
+                f"{source}: {prefix}{key} = {shown(own[key])} is not supported (head size {head_dim})"
+            )
 
 
 def _rope_scaling(own: dict[str, Any], prefix: str, source: str) -> dict[str, Any] | None:
@@ -92,5 +84,5 @@ def _rope_scaling(own: dict[str, Any], prefix: str, source: str) -> dict[str, An
         value = own.get(f"rope.scaling.{key}")
         neutral = (None, 0.0) if key == "yarn_log_multiplier" else (None, 1.0)
         if value not in neutral:
-            raise CheckpointError(f"{source}: {prefix}rope.scaling.{key} = {value} is not supported")
+            raise CheckpointError(f"{source}: {prefix}rope.scaling.{key} = {shown(value)} is not supported")
     return scaling

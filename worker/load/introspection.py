@@ -12,8 +12,8 @@ from typing import Any
 
 import allspan
 from allspan.protos.api.errors import CheckpointError, InvalidRequest
-from allspan.protos.config.json_file import read_json_object
 from allspan.protos.config.settings import ModelConfig
+from allspan.protos.model_files.json_values import read_json_object
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import expected_shapes, layout
 from allspan.worker.models.model import Model

@@ -149,13 +149,13 @@ def load_model(
     max_requests: int,
     on_progress: Progress | None = None,
     cache: CacheConfig | None = None,
-    check_room: Callable[[int], None] = lambda weight_bytes: None,
+    check_room: Callable[[Prepared], None] = lambda prepared: None,
 ) -> Model:
     """Reads this rank's slices of the checkpoint and builds its Model.
 
     Buffers are made for steps of at most `max_tokens` tokens and `max_requests` rows of logits.
     `on_progress(done_bytes, total_bytes)` is called after each weight. `cache` gives the pages' size and dtype.
-    `check_room` gets the bytes of this rank's weights before the first is read, and may raise.
+    `check_room` gets what is known before the first weight is read or a table is made, and may raise.
     Raises ModelNotFound, CheckpointError or ConfigError.
     """
     backend = open_backend(config.device)
@@ -165,7 +165,7 @@ def load_model(
         note_decoded(config.path, prepared.holding)
     holding = replace(prepared.holding, packer=Packer(ops.runtime))
     weights = open_weights(prepared.source, holding, config)
-    check_room(prepared.weight_bytes)
+    check_room(prepared)
     tensors = weights.read(backend.capabilities.tensors, on_progress)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, not config.disable_cascade_attn)
     return Model(holding, tensors, prepared.cache_groups, limits, ops, collectives, backend)

@@ -9,7 +9,8 @@ from typing import Any
 
 from allspan.protos.api.errors import CheckpointError, ModelNotFound
 from allspan.protos.config.converted_manifest import MANIFEST, is_converted
-from allspan.protos.config.json_file import read_json_object
+from allspan.protos.model_files.json_values import read_json_object, shown
+from allspan.protos.model_files.limits import MAX_MESSAGE_CHARS
 from allspan.worker.load.converted import ConvertedModel
 from allspan.worker.load.gguf_config import gguf_values
 from allspan.worker.models.families.common import Family
@@ -24,6 +25,9 @@ from allspan.worker.weights.quantised_folder import METHODS, QuantisedFolder
 
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where old tools described quantised weights, and by which method those are if it does not say."""
+
+_ARCHITECTURES = 64
+"""Names that a config may list."""
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 """model_type → family. A new family is one file and one name here."""
@@ -70,9 +74,11 @@ def _from_config(source: Path) -> ModelSource:
     family = _family(values.get("model_type"), str(source))
     config = ForeignConfig(values, str(source))
     architectures = values.get("architectures")
+    if architectures and (not isinstance(architectures, list) or len(architectures) > _ARCHITECTURES):
+        raise config.error(f"architectures must be a list of names, got {shown(architectures)}")
     if architectures and family.architecture.lower() not in [str(name).lower() for name in architectures]:
         raise config.error(
-            f"architecture {architectures[0]!r} of model type {family.model_type!r} is not supported "
+            f"architecture {shown(architectures[0])} of model type {family.model_type!r} is not supported "
             f"(supported: {family.architecture})"
         )
     return ModelSource(folder, family, family.read(config), None, quantised=quantised)
@@ -87,9 +93,9 @@ def _from_gguf(path: Path) -> ModelSource:
     file = GgufFile(path)
     architecture = file.metadata.get("general.architecture")
     known = {name: family for family in FAMILIES.values() for name in family.gguf_architectures}
-    if architecture not in known:
+    if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
-            f"{path}: GGUF architecture {architecture!r} is not supported (supported: {', '.join(known)})"
+            f"{path}: GGUF architecture {shown(architecture)} is not supported (supported: {', '.join(known)})"
         )
     family = known[architecture]
     config = ForeignConfig(gguf_values(file, family.model_type, str(path)), str(path))
@@ -99,7 +105,7 @@ def _from_gguf(path: Path) -> ModelSource:
 def _family(model_type: object, source: str) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(FAMILIES)
-        raise CheckpointError(f"{source}: model_type {model_type!r} is not supported (supported: {supported})")
+        raise CheckpointError(f"{source}: model_type {shown(model_type)} is not supported (supported: {supported})")
     return FAMILIES[model_type]
 
 
@@ -114,10 +120,10 @@ def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | Non
             return None
         source, described = beside[0], {"quant_method": _BESIDE[beside[0].name]} | read_json_object(beside[0])
     method = (described.get("quant_method") or described.get("quant_type")) if isinstance(described, dict) else None
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
-            f"{source}: quantised checkpoint ({method or 'unnamed method'}) is not supported (supported: "
-            f"{', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF)"
+            f"{source}: quantised checkpoint ({str(method or 'unnamed method')[:MAX_MESSAGE_CHARS]}) is not "
+            f"supported (supported: {', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF)"
         )
     has_weights = any(folder.glob("*.safetensors"))
     return QuantisedFolder(folder, described, str(source)) if has_weights else None

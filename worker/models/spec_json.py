@@ -10,8 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from allspan.protos.model_files.json_values import shown
+from allspan.protos.model_files.limits import CONFIG_SIZES, MAX_NUMBER, MAX_SIZE
 from allspan.worker.models.blocks.table import BLOCKS
 from allspan.worker.models.spec import LayerSpec, ModelSpec
+
+_SIZES = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "window": ""}
+"""A field of a block → the name in config.json under which its limit is known."""
+_POSITIVE = {*_SIZES, *CONFIG_SIZES} - {"original_max_position_embeddings"}
 
 
 class SpecMismatch(ValueError):
@@ -34,9 +40,14 @@ def spec_of(values: Mapping[str, Any]) -> ModelSpec:
     if not isinstance(found, list) or not all(isinstance(run, dict) and "count" in run for run in found):
         raise SpecMismatch(["layers", *sorted({*values} - {field.name for field in fields(ModelSpec)})])
     layers: list[LayerSpec] = []
+    most = CONFIG_SIZES["num_hidden_layers"]
     for run in found:
-        layer = _read(LayerSpec, {name: value for name, value in run.items() if name != "count"})
-        layers += [layer] * run["count"]
+        layer, count = _read(LayerSpec, {name: value for name, value in run.items() if name != "count"}), run["count"]
+        if type(count) is not int or not 1 <= count <= most - len(layers):
+            raise SpecMismatch([f"layers: count {shown(count)}, must be from 1 to {most} in all"])
+        layers += [layer] * count
+    if not layers:
+        raise SpecMismatch(["layers"])
     spec: ModelSpec = _read(ModelSpec, {**values, "layers": tuple(layers)})
     return spec
 
@@ -84,4 +95,25 @@ def _read(kind: Any, value: Any) -> Any:
     if given != names:
         raise SpecMismatch(sorted(names ^ given))
     hints = typing.get_type_hints(kind)
-    return kind(**{name: _read(hints[name], each) for name, each in value.items()})
+    read = {name: _read(hints[name], each) for name, each in value.items()}
+    for name, each in read.items():
+        known = CONFIG_SIZES.get(_SIZES.get(name, name))
+        if not _fits(hints[name], each, known or MAX_SIZE) or (each == 0 and known and name in _POSITIVE):
+            raise SpecMismatch([f"{name}: {shown(each)}"])
+    return kind(**read)
+
+
+def _fits(kind: Any, value: Any, most: int) -> bool:
+    """Whether a value is of a field's type, and a number within its limit."""
+    if isinstance(kind, types.UnionType):
+        return any(_fits(each, value, most) for each in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return isinstance(value, tuple) and len(value) <= most and all(_fits(item, each, most) for each in value)
+    if kind is int:
+        return type(value) is int and 0 <= value <= most
+    if kind is float:
+        return type(value) in (int, float) and 0 <= value <= MAX_NUMBER
+    if isinstance(kind, type) and kind in (bool, str, types.NoneType):
+        return type(value) is kind
+    return is_dataclass(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
-from allspan.protos.text.tokenizers.gguf_metadata import GgufTensor, read_header
+from allspan.protos.model_files.limits import CONFIG_SIZES
+from allspan.protos.model_files.regular_file import open_regular
+from allspan.protos.text.tokenizers.gguf_metadata import GgufTensor, gguf_header, parts_of
 from allspan.worker.weights.mapped_file import MappedFile
 
 _PLAIN = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}
 _CHUNK = 1 << 20
 """Elements decoded at a time: bounds the temporaries and keeps them near the processor."""
-_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class GgufFile:
         self._files: list[MappedFile] = []
         self._tensors: dict[str, _Stored] = {}
         self.metadata: dict[str, Any] = {}
-        for part in _parts(path):
+        for part in parts_of(path):
             self._open(part)
 
     def names(self) -> Collection[str]:
@@ -76,6 +77,11 @@ class GgufFile:
     def read_all(self, name: str) -> list[float]:
         """A small tensor, whole."""
         stored = self._tensors[name]
+        most = CONFIG_SIZES["head_dim"]
+        if math.prod(stored.shape) > most:
+            raise CheckpointError(
+                f"{stored.file.path}: tensor {name!r} has shape {list(stored.shape)}, must have at most {most} entries"
+            )
         out = torch.empty(stored.shape, dtype=torch.float32)
         self.read(name, [range(size) for size in stored.shape], out)
         values: list[float] = out.flatten().tolist()
@@ -123,9 +129,10 @@ class GgufFile:
         return np.ascontiguousarray(data[rows.start : rows.stop, taken])
 
     def _open(self, path: Path) -> None:
-        file = MappedFile(path)
+        with open_regular(path) as opened:
+            header = gguf_header(opened, path)
+            file = MappedFile(path, opened)
         self._files.append(file)
-        header = read_header(path)
         if not self.metadata:
             self.metadata = {key: value for key, value in header.metadata.items() if not _is_vocabulary(value)}
         for info in header.tensors:
@@ -158,16 +165,3 @@ def _locate(file: MappedFile, info: GgufTensor) -> _Stored:
             f"{file.path}: truncated: tensor {info.name!r} ends at byte {end}, but the file has {file.size} bytes"
         )
     return stored
-
-
-def _parts(path: Path) -> Iterator[Path]:
-    """The file, or every part of a split one (NAME-00001-of-00003.gguf)."""
-    match = _SPLIT.fullmatch(path.name)
-    if match is None:
-        yield path
-        return
-    for number in range(1, int(match[3]) + 1):
-        part = path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf")
-        if not part.is_file():
-            raise CheckpointError(f"{part}: part {number} of {int(match[3])} is missing")
-        yield part

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.model_files.regular_file import open_regular
+from allspan.protos.model_files.safetensors_header import safetensors_header
 from allspan.worker.weights.held_tensor import HeldTensor
 from allspan.worker.weights.mapped_file import MappedFile
-from allspan.worker.weights.safetensors_folder import Stored, read_entry, read_header
 
 _NAMES = {
     torch.uint8: "U8",
@@ -72,19 +73,20 @@ class RankFile:
     def __init__(self, path: Path, num_bytes: int, header_sha256: str) -> None:
         """Checks length and header against what the manifest says of them. Raises CheckpointError."""
         self.path = path
-        self._file = MappedFile(path)
+        with open_regular(path) as opened:
+            self._file = MappedFile(path, opened)
+            self._check_size(num_bytes)
+            header = safetensors_header(opened, path)
+        if hashlib.sha256(header.raw).hexdigest() != header_sha256:
+            raise CheckpointError(f"{path}: altered: its header is not the one that was written: convert again")
+        self._entries = header.tensors
+
+    def _check_size(self, num_bytes: int) -> None:
         if self._file.size != num_bytes:
             raise CheckpointError(
-                f"{path}: {'truncated' if self._file.size < num_bytes else 'altered'}: it has {self._file.size} bytes, "
-                f"its manifest says {num_bytes}: convert the model again"
+                f"{self.path}: {'truncated' if self._file.size < num_bytes else 'altered'}: it has {self._file.size} "
+                f"bytes, its manifest says {num_bytes}: convert the model again"
             )
-        header, self._start = read_header(self._file)
-        if hashlib.sha256(self._file.map[: self._start]).hexdigest() != header_sha256:
-            raise CheckpointError(f"{path}: altered: its header is not the one that was written: convert again")
-        header.pop("__metadata__", None)
-        self._entries: dict[str, Stored] = {
-            name: read_entry(self._file, name, entry, self._start) for name, entry in header.items()
-        }
 
     def tensors(self, held: Mapping[str, HeldTensor]) -> dict[str, Tensor]:
         """Views of the mapping; CheckpointError unless the file holds exactly these names, shapes and dtypes."""

@@ -1,22 +1,17 @@
-"""Hugging Face folders: one safetensors file, or several with an index.
-
-The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
-`{name: {dtype, shape, data_offsets}}`, then the data. Read here directly, so that a damaged file is named precisely.
-"""
+"""Hugging Face folders: one safetensors file, or several with an index."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.model_files.regular_file import open_regular
+from allspan.protos.model_files.safetensors_header import check_index, safetensors_header, weight_files
 from allspan.worker.weights.mapped_file import MappedFile
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -30,7 +25,6 @@ _CODES = {
 _DTYPES = _FLOATS | _CODES
 _CHUNK = 1 << 25
 """Bytes copied before the pages of the file are given back: bounds what loading takes beside the weights themselves."""
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +46,9 @@ class SafetensorsFolder:
         self._folder = folder
         self._files: list[MappedFile] = []
         self._tensors: dict[str, Stored] = {}
-        index = folder / _INDEX
-        if index.is_file():
-            self._open_sharded(index)
-            return
-        files = [folder / "model.safetensors"]
-        if not files[0].is_file():
-            files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{folder}: no *.safetensors file (other formats, such as pickles, are not read)")
-        for path in files:
+        for path in weight_files(folder):
             self._open(path)
+        check_index(folder, {name: stored.file.path for name, stored in self._tensors.items()})
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -106,77 +92,13 @@ class SafetensorsFolder:
             raw = raw.clone()
         return raw.view(dtype).view(stored.shape)
 
-    def _open_sharded(self, index: Path) -> None:
-        weight_map = _read_index(index)
-        shards = sorted(set(weight_map.values()))
-        for shard in shards:
-            path = self._folder / shard
-            if not path.is_file():
-                first = next(name for name, file in weight_map.items() if file == shard)
-                raise CheckpointError(f"{path}: shard is missing ({index.name} expects tensor {first!r} in it)")
-            self._open(path)
-        for name, shard in weight_map.items():
-            if name not in self._tensors:
-                path = self._folder / shard
-                raise CheckpointError(f"{path}: tensor {name!r} is missing ({index.name} expects it here)")
-
     def _open(self, path: Path) -> None:
-        file = MappedFile(path)
+        with open_regular(path) as opened:
+            header = safetensors_header(opened, path)
+            file = MappedFile(path, opened)
         self._files.append(file)
-        header, start = read_header(file)
-        available = file.size - start
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            stored = read_entry(file, name, entry, start)
-            end = stored.offset + stored.num_bytes - start
-            if end > available:
-                raise CheckpointError(
-                    f"{path}: truncated: tensor {name!r} ends at byte {start + end}, but the file has {file.size} bytes"
-                )
-            self._tensors[name] = stored
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if all(Path(file).name == file for file in weight_map.values()):
-            return dict(weight_map)
-        raise ValueError("a shard lies outside the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not a safetensors index: {error!r}") from error
-
-
-def read_header(file: MappedFile) -> tuple[dict[str, Any], int]:
-    """The header and where the data starts."""
-    if file.map[:7] == b"version":
-        raise CheckpointError(f"{file.path}: is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
-    if file.size < 8:
-        raise CheckpointError(f"{file.path}: truncated: {file.size} bytes, expected at least 8")
-    length = int.from_bytes(file.map[:8], "little")
-    if length > file.size - 8:
-        raise CheckpointError(
-            f"{file.path}: truncated or not safetensors: the header takes {length} bytes, the file has {file.size}"
-        )
-    try:
-        header = json.loads(file.map[8 : 8 + length])
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: the safetensors header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file.path}: the safetensors header is not a JSON object")
-    return header, 8 + length
-
-
-def read_entry(file: MappedFile, name: str, entry: Any, start: int) -> Stored:
-    try:
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-        shape = tuple(int(size) for size in entry["shape"])
-        dtype = str(entry["dtype"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file.path}: tensor {name!r} has a malformed header entry: {error!r}") from error
-    known = _DTYPES.get(dtype)
-    if begin < 0 or end < begin or (known is not None and math.prod(shape) * known.itemsize != end - begin):
-        raise CheckpointError(
-            f"{file.path}: tensor {name!r} ({dtype} {list(shape)}) does not fit its data, bytes {begin} to {end}"
-        )
-    return Stored(file, dtype, shape, start + begin, end - begin)
+        for name, stored in header.tensors.items():
+            if name in self._tensors:
+                first = self._tensors[name].file.path.name
+                raise CheckpointError(f"{path}: tensor {name!r} is in {first}, too: remove one of the files")
+            self._tensors[name] = Stored(file, stored.dtype, stored.shape, stored.offset, stored.num_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from allspan.launch.console import counted, say, size
+from allspan.launch.models.checkpoint_files import check_files
 from allspan.launch.models.conversion import ConvertSettings, convert
 from allspan.launch.models.find_model import resolve_model
 from allspan.launch.models.hub import HubConfig
@@ -42,7 +43,9 @@ def run(argv: Sequence[str]) -> int:
     require_ranks()
     settings = build(ConvertSettings, namespace)
     model = resolve_model(namespace.model, build(HubConfig, namespace))
-    out, ranks = convert(model, build(ModelConfig, namespace, path="", name=""), settings)
+    weights = build(ModelConfig, namespace, path="", name="")
+    check_files(model.path, weights.load_format != "dummy")
+    out, ranks = convert(model, weights, settings)
     remember_converted(out)
     say(
         f"{out}: {size(sum(rank['num_bytes'] for rank in ranks))} for {counted(len(ranks), 'rank')}; "

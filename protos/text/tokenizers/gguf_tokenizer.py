@@ -11,11 +11,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.model_files.limits import MAX_CONTROL_TOKENS, MAX_TEMPLATE_BYTES, MAX_TOKEN_BYTES
 from allspan.protos.text.chat_template import ChatTemplate
 from allspan.protos.text.tokenizers import pretokenizers
 from allspan.protos.text.tokenizers.byte_level import token_to_bytes
 from allspan.protos.text.tokenizers.gguf_ends import SPM_BOS, SPM_EOS, TokenType, end_ids, token_types
 from allspan.protos.text.tokenizers.gguf_metadata import read_metadata
+from allspan.protos.text.tokenizers.library_errors import library_errors
 from allspan.protos.text.tokenizers.special import SpecialTokens
 from allspan.protos.text.tokenizers.spm import SpmModel
 from allspan.protos.text.tokenizers.tokenizer import Codec, Tokenizer
@@ -33,6 +35,10 @@ _SCALARS = {
     "add_eos_token": bool,
     "add_space_prefix": bool,
 }
+_IDS = tuple(key for key in _SCALARS if key.endswith("_token_id"))
+_NO_ID = 2**32 - 1
+"""What some tools write for a token that the model has not."""
+_LOOKED_FOR = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
 _LISTS = {"tokens": (str,), "merges": (str,), "token_type": (int,), "scores": (int, float)}
 
 
@@ -70,8 +76,24 @@ def _check(path: Path, metadata: Mapping[str, Any]) -> None:
             count = len(values["tokens"])
             raise CheckpointError(f"{path}: tokenizer.ggml.{key} has {len(value)} entries for {count} tokens")
     template = metadata.get("tokenizer.chat_template", "")
-    if not isinstance(template, str):
-        raise CheckpointError(f"{path}: tokenizer.chat_template must hold str")
+    if not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(
+            f"{path}: tokenizer.chat_template must hold str of at most {MAX_TEMPLATE_BYTES} characters"
+        )
+    tokens = values["tokens"]
+    for key in _IDS:
+        if (value := values.get(key, _NO_ID)) != _NO_ID and not 0 <= value < len(tokens):
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.{key} is {value}, must be below {len(tokens)}, the number of tokens"
+            )
+    if (longest := max(map(len, tokens))) > MAX_TOKEN_BYTES:
+        raise CheckpointError(f"{path}: a token has {longest} characters, must have at most {MAX_TOKEN_BYTES}")
+    types = values.get("token_type", [])
+    if (special := sum(kind in _LOOKED_FOR for kind in types)) > MAX_CONTROL_TOKENS:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.token_type has {special} control and user-defined tokens, must have at most "
+            f"{MAX_CONTROL_TOKENS}"
+        )
 
 
 class BpeCodec:
@@ -84,10 +106,8 @@ class BpeCodec:
         self._special = _special(tokens, types)
         merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
         vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
-        try:
+        with library_errors(f"{path}: the vocabulary and merges do not fit together"):
             model = BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignore_merges)
-        except Exception as error:  # the binding raises plain Exception
-            raise CheckpointError(f"{path}: the vocabulary and merges do not fit together: {error}") from error
         self._backend = Backend(model)
         self._backend.pre_tokenizer = rule.pre_tokenizer()
         plain = (TokenType.NORMAL, TokenType.BYTE)

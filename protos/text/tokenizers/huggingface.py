@@ -12,11 +12,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from allspan.protos.api.errors import CheckpointError, ModelNotFound
-from allspan.protos.config.json_file import read_json_object
+from allspan.protos.model_files.json_values import read_json_object, shown
+from allspan.protos.model_files.limits import MAX_AFFIXES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, MAX_VOCABULARY
+from allspan.protos.model_files.regular_file import check_regular, is_there, read_regular, read_text
 from allspan.protos.text.chat_template import ChatTemplate
 from allspan.protos.text.model_defaults import generation_defaults
 from allspan.protos.text.tokenizers import pretokenizers
 from allspan.protos.text.tokenizers.decoding import PieceDecoder, piece_decoder
+from allspan.protos.text.tokenizers.library_errors import library_errors
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.protos.text.tokenizers.transformers_backend import converted_backend
 
@@ -33,7 +36,13 @@ def load_folder(path: Path) -> Tokenizer:
     backend, added = _backend(path, config)
     codec = FolderCodec(backend, added, path)
     bos, eos = (backend.token_to_id(named[key]) if key in named else None for key in ("bos_token", "eos_token"))
-    prefix, suffix = _wrapping(backend, config, bos, eos)
+    with library_errors(f"{path}: the tokenizer cannot encode a text"):
+        prefix, suffix = _wrapping(backend, config, bos, eos)
+    for name, affix in (("before", prefix), ("after", suffix)):
+        if len(affix) > MAX_AFFIXES:
+            raise CheckpointError(
+                f"{path}: the tokenizer puts {len(affix)} tokens {name} every prompt, must be at most {MAX_AFFIXES}"
+            )
     ends = ([] if eos is None else [eos]) + list(generation_defaults(path).eos_token_ids)
     source = _template_source(path, config)
     return Tokenizer(
@@ -90,11 +99,10 @@ def _described(decoder: decoders.Decoder | None) -> dict[str, Any] | None:
 
 def _backend(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[int, AddedToken]]:
     file = path / "tokenizer.json"
-    if file.is_file():
-        try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:  # the binding raises plain Exception
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if is_there(file):
+        data = read_regular(file, MAX_TOKENIZER_BYTES)
+        with library_errors(f"{file} cannot be read"):
+            backend = Backend.from_buffer(data)
     else:
         backend = _from_vocab_and_merges(path, config)
     backend.no_truncation()
@@ -110,8 +118,12 @@ def _check_size(path: Path, backend: Backend) -> None:
     config = _read_json(path / "config.json")
     text = config.get("text_config")
     size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    size = size if type(size) is int else MAX_VOCABULARY
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= MAX_VOCABULARY:
+        raise CheckpointError(f"{path}: the tokenizer has a token with id {largest}, must be below {MAX_VOCABULARY}")
     found = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
-    if isinstance(size, int) and found > size:
+    if found > size:
         raise CheckpointError(
             f"{path}: the tokenizer has {found} tokens, config.json says vocab_size {size}: "
             "it is the tokenizer of another model"
@@ -122,17 +134,17 @@ def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:
     vocab, merges = path / "vocab.json", path / "merges.txt"
     name = _RULES_BY_CLASS.get(str(config.get("tokenizer_class")))
     rule = pretokenizers.rule(name) if name else None
-    if rule is None or not (vocab.is_file() and merges.is_file()):
-        if not (path / "config.json").exists():
+    if rule is None or not (is_there(vocab) and is_there(merges)):
+        if not is_there(path / "config.json"):
             raise ModelNotFound(
                 f"{path} holds no model: neither config.json nor tokenizer.json; give a folder in Hugging Face's "
                 "layout, or a GGUF file"
             )
         return converted_backend(path)
-    try:
+    for file in (vocab, merges):
+        check_regular(file, MAX_TOKENIZER_BYTES)
+    with library_errors(f"{vocab} and {merges} cannot be read"):
         backend = Backend(BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:
-        raise CheckpointError(f"{vocab} and {merges} cannot be read: {error}") from error
     if name == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = rule.pre_tokenizer()
@@ -143,12 +155,21 @@ def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:
 def _add_tokens(path: Path, backend: Backend, config: Mapping[str, Any]) -> None:
     """Adds tokens that only tokenizer_config.json or added_tokens.json lists, under the ids they name there."""
     known = backend.get_added_tokens_decoder()
-    listed: dict[int, AddedToken] = {}
-    for text, token_id in _read_json(path / "added_tokens.json").items():
-        listed[int(token_id)] = AddedToken(text, normalized=False, special=False)
-    for token_id, entry in config.get("added_tokens_decoder", {}).items():
+    source = path / "added_tokens.json"
+    listed = {
+        _added_id(source, token_id): AddedToken(text, normalized=False, special=False)
+        for text, token_id in _read_json(source).items()
+    }
+    source = path / "tokenizer_config.json"
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise CheckpointError(f"{source}: added_tokens_decoder must be an object, got {shown(decoder)}")
+    for token_id, entry in decoder.items():
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not isinstance(content, str) or not content:
+            raise CheckpointError(f"{source}: added_tokens_decoder[{shown(token_id)}] must have a text as its content")
         flags = {key: bool(entry.get(key, False)) for key in _TOKEN_FLAGS}
-        listed[int(token_id)] = AddedToken(entry["content"], **flags)
+        listed[_added_id(source, token_id)] = AddedToken(content, **flags)
     for token_id in sorted(set(listed) - set(known)):
         token = listed[token_id]
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
@@ -157,6 +178,17 @@ def _add_tokens(path: Path, backend: Backend, config: Mapping[str, Any]) -> None
                 f"{path}: added token {token.content!r} has id {token_id} in tokenizer_config.json, "
                 f"but comes out as {backend.token_to_id(token.content)}"
             )
+
+
+def _added_id(source: Path, value: object) -> int:
+    """The id of an added token, a number or (as a key) its digits. Raises CheckpointError for what is none."""
+    digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10
+    token_id = int(value) if digits and isinstance(value, str) else value
+    if type(token_id) is not int or not 0 <= token_id < MAX_VOCABULARY:
+        raise CheckpointError(
+            f"{source}: an added token has the id {shown(value)}, must be an integer from 0 to {MAX_VOCABULARY - 1}"
+        )
+    return token_id
 
 
 def _wrapping(
@@ -189,11 +221,16 @@ def _named_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if is_there(file):
+        return read_text(file, MAX_TEMPLATE_BYTES)
     value = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(value, list):  # several, by name
-        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
+        named = (entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default")
+        value = next((entry.get("template") for entry in named), None)
+    if isinstance(value, str) and len(value) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(
+            f"{path}: chat_template has {len(value)} characters, must have at most {MAX_TEMPLATE_BYTES}"
+        )
     return value if isinstance(value, str) else None
 
 
@@ -204,4 +241,4 @@ def _template(source: str, named: Mapping[str, str]) -> ChatTemplate:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the file's content, empty when there is no such file."""
-    return read_json_object(file) if file.is_file() else {}
+    return read_json_object(file) if is_there(file) else {}

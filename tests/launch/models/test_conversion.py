@@ -22,9 +22,11 @@ from allspan.protos.config.settings import ModelConfig
 POPEN = subprocess.Popen
 GOOD = 'print(\'{"ranks": [{"name": "rank-0.safetensors", "num_bytes": 7}]}\')'
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+
 
 def manifest(ranks: int) -> str:
-    files = tuple(RankWeights(f"rank-{rank}.safetensors", 7, "", "") for rank in range(ranks))
+    files = tuple(RankWeights(f"rank-{rank}.safetensors", len(NO_TENSORS), "", "") for rank in range(ranks))
     return Manifest(FORMAT, 1, "0", {"dtype": "float32"}, {"family": "llama"}, {}, (), files).to_json()
 
 
@@ -160,10 +162,10 @@ def test_a_converted_model_brings_its_number_of_ranks(tmp_path: Path) -> None:
 def test_before_any_process_starts_a_converted_models_files_are_looked_at(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(manifest(2))
     for rank in range(2):
-        (tmp_path / f"rank-{rank}.safetensors").write_bytes(b"7 bytes")
+        (tmp_path / f"rank-{rank}.safetensors").write_bytes(NO_TENSORS)
     check_files(tmp_path)
     (tmp_path / "rank-0.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors: truncated: it has 0 bytes, .* 7: convert"):
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors: truncated: it has 0 bytes, .* 10: convert"):
         check_files(tmp_path)
     (tmp_path / "rank-0.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank-0\.safetensors: missing"):

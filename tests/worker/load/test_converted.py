@@ -208,7 +208,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a rank's file elsewhere": (
         lambda out: change(out, lambda values: values["ranks"][0].update(name="../x.safetensors")),
-        "lies outside the folder",
+        r"name is '../x.safetensors'",
     ),
     "no manifest": (lambda out: (out / MANIFEST).write_text("{"), "cannot be read as JSON"),
     "no file": (lambda out: (out / "rank-0.safetensors").unlink(), r"rank-0\.safetensors: cannot be read"),

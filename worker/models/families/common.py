@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from allspan.protos.model_files.config_values import size_of
+from allspan.protos.model_files.json_values import shown
+from allspan.protos.model_files.limits import CONFIG_SIZES
 from allspan.worker.models.blocks.base import MlpBlock
 from allspan.worker.models.blocks.gated_mlp import GatedMlp
 from allspan.worker.models.blocks.gqa import Gqa
@@ -86,7 +89,7 @@ def read_gated_mlp(config: ForeignConfig, bias: bool = False) -> GatedMlp:
     """Raises CheckpointError for another activation than the kernels have."""
     activation = config.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise config.error(f"hidden_act {activation!r} is not supported (supported: silu)")
+        raise config.error(f"hidden_act {shown(activation)} is not supported (supported: silu)")
     return GatedMlp(config.size("intermediate_size"), bias)
 
 
@@ -95,7 +98,7 @@ def read_context(config: ForeignConfig, rotary: RotarySpec, default: int) -> int
     tokens = config.size("max_position_embeddings", default)
     if rotary.kind == "yarn":
         tokens = max(tokens, int(rotary.factor * rotary.original_max_position_embeddings))
-    return tokens
+    return size_of("max_position_embeddings", tokens, config.source)
 
 
 def same_window(config: ForeignConfig, context: int, window: int) -> list[int]:
@@ -110,10 +113,12 @@ def read_windows(config: ForeignConfig, context: int, window: int, first: int = 
     if kinds is None:
         return [each if layer >= first else 0 for layer, each in enumerate(windows)]
     if not isinstance(kinds, list) or len(kinds) != len(windows):
-        raise config.error(f"layer_types must be a list of num_hidden_layers ({len(windows)}) names, got {kinds!r}")
+        raise config.error(
+            f"layer_types must be a list of num_hidden_layers ({len(windows)}) names, got {shown(kinds)}"
+        )
     known = ("full_attention", "sliding_attention")
     if unknown := sorted({str(kind) for kind in kinds} - {*known}):
-        raise config.error(f"layer_types {unknown[0]!r} is not supported (supported: {', '.join(known)})")
+        raise config.error(f"layer_types {shown(unknown[0])} is not supported (supported: {', '.join(known)})")
     return [each if kind == "sliding_attention" else 0 for each, kind in zip(windows, kinds, strict=True)]
 
 
@@ -133,7 +138,7 @@ def read_rotary(config: ForeignConfig, default_context: int, rotary_dim: int = 0
     if kind == "mrope":
         kind = "default"
     if kind not in KINDS:
-        raise config.error(f"rope type {kind!r} is not supported (supported: {', '.join(KINDS)})")
+        raise config.error(f"rope type {shown(kind)} is not supported (supported: {', '.join(KINDS)})")
     theta = scaling.number("rope_theta", config.number("rope_theta", 10000.0))
     freq_factors = tuple(config.get("rope_freq_factors") or ())
     if kind == "default":
@@ -168,9 +173,12 @@ def _read_axes(scaling: ForeignConfig) -> tuple[int, ...]:
     sections = scaling.get("mrope_section")
     if sections is None:
         return ()
-    is_whole = isinstance(sections, list) and all(type(count) is int and count >= 0 for count in sections)
+    most = CONFIG_SIZES["head_dim"]
+    is_whole = isinstance(sections, list) and all(type(count) is int and 0 <= count <= most for count in sections)
     if not is_whole or len(sections) != len(POSITION_AXES):
-        raise scaling.error(f"mrope_section must be {len(POSITION_AXES)} numbers of pairs, got {sections!r}")
+        raise scaling.error(
+            f"mrope_section must be {len(POSITION_AXES)} numbers of pairs, got {shown(sections)} (each at most {most})"
+        )
     if not scaling.flag("mrope_interleaved"):
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
     count = len(sections)
@@ -188,5 +196,5 @@ def _attention_factor(scaling: ForeignConfig, factor: float) -> float:
 def _read_dtype(config: ForeignConfig) -> str:
     name = (config.text("dtype") or config.text("torch_dtype", "float32")).removeprefix("torch.")
     if name not in _DTYPES:
-        raise config.error(f"dtype {name!r} is not supported (supported: float32, bfloat16, float16)")
+        raise config.error(f"dtype {shown(name)} is not supported (supported: float32, bfloat16, float16)")
     return _DTYPES[name]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.model_files.config_values import number_of, size_of, token_ids_of
+from allspan.protos.model_files.json_values import shown
 
 
 class ForeignConfig:
@@ -24,29 +25,25 @@ class ForeignConfig:
         return self._values.get(key)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """A positive integer, up to the limit of its kind (`allspan.protos.model_files.limits`)."""
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key} must be a positive integer, got {value!r}")
-        return value
+        return size_of(key, value, self.source)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
+        """A positive number, up to the limit of its kind."""
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"{key} must be a positive number, got {value!r}")
-        return float(value)
+        return number_of(key, value, self.source)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(f"{key} must be true or false, got {value!r}")
+            raise self.error(f"{key} must be true or false, got {shown(value)}")
         return value
 
     def text(self, key: str, default: str = "") -> str:
@@ -54,18 +51,12 @@ class ForeignConfig:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self.error(f"{key} must be a string, got {value!r}")
+            raise self.error(f"{key} must be a string, got {shown(value)}")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id, a list of ids, or none."""
-        value = self.get(key)
-        if value is None:
-            return ()
-        ids = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-            raise self.error(f"{key} must be a token id or a list of them, got {value!r}")
-        return tuple(ids)
+        return token_ids_of(key, self.get(key), self.source)
 
     def section(self, key: str) -> ForeignConfig | None:
         """A nested object under the same rules; None if absent or empty."""
@@ -73,7 +64,7 @@ class ForeignConfig:
         if not value:
             return None
         if not isinstance(value, Mapping):
-            raise self.error(f"{key} must be an object, got {value!r}")
+            raise self.error(f"{key} must be an object, got {shown(value)}")
         return ForeignConfig(value, f"{self.source}: {key}")
 
     def error(self, message: str) -> CheckpointError:
