@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from allspan import Engine, SamplingParams
 from allspan.kernels.cuda.attention import cascade_rule
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.models.model import Model
+from allspan.worker.scheduler.drafting import DRAFTERS
+from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.row_inputs import PromptEmbeddings
 from support.tiny_models import prompt, reference_logits, save_tiny
@@ -242,3 +245,50 @@ def test_whoever_comes_while_steps_go_ahead_gets_its_tokens(eager: bool, tmp_pat
     for i, (one, output) in enumerate(zip(asked, outputs, strict=True)):
         assert len(output) == 1 + i % 9 or i % 11 == 9
         assert_likely(tuple(output), one, reference)
+
+
+@pytest.mark.gpu
+def test_a_hidden_state_is_what_the_head_reads_of_the_last_token(tmp_path: Path) -> None:
+    """In chunks and steps that were recorded, beside a request that decodes, and again from the prefix cache."""
+    reference = save_tiny(tmp_path, "qwen3", torch.bfloat16, **FAMILIES["qwen3"]).float()
+    with Engine(tmp_path, device="cuda", **SETTINGS) as engine:
+        handle, _ = engine.start_request([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+        for length in (1, 90, 90):
+            ids = prompt(length, reference.config.vocab_size, length)
+            with torch.no_grad():
+                expected = reference.model(torch.tensor([ids])).last_hidden_state[0, -1]
+            torch.testing.assert_close(torch.tensor(engine.hidden_state(ids)), expected, rtol=0.05, atol=0.05)
+        engine.release_request(handle)
+
+
+class Remembering:
+    """Drafts what each prompt got before; every third time, other tokens."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        at = len(request.output_token_ids)
+        drafts = self.outputs.get(tuple(request.prompt_token_ids), ())[at : at + most]
+        return [(token + 1) % 97 for token in drafts] if at % 3 == 0 else drafts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
+def test_drafts_change_no_token(tmp_path: Path, is_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = save_tiny(tmp_path, "llama", torch.bfloat16, **FAMILIES["llama"]).float()
+    asked = [prompt(9 + seed, 97, seed) for seed in range(4)]
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    drafter = Remembering()
+    monkeypatch.setitem(DRAFTERS, "remembering", lambda: drafter)
+    with Engine(tmp_path, device="cuda", enforce_eager=is_eager, **SETTINGS) as engine:
+        core = engine._loaded.core
+        core.draft_with("remembering", 3)
+        plain = engine.generate(asked, params)
+        drafter.outputs = {tuple(one): output.token_ids for one, output in zip(asked, plain, strict=True)}
+        before = core.steps
+        drafted = engine.generate(asked, params)
+        assert core.steps - before < 50, "drafts were kept"
+    for one, output in zip([*asked, *asked], [*plain, *drafted], strict=True):
+        assert len(output.token_ids) == 60
+        assert_likely(output.token_ids, one, reference)
