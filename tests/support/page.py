@@ -60,7 +60,7 @@ async def opened(
 async def ask(page: Page, text: str = "Hello") -> None:
     """Sends a message."""
     await page.fill("#prompt", text)
-    await page.press("#prompt", "Enter")
+    await page.click("#send")
 
 
 async def answer(page: Page, text: str = "") -> str:

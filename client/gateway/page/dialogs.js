@@ -1,7 +1,7 @@
 // The dialogs, the panels at the side, and short messages at the bottom.
 
 import { getJson, key } from "./api.js";
-import { byId, element, speak } from "./dom.js";
+import { byId, element, focusPrompt, speak } from "./dom.js";
 
 const TOAST_MS = 8000;
 const NARROW = matchMedia("(max-width: 56rem)");
@@ -44,7 +44,7 @@ export function toggleList(isOpen = !isListOpen()) {
   byId("list-open").setAttribute("aria-expanded", String(isOpen));
   covered();
   if (isOpen) byId("new").focus();
-  else byId("prompt").focus();
+  else focusPrompt();
 }
 
 export const isListOpen = () => (NARROW.matches ? document.body.classList.contains("list-over") : !document.body.classList.contains("list-away"));
@@ -100,7 +100,7 @@ export function listenToKeyDialog(onKey) {
       dialog.close();
       speak("The key was taken.");
       onKey();
-      byId("prompt").focus();
+      focusPrompt();
     } catch (error) {
       key.set(before, key.isRemembered());
       byId("key-error").textContent = error.message;

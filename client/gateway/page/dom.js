@@ -51,6 +51,13 @@ function copyWithoutPermission(text) {
   field.remove();
 }
 
+/** Whether this is a screen to touch: there Enter begins a line, and a focused field covers half of it with keys. */
+export const isTouched = () => matchMedia("(hover: none) and (pointer: coarse)").matches;
+
+export function focusPrompt() {
+  if (!isTouched()) byId("prompt").focus();
+}
+
 /** Says a text to screen readers. */
 export function speak(text) {
   byId("spoken").textContent = text;

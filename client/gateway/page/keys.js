@@ -2,10 +2,12 @@
 
 import { byId, element } from "./dom.js";
 
-/** `code` is the place of a key, so that Alt and a letter work on every layout; `run` returns false to pass the key on. */
+const IS_MAC = /^Mac|^iP/.test(navigator.platform);
+
+/** `run` returns false to pass the key on. */
 export function listenToKeys(rows) {
   byId("keys").replaceChildren(
-    ...rows.map(({ shown, does }) => element("div", {}, element("dt", {}, ...shown.split(" ").map((name) => element("kbd", {}, name))), element("dd", {}, does))),
+    ...rows.map(({ shown, does }) => element("div", {}, element("dt", {}, ...shown.split(" ").map((name) => element("kbd", {}, IS_MAC && name === "Alt" ? "⌥" : name))), element("dd", {}, does))),
   );
   byId("keys-open").addEventListener("click", () => byId("keys-dialog").showModal());
   byId("keys-close").addEventListener("click", () => byId("keys-dialog").close());
@@ -16,8 +18,10 @@ export function listenToKeys(rows) {
   });
 }
 
-function matches({ code, key, alt = false, outside = false }, event) {
-  if (event.ctrlKey || event.metaKey || event.altKey !== alt) return false;
+function matches({ key, alt = false, outside = false }, event) {
+  if (!key || event.ctrlKey || event.metaKey || event.altKey !== alt) return false;
   if (outside && event.target.closest("input, textarea, select")) return false;
-  return code ? event.code === code : event.key === key;
+  // On a Mac, and where letters are not Latin, Alt and a letter is another sign: then the key's place counts.
+  const isLetter = /^[a-z]$/i.test(event.key);
+  return alt && !isLetter ? event.code === `Key${key.toUpperCase()}` : event.key.toLowerCase() === key.toLowerCase();
 }

@@ -3,12 +3,12 @@
 import { ApiError, key } from "./api.js";
 import * as chat from "./chat/chat.js";
 import { listenForFiles } from "./chat/attachments.js";
-import { exportAll, importFrom, listenToSearch, showList } from "./chat/list.js";
+import { deleteAll, exportAll, importFrom, listenToSearch, showList } from "./chat/list.js";
 import { isLasting } from "./chat/store.js";
 import { explainTokens } from "./chat/tokens.js";
 import { followCluster } from "./cluster.js";
 import { askForKey, closeCovers, isListOpen, listenToKeyDialog, listenToPanels, toast, toggleList, togglePanel } from "./dialogs.js";
-import { byId, keep } from "./dom.js";
+import { byId, focusPrompt, isTouched, keep } from "./dom.js";
 import { listenToKeys } from "./keys.js";
 import { look, readModel, server } from "./server.js";
 import { buildSettings, readLimits, setDefaultSystem, showsProbabilities } from "./settings.js";
@@ -52,30 +52,30 @@ function switchTheme() {
 function newChat() {
   chat.startNew();
   if (document.body.classList.contains("list-over")) toggleList(false);
-  prompt.focus();
+  focusPrompt();
 }
 
 function escape() {
   if (closeCovers()) return true;
   if (!chat.isRunning()) return false;
   chat.stop();
-  prompt.focus();
+  focusPrompt();
   return true;
 }
 
 const SHORTCUTS = [
-  { shown: "Enter", does: "Send the message", code: "none" },
-  { shown: "Shift Enter", does: "Begin a line", code: "none" },
+  { shown: "Enter", does: "Send the message" },
+  { shown: "Shift Enter", does: "Begin a line" },
   { shown: "Esc", does: "Stop the answer, or close what is open", key: "Escape", run: escape },
-  { shown: "Alt N", does: "New chat", code: "KeyN", alt: true, run: newChat },
-  { shown: "Alt M", does: "Go to the message field", code: "KeyM", alt: true, run: () => prompt.focus() },
-  { shown: "Alt R", does: "Regenerate the last answer", code: "KeyR", alt: true, run: () => chat.regenerateLast() },
+  { shown: "Alt N", does: "New chat", key: "n", alt: true, run: newChat },
+  { shown: "Alt M", does: "Go to the message field", key: "m", alt: true, run: () => prompt.focus() },
+  { shown: "Alt R", does: "Regenerate the last answer", key: "r", alt: true, run: () => chat.regenerateLast() },
   { shown: "↑", does: "Edit the last message, in an empty field", key: "ArrowUp", run: (event) => (event.target === prompt && !prompt.value ? chat.editLast() : false) },
-  { shown: "Alt K", does: "Search the conversations", code: "KeyK", alt: true, run: () => (isListOpen() || toggleList(true), byId("search").focus()) },
-  { shown: "Alt L", does: "Show or hide the list", code: "KeyL", alt: true, run: () => toggleList() },
-  { shown: "Alt S", does: "Settings", code: "KeyS", alt: true, run: () => togglePanel("settings") },
-  { shown: "Alt C", does: "Cluster", code: "KeyC", alt: true, run: () => togglePanel("cluster") },
-  { shown: "← →", does: "Walk through token probabilities, with the conversation in focus", code: "none" },
+  { shown: "Alt K", does: "Search the conversations", key: "k", alt: true, run: () => (isListOpen() || toggleList(true), byId("search").focus()) },
+  { shown: "Alt L", does: "Show or hide the list", key: "l", alt: true, run: () => toggleList() },
+  { shown: "Alt S", does: "Settings", key: "s", alt: true, run: () => togglePanel("settings") },
+  { shown: "Alt C", does: "Cluster", key: "c", alt: true, run: () => togglePanel("cluster") },
+  { shown: "← →", does: "Walk through token probabilities, with the conversation in focus" },
   { shown: "?", does: "This list", key: "?", outside: true, run: () => byId("keys-dialog").showModal() },
 ];
 
@@ -85,13 +85,13 @@ function listen() {
     chat.submit();
   });
   prompt.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.altKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || event.altKey || event.isComposing || isTouched()) return;
     event.preventDefault();
     chat.submit();
   });
   byId("stop").addEventListener("click", () => {
     chat.stop();
-    prompt.focus();
+    focusPrompt();
   });
   byId("to-end").addEventListener("click", chat.toEnd);
   for (const id of ["new", "new-small"]) byId(id).addEventListener("click", newChat);
@@ -101,6 +101,7 @@ function listen() {
     setDefaultSystem(byId("system").value);
   });
   byId("export").addEventListener("click", exportAll);
+  byId("delete-all").addEventListener("click", deleteAll);
   byId("import").addEventListener("click", () => byId("import-input").click());
   byId("import-input").addEventListener("change", async () => {
     await importFrom(byId("import-input").files[0]);
@@ -114,7 +115,7 @@ function listen() {
   });
   document.addEventListener("chosen", () => {
     if (document.body.classList.contains("list-over")) toggleList(false);
-    prompt.focus();
+    focusPrompt();
   });
   addEventListener("hashchange", () => {
     if (idInAddress()) chat.open(idInAddress());

@@ -51,8 +51,11 @@ export async function readLimits(model) {
   const defaults = model?.sampling_defaults ?? {};
   for (const [name, , , placeholder] of [...CONTROLS, ...MORE_CONTROLS]) {
     const value = defaults[name];
-    byId(`control-${name}`).placeholder = value === undefined || value === null ? placeholder : String(value);
+    const isOurs = value === undefined || value === null || value === Number.parseFloat(placeholder);
+    byId(`control-${name}`).placeholder = isOurs ? placeholder : String(value);
   }
+  const source = model?.sampling_defaults_source;
+  byId("defaults-told").textContent = `An empty field takes the server's default, shown in grey${source ? ` (from ${source})` : ""}.`;
   try {
     const { components } = await getJson("openapi.json");
     for (const input of inputs()) setRange(input, components.schemas.ChatRequest.properties[input.name]);

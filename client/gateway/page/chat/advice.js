@@ -26,7 +26,7 @@ export function adviceOn(error) {
     case 422:
       return told(adviceOnField(error));
     default:
-      return told(error.status >= 500 ? "Try again; the server's log says more." : "Correct it and send again.");
+      return told(!(error.status < 500) ? "Try again; the server's log says more." : "Correct it and send again.");
   }
 }
 

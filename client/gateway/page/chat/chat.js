@@ -1,6 +1,7 @@
 // The conversation that is shown: what is sent, which branch is seen, and the answers that come.
 
-import { byId, keep, kept, speak } from "../dom.js";
+import { toast } from "../dialogs.js";
+import { byId, focusPrompt, keep, kept, speak } from "../dom.js";
 import { server } from "../server.js";
 import { defaultSystem, requestFields, showsProbabilities } from "../settings.js";
 import { adviceOn } from "./advice.js";
@@ -17,6 +18,7 @@ const log = byId("log");
 const prompt = byId("prompt");
 const runs = new Map(); // by conversation: an answer goes on while another conversation is looked at
 const tokenEvents = new WeakMap(); // of messages whose probabilities were asked for
+const deleted = new Set();
 let conversation = newConversation();
 let askForKey = () => {};
 
@@ -25,7 +27,7 @@ const actions = {
   continued: (node) => continueAnswer(conversation, node),
   edited: (node, text) => {
     const own = conversation;
-    answer(own, addNode(own, node.parent, { role: "user", content: text, ...(node.files && { files: node.files }) }));
+    if (canAsk(own)) answer(own, addNode(own, node.parent, { role: "user", content: text, ...(node.files && { files: node.files }) }));
   },
   versionShown: (node) => {
     showBranch(conversation, node);
@@ -45,9 +47,17 @@ export async function open(id) {
   return Boolean(found);
 }
 
+/** Stops the answers of conversations that are deleted, so that none is kept again. */
+export function forget(id) {
+  deleted.add(id);
+  runs.get(id)?.stop();
+}
+
+export const remember = (id) => deleted.delete(id);
+
 export function startNew() {
   show(newConversation(defaultSystem()));
-  prompt.focus();
+  focusPrompt();
 }
 
 function show(next) {
@@ -72,7 +82,7 @@ export function setSystem(text) {
 }
 
 async function save(changed) {
-  if (changed.leaf === null) return;
+  if (changed.leaf === null || deleted.has(changed.id)) return;
   try {
     await store.save(changed);
   } catch (error) {
@@ -85,9 +95,8 @@ export function submit() {
   const text = prompt.value.trim();
   const files = attached();
   if ((!text && !files.length) || isRunning()) return;
-  const fields = checkedFields();
-  if (!fields) return;
   const own = conversation;
+  if (!canAsk(own)) return;
   own.updated = Date.now();
   const node = addNode(own, own.leaf, { role: "user", content: text, ...(files.length && { files }) });
   setPrompt("", []);
@@ -122,10 +131,16 @@ function checkedFields() {
   }
 }
 
+/** Whether a request of this conversation may be sent now; else the page says why not. */
+function canAsk(own) {
+  if (runs.has(own.id)) toast("An answer comes: stop it first.");
+  return !runs.has(own.id) && checkedFields() !== null;
+}
+
 /** Asks for an answer to the message `asked`. `typed`: what goes back into the field when nothing comes. */
 async function answer(own, asked, typed = null) {
-  const fields = checkedFields();
-  if (runs.has(own.id) || !fields) return;
+  if (!canAsk(own)) return;
+  const fields = requestFields();
   const node = addNode(own, asked.id, { role: "assistant" });
   const messages = requestMessages(own, asked.id);
   const error = await runTo(own, node, { messages, ...fields });
@@ -146,8 +161,8 @@ async function answer(own, asked, typed = null) {
 
 /** Goes on with an answer that was cut. */
 async function continueAnswer(own, node) {
-  const fields = checkedFields();
-  if (runs.has(own.id) || !fields) return;
+  if (!canAsk(own)) return;
+  const fields = requestFields();
   own.leaf = node.id;
   const messages = requestMessages(own, node.id);
   const error = await runTo(own, node, { messages, ...fields, continue_final_message: true, add_generation_prompt: false });
@@ -188,7 +203,7 @@ function fail(error, again) {
   notice(advice, again);
   if (advice.isDown) server.look();
   if (advice.isKey) askForKey();
-  prompt.focus();
+  focusPrompt();
 }
 
 /** A card above the message field; null takes it away. */

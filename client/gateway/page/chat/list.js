@@ -2,7 +2,7 @@
 
 import { byId, element, iconButton, saveFile } from "../dom.js";
 import { toast } from "../dialogs.js";
-import { current, isRunning, open, startNew } from "./chat.js";
+import { current, forget, isRunning, open, remember, startNew } from "./chat.js";
 import * as store from "./store.js";
 
 const DAY_MS = 86_400_000;
@@ -83,10 +83,12 @@ function rename(item, id, name) {
 
 async function remove(id, name) {
   const conversation = await store.load(id);
+  forget(id);
   await store.remove(id);
   if (id === current().id) startNew();
   await showList();
   toast(`“${name}” was deleted.`, "Undo", async () => {
+    remember(id);
     await store.save(conversation);
     await open(id);
     await showList();
@@ -98,10 +100,29 @@ export async function exportAll() {
   saveFile(`allspan-conversations-${new Date().toISOString().slice(0, 10)}.json`, value);
 }
 
+export async function deleteAll() {
+  const { conversations } = await store.exported();
+  for (const { id } of conversations) {
+    forget(id);
+    await store.remove(id);
+  }
+  startNew();
+  await showList();
+  toast(`${counted(conversations.length)} deleted.`, "Undo", async () => {
+    for (const conversation of conversations) {
+      remember(conversation.id);
+      await store.save(conversation);
+    }
+    await showList();
+  });
+}
+
+const counted = (count) => `${count} ${count === 1 ? "conversation was" : "conversations were"}`;
+
 export async function importFrom(file) {
   try {
     const count = await store.take(await file.text());
-    toast(`${count} ${count === 1 ? "conversation was" : "conversations were"} imported.`);
+    toast(`${counted(count)} imported.`);
   } catch (error) {
     toast(error.message);
   }

@@ -4,6 +4,7 @@ import { readConversation } from "./conversation.js";
 
 const NAME = "allspan";
 const TABLE = "conversations";
+const LIST = "list"; // their ids, titles and times alone, so that the list need not read them all
 const FORMAT = "allspan-conversations";
 
 const memory = new Map();
@@ -14,7 +15,9 @@ function database() {
   opening ??= new Promise((resolve) => {
     try {
       const request = indexedDB.open(NAME, 1);
-      request.onupgradeneeded = () => request.result.createObjectStore(TABLE, { keyPath: "id" });
+      request.onupgradeneeded = () => {
+        for (const name of [TABLE, LIST]) request.result.createObjectStore(name, { keyPath: "id" });
+      };
       request.onsuccess = () => resolve(request.result);
       request.onerror = () => resolve(null);
     } catch {
@@ -27,12 +30,12 @@ function database() {
 /** Whether conversations outlive this tab. */
 export const isLasting = async () => (await database()) !== null;
 
-/** What `work` makes of the table, once all of it is written. */
+/** What `work` makes of the tables, once all of it is written. */
 async function within(mode, work) {
   const db = await database();
   return new Promise((resolve, reject) => {
-    const transaction = db.transaction(TABLE, mode);
-    const request = work(transaction.objectStore(TABLE));
+    const transaction = db.transaction([TABLE, LIST], mode);
+    const request = work(transaction.objectStore(TABLE), transaction.objectStore(LIST));
     transaction.oncomplete = () => resolve(request.result);
     transaction.onabort = transaction.onerror = () => reject(transaction.error ?? new Error("the browser could not keep it"));
   });
@@ -44,13 +47,13 @@ export async function load(id) {
 }
 
 export async function save(conversation) {
-  if (await isLasting()) await within("readwrite", (table) => table.put(conversation));
+  if (await isLasting()) await within("readwrite", (table, list) => (list.put(entryOf(conversation)), table.put(conversation)));
   else memory.set(conversation.id, conversation);
   channel?.postMessage("changed");
 }
 
 export async function remove(id) {
-  if (await isLasting()) await within("readwrite", (table) => table.delete(id));
+  if (await isLasting()) await within("readwrite", (table, list) => (list.delete(id), table.delete(id)));
   else memory.delete(id);
   channel?.postMessage("changed");
 }
@@ -63,14 +66,18 @@ async function all() {
 /** The conversations that hold all words of `words`, newest first, without their messages. */
 export async function find(words = "") {
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+  if (!wanted.length && (await isLasting())) {
+    return (await within("readonly", (_, list) => list.getAll())).sort((a, b) => b.updated - a.updated);
+  }
   const found = (await all()).filter((conversation) => {
-    if (!wanted.length) return true;
     const texts = [conversation.title, ...Object.values(conversation.nodes).map((node) => node.content)];
     const whole = texts.join("\n").toLowerCase();
     return wanted.every((word) => whole.includes(word));
   });
-  return found.map(({ id, title, updated }) => ({ id, title, updated }));
+  return found.map(entryOf);
 }
+
+const entryOf = ({ id, title, updated }) => ({ id, title, updated });
 
 /** All conversations, or those of these ids, as the value of a file. */
 export async function exported(ids = null) {
