@@ -5,6 +5,7 @@ import { fragmentOfCode } from "./parse.js";
 
 const MOST_COLOURED = 100_000; // characters: beyond, colours cost more than they tell
 const WHILE_IT_GROWS_MS = 200;
+const MOST_WHILE_IT_GROWS = 4000;
 
 let library = null;
 const loaded = () => (library ??= import("../lib/highlight.min.js").then((module) => module.default));
@@ -30,7 +31,7 @@ export class CodeBlock {
     if (text.startsWith(this.#text)) this.#code.append(text.slice(this.#text.length));
     else this.#code.textContent = text;
     this.#text = text;
-    if (performance.now() - this.#colouredAt > WHILE_IT_GROWS_MS && text.length < MOST_COLOURED / 10) this.#colour();
+    if (performance.now() - this.#colouredAt > WHILE_IT_GROWS_MS && text.length < MOST_WHILE_IT_GROWS) this.#colour();
   }
 
   finish() {
