@@ -18,7 +18,7 @@ import jinja2
 
 from allspan.protos.text.helper_child import limit_memory, questions, reply
 from allspan.protos.text.template_environment import TemplateEnvironment
-from allspan.protos.text.written import Written, joined, with_own, written
+from allspan.protos.text.written import Written, joined, with_own, with_tags, written
 
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "model"))
 """The roles whose names may be part of a control token that a template puts together."""
@@ -97,6 +97,8 @@ def _values(question: dict[str, Any]) -> dict[str, Any]:
     for message in messages:
         if isinstance(message, dict) and message.get("role") in ROLES:
             message["role"] = written(message["role"])
+            if message["role"] == "assistant" and type(message.get("content")) is str:
+                message["content"] = with_tags(message["content"])
     specials = {name: written(text) for name, text in question["specials"].items()}
     return {"tools": None, "documents": None, **specials, **question["variables"], "messages": messages}
 

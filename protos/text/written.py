@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, SupportsIndex
 
 _RUN = re.compile(b"\1+")
+_REASONING_TAGS = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
 _PERCENT = re.compile(r"%(.)", re.DOTALL)
 
 
@@ -149,6 +150,11 @@ def with_own(text: str, own: Iterable[Iterable[int]]) -> Written:
     for start, end in own:
         mask[start:end] = b"\1" * (end - start)
     return Written(text, bytes(mask))
+
+
+def with_tags(text: str) -> Written:
+    """An assistant's earlier answer, in which the tags of its reasoning are the model's own."""
+    return with_own(text, (match.span() for match in _REASONING_TAGS.finditer(text)))
 
 
 def mask_of(text: str) -> bytes:

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from allspan.protos.text import Tokenizer
+from allspan.protos.text.tokenizers.control import BREAK, ControlTexts
 
 
 class ByteCodec:
     """Id 0 to 255: that byte."""
 
     vocab_size = 256
+    control = ControlTexts({})
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         return list(text.encode())
+
+    def encode_framed(self, text: str) -> list[int]:
+        return list(text.replace(BREAK, "").encode())
 
     def piece(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from allspan.protos.text import Tokenizer
 from allspan.protos.text.chat_template import ChatTemplate
+from allspan.protos.text.tokenizers.control import BREAK, FRAME, ControlTexts
 
 SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 EOS = 257
@@ -18,13 +21,20 @@ class ChatCodec:
     def __init__(self, specials: tuple[str, ...] = SPECIALS) -> None:
         self._specials = specials
         self.vocab_size = 256 + len(specials)
+        self.control = ControlTexts({text: 256 + i for i, text in enumerate(specials)})
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
+        return self._ids(text, self._specials if parse_special else ())
+
+    def encode_framed(self, text: str) -> list[int]:
+        return self._ids(text.replace(BREAK, ""), [f"{FRAME}{special}{FRAME}" for special in self._specials])
+
+    def _ids(self, text: str, specials: Sequence[str]) -> list[int]:
         ids: list[int] = []
         at = 0
         while at < len(text):
-            special = next((s for s in self._specials if parse_special and text.startswith(s, at)), None)
-            ids += [256 + self._specials.index(special)] if special else list(text[at].encode())
+            special = next((s for s in specials if text.startswith(s, at)), None)
+            ids += [256 + specials.index(special)] if special else list(text[at].encode())
             at += len(special) if special else 1
         return ids
 

@@ -25,6 +25,22 @@ CHATML = (
 
 def byte_level(folder: Path, bos: bool = False, **config: Any) -> Path:
     """Byte-level BPE trained on a few words, with the special texts of SPECIAL."""
+    tokenizer = backend()
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    if bos:
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return save(folder, tokenizer, config)
+
+
+def sentencepiece_like(folder: Path, **config: Any) -> Path:
+    """Laid out as Llama 2's tokenizer.json: spaces as ▁, one before the text, unknown characters as bytes."""
+    return save(folder, _sentencepiece_like(), config)
+
+
+def backend(metaspace: bool = False) -> Tokenizer:
+    """A tokenizer with <s> and </s>: byte-level BPE trained on a few words, or laid out as Llama 2's."""
+    if metaspace:
+        return _sentencepiece_like()
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,14 +49,10 @@ def byte_level(folder: Path, bos: bool = False, **config: Any) -> Path:
         vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
-    if bos:
-        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return _save(folder, tokenizer, config)
+    return tokenizer
 
 
-def sentencepiece_like(folder: Path, **config: Any) -> Path:
-    """Laid out as Llama 2's tokenizer.json: spaces as ▁, one before the text, unknown characters as bytes."""
+def _sentencepiece_like() -> Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁helowrd"]
     merges = [("▁", "h"), ("▁h", "e"), ("l", "l"), ("▁he", "ll"), ("▁hell", "o"), ("▁", "▁")]
     pieces += ["".join(merge) for merge in merges]
@@ -52,10 +64,11 @@ def sentencepiece_like(folder: Path, **config: Any) -> Path:
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return _save(folder, tokenizer, config)
+    return tokenizer
 
 
-def _save(folder: Path, tokenizer: Tokenizer, config: dict[str, Any]) -> Path:
+def save(folder: Path, tokenizer: Tokenizer, config: dict[str, Any]) -> Path:
+    """The tokenizer as a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"} | config

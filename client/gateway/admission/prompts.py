@@ -15,6 +15,7 @@ from allspan.client.gateway.served_model import ServedModel
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.prompts import check_ids, check_length
 from allspan.protos.text import Tokenizer
+from allspan.protos.text.written import Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class PromptOptions:
 
     add_special_tokens: bool | None = None
     """Adds the special tokens that the model expects around a prompt; a conversation's template has done so already."""
+    parse_special: bool = True
+    """Reads the texts of special tokens in a text as those tokens; a conversation's template alone writes them."""
     last_tokens: int | None = None
     """Keeps this many of the prompt's last tokens; -1: as many as leave room for `max_tokens`."""
     max_tokens: int | None = None
@@ -74,7 +77,8 @@ class PromptEncoder:
             if not prompt and not options.only_counted:
                 raise InvalidRequest(f"{field} is empty, must have at least one token", field)
             special = options.add_special_tokens is not False
-            ids: Sequence[int] = await off_loop(len(prompt), self._tokenizer.encode, prompt, special)
+            text = prompt if options.parse_special else Written(prompt)
+            ids: Sequence[int] = await off_loop(len(prompt), self._tokenizer.encode, text, special)
         else:
             if len(prompt) > self.max_chars:
                 raise InvalidRequest(f"{field} has {len(prompt)} entries, at most {self.max_chars}", field)

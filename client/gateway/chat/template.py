@@ -11,7 +11,7 @@ from typing import Any
 from allspan.client.gateway.chat.formats import CallFormat
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text.chat_template import RENDER_S, ChatTemplate, TemplateTooSlow
-from allspan.protos.text.written import Written, joined, written
+from allspan.protos.text.written import Written, joined, with_tags, written
 
 RESERVED = frozenset(
     (
@@ -184,7 +184,8 @@ def _without_calls(messages: Sequence[Mapping[str, Any]], form: CallFormat) -> l
         elif calls := message.get("tool_calls"):
             functions = [call["function"] for call in calls]
             texts = [form.written(each["name"], _object_of(each["arguments"])) for each in functions]
-            content = joined(filter(None, (message["content"], joined(texts, form.separator))), "\n")
+            said = with_tags(message["content"] or "")
+            content = joined(filter(None, (said, joined(texts, form.separator))), "\n")
             plain.append({"role": "assistant", "content": content})
         else:
             plain.append(message)

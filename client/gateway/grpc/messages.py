@@ -82,11 +82,12 @@ def text_options_of(options: pb.SamplingOptions) -> TextOptions:
 
 def prompt_options_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> PromptOptions:
     special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+    parse = not request.HasField("parse_special") or request.parse_special
     begins = not request.HasField("add_generation_prompt") or request.add_generation_prompt
     if isinstance(request, pb.TokenizeRequest):
-        return PromptOptions(special, add_generation_prompt=begins, only_counted=True)
+        return PromptOptions(special, parse, add_generation_prompt=begins, only_counted=True)
     last = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
-    return PromptOptions(special, last, request.sampling.max_tokens or None, begins)
+    return PromptOptions(special, parse, last, request.sampling.max_tokens or None, begins)
 
 
 def options_of(request: pb.GenerateRequest, remaining_s: float | None) -> RequestOptions:

@@ -4,6 +4,7 @@ once, by `SamplingParams`; here only what it does not know of."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -143,7 +144,9 @@ class SamplingFields(_SamplingTable):
 
     def prompt_options(self) -> PromptOptions:
         """Returns the prompt's options; InvalidRequest names the field."""
-        return PromptOptions(self.add_special_tokens, self.truncate_prompt_tokens, self.max_tokens)
+        return PromptOptions(
+            self.add_special_tokens, last_tokens=self.truncate_prompt_tokens, max_tokens=self.max_tokens
+        )
 
     def text_options(self) -> TextOptions:
         return TextOptions(
@@ -169,6 +172,10 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    parse_special: bool | None = None  # of a text: false reads no special tokens out of it
+
+    def prompt_options(self) -> PromptOptions:
+        return replace(super().prompt_options(), parse_special=self.parse_special is not False)
 
     @property
     def candidates(self) -> int:

@@ -40,6 +40,7 @@ class TokenizeRequest(RequestBody):
     prompt: str | None = None
     content: str | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     return_token_strs: bool | None = None
     # as chat has them
     messages: Any = None
@@ -73,7 +74,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
         with _answered(request):
             asked = parse(TokenizeRequest, await read_json_body(request, limits), limits)
             context.model.check_name(asked.model)
-            options = PromptOptions(asked.add_special_tokens, only_counted=True)
+            options = PromptOptions(asked.add_special_tokens, asked.parse_special is not False, only_counted=True)
             if asked.prompt is not None:
                 ids = await context.prompts.encode(asked.prompt, "prompt", options)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from allspan.protos.text.tokenizers.byte_level import token_to_bytes
 from allspan.protos.text.tokenizers.gguf_ends import SPM_BOS, SPM_EOS, TokenType, end_ids, token_types
 from allspan.protos.text.tokenizers.gguf_metadata import read_metadata
 from allspan.protos.text.tokenizers.library_errors import library_errors
-from allspan.protos.text.tokenizers.special import SpecialTokens
+from allspan.protos.text.tokenizers.special import NO_TOKEN, SpecialTokens
 from allspan.protos.text.tokenizers.spm import SpmModel
 from allspan.protos.text.tokenizers.tokenizer import Codec, Tokenizer
 
@@ -39,6 +39,7 @@ _IDS = tuple(key for key in _SCALARS if key.endswith("_token_id"))
 _NO_ID = 2**32 - 1
 """What some tools write for a token that the model has not."""
 _LOOKED_FOR = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
+_NEVER_MERGED = (TokenType.CONTROL, TokenType.UNKNOWN)
 _LISTS = {"tokens": (str,), "merges": (str,), "token_type": (int,), "scores": (int, float)}
 
 
@@ -104,6 +105,7 @@ class BpeCodec:
         types = token_types(metadata)
         self.vocab_size = len(tokens)
         self._special = _special(tokens, types)
+        self.control = self._special.control
         merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
         vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
         with library_errors(f"{path}: the vocabulary and merges do not fit together"):
@@ -117,10 +119,16 @@ class BpeCodec:
         ]
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
+        return self._ids(self._special.split(text, parse_special))
+
+    def encode_framed(self, text: str) -> list[int]:
+        return self._ids(self._special.split_framed(text))
+
+    def _ids(self, parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []
-        for part in self._special.split(text, parse_special):
+        for part in parts:
             if isinstance(part, int):
-                ids.append(part)
+                ids += [part] * (part != NO_TOKEN)
             else:
                 ids += self._backend.encode(part, add_special_tokens=False).ids
         return ids
@@ -137,20 +145,29 @@ class SpmCodec:
         types = token_types(metadata)
         self.vocab_size = len(tokens)
         self._special = _special(tokens, types)
+        self.control = self._special.control
         self._add_space = add_space_prefix
         scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
-        self._model = SpmModel(tokens, scores)
+        words = [text if kind not in _NEVER_MERGED else "" for text, kind in zip(tokens, types, strict=True)]
+        self._model = SpmModel(words, scores)
         self._pieces = [_spm_piece(text, kind) for text, kind in zip(tokens, types, strict=True)]
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
+        return self._ids(self._special.split(text, parse_special))
+
+    def encode_framed(self, text: str) -> list[int]:
+        return self._ids(self._special.split_framed(text))
+
+    def _ids(self, parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []
         after_special = True
-        for part in self._special.split(text, parse_special):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
+        for part in parts:
+            if isinstance(part, str):
                 ids += self._model.encode(" " + part if self._add_space and after_special else part)
-            after_special = isinstance(part, int)
+                after_special = False
+            elif part != NO_TOKEN:
+                ids.append(part)
+                after_special = True
         return ids
 
     def piece(self, token_id: int) -> bytes:
@@ -193,7 +210,7 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 def _special(tokens: list[str], types: list[int]) -> SpecialTokens:
     control = {t: i for i, t in enumerate(tokens) if types[i] in (TokenType.CONTROL, TokenType.UNKNOWN)}
     defined = {t: i for i, t in enumerate(tokens) if types[i] == TokenType.USER_DEFINED}
-    return SpecialTokens(control, defined)
+    return SpecialTokens(control, defined, (i for i, kind in enumerate(types) if kind == TokenType.UNKNOWN))
 
 
 def _pair(merge: str) -> tuple[str, str]:

@@ -18,7 +18,9 @@ from allspan.protos.model_files.regular_file import check_regular, is_there, rea
 from allspan.protos.text.chat_template import ChatTemplate
 from allspan.protos.text.model_defaults import generation_defaults
 from allspan.protos.text.tokenizers import pretokenizers
+from allspan.protos.text.tokenizers.control import ControlTexts, is_control_text
 from allspan.protos.text.tokenizers.decoding import PieceDecoder, piece_decoder
+from allspan.protos.text.tokenizers.framed_backend import framed_backend
 from allspan.protos.text.tokenizers.library_errors import library_errors
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.protos.text.tokenizers.transformers_backend import converted_backend
@@ -64,7 +66,12 @@ class FolderCodec:
     def __init__(self, backend: Backend, added: Mapping[int, AddedToken], path: Path) -> None:
         self._backend = backend
         self._literal: Backend | None = None
+        self._framed: tuple[Backend, dict[int, int]] | None = None
+        self._added_tokens = added
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        steering = {t.content: i for i, t in added.items() if t.special or is_control_text(t.content)}
+        unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
+        self.control = ControlTexts(steering, () if unknown is None else (unknown,))
         self._decode: PieceDecoder = piece_decoder(_described(backend.decoder), path)
         self.strips_leading_space = self._decode.strips_leading_space
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -72,6 +79,13 @@ class FolderCodec:
     def encode(self, text: str, parse_special: bool) -> list[int]:
         backend = self._backend if parse_special else self._without_special()
         return list(backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_framed(self, text: str) -> list[int]:
+        if self._framed is None:  # made when first needed
+            self._framed = framed_backend(self._backend, self._added_tokens, self.control)
+        backend, meant = self._framed
+        ids = (meant.get(token_id, token_id) for token_id in backend.encode(text, add_special_tokens=False).ids)
+        return [token_id for token_id in ids if token_id >= 0]
 
     def piece(self, token_id: int) -> bytes:
         added = self._added.get(token_id)

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from allspan.protos.text.tokenizers.control import BREAK, FRAME, ControlTexts, is_control_text
+
+NO_TOKEN = -1
 
 
 class SpecialTokens:
     """The special tokens of a vocabulary. `control` texts count only where the caller allows special tokens in its
     text; `defined` ones always do."""
 
-    def __init__(self, control: Mapping[str, int], defined: Mapping[str, int]) -> None:
+    def __init__(self, control: Mapping[str, int], defined: Mapping[str, int], unknown: Iterable[int] = ()) -> None:
+        """`unknown`: ids that stand for text without a token as well."""
         self._all = _Cutter({**control, **defined})
         self._defined = _Cutter(defined)
+        steering = {**control, **{text: i for text, i in defined.items() if is_control_text(text)}}
+        self.control = ControlTexts(steering, unknown)
+        framed = {f"{FRAME}{text}{FRAME}": i for text, i in steering.items()}
+        words = {text: i for text, i in defined.items() if text not in steering}
+        self._framed = _Cutter({**framed, **words, BREAK: NO_TOKEN})
 
     def split(self, text: str, parse_special: bool) -> list[str | int]:
         """The text in order, as ids of special tokens and stretches of other text (never empty)."""
         return (self._all if parse_special else self._defined).split(text)
+
+    def split_framed(self, text: str) -> list[str | int]:
+        """The same, for a text whose special tokens are framed; NO_TOKEN for a BREAK."""
+        return self._framed.split(text)
 
 
 class _Cutter:

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.text.chat_template import ChatTemplate
+from allspan.protos.text.tokenizers.control import FramedCodec, written_ids
 from allspan.protos.text.written import Written
 
 
-class Codec(Protocol):
+class Codec(FramedCodec, Protocol):
     """The vocabulary's own part: no begin- or end-of-sequence token is added here."""
 
     vocab_size: int
@@ -67,7 +68,10 @@ class Tokenizer:
 
         `add_special_tokens` wraps them as the model wants its prompts (usually: begin-of-sequence first; never a second
         one, should the text spell it out). `parse_special` reads the text of a special token ("<|im_end|>") as that
-        token; False takes it letter by letter, for text that must not speak for the model.
+        token; False takes it letter by letter, but for tokens that a GGUF file or a folder calls no special ones.
+
+        Of a `Written` text, such as `render_chat` gives, only the control tokens that a chat template wrote are read as
+        such. `Written(text)` has none: it is for text that must not speak for the model.
         """
         try:
             text.encode("utf-8")
@@ -75,7 +79,7 @@ class Tokenizer:
             raise InvalidRequest(
                 f"prompt has half a surrogate pair at character {error.start}, must be valid Unicode", "prompt"
             ) from error
-        ids = self.codec.encode(text, parse_special)
+        ids = written_ids(self.codec, text) if isinstance(text, Written) else self.codec.encode(text, parse_special)
         if not add_special_tokens:
             return ids
         prefix = self.prefix
@@ -113,5 +117,5 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
         """Returns the ids of the rendered chat. A template writes every special token itself, so nothing is added to
-        it."""
+        it; the text of a special token in a message is text."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **kwargs), add_special_tokens=False)
