@@ -21,6 +21,7 @@ from allspan.launch.placement.topology import read_topology
 from allspan.launch.supervision import mpi
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster.available_memory import available_bytes
+from allspan.protos.cluster.running import find_by_address, running_clusters
 from allspan.protos.config.installed import install_command, require_ranks
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -174,6 +175,11 @@ def check_port(port: int) -> Finding:
         try:
             sock.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
+            if own := find_by_address(f"127.0.0.1:{port}", running_clusters()):
+                served = (
+                    f"{port} is where allspan serves {own.record.name} (pid {own.record.pid}); `allspan ps` lists it"
+                )
+                return Finding(OK, "port", served)
             owner = port_owner(port)
             text = f"{port} cannot be taken: {error}{owner and f' (by {owner})'}"
             return Finding(WARN, "port", text, "pass another --port or --grpc-port (0: any free one)")
