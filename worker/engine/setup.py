@@ -15,7 +15,7 @@ from allspan.protos.config.config_json import check, settled
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
 from allspan.protos.text.model_defaults import generation_defaults
 from allspan.worker.backend.table import open_backend
-from allspan.worker.cache.budget import CacheDemand, check_weights_fit, group_demands, num_kv_pages
+from allspan.worker.cache.budget import CacheDemand, Room, check_weights_fit, group_demands, num_kv_pages
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
@@ -66,11 +66,7 @@ def load_engine(
     logits = most_logits_rows(most.max_num_seqs)
 
     def check_room(prepared: Prepared) -> None:
-        room = backend.room(config.parallel.cpus)
-        check_weights_fit(prepared.weight_bytes, room, ranks_on_node)
-        # A context that cannot fit is refused before the tables of its positions are made; see `demand` below.
-        groups = group_demands(prepared.cache_groups)
-        num_kv_pages(cache, CacheDemand(groups, prepared.max_model_len, most.max_num_seqs, room, ranks_on_node))
+        _check_room(config, prepared, backend.room(config.parallel.cpus), ranks_on_node)
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
@@ -107,6 +103,14 @@ def load_engine(
     weights = Weights(loaded, model, cache, collectives, pages, await_others, steps)
     core.operations.on_operation = _on_operation(core, loaded, weights)
     return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
+
+
+def _check_room(config: WorkerConfig, prepared: Prepared, room: Room, ranks_on_node: int) -> None:
+    """Raises ConfigError for weights, or a context, that do not fit. A context that cannot fit is refused before the
+    tables of its positions are made."""
+    check_weights_fit(prepared.weight_bytes, room, ranks_on_node)
+    groups, most = group_demands(prepared.cache_groups), config.scheduler.max_num_seqs
+    num_kv_pages(config.cache, CacheDemand(groups, prepared.max_model_len, most, room, ranks_on_node))
 
 
 def ends_of(model: ModelConfig, spec: ModelSpec) -> tuple[int, ...]:
