@@ -41,6 +41,8 @@ from allspan.protos.text import SamplingDefaults, Tokenizer
 __all__ = ["GatewayConfig", "Sockets", "bind", "new_event_loop", "serve_gateway", "with_template"]
 
 CLOSE_S = 1.0
+WARM_UP_AFTER_S = 1.0
+"""Seconds that the first requests have the processors to themselves."""
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -74,6 +76,7 @@ async def serve_gateway(
             following = [
                 asyncio.create_task(health.follow()),
                 asyncio.create_task(StatusLine(context.snapshots).follow()),
+                asyncio.create_task(_warm_up(context)),
             ]
             if tls is not None:
                 following.append(asyncio.create_task(tls.follow()))
@@ -95,6 +98,12 @@ async def serve_gateway(
                 await context.admission.grammars.close()
                 if context.telemetry.traces is not None:
                     await asyncio.to_thread(context.telemetry.traces.close)
+
+
+async def _warm_up(context: GatewayContext) -> None:
+    """Prepares what the first request with a grammar or a required tool call would wait for."""
+    await asyncio.sleep(WARM_UP_AFTER_S)
+    await context.admission.grammars.warm_up()
 
 
 async def _follow_reloads(reload: asyncio.Event, context: GatewayContext, tls: Tls | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from allspan.protos.text.tokenizers.tokenizer import Tokenizer
     from allspan.worker.sampling.guidance import GuidanceCompiler
 
+logger = logging.getLogger(__name__)
+
 COMPILE_S = 30.0
 """The seconds that a grammar is waited for."""
 MOST_KEPT = 64
@@ -32,7 +35,7 @@ _NICENESS = 10
 
 class Grammars:
     """The compiled grammars of a model; safe from any thread. Nothing is loaded, and no thread runs, before the first
-    call."""
+    grammar or `warm_up`."""
 
     def __init__(self, path: str, vocab_size: int, cpus: Sequence[int] = ()) -> None:
         """`path` of the model, for its tokenizer; `vocab_size`: the model's. `cpus`: where the threads may run; empty:
@@ -66,6 +69,13 @@ class Grammars:
                 self._kept.popitem(last=False)
         return future
 
+    def warm_up(self, after_s: float) -> None:
+        """Loads the tokenizer and makes its table after `after_s` seconds, on a thread of its own, so that the first
+        grammar does not wait for them. A failure is left to that grammar."""
+        timer = threading.Timer(after_s, self._warm_up)
+        timer.daemon = True
+        timer.start()
+
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
         """Waits for it. Raises InvalidRequest, also when it takes longer than COMPILE_S, or QueueFull."""
         try:
@@ -83,6 +93,13 @@ class Grammars:
         finally:
             with self._lock:
                 self._num_pending -= 1
+
+    def _warm_up(self) -> None:
+        _step_back(self._cpus)
+        try:
+            self._open()
+        except BaseException as error:  # also what a library's panic is raised as
+            logger.info("grammars cannot be prepared: %s", error)
 
     def _open(self) -> GuidanceCompiler:
         with self._loading:

@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 
 class GrammarCheck:
-    """`check` on the gateway's loop; `close` in the end. Children are started when first needed."""
+    """`check` on the gateway's loop; `close` in the end. Children are started when first needed, or by
+    `warm_up`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: LimitsConfig) -> None:
         self._tokenizer = tokenizer
@@ -62,6 +63,15 @@ class GrammarCheck:
             self._kept.move_to_end(key)
         if problem:
             raise InvalidRequest(f"{field}: {problem}", field)
+
+    async def warm_up(self) -> None:
+        """Starts a child, for which the first grammar then does not wait. A failure is left to that grammar."""
+        try:
+            async with self._turns:
+                if not self._idle:
+                    self._idle.append(await self._start())
+        except (InternalError, OSError) as error:
+            logger.warning("no process that compiles grammars was started ahead: %s", error)
 
     async def close(self) -> None:
         """Ends the children."""

@@ -27,6 +27,18 @@ async def test_children_that_were_killed_while_idle_are_replaced() -> None:
         await check.close()
 
 
+async def test_the_first_grammar_is_compiled_by_the_child_that_was_started_ahead() -> None:
+    check = GrammarCheck(chat_tokenizer(), VOCAB_SIZE, LimitsConfig())
+    try:
+        await check.warm_up()
+        ahead = list(check._idle)
+        await check.check(Grammar("regex", "a"), "guided_regex")
+        assert check._idle == ahead
+        assert len(ahead) == 1
+    finally:
+        await check.close()
+
+
 class Failing:
     """Children of which the first ones end before they are ready."""
 
