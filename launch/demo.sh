@@ -43,5 +43,6 @@ make_environment "$root/.venv" "${bootstrap[@]}"
 if [ -n "$serve" ]; then
     exec "$venv/bin/python" -m allspan.launch.cli serve "${device[@]}"
 fi
-# Decoded weights: two first words of this small model's answer are nearly tied, and inputs of 8 bits may swap them.
-exec "$venv/bin/python" -m allspan.launch.cli generate "${device[@]}" --quantization none --chat --temperature 0 --max-tokens 256 --prompt="$prompt"
+# Decoded weights: two first words of this small model's answer are nearly tied, and inputs of 8 bits may swap them. The
+# penalty keeps it from repeating itself.
+exec "$venv/bin/python" -m allspan.launch.cli generate "${device[@]}" --quantization none --chat --temperature 0 --frequency-penalty 0.2 --max-tokens 256 --prompt="$prompt"

@@ -49,13 +49,11 @@ def add_sampling_options(parser: Parser) -> None:
 def sampling_params(namespace: argparse.Namespace, model_path: str | None, max_tokens: int) -> SamplingParams:
     """Flags, then the model's defaults, then `max_tokens` and SamplingParams' defaults. Raises InvalidRequest,
     CheckpointError, ConfigError."""
-    values: dict[str, Any] = {"max_tokens": max_tokens}
     config = build(GenerationConfig, namespace)
-    if model_path is not None:
-        values |= sampling_defaults(model_path, config=config).sampling()
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    values |= {name: value for name in names if (value := getattr(namespace, name, None)) is not None}
-    return SamplingParams(**values)
+    given = {name: value for name in names if (value := getattr(namespace, name, None)) is not None}
+    values = sampling_defaults(model_path, config=config).under(given) if model_path is not None else given
+    return SamplingParams(**({"max_tokens": max_tokens} | values))
 
 
 def local_model(namespace: argparse.Namespace) -> FoundModel | None:

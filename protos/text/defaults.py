@@ -16,6 +16,7 @@ from allspan.protos.text.known_defaults import known_defaults
 from allspan.protos.text.model_defaults import FIELDS, GENERATION_CONFIG, folder_defaults, gguf_defaults, sampling_of
 from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 MAX_TOKENS = 128
 """Most new tokens of a request in Python that gives no parameters, unless the model's files say a number."""
 
@@ -31,6 +32,13 @@ class SamplingDefaults:
     def sampling(self) -> dict[str, Any]:
         """The values as keyword arguments of SamplingParams."""
         return dict(self.values)
+
+    def under(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a request that gives these. One that asks for the most likely tokens gets just those: default
+        penalties are left out."""
+        is_greedy = given.get("temperature") == 0 or given.get("do_sample") is False
+        values = {name: value for name, value in self.values.items() if not (is_greedy and name in PENALTIES)}
+        return values | dict(given)
 
     def described(self) -> dict[str, Any]:
         """Every field that can have such a default with the value that applies, max_tokens only where it has one."""

@@ -53,6 +53,12 @@ KNOWN: tuple[FamilyDefaults, ...] = (
     ),
     # huggingface.co/HuggingFaceTB/SmolLM3-3B, "How to use"
     FamilyDefaults(r"smollm-?3", {"temperature": 0.6, "top_p": 0.95}, "the model card of SmolLM3"),
+    # The smallest one repeats itself without a penalty: docs/measurements.md, "Sampling defaults".
+    FamilyDefaults(
+        r"smollm-?2-135m",
+        {"temperature": 0.2, "top_p": 0.9, "frequency_penalty": 0.2},
+        "the model card of SmolLM2, with a penalty against its repetitions",
+    ),
     # huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use"; the same for SmolLM
     FamilyDefaults(r"smollm", {"temperature": 0.2, "top_p": 0.9}, "the model card of SmolLM2"),
     # huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0, "How to use"

@@ -38,9 +38,9 @@ class SamplingValidator:
         """Given fields over the model's defaults; max_tokens is `default_max_tokens`, else the
         model's, else the rest of the context."""
         room = self._model.max_model_len - num_prompt_tokens
-        values = self._model.defaults.sampling()
-        values["max_tokens"] = min(room, default_max_tokens or values.get("max_tokens", room))
-        params = SamplingParams(**(values | dict(given)))
+        defaults = self._model.defaults
+        most = min(room, default_max_tokens or defaults.values.get("max_tokens", room))
+        params = SamplingParams(**defaults.under({"max_tokens": most, **given}))
         if params.max_tokens > room:
             raise InvalidRequest(
                 f"max_tokens is {params.max_tokens} after a prompt of {num_prompt_tokens} tokens, at most {room}: the "

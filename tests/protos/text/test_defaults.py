@@ -60,7 +60,15 @@ def test_a_gguf_file_is_known_by_its_metadata_or_by_its_name(tmp_path: Path) -> 
         byte_level_gguf(tmp_path / "m.gguf", **SMOLLM2),
         byte_level_gguf(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"),
     ):
-        assert sampling_defaults(path).sampling() == {"temperature": 0.2, "top_p": 0.9}
+        assert sampling_defaults(path).sampling() == {"temperature": 0.2, "top_p": 0.9, "frequency_penalty": 0.2}
+
+
+def test_a_greedy_request_takes_no_default_penalties(tmp_path: Path) -> None:
+    defaults = sampling_defaults(folder(tmp_path, temperature=0.3, repetition_penalty=1.1))
+    assert defaults.under({"top_k": 3}) == {"temperature": 0.3, "repetition_penalty": 1.1, "top_k": 3}
+    assert defaults.under({"temperature": 0}) == {"temperature": 0}
+    assert "repetition_penalty" not in defaults.under({"do_sample": False})
+    assert defaults.under({"temperature": 0, "repetition_penalty": 1.2})["repetition_penalty"] == 1.2
 
 
 @pytest.mark.parametrize(
