@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import grpc
+import ollama
 import openai
 import pytest
 
@@ -72,6 +74,29 @@ def test_a_plain_completion_is_the_same(served: Served, expected: dict[str, Any]
         answer = client.completions.create(model="tiny", prompt=STORY, temperature=0, max_tokens=24)
         assert client.models.list().data[0].id == "tiny"
     assert answer.choices[0].text == expected["story"]
+
+
+def test_other_protocols_stream_the_same_text(served: Served, expected: dict[str, Any]) -> None:
+    """Anthropic's and Ollama's with their own SDKs; llama-server's completion."""
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    greedy = {"temperature": 0, "num_predict": 24}
+    with anthropic.Anthropic(base_url=served.http, api_key="none", timeout=60, max_retries=0) as client:
+        asked = {"model": "tiny", "max_tokens": 24, "messages": messages, "extra_body": {"temperature": 0}}
+        with client.messages.stream(**asked) as stream:
+            assert "".join(stream.text_stream) == expected["chat"]
+        assert client.messages.count_tokens(model="tiny", messages=messages).input_tokens > 20
+    with ollama.Client(host=served.http, timeout=60, trust_env=False) as local:
+        parts = list(local.chat(model="tiny:latest", messages=messages, options=greedy, stream=True))
+        assert "".join(part.message.content or "" for part in parts) == expected["chat"]
+        told = local.generate(model="tiny", prompt=STORY, raw=True, options=greedy)
+        assert told.response == expected["story"]
+        assert told.eval_duration
+        shape = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+        answer = local.chat(model="tiny", messages=messages, format=shape)
+        assert json.loads(answer.message.content or "")["city"] == "Paris"
+    body = json.dumps({"prompt": STORY, "n_predict": 24, "temperature": 0}).encode()
+    with urllib.request.urlopen(f"{served.http}/completion", body, timeout=60) as response:
+        assert json.load(response)["content"] == expected["story"]
 
 
 def test_grpc_streams_the_same_text(served: Served, expected: dict[str, Any]) -> None:
