@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import shlex
 import signal
 import sys
@@ -22,6 +21,7 @@ from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind, needed_files
 from allspan.launch.console import say
+from allspan.launch.limits import allow_many_connections, check_file_size
 from allspan.launch.logs import LogCopy
 from allspan.launch.models.checkpoint_files import check_files
 from allspan.launch.models.conversion import with_its_ranks
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 END_MARGIN_S = 4.0
 """Seconds that an orderly shutdown may take beyond the time given to open requests or to the ranks."""
-OPEN_FILES = 65536
 ATTACH_TIMEOUT_S = 5.0
 ATTACH_PAUSE_S = 0.5
 
@@ -179,6 +178,7 @@ def _check(settings: ServeSettings) -> None:
         raise ConfigError(
             f"a cluster needs Linux, this is {sys.platform}; the client alone works here (on Windows: WSL2)"
         )
+    check_file_size()
     settings.wire.check()
     length = settings.weights.max_model_len
     if length and length < 2:
@@ -311,7 +311,7 @@ async def _gateway(settings: ServeSettings, cluster: Cluster, interrupt: Interru
 
     assert settings.gateway is not None
 
-    _allow_many_connections(needed_files(settings.gateway))
+    allow_many_connections(needed_files(settings.gateway))
     stop = asyncio.Event()
     reload = asyncio.Event()
     interrupt.watch_gateway(stop, reload)
@@ -354,14 +354,6 @@ async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> C
             async with asyncio.timeout(ATTACH_PAUSE_S):
                 await stop.wait()
     return None
-
-
-def _allow_many_connections(needed: int) -> None:
-    """Raises the limit of open files: each connection is one, and many systems allow 1,024 by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(OPEN_FILES, needed) if hard == resource.RLIM_INFINITY else min(hard, max(OPEN_FILES, needed))
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _announce(model: str, http: str, grpc: str, run_dir: Path) -> None:

@@ -217,6 +217,7 @@ class WorldProcess:
         return subprocess.Popen(
             command,
             env=mpi.environment(plan.mpirun, self._run.shm, plan.placement),
+            cwd=None if _has_working_dir() else self._run.path,  # mpirun does not start without one
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -290,6 +291,15 @@ def is_readable(fds: Iterable[int], timeout_s: float) -> bool:
     for fd in fds:
         poller.register(fd, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))
+
+
+def _has_working_dir() -> bool:
+    """Returns whether this process's working directory still exists."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _ended(pidfd: int) -> bool:
