@@ -37,6 +37,9 @@ ENDLESS = SamplingParams(max_tokens=60000, temperature=0.0, ignore_eos=True)
 def test_one_signal_ends_it_in_order(start: Start, number: signal.Signals, flags: tuple[str, ...]) -> None:
     served = start(*flags)
     traces = served.traces()
+    served.process.send_signal(signal.SIGHUP)  # as a terminal does that is closed
+    if not flags:
+        wait_until(lambda: "have been read again" in served.log, 5.0, "a line about the keys")
     assert served.ask_to_end(number) == 0
     traces.assert_gone(within=1.0)
 
@@ -76,6 +79,34 @@ def test_running_requests_finish_while_new_ones_are_refused(start: Start, tmp_pa
         assert over_http.result(60)["usage"]["completion_tokens"] == 400
     assert served.wait_exit(10.0) == 0
     assert "still run" in served.log
+    traces.assert_gone(within=1.0)
+
+
+@pytest.mark.nightly
+def test_a_rank_killed_while_requests_finish_ends_none_of_them(start: Start, tmp_path: Path) -> None:
+    env = make_fault(tmp_path / "slow", 0, SLOW_STEPS).env
+    served = start("--shutdown-timeout=60", env=env)
+    traces = served.traces()
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(complete, served, max_tokens=600, ignore_eos=True) for _ in range(3)]
+        time.sleep(1.0)
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "still run" in served.log, 5.0, "a line about what still runs")
+        os.kill(served.rank_pid(1), signal.SIGKILL)
+        assert [answer.result(60)["usage"]["completion_tokens"] for answer in answers] == 3 * [600]
+    assert served.wait_exit(10.0) == 0
+    assert "is ready again" in served.log
+    traces.assert_gone(within=1.0)
+
+
+@pytest.mark.nightly
+def test_a_working_directory_that_is_gone_is_not_needed(start: Start, tmp_path: Path) -> None:
+    leave = 'mkdir -p "$0" && cd "$0" && rmdir "$0" && exec "$@"'
+    path = os.pathsep.join(os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part)
+    served = start(wrap=("sh", "-c", leave, str(tmp_path / "gone")), env={"PYTHONPATH": path})
+    assert complete(served, max_tokens=4)["usage"]["completion_tokens"] == 4
+    traces = served.traces()
+    assert served.ask_to_end() == 0
     traces.assert_gone(within=1.0)
 
 
