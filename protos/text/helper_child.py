@@ -22,7 +22,7 @@ def reply(answer: dict[str, Any]) -> None:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Ends what takes `more_bytes` more memory than is mapped now; nothing that it does leaves a file behind."""
+    """Lets this process map `more_bytes` more than it has, and write no file."""
     for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(what, (0, 0))
     if (mapped := _mapped_bytes()) is not None:

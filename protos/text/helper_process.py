@@ -32,6 +32,8 @@ START_S = 30.0
 """Seconds within which a process must be ready."""
 PATIENCE_S = 0.05
 """Seconds that a question waits for a process which is busy before another one is started for it."""
+_TIME_IS_OVER = (-signal.SIGALRM, -signal.SIGPROF)
+"""Codes of processes that have set themselves a limit of time."""
 _CHUNK = 1 << 18
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME")
 
@@ -74,13 +76,22 @@ class HelperProcess:
 
     def ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         """The answer. Raises TimeoutError, HelperEnded, HelperNotReady; then the process must be ended."""
-        if self._greeting is not None:
-            try:
-                self._exchange(self._greeting, START_S)
-            except (TimeoutError, HelperEnded) as error:
-                raise HelperNotReady(self._module, self._exit_code()) from error
-            self._greeting = None
+        self.wait_until_ready()
         return self._exchange(question, within_s)
+
+    def wait_until_ready(self) -> None:
+        """Raises HelperNotReady; then the process must be ended."""
+        if self._greeting is None:
+            return
+        try:
+            self._exchange(self._greeting, START_S)
+        except (TimeoutError, HelperEnded) as error:
+            raise HelperNotReady(self._module, self._exit_code()) from error
+        self._greeting = None
+
+    def kill(self) -> None:
+        """Ends the process at once; who asks it gets HelperEnded."""
+        self._process.kill()
 
     def end(self) -> int:
         """Ends the process at once, unless it has ended by itself; returns its exit code."""
@@ -134,8 +145,9 @@ class HelperPool:
         self._words = words
         self._greeting = greeting or {}
         self._most = most
+        self._closed = False
+        self._all: set[HelperProcess] = set()
         self._idle: list[HelperProcess] = []
-        self._running = 0
         self._changed = threading.Condition()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.close)
@@ -147,64 +159,78 @@ class HelperPool:
             try:
                 return self._asked(question, within_s)
             except HelperNotReady as error:
+                if self._closed:
+                    raise
                 logger.warning("%s before it was ready", error)
                 if not left:
                     raise InternalError(f"{error} before it was ready, at {ATTEMPTS} starts") from error
             except HelperEnded as error:
-                if error.code == -signal.SIGALRM:
+                if error.code in _TIME_IS_OVER:
                     raise TimeoutError from error
-                if not left:
+                if not left or self._closed:
                     raise
-            self.close()  # others may have been killed as well
+            self._end_idle()  # others may have been killed as well
         raise AssertionError
 
     def warm(self) -> None:
         """Starts a child, unless there is one."""
         with self._changed:
-            if self._running:
-                return
-            self._running += 1
-        self._put_back(self._start())
+            if not self._all:
+                self._idle.append(self._start())
+
+    def prepare(self) -> None:
+        """Starts a child, unless there is one, and waits until it is ready. Raises HelperNotReady."""
+        helper = self._take()
+        try:
+            helper.wait_until_ready()
+        except BaseException:
+            self._end(helper)
+            raise
+        self._put_back(helper)
 
     def close(self) -> None:
-        """Ends the children that have nothing to do."""
+        """Ends the children; questions that some are at, and later ones, raise HelperEnded."""
+        self._closed = True
+        with self._changed:
+            for helper in self._all:
+                helper.kill()
+        self._end_idle()
+
+    def _end_idle(self) -> None:
         with self._changed:
             idle, self._idle = self._idle, []
-            self._running -= len(idle)
         for helper in idle:
-            helper.end()
+            self._end(helper)
+
+    def _end(self, helper: HelperProcess) -> None:
+        helper.end()
+        with self._changed:
+            self._all.discard(helper)
+            self._changed.notify()
 
     def _asked(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         helper = self._take()
         try:
             answer = helper.ask(question, within_s)
         except BaseException:
-            helper.end()
-            with self._changed:
-                self._running -= 1
-                self._changed.notify()
+            self._end(helper)
             raise
         self._put_back(helper)
         return answer
 
     def _take(self) -> HelperProcess:
         with self._changed:
-            if not self._idle and self._running:
-                self._changed.wait_for(lambda: self._idle or not self._running, PATIENCE_S)
-            self._changed.wait_for(lambda: self._idle or self._running < self._most)
-            if self._idle:
-                return self._idle.pop()
-            self._running += 1
-        return self._start()
+            if not self._idle and self._all:
+                self._changed.wait_for(lambda: self._idle or not self._all, PATIENCE_S)
+            self._changed.wait_for(lambda: self._idle or len(self._all) < self._most)
+            return self._idle.pop() if self._idle else self._start()
 
     def _start(self) -> HelperProcess:
-        try:
-            return HelperProcess(self._module, self._words, self._greeting)
-        except BaseException:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify()
-            raise
+        if self._closed:
+            raise HelperEnded(self._module, -signal.SIGKILL)
+        helper = HelperProcess(self._module, self._words, self._greeting)
+        self._all.add(helper)
+        return helper
 
     def _put_back(self, helper: HelperProcess) -> None:
         with self._changed:
@@ -213,6 +239,5 @@ class HelperPool:
 
     def _forget(self) -> None:
         """Forgets the children, which are the parent's of a forked process."""
-        self._idle = []
-        self._running = 0
+        self._all, self._idle = set(), []
         self._changed = threading.Condition()

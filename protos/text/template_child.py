@@ -8,6 +8,7 @@ Jinja), "problem" (the template refuses the messages), "unknown" (no source yet)
 
 from __future__ import annotations
 
+import os
 import pprint  # noqa: F401 - a filter imports it when first used
 import signal
 import sys
@@ -74,7 +75,7 @@ def main() -> None:
             answer = {"problem": _one_line(error)}
         reply(answer)
         if "memory" in answer:
-            return  # what is left of it would make the next one fail
+            os._exit(0)  # what is left of it would make the next one fail, and takes long to free
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 

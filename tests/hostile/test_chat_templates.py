@@ -179,7 +179,7 @@ def test_template_whose_processes_all_die_is_blamed(monkeypatch: pytest.MonkeyPa
         return exchange(helper, question, within_s)
 
     exchange = HelperProcess.ask
-    chat_template.renderers.close()
+    chat_template.renderers._end_idle()
     ChatTemplate(TEMPLATE).render(USER)
     with monkeypatch.context() as patch:
         patch.setattr(HelperProcess, "ask", killed)

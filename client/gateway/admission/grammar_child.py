@@ -1,16 +1,13 @@
 """The process that compiles callers' grammars first, where exceeding a limit ends no other process.
 
-It reads requests on its standard input, one JSON object a line ({"kind", "text"}), and answers each with a line:
-{"problem": ""} when the grammar compiles and can begin an output, else what is wrong. Started by `grammar_check`, with
-its limits: seconds of a processor for each, and bytes of memory. The first line is about the model: {"vocab_size",
-"special": {token id: text}}.
+It answers each question ({"kind", "text"}) with {"problem": ""} when the grammar compiles and can begin an output, else
+with what is wrong. Started by `grammar_check`, with its limits: seconds of a processor for each, and bytes of memory.
+The first question is about the model: {"vocab_size", "special": {token id: text}}.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Mapping
@@ -21,6 +18,7 @@ import llguidance
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.text.grammar_compiler import LIMITS, lark_of, on_deep_stack, refusal
+from allspan.protos.text.helper_child import limit_memory, questions, reply
 
 STACK_BYTES = 2**28
 """Half of what the ranks compile on: what passes here passes there."""
@@ -52,26 +50,18 @@ class StandIn:
 def main() -> None:
     """Compiles grammars until standard input ends."""
     os.nice(5)  # beside a rank on every processor it must still get on
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    model = json.loads(sys.stdin.readline())
+    asked = questions()
+    model = next(asked)
     special = {int(token_id): text for token_id, text in model["special"].items()}
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(StandIn(model["vocab_size"], special)))
     seconds, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
-    limit = _mapped_bytes() + STACK_BYTES + ARENA_BYTES + memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    print("{}", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+    limit_memory(STACK_BYTES + ARENA_BYTES + memory_bytes)
+    reply({})
+    for question in asked:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of a processor; then the process is killed
-        problem = _problem(vocabulary, request["kind"], request["text"])
+        problem = _problem(vocabulary, question["kind"], question["text"])
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        print(json.dumps({"problem": problem}), flush=True)
-
-
-def _mapped_bytes() -> int:
-    """Returns the mapped bytes of this process, used or not."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+        reply({"problem": problem})
 
 
 def _problem(vocabulary: Any, kind: str, text: str) -> str:

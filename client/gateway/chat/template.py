@@ -4,6 +4,7 @@ conversations."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from allspan.client.gateway.chat.formats import CallFormat
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text.chat_template import RENDER_S, ChatTemplate, TemplateTooSlow
 from allspan.protos.text.written import Written, joined, with_tags, written
+
+logger = logging.getLogger("allspan.gateway")
 
 RESERVED = frozenset(
     (
@@ -76,7 +79,8 @@ def traits_of(template: ChatTemplate) -> Traits:
     """Finds a template's features by rendering small conversations; none of one that takes too long over them."""
     try:
         return _probed(template)
-    except TemplateTooSlow:
+    except TemplateTooSlow as error:
+        logger.warning("tools and calls are described in plain messages: %s", error)
         return Traits(tools=False, calls=False, system=False)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from allspan.client.gateway.admission import grammar_check
 from allspan.client.gateway.admission.grammar_check import GrammarCheck
 from allspan.client.gateway.config import LimitsConfig
 from allspan.protos.api.errors import InternalError
 from allspan.protos.api.grammar import Grammar
+from allspan.protos.text.helper_process import ATTEMPTS, HelperProcess
 from support.chat_tokenizer import VOCAB_SIZE, chat_tokenizer
 
 
@@ -21,8 +24,8 @@ async def test_children_that_were_killed_while_idle_are_replaced() -> None:
     try:
         for number in range(3):
             await check.check(Grammar("regex", f"a{{{number + 1}}}"), "guided_regex")
-            for child in check._idle:
-                os.kill(child._process.pid, signal.SIGKILL)
+            for child in check._children._idle:
+                os.kill(child.pid, signal.SIGKILL)
     finally:
         await check.close()
 
@@ -31,47 +34,53 @@ async def test_the_first_grammar_is_compiled_by_the_child_that_was_started_ahead
     check = GrammarCheck(chat_tokenizer(), VOCAB_SIZE, LimitsConfig())
     try:
         await check.warm_up()
-        ahead = list(check._idle)
+        ahead = list(check._children._idle)
         await check.check(Grammar("regex", "a"), "guided_regex")
-        assert check._idle == ahead
+        assert check._children._idle == ahead
         assert len(ahead) == 1
     finally:
         await check.close()
 
 
-class Failing:
-    """Children of which the first ones end before they are ready."""
-
-    def __init__(self, failures: int) -> None:
-        self.left, self.started, self.greet = failures, 0, grammar_check._Child.greet
-
-    async def __call__(self, child: Any, vocab_size: int, special: dict[int, str]) -> None:
-        self.started += 1
-        if self.left:
-            self.left -= 1
-            child._process.kill()
-            await child._process.wait()
-        await self.greet(child, vocab_size, special)
-
-
-@pytest.mark.parametrize("failures", [1, grammar_check.STARTS])
+@pytest.mark.parametrize("failures", [1, ATTEMPTS])
 async def test_a_child_that_does_not_start_is_started_again_a_few_times(
     failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = Failing(failures)
+    started = []
 
-    async def greet(child: Any, vocab_size: int, special: dict[int, str]) -> None:
-        await failing(child, vocab_size, special)
+    def exchange(child: HelperProcess, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        if "special" in question:
+            started.append(child.pid)
+            if len(started) <= failures:
+                child.kill()
+        return original(child, question, within_s)
 
-    monkeypatch.setattr(grammar_check._Child, "greet", greet)
+    original = HelperProcess._exchange
+    monkeypatch.setattr(HelperProcess, "_exchange", exchange)
     check = GrammarCheck(chat_tokenizer(), VOCAB_SIZE, LimitsConfig())
     try:
-        if failures < grammar_check.STARTS:
+        if failures < ATTEMPTS:
             await check.check(Grammar("regex", "a"), "guided_regex")
-            assert failing.started == failures + 1
+            assert len(started) == failures + 1
         else:
-            with pytest.raises(InternalError, match=f"ended at {grammar_check.STARTS} starts"):
+            with pytest.raises(InternalError, match=f"at {ATTEMPTS} starts"):
                 await check.check(Grammar("regex", "a"), "guided_regex")
-            assert failing.started == grammar_check.STARTS
+            assert len(started) == ATTEMPTS
     finally:
         await check.close()
+
+
+async def test_closing_ends_a_check_that_is_running() -> None:
+    check = GrammarCheck(chat_tokenizer(), VOCAB_SIZE, LimitsConfig(grammar_timeout=20.0, max_grammar_bytes=262144))
+    slow = Grammar("json_schema", '{"enum": [' + ", ".join(f'"v{i}"' for i in range(12_000)) + "]}")
+    task = asyncio.create_task(check.check(slow, "f"))
+    async with asyncio.timeout(20.0):
+        while not check._children._all:
+            await asyncio.sleep(0.01)
+    begin = time.monotonic()
+    await check.close()
+    assert time.monotonic() - begin < 5.0
+    await asyncio.gather(task, return_exceptions=True)
+    async with asyncio.timeout(5.0):
+        while check._children._all:
+            await asyncio.sleep(0.01)
