@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,6 @@ Json = dict[str, Any]
 
 NEVER = "9999-12-31T23:59:59Z"
 """The time until which the model stays loaded."""
-_QUANTISATION = re.compile(r"(?i)(?<![a-z0-9])(i?q\d\w*|bf16|f16|f32|fp8)(?![a-z0-9])")
 
 
 @dataclass(frozen=True)
@@ -88,24 +86,34 @@ class ModelCards:
 
     @cached_property
     def _details(self) -> Json:
-        family, size = self._described()
-        named = _QUANTISATION.search(self._path.stem)
+        family, size, quantised = self._described()
         return {
             "parent_model": "",
             "format": "gguf" if gguf_of(self._path) else "safetensors",
             "family": family,
             "families": [family] if family else [],
             "parameter_size": size,
-            "quantization_level": named[0].upper() if named else "",
+            "quantization_level": quantised,
         }
 
-    def _described(self) -> tuple[str, str]:
-        """Returns the model's architecture and its number of parameters, "" for what its files do not say."""
+    def _described(self) -> tuple[str, str, str]:
+        """Returns the model's architecture, its number of parameters and its quantisation, "" for what its files do not
+        say."""
         try:
             if gguf := gguf_of(self._path):
                 metadata = read_metadata(gguf)
-                return str(metadata.get("general.architecture", "")), str(metadata.get("general.size_label", ""))
+                named = (metadata.get(f"general.{key}", "") for key in ("architecture", "size_label"))
+                family, size = map(str, named)
+                return family, size, _file_type(metadata.get("general.file_type"))
             config = json.loads((self._path / "config.json").read_text(encoding="utf-8"))
-            return str(config.get("model_type", "")), ""
+            return str(config.get("model_type", "")), "", ""
         except (OSError, ValueError, AttributeError, CheckpointError):
-            return "", ""
+            return "", "", ""
+
+
+def _file_type(number: Any) -> str:
+    """Returns the name of a GGUF file type (7 is Q8_0); "" for none."""
+    from gguf import LlamaFileType
+
+    known = {kind.value: kind.name for kind in LlamaFileType}
+    return known.get(number, "").removeprefix("MOSTLY_").removeprefix("ALL_")

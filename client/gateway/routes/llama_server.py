@@ -62,16 +62,14 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
         )
 
     answer = object_of(content=TEXT, tokens_predicted=COUNT, tokens_evaluated=COUNT, stop={"type": "boolean"})
-    summary = "Continues a prompt, as llama-server does."
     return [
         Endpoint(
-            *("POST", "/completion", completion, summary),
+            *("POST", "/completion", completion, "Continues a prompt, as llama-server does."),
             body=LlamaRequest,
             required=("prompt",),
             answer=answer,
             media_types=EVENTS,
         ),
-        Endpoint("POST", "/completions", completion, summary, is_described=False),
         Endpoint("GET", "/props", props, "Describes the server for llama-server's clients."),
         Endpoint("GET", "/slots", slots, "Lists the running requests for llama-server's clients."),
     ]

@@ -38,6 +38,20 @@ async def test_a_base_url_without_the_version_is_told_so(path: str) -> None:
         assert f"it is /v1{path}: the client's base URL must end in /v1" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/v1/messages", "it is /v1/messages: the client's base URL must not contain /v1"),
+        ("/v1/api/chat", "it is /api/chat: the client's base URL must not contain /v1"),
+        ("/api/v1/chat/completions", "it is /v1/chat/completions: the client's base URL must not contain /api"),
+        ("/v1/chat/completions/chat/completions", "it is /v1/chat/completions: the client's base URL must end in /v1"),
+    ],
+)
+async def test_a_base_url_with_too_much_is_told_so(path: str, hint: str) -> None:
+    async with gateway() as server:
+        assert hint in str((await server.http.post(path, json={})).json()["error"])
+
+
 async def test_a_path_that_no_version_has_gets_no_hint() -> None:
     async with gateway() as server:
         assert (await server.http.get("/nothing")).json()["error"]["message"] == "GET /nothing: no such endpoint"

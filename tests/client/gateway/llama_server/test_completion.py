@@ -31,7 +31,7 @@ async def test_a_completion_whole_and_streamed() -> None:
         timings = whole["timings"]
         assert (timings["prompt_n"], timings["cache_n"], timings["predicted_n"]) == (5, 2, 19)
         assert timings["predicted_per_second"] > 0
-        text = (await server.post("/completions", prompt=list(b"[plain]"), stream=True)).text
+        text = (await server.post("/completion", prompt=list(b"[plain]"), stream=True)).text
         parts = events(text)
         assert "".join(part["content"] for part in parts) == TEXT
         assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
