@@ -269,7 +269,17 @@ function followed(draw) {
   if (wasAtEnd) toEnd();
 }
 
-log.addEventListener("scroll", () => (byId("to-end").hidden = isAtEnd()), { passive: true });
+// Whoever is at the end stays there when the room changes: a panel opens, the message field grows.
+let staysAtEnd = true;
+log.addEventListener(
+  "scroll",
+  () => {
+    staysAtEnd = isAtEnd();
+    byId("to-end").hidden = staysAtEnd;
+  },
+  { passive: true },
+);
+new ResizeObserver(() => staysAtEnd && toEnd()).observe(log);
 
 /** Answers the last message once more; does nothing while an answer comes. */
 export function regenerateLast() {
