@@ -3,7 +3,7 @@
 import { copyFrom, element, iconButton } from "../dom.js";
 import { fragmentOfCode } from "./parse.js";
 
-const MOST_COLOURED = 100_000; // characters: beyond, colours cost more than they tell
+const MOST_COLOURED = 50_000; // characters: beyond, colours cost more than they tell
 const WHILE_IT_GROWS_MS = 200;
 const MOST_WHILE_IT_GROWS = 4000;
 

@@ -15,9 +15,12 @@ const ALLOWED = {
   RETURN_DOM_FRAGMENT: true,
 };
 const HARMLESS_TAG = /^<(?:br|\/?(?:sub|sup|kbd))\s*\/?>/i;
-// As in Pandoc: no space inside of a dollar sign, no digit behind the second.
-const INLINE_MATHS = /^(?:\$\$([^$]+?)\$\$|\$((?!\s)(?:\\.|[^$\\\n])+?)(?<!\s)\$(?!\d)|\\\(([\s\S]+?)\\\)|\\\[([\s\S]+?)\\\])/;
-const BLOCK_MATHS = /^ {0,3}(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\])[ \t]*(?:\n+|$)/;
+// Marks within longer runs of text stay as they are: to pair them takes time that grows with the square of the length.
+const MOST_INLINE = 4000;
+// As in Pandoc: no space inside of a dollar sign, no digit behind the second. Bounded, for the same reason.
+const INLINE_MATHS =
+  /^(?:\$\$([^$]{1,1000}?)\$\$|\$((?!\s)(?:\\.|[^$\\\n]){1,1000}?)(?<!\s)\$(?!\d)|\\\(([\s\S]{1,1000}?)\\\)|\\\[([\s\S]{1,1000}?)\\\])/;
+const BLOCK_MATHS = /^ {0,3}(?:\$\$([\s\S]{1,4000}?)\$\$|\\\[([\s\S]{1,4000}?)\\\])[ \t]*(?:\n+|$)/;
 
 const escaped = (text) => text.replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const mathsHtml = ({ text, display }) => `<code class="${display ? "maths display" : "maths"}">${escaped(text)}</code>`;
@@ -27,6 +30,8 @@ const marked = new Marked({
   breaks: true,
   tokenizer: {
     html: () => undefined,
+    emStrong: (source, masked) => (masked.length > MOST_INLINE ? undefined : false),
+    del: (source, masked = source) => (masked.length > MOST_INLINE ? undefined : false),
     tag: (source) => (HARMLESS_TAG.test(source) ? false : undefined), // false: as ever
   },
   renderer: {

@@ -6,6 +6,7 @@ import { setMaths } from "./maths.js";
 import { blocksOf, fragmentOf } from "./parse.js";
 
 const OUTER_LEVEL = 2; // of the heading above each message
+const REST = 4; // times as long as the last drawing took
 const REFERENCE = /^ {0,3}\[[^\]\n]+\]:\s*\S/m;
 
 export class MarkdownView {
@@ -13,14 +14,30 @@ export class MarkdownView {
   #growing = null; // the element of the block behind them
   #code = null; // its CodeBlock, where it is one
   #level = OUTER_LEVEL; // of the last heading
+  #restUntil = 0;
+  #isPlain = false;
 
   constructor(onBlock = () => {}) {
     this.element = element("div", { className: "text markdown" });
     this.onBlock = onBlock;
   }
 
-  /** Shows the whole text so far. `isFinal`: no more will come. */
+  /** Shows the whole text so far. `isFinal`: no more will come. What takes long is shown less often. */
   show(text, isFinal) {
+    const began = performance.now();
+    if (!isFinal && began < this.#restUntil) return;
+    try {
+      if (!this.#isPlain) this.#show(text, isFinal);
+    } catch {
+      // Thousands of marks within each other end the parser's stack.
+      this.#isPlain = true;
+      this.element.className = "text plain";
+    }
+    if (this.#isPlain) this.element.textContent = text;
+    this.#restUntil = performance.now() + REST * (performance.now() - began);
+  }
+
+  #show(text, isFinal) {
     if (isFinal && this.#settled && REFERENCE.test(text)) this.#restart();
     const tail = text.replace(/\r\n?/g, "\n").slice(this.#settled);
     const blocks = blocksOf(tail);

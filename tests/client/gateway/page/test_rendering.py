@@ -90,10 +90,15 @@ async def test_a_text_that_comes_in_pieces_looks_like_one_that_came_whole(browse
             """async (text) => {
                  const { MarkdownView } = await import("/page/markdown/view.js");
                  const [whole, grown] = [new MarkdownView(), new MarkdownView()];
+                 document.getElementById("messages").append(whole.element, grown.element);
                  whole.show(text, true);
+                 const frame = () => new Promise(requestAnimationFrame);
                  grown.show(text.slice(0, 40), false);
                  const first = grown.element.firstChild;
-                 for (let end = 41; end < text.length; end++) grown.show(text.slice(0, end), false);
+                 for (let end = 41; end < text.length; end += 7) {
+                   await frame();
+                   grown.show(text.slice(0, end), false);
+                 }
                  const kept = grown.element.firstChild === first;
                  grown.show(text, true);
                  const settled = () => new Promise((then) => setTimeout(then, 300));
@@ -104,6 +109,16 @@ async def test_a_text_that_comes_in_pieces_looks_like_one_that_came_whole(browse
         )
         assert grown == whole
         assert kept, "a block that is complete was set again"
+        nested = await page.evaluate(
+            """async (text) => {
+                 const { MarkdownView } = await import("/page/markdown/view.js");
+                 const view = new MarkdownView();
+                 view.show(text, true);
+                 return view.element.textContent;
+               }""",
+            "> " * 20_000,
+        )
+        assert nested == "> " * 20_000, "marks that no parser can take are shown as they are"
 
 
 async def test_output_runs_nothing_loads_nothing_and_leads_nowhere(browser: Browser) -> None:

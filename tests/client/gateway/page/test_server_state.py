@@ -60,6 +60,14 @@ async def test_a_refused_message_is_kept_and_the_page_says_what_to_do(browser: B
         await page.click("#notice button")
         assert await answer(page) == ANSWER
         await expect(page.locator(".message")).to_have_count(2)
+        # A regeneration that fails leaves the answer that there was.
+        server.engine.refusal = Unavailable("rank 1 died")
+        await page.get_by_label("Regenerate").click()
+        await expect(page.locator("#notice")).to_contain_text("Rank 1 died")
+        assert await answer(page) == ANSWER
+        server.engine.refusal = None
+        await page.click("#notice button")
+        await expect(page.locator(".version")).to_have_text("Version 2/2")
         await refused(page, "x" * 400, "max_model_len", "start a new chat")
         await page.evaluate("document.getElementById('extra').value = '{\"temperature\": -1}'")
         await refused(page, "Hi", "emperature is -1", "“temperature” in the settings")
@@ -69,18 +77,6 @@ async def test_a_refused_message_is_kept_and_the_page_says_what_to_do(browser: B
         await expect(page.locator("#notice")).to_contain_text("died: signal 9")
         await expect(page.locator(".assistant .text").last).to_have_text(ANSWER[:5].strip())
         await expect(page.locator(".bar .end").last).to_contain_text("broken off")
-
-
-async def test_a_failed_regeneration_leaves_the_answer_that_there_was(browser: Browser) -> None:
-    async with opened(browser) as (server, page):
-        await answer(page, "Hello")
-        server.engine.refusal = Unavailable("rank 1 died")
-        await page.get_by_label("Regenerate").click()
-        await expect(page.locator("#notice")).to_contain_text("Rank 1 died")
-        assert await answer(page) == ANSWER
-        server.engine.refusal = None
-        await page.click("#notice button")
-        await expect(page.locator(".version")).to_have_text("Version 2/2")
 
 
 async def test_a_dead_server_is_shown_and_found_again_without_a_reload(browser: Browser) -> None:
@@ -148,8 +144,8 @@ async def test_the_cluster_is_shown_while_it_is_looked_at(browser: Browser) -> N
         assert len(asked) == count
 
 
-async def test_the_keyboard_reaches_everything_and_the_map_says_how(browser: Browser) -> None:
-    async with opened(browser) as (_, page):
+async def test_the_keyboard_reaches_everything_and_colours_follow_the_system_until_chosen(browser: Browser) -> None:
+    async with opened(browser, color_scheme="dark") as (_, page):
         await page.focus("#log")
         await page.keyboard.press("?")
         await expect(page.locator("#keys-dialog")).to_be_visible()
@@ -177,6 +173,13 @@ async def test_the_keyboard_reaches_everything_and_the_map_says_how(browser: Bro
             "cluster-open",
         }
         assert wanted | {"control-temperature", "system", "probabilities", "reset", "export"} <= reached
+        ground = "getComputedStyle(document.body).backgroundColor"
+        dark = await page.evaluate(ground)
+        await page.click("#theme")
+        light = await page.evaluate(ground)
+        assert dark != light
+        await page.reload()
+        assert await page.evaluate(ground) == light
 
 
 async def test_a_narrow_screen_belongs_to_the_conversation(browser: Browser) -> None:
@@ -205,17 +208,6 @@ async def test_a_narrow_screen_belongs_to_the_conversation(browser: Browser) -> 
         await expect(page.locator("#list")).to_be_hidden()
         await page.click("#settings-open")
         await expect(page.locator("#system")).to_be_visible()
-
-
-async def test_light_and_dark_follow_the_system_until_one_is_chosen(browser: Browser) -> None:
-    async with opened(browser, color_scheme="dark") as (_, page):
-        ground = "getComputedStyle(document.body).backgroundColor"
-        dark = await page.evaluate(ground)
-        await page.click("#theme")
-        light = await page.evaluate(ground)
-        assert dark != light
-        await page.reload()
-        assert await page.evaluate(ground) == light
 
 
 async def test_the_page_allows_no_foreign_content_and_only_its_own_files() -> None:
