@@ -19,6 +19,11 @@ def bad_words_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int
     """
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequest(f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS}", "bad_words")
+    if tokenizer.is_apart:  # each text waits for a process, and this one has others to serve
+        raise InvalidRequest(
+            "bad_words cannot be texts with this model, whose tokenizer has rules of its own: give bad_words_ids",
+            "bad_words",
+        )
     found: dict[tuple[int, ...], None] = {}
     for i, word in enumerate(words):
         bare = word.strip(" ")

@@ -10,7 +10,7 @@ from allspan.client.gateway.chat.messages import characters
 from allspan.client.gateway.chat.setup import ChatSetup
 from allspan.client.gateway.chat.template import Rendering
 from allspan.client.gateway.config import GatewayConfig
-from allspan.client.gateway.offload import off_loop
+from allspan.client.gateway.offload import INLINE_CHARS, off_loop
 from allspan.client.gateway.served_model import ServedModel
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.prompts import check_ids, check_length
@@ -78,7 +78,8 @@ class PromptEncoder:
                 raise InvalidRequest(f"{field} is empty, must have at least one token", field)
             special = options.add_special_tokens is not False
             text = prompt if options.parse_special else Written(prompt)
-            ids: Sequence[int] = await off_loop(len(prompt), self._tokenizer.encode, text, special)
+            size = len(prompt) if not self._tokenizer.is_apart else INLINE_CHARS + 1
+            ids: Sequence[int] = await off_loop(size, self._tokenizer.encode, text, special)
         else:
             if len(prompt) > self.max_chars:
                 raise InvalidRequest(f"{field} has {len(prompt)} entries, at most {self.max_chars}", field)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,25 @@ from tokenizers import AddedToken, decoders, normalizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from allspan.protos.api.errors import CheckpointError, ModelNotFound
+from allspan.protos.api.errors import CheckpointError, InvalidRequest, ModelNotFound
 from allspan.protos.model_files.json_values import read_json_object, shown
 from allspan.protos.model_files.limits import MAX_AFFIXES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, MAX_VOCABULARY
 from allspan.protos.model_files.regular_file import check_regular, is_there, read_regular, read_text
+from allspan.protos.text.apart_codec import ApartCodec, check_rules, is_known
 from allspan.protos.text.chat_template import ChatTemplate
 from allspan.protos.text.model_defaults import generation_defaults
 from allspan.protos.text.tokenizers import pretokenizers
 from allspan.protos.text.tokenizers.control import ControlTexts, is_control_text
 from allspan.protos.text.tokenizers.decoding import PieceDecoder, piece_decoder
 from allspan.protos.text.tokenizers.framed_backend import framed_backend
-from allspan.protos.text.tokenizers.library_errors import library_errors
+from allspan.protos.text.tokenizers.library_errors import is_panic, library_errors
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.protos.text.tokenizers.transformers_backend import converted_backend
 
 # Folders with vocab.json and merges.txt alone that need no transformers: what their class does to text before merging.
 _RULES_BY_CLASS = {"Qwen2Tokenizer": "qwen2", "Qwen2TokenizerFast": "qwen2", "GPT2Tokenizer": "gpt-2"}
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ADDED = re.compile(rb'"added_tokens"\s*:\s*\[')
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -48,7 +51,7 @@ def load_folder(path: Path) -> Tokenizer:
     ends = ([] if eos is None else [eos]) + list(generation_defaults(path).eos_token_ids)
     source = _template_source(path, config)
     return Tokenizer(
-        codec=codec,
+        codec=codec if is_known(backend) else ApartCodec(codec, backend.to_str()),
         name=path.name,
         special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
         bos_token_id=bos,
@@ -77,15 +80,18 @@ class FolderCodec:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        backend = self._backend if parse_special else self._without_special()
-        return list(backend.encode(text, add_special_tokens=False).ids)
+        return _encoded(self._backend if parse_special else self._without_special(), text)
 
     def encode_framed(self, text: str) -> list[int]:
-        if self._framed is None:  # made when first needed
-            self._framed = framed_backend(self._backend, self._added_tokens, self.control)
-        backend, meant = self._framed
-        ids = (meant.get(token_id, token_id) for token_id in backend.encode(text, add_special_tokens=False).ids)
+        backend, meant = self.framed()
+        ids = (meant.get(token_id, token_id) for token_id in _encoded(backend, text))
         return [token_id for token_id in ids if token_id >= 0]
+
+    def framed(self) -> tuple[Backend, dict[int, int]]:
+        """See `framed_backend`; made when first needed."""
+        if self._framed is None:
+            self._framed = framed_backend(self._backend, self._added_tokens, self.control)
+        return self._framed
 
     def piece(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
@@ -103,6 +109,15 @@ class FolderCodec:
         return self._literal
 
 
+def _encoded(backend: Backend, text: str) -> list[int]:
+    try:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+    except BaseException as error:  # a panic of the library is no Exception
+        if isinstance(error, Exception) or is_panic(error):
+            raise InvalidRequest(f"prompt makes the model's tokenizer fail: {error}", "prompt") from error
+        raise
+
+
 def _described(decoder: decoders.Decoder | None) -> dict[str, Any] | None:
     """A decoder as tokenizer.json writes it."""
     if decoder is None:
@@ -115,8 +130,10 @@ def _backend(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[int, 
     file = path / "tokenizer.json"
     if is_there(file):
         data = read_regular(file, MAX_TOKENIZER_BYTES)
+        check_rules(data, str(file))
         with library_errors(f"{file} cannot be read"):
             backend = Backend.from_buffer(data)
+        _check_added(file, data, backend)
     else:
         backend = _from_vocab_and_merges(path, config)
     backend.no_truncation()
@@ -191,6 +208,19 @@ def _add_tokens(path: Path, backend: Backend, config: Mapping[str, Any]) -> None
             raise CheckpointError(
                 f"{path}: added token {token.content!r} has id {token_id} in tokenizer_config.json, "
                 f"but comes out as {backend.token_to_id(token.content)}"
+            )
+
+
+def _check_added(file: Path, data: bytes, backend: Backend) -> None:
+    """Raises CheckpointError for an added token whose id lies beyond the vocabulary: the library gives it another."""
+    if (begin := _ADDED.search(data)) is None:
+        return
+    text = data[begin.end() - 1 :].decode("utf-8", "replace")
+    size = backend.get_vocab_size(with_added_tokens=True)
+    for entry in json.JSONDecoder().raw_decode(text)[0]:
+        if entry["id"] >= size and entry["id"] != backend.token_to_id(entry["content"]):
+            raise CheckpointError(
+                f"{file}: added token {shown(entry['content'])} has id {entry['id']}, beyond the {size} tokens"
             )
 
 

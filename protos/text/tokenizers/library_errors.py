@@ -17,7 +17,12 @@ def library_errors(what: str) -> Iterator[None]:
     except (AllspanError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{what}: {lines[0]}") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the compiled part of the library has raised it."""
+    return type(error).__name__ == "PanicException"

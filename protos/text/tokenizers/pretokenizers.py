@@ -7,6 +7,7 @@ The expressions are the models' own, as published in their tokenizer.json; which
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
@@ -44,6 +45,26 @@ _CASED_LETTERS = (
     "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
+
+
+_ANY_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_SIGNS_AND_PATHS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
+_OF_FOLDERS = (
+    *(rf"{_ANY_CASE}|{_WORDS}|{digits}|{_SIGNS}" for digits in (r"\p{N}", r"\p{N}{1,2}", r"\p{N}{1,3}")),
+    rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    rf"|{_LINES_AND_SPACES}",
+    rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SIGNS_AND_PATHS}",
+    rf"{_CASED[0]}{_ANY_CASE}?|{_CASED[1]}{_ANY_CASE}?|\p{{N}}{{1,3}}|{_SIGNS_AND_PATHS}",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    r"\d{1,3}(?=(?:\d{3})*\b)",
+    r"\p{N}{1,3}",
+    " {2,}",
+    "\n",
+)
+"""Expressions of tokenizer.json files (Llama 3, Qwen 2 to 3.5, Mistral's Tekken, gpt-4o's, BLOOM) that the rules below
+write otherwise, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +119,9 @@ def rule(name: str) -> Rule | None:
 def names() -> list[str]:
     """Returns every name with a rule."""
     return sorted(name for names in _RULES for name in names)
+
+
+@functools.cache
+def published_expressions() -> frozenset[str]:
+    """Every expression of a known model: over any text their time grows with its length."""
+    return frozenset((*_OF_FOLDERS, *(expression for rule in _RULES.values() for expression in rule.expressions)))

@@ -51,6 +51,11 @@ class Tokenizer:
         return self.codec.vocab_size
 
     @property
+    def is_apart(self) -> bool:
+        """Whether `encode` waits for another process, however short the text."""
+        return bool(getattr(self.codec, "is_apart", False))
+
+    @property
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
 

@@ -127,8 +127,11 @@ def test_end_ids_are_the_files_and_well_known_turn_ends(path: Path) -> None:
     assert generation_defaults(path).eos_token_ids == (EOS, BOS, IM_END)
 
 
-def test_an_id_outside_the_vocabulary_is_no_end(path: Path) -> None:
-    byte_level_gguf(path, MERGES, bos_token_id=9999, eos_token_id=9999)
+def test_an_id_outside_the_vocabulary_is_refused_unless_it_means_none(path: Path) -> None:
+    byte_level_gguf(path, MERGES, bos_token_id=9999)
+    with pytest.raises(CheckpointError, match=r"bos_token_id is 9999, must be below \d+, the number of tokens"):
+        load_tokenizer(path)
+    byte_level_gguf(path, MERGES, bos_token_id=2**32 - 1, eos_token_id=2**32 - 1)
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (None, ())
 
