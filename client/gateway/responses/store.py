@@ -13,7 +13,7 @@ from allspan.client.gateway.openai.shapes import Json
 from allspan.protos.api.errors import InvalidRequest
 
 MAX_BYTES = 64 * 2**20
-"""Most bytes of all that is kept, as JSON: a bound on memory, whatever the number of entries."""
+"""Most bytes of all that is kept. It is kept as JSON: as Python's objects it would take several times as much."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ResponseStore:
         self._max_entries = max_entries
         self._ttl = ttl
         self._clock = clock
-        self._entries: OrderedDict[tuple[str, str], tuple[StoredResponse, int, float]] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], tuple[bytes, float]] = OrderedDict()
         self._bytes = 0
 
     @property
@@ -49,13 +49,13 @@ class ResponseStore:
         """Takes the place of one with the same id; one that is larger than all may be is not kept."""
         key = (owner, stored.response["id"])
         self._drop(key)
-        size = len(json.dumps(stored.history)) + len(json.dumps(stored.response))
-        if not self.is_on or size > MAX_BYTES:
+        data = json.dumps([stored.response, stored.input, stored.history]).encode()
+        if not self.is_on or len(data) > MAX_BYTES:
             return
-        self._entries[key] = (stored, size, self._clock() + self._ttl)
-        self._bytes += size
+        self._entries[key] = (data, self._clock() + self._ttl)
+        self._bytes += len(data)
         while self._entries:
-            oldest, (_, _, expires) = next(iter(self._entries.items()))
+            oldest, (_, expires) = next(iter(self._entries.items()))
             if len(self._entries) <= self._max_entries and self._bytes <= MAX_BYTES and expires > self._clock():
                 return
             self._drop(oldest)
@@ -80,8 +80,8 @@ class ResponseStore:
 
     def _find(self, owner: str, response_id: str) -> StoredResponse | None:
         found = self._entries.get((owner, response_id))
-        if found is not None and found[2] > self._clock():
-            return found[0]
+        if found is not None and found[1] > self._clock():
+            return StoredResponse(*json.loads(found[0]))
         self._drop((owner, response_id))
         return None
 
@@ -95,4 +95,4 @@ class ResponseStore:
 
     def _drop(self, key: tuple[str, str]) -> None:
         found = self._entries.pop(key, None)
-        self._bytes -= found[1] if found else 0
+        self._bytes -= len(found[0]) if found else 0
