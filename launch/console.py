@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from allspan.protos.api.wording import counted
 from allspan.protos.cluster import logs
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -41,17 +41,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if not days else f"{counted(days, 'day')} {hours} h"
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """`1 thread`, `2 threads`; `plural` for nouns that take no s."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
-
-
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Returns rows of cells in columns set left, two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def is_terminal() -> bool:
-    """Returns whether standard error is a terminal, where a progress bar can redraw itself."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

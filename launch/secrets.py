@@ -26,7 +26,10 @@ def take_secrets(config: GatewayConfig, environ: MutableMapping[str, str] = os.e
     for whatever is no key."""
     security = config.security
     if security.api_key is not None or security.admin_api_key is not None:
-        say("--api-key, --admin-api-key: others on this machine may have seen it; a file or a variable keeps it secret")
+        say(
+            "others on this machine may have seen the value of --api-key or --admin-api-key; a file or a variable "
+            "keeps a key secret"
+        )
     for name in API_KEYS:
         if (keys := environ.pop(name, None)) is not None:
             security = replace(security, api_key=(*(security.api_key or ()), *_several(name, keys)))

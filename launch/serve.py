@@ -107,7 +107,7 @@ class Interrupt:
             self._timer.cancel()
 
     def _cut_short(self, number: int) -> None:
-        say(f"not shut down in order within {self._drain_s + END_MARGIN_S:g} s: ending at once")
+        say(f"the shutdown has taken more than {self._drain_s + END_MARGIN_S:g} s: ending at once")
         self._end_at_once(number)
 
     def _end_at_once(self, number: int) -> NoReturn:
@@ -129,7 +129,7 @@ class Interrupt:
         self._timer.daemon = True
         self._timer.start()
         if self._stop is not None:
-            say(f"{signal.Signals(number).name}: shutting down (once more: at once)")
+            say(f"{signal.Signals(number).name}: shutting down; a second signal ends everything at once")
             self.end_gateway()
         else:
             say("shutting down")  # mostly a ClientEngine's close, which is no news of a signal
@@ -168,7 +168,7 @@ def serve(settings: ServeSettings, log: LogCopy | None = None) -> int:
             sockets.close()
     if cluster.error is not None and not interrupt.requested:
         raise cluster.error
-    say("stopped; nothing is left")
+    say("stopped; all processes and files of the cluster are removed")
     return 0
 
 
@@ -275,7 +275,7 @@ def parallel_config(settings: ServeSettings, placement: Placement) -> ParallelCo
     timeout_s, watchdog_s = settings.parallel.timeout_s, settings.supervisor.watchdog_timeout
     if timeout_s < 2 * watchdog_s:
         timeout_s = 2 * watchdog_s
-        say(f"collectives wait for {timeout_s:g} s, twice --watchdog-timeout, which is to notice first")
+        say(f"--timeout-s is raised to {timeout_s:g} s, twice --watchdog-timeout, so that the watchdog acts first")
     return replace(settings.parallel, oversubscribed=placement.oversubscribed, timeout_s=timeout_s)
 
 

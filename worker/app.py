@@ -32,6 +32,7 @@ from allspan.protos.cluster.cluster_file import (
     write_cluster,
     write_rank,
 )
+from allspan.protos.cluster.progress import Progress
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.backend.table import open_backend
 from allspan.worker.engine.core import EngineCore
@@ -41,7 +42,6 @@ from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.world import World, join_world
 from allspan.worker.process import host
 from allspan.worker.process.heartbeat_writer import HeartbeatWriter
-from allspan.worker.process.load_progress import LoadProgress
 from allspan.worker.process.release_memory import num_memory_nodes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.service.server import RankServer, listen_target
@@ -101,7 +101,7 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
     kernels = ops.name
     torch.set_num_threads(config.parallel.threads if kernels == "reference" else 1)
     with ExitStack() as stack:
-        progress = stack.enter_context(LoadProgress(f"loading {config.model.name}")) if world.rank == 0 else None
+        progress = stack.enter_context(Progress(f"loading {config.model.name}")) if world.rank == 0 else None
         loaded = load_engine(
             config,
             ops,

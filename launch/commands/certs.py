@@ -28,6 +28,6 @@ def run(argv: Sequence[str]) -> int:
     hosts = [host.strip() for host in namespace.hosts.split(",") if host.strip()]
     folder = namespace.folder
     make_certificates(folder, hosts)
-    say(f"{folder}: the server is good for {', '.join(hosts)}; clients trust {folder / 'ca.pem'}")
+    say(f"{folder}: the server certificate is for {', '.join(hosts)}; clients trust {folder / 'ca.pem'}")
     say(f"try: allspan serve --ssl-certfile {folder / 'server.pem'} --ssl-keyfile {folder / 'server.key'}")
     return 0

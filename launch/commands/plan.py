@@ -23,6 +23,7 @@ from allspan.launch.placement.gpus import VISIBLE
 from allspan.launch.placement.placement import Placement
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
 from allspan.protos.api.errors import DeadlineExceeded, InternalError, from_code
+from allspan.protos.api.wording import counted
 from allspan.protos.config.flags import Parser
 from allspan.protos.config.installed import require_ranks
 from allspan.protos.config.settings import ServiceConfig, WorkerConfig
@@ -32,7 +33,10 @@ TIMEOUT_S = 120
 
 def make_parser() -> Parser:
     parser = serve_parser()
-    parser.prog, parser.description = "allspan plan", "Prints ranks, threads, memory and context, without loading."
+    parser.prog, parser.description = (
+        "allspan plan",
+        "Prints the ranks, threads, memory and context of a start, without loading the model.",
+    )
     parser.add_argument("--json", action="store_true", help="Prints one JSON object.")
     return parser
 
@@ -121,8 +125,9 @@ def table(plan: dict[str, Any]) -> str:
         *([f"  GPUs of the ranks          {', '.join(gpus)}"] if gpus else []),
         f"  memory available           {size(plan['available_bytes'])}{' on a GPU' if gpus else ''}",
         *([f"  buffers of a rank's steps  {size(plan['ranks'][0]['step_bytes'])}"] if gpus else []),
-        f"  KV cache size              {plan['num_tokens']:,} tokens ({plan['num_pages']} pages)",
-        f"  host tier                  {plan['host_pages'] * plan['page_size']:,} tokens ({plan['host_pages']} pages)",
+        f"  KV cache size              {plan['num_tokens']:,} tokens ({counted(plan['num_pages'], 'page')})",
+        f"  host tier                  {plan['host_pages'] * plan['page_size']:,} tokens "
+        f"({counted(plan['host_pages'], 'page')})",
         f"  context of a request       {plan['max_model_len']:,} tokens",
         f"  largest context that fits  {plan['largest_model_len']:,} tokens",
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from allspan.protos.api.errors import AllspanError
+from allspan.protos.api.wording import counted
 from allspan.protos.config.converted_manifest import is_converted, read_manifest
 from allspan.protos.config.home import home, models_dir
 from allspan.protos.model_files.json_values import read_json_object
@@ -137,7 +138,7 @@ def _format(path: Path) -> str:
         held = manifest.held.get("quantization", "none")
         kind = manifest.held.get("dtype", "auto") if held in ("none", "auto") else held
         ranks = len(manifest.ranks)
-        return f"converted, {'' if kind == 'auto' else f'{kind}, '}{ranks} rank{'s' * (ranks > 1)}"
+        return f"converted, {'' if kind == 'auto' else f'{kind}, '}{counted(ranks, 'rank')}"
     if not (path / "config.json").is_file():
         files = list(path.glob(f"*{_GGUF}"))
         return f"GGUF {_gguf_type(files[0])}" if files else "incomplete"

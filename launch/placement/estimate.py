@@ -66,34 +66,34 @@ def advice(plan: Mapping[str, Any]) -> list[str]:
     if count == 1:
         return []
     found, step = [], decode_step(plan)
-    took = f"an estimated {1e3 * step.step_s:.2f} ms a decode step"
+    took = f"a decode step of about {1e3 * step.step_s:.2f} ms"
     if step.all_reduce_share > SIZEABLE:
         found.append(
-            f"a small model for {count} ranks: of {took}, all-reduces take {step.all_reduce_share:.0%}; replicas do "
-            f"without them (--ranks 1 --data-parallel-size {count * plan['replicas']})"
+            f"the model is small for {count} ranks: all-reduces take {step.all_reduce_share:.0%} of {took}; replicas "
+            f"need none (--ranks 1 --data-parallel-size {count * plan['replicas']})"
         )
     if step.step_s > step.alone_s:
         found.append(
-            f"ranks on the same node share its bandwidth: {took}, {1e3 * step.alone_s:.2f} ms on one rank with all "
-            "their threads"
+            f"ranks on the same node share its memory bandwidth: {took}, against {1e3 * step.alone_s:.2f} ms on one "
+            "rank with all their threads"
         )
     heads, kv_heads = model["num_heads"], model["num_kv_heads"]
     if most := -(-heads // count) if heads % count else 0:
         found.append(
-            f"{heads} query heads do not divide by {count} ranks: the rank with {most} sets the pace, of the others' "
-            f"attention {1 - heads / (most * count):.0%} is waiting"
+            f"{heads} query heads do not divide by {count} ranks: the rank with {most} of them is the slowest, and the "
+            f"others wait for {1 - heads / (most * count):.0%} of the attention's time"
         )
     if kv_heads % count:
-        found.append(f"{kv_heads} KV heads do not divide by {count} ranks: some are held by two ranks")
+        found.append(f"{kv_heads} KV heads do not divide by {count} ranks: two ranks hold a copy of some")
     return found
 
 
 def formula(step: DecodeStep) -> str:
     """The estimate in one line."""
-    assumed = f"{THREAD_BYTES_PER_S / 1e9:g} GB/s a thread, {NODE_BYTES_PER_S / 1e9:g} a node"
+    assumed = f"{THREAD_BYTES_PER_S / 1e9:g} GB/s per thread, {NODE_BYTES_PER_S / 1e9:g} per node"
     if step.on_gpu:
-        assumed = f"{GPU_BYTES_PER_S / 1e9:g} GB/s a GPU"
+        assumed = f"{GPU_BYTES_PER_S / 1e9:g} GB/s per GPU"
     return (
-        f"{1e3 * step.step_s:.2f} ms = {1e3 * step.read_s:.2f} reading weights (assumed: {assumed}) + "
-        f"{1e3 * step.all_reduce_s:.2f} all-reduces"
+        f"{1e3 * step.step_s:.2f} ms = {1e3 * step.read_s:.2f} ms to read the weights (assumed: {assumed}) + "
+        f"{1e3 * step.all_reduce_s:.2f} ms for all-reduces"
     )

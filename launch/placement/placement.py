@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from allspan.launch.placement.gpus import Gpu, gpus_for
 from allspan.launch.placement.topology import Node, Topology, parse_list
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.wording import counted
 
 MOST_GPU_THREADS = 8
 """Most threads of a rank that computes on a GPU: for reading weights, sampling on the host and torch's own work."""
@@ -74,8 +75,8 @@ class Placement:
         where = f" on NUMA node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}" if nodes else ""
         count = len(self.ranks) // self.replicas
         replicas = f"{self.replicas} replicas of " if self.replicas > 1 else ""
-        each = f"{'/'.join(map(str, threads))} thread{'s' if threads != [1] else ''} each"
-        words = f"{replicas}{count} rank{'s' if count > 1 else ''}, {each}"
+        each = counted(threads[0], "thread") if len(threads) == 1 else f"{'/'.join(map(str, threads))} threads"
+        words = f"{replicas}{counted(count, 'rank')} with {each}{' each' if len(self.ranks) > 1 else ''}"
         return f"{words}{where}{self._gpus()}{' (oversubscribed)' if self.oversubscribed else ''}"
 
     def _gpus(self) -> str:
@@ -109,7 +110,7 @@ def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) ->
             if not config.oversubscribe:
                 has = _cores(len(node.cores), len(node.processors))
                 raise ConfigError(
-                    f"NUMA node {node.index} has {has}, {count} ranks x {threads} threads want "
+                    f"NUMA node {node.index} has {has}, {counted(count, 'rank')} x {counted(threads, 'thread')} want "
                     f"{count * threads}; lower --ranks or --threads, or pass --oversubscribe"
                 )
             oversubscribed = True
@@ -174,7 +175,7 @@ def _check_cores(config: PlacementConfig, ranks: int, threads: int, topology: To
 
 def _cores(cores: int, processors: int) -> str:
     threads = f" ({processors} hardware threads)" if processors > cores else ""
-    return f"{cores} core{'s' if cores > 1 else ''}{threads}"
+    return f"{counted(cores, 'core')}{threads}"
 
 
 def _spread(ranks: int, nodes: list[Node]) -> list[tuple[Node, int]]:

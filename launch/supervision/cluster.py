@@ -164,7 +164,7 @@ class Cluster:
             for supervisor in self._supervisors:
                 supervisor.stop()
         elif left and not self._asked:
-            say(f"a replica is given up, {left} of {len(self._supervisors)} go on: {error.message}")
+            say(f"a replica has ended for good, {left} of {len(self._supervisors)} go on: {error.message}")
 
     def _finish(self) -> None:
         first = self._given_up[0].error if self._given_up else None
@@ -192,7 +192,7 @@ class Cluster:
         try:
             write_cluster(self._run.path, info)
         except OSError as error:
-            say(f"{self._run.path} cannot be written to: {error.strerror}; clients do not learn: {state}")
+            say(f"{self._run.path} cannot be written to: {error.strerror}; clients do not see the new state, {state}")
         return info
 
     def _info(self, state: str) -> ClusterInfo:

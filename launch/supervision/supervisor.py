@@ -111,7 +111,7 @@ class Supervisor:
                 within = f"{many} failures within {self._config.failure_window_s:g} s, the first: " if many > 1 else ""
                 raise Unavailable(f"{self._plan.title} is down: {within}{self._failures[0][1]}")
             delay = min(FIRST_BACKOFF_S * 2 ** (len(self._failures) - 1), MAX_BACKOFF_S)
-            say(f"{self._plan.name}starting again in {delay:g} s")
+            say(f"{self._plan.name}the ranks start again in {delay:g} s")
             if self._wait_for_stop(delay):
                 return
 
@@ -172,7 +172,10 @@ class Supervisor:
             write_cluster(self._run.path, info)
         except OSError as error:
             if not self._abandoned:
-                say(f"{self._run.path} cannot be written to: {error.strerror}; clients do not learn: {info.state}")
+                say(
+                    f"{self._run.path} cannot be written to: {error.strerror}; clients do not see the new "
+                    f"state, {info.state}"
+                )
 
     def _state(self, epoch: int, state: str, cause: str = "", will_restart: bool = False) -> ClusterInfo:
         model, service = self._plan.config.model, self._plan.config.service

@@ -111,10 +111,10 @@ class Watchdog:
         if watched.silent_s >= watched.next_word_s:
             watched.next_word_s += SAY_EVERY_S
             state = process_state(watched.pid)
-            say(f"{self._name}rank {rank} silent for {watched.silent_s:.1f} s (alive, state {state})")
+            say(f"{self._name}rank {rank} has been silent for {watched.silent_s:.1f} s (alive, state {state})")
         elif watched.silent_s == 0.0 and watched.next_word_s > SILENT_S:
             watched.next_word_s = SILENT_S
-            say(f"{self._name}rank {rank} gives signs of life again")
+            say(f"{self._name}rank {rank} sends heartbeats again")
         if not watched.warned and watched.stood_s >= max(self._limit(watched) / 2, SILENT_S):
             watched.warned = True
             say(f"{self._name}rank {rank} {self._stand(watched)}; its limit is {self._limit(watched):g} s")

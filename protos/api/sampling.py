@@ -39,50 +39,54 @@ class SamplingParams:
     """
 
     max_tokens: int = param(16, Integer(1, _MOST))
-    """Most new tokens; at least 1. An engine stops at the context's end ("length"); the gateway refuses more."""
+    """Limits the new tokens; at least 1. The output also ends at the end of the context ("length"); the gateway refuses
+    more than fit there."""
     temperature: float = param(1.0, Number(0.0, 100.0))
-    """0 is greedy; up to 100. Below 1e-5 counts as 0."""
+    """Sets the temperature, up to 100; 0, or less than 1e-5, always takes the most likely token."""
     top_k: int = param(0, Integer(-1, _MOST))
-    """Keep the k most likely; 0 (or -1) keeps all."""
+    """Keeps the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = param(1.0, Number(0.0, 1.0, instead="for greedy output use temperature 0"))
-    """Keep the smallest set whose probability reaches this; in (0, 1]; 1 keeps all."""
+    """Keeps the smallest set of tokens whose probability reaches this, above 0 and at most 1; 1 keeps all."""
     min_p: float = param(0.0, Number(0.0, 1.0))
-    """Drop tokens less likely than this times the most likely; in [0, 1]."""
+    """Drops the tokens that are less likely than this share of the most likely one; from 0 to 1."""
     seed: int | None = param(None, Integer(0, MAX_SEED, optional=True))
-    """0 to 2**64-1; None draws one. The same seed gives the same tokens, whatever the batch."""
+    """Seeds the draws, from 0 to 2**64-1; one is drawn if none is given. The same seed gives the same tokens, whatever
+    else runs in the batch."""
     stop_token_ids: tuple[int, ...] = param((), TokenIds(MAX_STOP_TOKENS))
-    """Ends the output when one is sampled, beside the model's own end-of-sequence ids."""
+    """Ends the output when one of these tokens is sampled, in addition to the model's end-of-sequence tokens."""
     stop: tuple[str, ...] = param((), Strings())
-    """Ends the output when one appears in the text; the text is cut before it. Needs a tokenizer (facade side)."""
+    """Ends the output when one of these appears in the text, which is cut before it. It needs a tokenizer."""
     ignore_eos: bool = param(False, Boolean())
-    """Go on past the model's end-of-sequence ids."""
+    """Continues past the model's end-of-sequence tokens."""
     logprobs: int | None = param(None, Integer(0, MAX_LOGPROBS, optional=True, request_type=None))
-    """None: none. n in 0..20: the chosen token's log-probability and the n most likely tokens', all of them of the
-    model's own logits, before penalties, masks, temperature and filters."""
+    """Reports the log-probability of each chosen token and of this many of the most likely ones, 0 to 20; none if not
+    given. They are those of the model's own logits, before penalties, masks, temperature and filters."""
     min_tokens: int = param(0, Integer(0, _MOST), masks=True)
-    """Before this many tokens, end-of-sequence and stop ids cannot be sampled, nor what would complete one of
-    stop_words_ids."""
+    """Forbids the end before this many tokens: no end-of-sequence or stop token can be sampled, nor one that completes
+    one of stop_words_ids."""
 
     prompt_logprobs: int | None = param(None, Integer(0, MAX_LOGPROBS, optional=True))
-    """None: none. n in 0..20: of each prompt token after the first, and of the n most likely there."""
+    """Reports the same of each prompt token after the first, with this many of the most likely ones, 0 to 20."""
     do_sample: bool = param(True, Boolean())
-    """False is greedy, whatever the temperature."""
+    """Draws the tokens; switched off, the most likely one is taken, whatever the temperature."""
     repetition_penalty: float = param(1.0, Number(0.0, 2.0, instead="1 is no penalty"))
-    """Logits of tokens seen in prompt and output are divided by it (if negative: multiplied); in (0, 2]."""
+    """Divides the positive logits of tokens that are in the prompt or the output by this, and multiplies the negative
+    ones; above 0, at most 2."""
     suppress_repetition_in_generation: bool = param(False, Boolean())
-    """The repetition penalty looks at the output only."""
+    """Applies the repetition penalty to tokens of the output only."""
     presence_penalty: float = param(0.0, Number(-2.0, 2.0))
-    """Subtracted once from the logits of tokens in the output; -2 to 2."""
+    """Subtracts this once from the logit of each token that is in the output; -2 to 2."""
     frequency_penalty: float = param(0.0, Number(-2.0, 2.0))
-    """Subtracted from a token's logit for each of its occurrences in the output; -2 to 2."""
+    """Subtracts this from a token's logit for each of its occurrences in the output; -2 to 2."""
     no_repeat_ngram_size: int = param(0, Integer(0, _MOST), masks=True)
-    """The output completes no n tokens in a row that stand in prompt or output already; 0 allows it."""
+    """Forbids the output to repeat this many tokens in a row of the prompt or the output; 0 allows it."""
     typical_p: float = param(1.0, Number(0.0, 1.0, instead="for greedy output use temperature 0"))
-    """Keep the tokens closest to the expected surprise until their probability reaches this; in (0, 1]; 1 keeps all."""
+    """Keeps the tokens whose information is closest to the entropy until their probability reaches this, above 0 and at
+    most 1; 1 keeps all."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = param((), TokenBiases(100.0))
-    """Added to the logits of these token ids; -100 to 100. Kept as sorted pairs."""
+    """Adds these values, -100 to 100, to the logits of token ids. Kept as sorted pairs."""
     allowed_token_ids: tuple[int, ...] = param((), TokenIds(MAX_ALLOWED_TOKENS), masks=True)
-    """Only these can be sampled; empty: all."""
+    """Allows only these tokens; empty allows all."""
     bad_words_ids: tuple[tuple[int, ...], ...] = param((), TokenIdSequences(), masks=True)
     """Sequences of token ids that cannot be sampled: the last id is masked after the others."""
     stop_words_ids: tuple[tuple[int, ...], ...] = param((), TokenIdSequences())

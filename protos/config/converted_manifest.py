@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from allspan.protos.api.errors import CheckpointError, ConfigError
+from allspan.protos.api.wording import counted
 from allspan.protos.config.settings import HELD_FIELDS
 from allspan.protos.model_files.json_values import read_json_object, shown
 from allspan.protos.model_files.regular_file import is_there
@@ -117,7 +118,7 @@ def check_ranks(folder: Path, manifest: Manifest, ranks: int) -> None:
     count = len(manifest.ranks)
     if ranks != count:
         raise ConfigError(
-            f"{folder} holds weights for {count} rank{'s' if count > 1 else ''}, --ranks is {ranks}: pass --ranks "
+            f"{folder} holds weights for {counted(count, 'rank')}, --ranks is {ranks}: pass --ranks "
             f"{count}, or convert the model again with --ranks {ranks}"
         )
 

@@ -284,6 +284,15 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--max-log-len": "prompts and answers are never logged",
         "--log-file": "redirect standard error, as in 2>>FILE; `allspan logs` shows the log",
         "--help-all": "--help all",
+        # vllm bench
+        "--endpoint": "--base-url with the address, --backend with the kind of endpoint",
+        "--input-len": "--random-input-len",
+        "--output-len": "--random-output-len",
+        "--save-result": "--json prints the result, which can be redirected to a file",
+        "--result-dir": "--json prints the result, which can be redirected to a file",
+        "--percentile-metrics": "--metric-percentiles",
+        "--num-prompt": "--num-prompts",
+        "--request-id-prefix": "request ids are made by the server",
         "--nowordwrap": "lines are never wrapped",
     }
 )
@@ -363,5 +372,7 @@ def flag_hint(name: str, known: Collection[str]) -> str:
 
 
 def _owner(flag: str) -> str:
+    if flag in ("--base-url", "--random-input-len", "--random-output-len", "--metric-percentiles", "--num-prompts"):
+        return "bench serve"
     chat = ("--seed", "--temperature", "--repetition-penalty", "--max-tokens", "--typical-p", "--attach", "--system")
     return "generate" if flag in (*chat, "--prompt") else "serve"

@@ -163,6 +163,23 @@ def test_generate_attaches_and_prints_the_result_as_its_last_line(
     assert result["timings"]["ttft_s"] > 0
 
 
+def test_a_running_server_is_found_without_its_run_directory(
+    served: Served, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = str(served.run_dir)
+    clusters = json.loads(run_allspan("ps", "--json", XDG_RUNTIME_DIR=str(served.runtime)).stdout)
+    (shown,) = [cluster for cluster in clusters if cluster["run_dir"] == run_dir]
+    found = [shown[name] for name in ("name", "pid", "state", "http", "grpc", "num_ranks")]
+    assert found == ["tiny", served.process.pid, "ready", served.http, served.grpc, 2]
+    log = run_allspan("logs", run_dir, "--rank", "1", XDG_RUNTIME_DIR=str(served.runtime)).stdout
+    assert log
+    assert all("[rank 1]" in line for line in log.splitlines())
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(served.runtime))
+    for address in (served.http, f"grpc://{served.grpc}"):
+        with ClientEngine(attach=address) as engine:
+            assert engine.generate(STORY, GREEDY)[0].text == expected["story"]
+
+
 def test_chat_reads_lines_and_streams_replies(served: Served, expected: dict[str, Any]) -> None:
     words = ["-m", "allspan.launch.cli", "chat", "--attach", str(served.run_dir), "--temperature=0", "--max-tokens=24"]
     run = subprocess.run(

@@ -34,7 +34,7 @@ def test_a_stopped_rank_is_waited_for_and_then_given_up_and_no_token_is_lost(sta
         os.kill(pid, signal.SIGSTOP)
         stopped = time.monotonic()
         wait_until(lambda: not engine.is_ready, 2.0, "a facade that is not ready")
-        wait_until(lambda: f"rank {rank} silent for " in served.log, 4.0, "a line about the silence")
+        wait_until(lambda: f"rank {rank} has been silent for " in served.log, 4.0, "a line about the silence")
         assert "(alive, state T)" in served.log
         os.kill(pid, signal.SIGCONT)
         tokens += [token for output in queue for token in output.token_ids]

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from allspan.client.bench.serving.serve import SERVE
 from allspan.launch.cli import COMMANDS, main
-from allspan.launch.commands import chat, generate
+from allspan.launch.commands import bench, chat, generate
 from allspan.launch.settings import serve_parser
 from allspan.protos.config import known_elsewhere
 
@@ -44,7 +45,7 @@ def test_a_flag_of_this_command_is_never_taken_for_another_programs() -> None:
 
 
 def test_every_replacement_exists() -> None:
-    parsers = (serve_parser(), chat.make_parser(), generate.make_parser())
+    parsers = (serve_parser(), chat.make_parser(), generate.make_parser(), bench.make_parser(SERVE))
     flags = {flag for parser in parsers for flag in parser._option_string_actions} | {"--version"}
     for name, text in known_elsewhere.FLAGS.items():
         named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)

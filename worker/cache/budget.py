@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.wording import counted
 from allspan.protos.config.settings import CacheConfig
 from allspan.worker.cache.spec import ALL_TOKENS, CacheGroup, PageLifetime
 
@@ -111,8 +112,8 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> tuple[int, ...]:
     if 0 < demand.room.available < wanted:
         place, most = demand.room.place, demand.room.available // demand.ranks
         raise ConfigError(
-            f"kv_cache_bytes is {cache.kv_cache_bytes}, {_size(wanted)} for {demand.ranks} rank(s) on the {place},"
-            f" which has {_size(demand.room.available)} available: set it to at most {most}"
+            f"kv_cache_bytes is {cache.kv_cache_bytes}, {_size(wanted)} for {counted(demand.ranks, 'rank')} on "
+            f"the {place}, which has {_size(demand.room.available)} available: set it to at most {most}"
         )
     return pages
 
@@ -164,7 +165,7 @@ def _budget(cache: CacheConfig, demand: CacheDemand) -> tuple[int, str]:
         budget = int(room.available * DEFAULT_SHARE) // ranks
         return budget, (
             f"the budget is {_size(budget)} ({DEFAULT_SHARE:.0%} of {_size(room.available)} available memory"
-            f" / {ranks} rank(s) on the node)"
+            f" / {counted(ranks, 'rank')} on the node)"
         )
     used = room.total - room.available
     reserve = GPU_RESERVE + demand.step_bytes
@@ -172,7 +173,8 @@ def _budget(cache: CacheConfig, demand: CacheDemand) -> tuple[int, str]:
     return budget, (
         f"the budget is {_size(budget)} (gpu_memory_utilization {cache.gpu_memory_utilization:g} of "
         f"{_size(room.total)}, less {_size(used)} that weights, buffers and others hold and {_size(reserve)} "
-        f"a rank for steps, graphs and workspaces, / {ranks} rank(s) on the GPU; raise it, or end other programs)"
+        f"a rank for steps, graphs and workspaces, / {counted(ranks, 'rank')} on the GPU; raise it, or end "
+        "other programs)"
     )
 
 
@@ -183,7 +185,7 @@ def check_weights_fit(weight_bytes: int, room: Room, ranks: int) -> None:
     if 0 < room.available < needed:
         more = "take more GPUs (--ranks)" if room.total else "raise the container's limit"
         raise ConfigError(
-            f"the weights of {ranks} rank(s) on this {room.place} take {_size(needed)} of memory, "
+            f"the weights of {counted(ranks, 'rank')} on this {room.place} take {_size(needed)} of memory, "
             f"{_size(room.available)} are available: end other programs, {more}, or take a smaller model"
         )
 

@@ -1,1 +1,1 @@
-"""This process: placement, heartbeat, memory, progress of loading."""
+"""This process: placement, heartbeat, memory."""

@@ -20,6 +20,7 @@ import allspan
 from allspan.kernels.packed_spec import LAYOUT
 from allspan.kernels.packer import Packer
 from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, InternalError
+from allspan.protos.cluster.progress import Progress
 from allspan.protos.config.config_json import from_json
 from allspan.protos.config.converted_manifest import (
     FORMAT,
@@ -38,7 +39,6 @@ from allspan.worker.load.converted import declared
 from allspan.worker.load.loader import Prepared, note_decoded, open_checkpoint, open_ops, prepare
 from allspan.worker.models.spec_json import spec_json
 from allspan.worker.process import host
-from allspan.worker.process.load_progress import LoadProgress
 from allspan.worker.weights.rank_file import new_rank_file
 
 _COPIED = (".json", ".jinja", ".txt", ".model")
@@ -83,7 +83,7 @@ def _convert_rank(config: WorkerConfig, prepared: Prepared, packer: Packer, into
     path = into / f"rank-{shard.rank}.safetensors"
     metadata = {"writer": f"allspan {allspan.__version__}", "rank": str(shard.rank), "ranks": str(ranks)}
     title = f"converting {config.model.name}" + (f", rank {shard.rank} of {ranks}" if ranks > 1 else "")
-    with LoadProgress(title) as progress, new_rank_file(path, declared(holding), metadata) as file:
+    with Progress(title) as progress, new_rank_file(path, declared(holding), metadata) as file:
 
         def on_progress(done: int, total: int) -> None:
             file.release()

@@ -205,14 +205,14 @@ def _quartiles(values: list[float]) -> Report:
 
 
 def table(report: Report) -> str:
-    rows = [("tokens/s", "engine", "median", "least", "most", f"{OURS} over it", "round by round")]
+    rows = [("tokens/s", "engine", "median", "min", "max", f"ratio of {OURS} to it", "range over the rounds")]
     for key, engines in report["tokens_per_s"].items():
         words = f"{key} ({report['batch_size']})" if key == "batch decode" else key
         for name, rate in engines.items():
             ratio = report["ratios"][key].get(name)
             over = (f"{ratio['median']:.2f} x", f"{ratio['min']:.2f} to {ratio['max']:.2f}") if ratio else ("", "")
             rows.append((words, name, *(f"{rate[part]:,.1f}" for part in ("median", "min", "max")), *over))
-    notes = [f"left out: {who}: {why}" for who, why in report["left_out"].items()]
+    notes = [f"{who} was left out: {why}" for who, why in report["left_out"].items()]
     return "\n".join([columns(rows), *notes])
 
 

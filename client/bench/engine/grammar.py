@@ -117,17 +117,26 @@ def _tokens_per_s(engine: ClientEngine, config: GrammarConfig, prompts: Sequence
 
 
 def table(report: Report) -> str:
-    rows: list[Sequence[str]] = [("", "median", "least", "most")]
+    rows: list[Sequence[str]] = [("", "median", "min", "max")]
     for name, values in report["tokens_per_s"].items():
         rows.append((f"{name}, tokens/s", *(f"{values[key]:.1f}" for key in ("median", "min", "max"))))
     rows.append(("ratio", *(f"{report['ratio'][key]:.3f}" for key in ("median", "min", "max"))))
     masks = report["masks"]
-    times = ", ".join(f"{name} {1e6 * masks[f'{name}_s']:.0f} µs" for name in ("median", "p90", "p99", "most"))
+    times = ", ".join(f"{name} {1e6 * masks[f'{name}_s']:.0f} µs" for name in ("median", "p90", "p99", "most")).replace(
+        "most", "max"
+    )
     waited = 1e6 * masks["waited_s"] / max(masks["masks"], 1)
-    of_masks = f"a mask of rank 0, of {masks['masks']:.0f}: {times}; the sampler waited {waited:.0f} µs for one"
+    of_masks = (
+        f"time per mask on rank 0 ({masks['masks']:.0f} masks): {times}; the sampler waited {waited:.0f} µs for each"
+    )
     return f"{columns(rows)}\n{of_masks}"
 
 
 GRAMMAR = Benchmark(
-    "grammar", "Measures what it costs to keep outputs in a grammar.", GrammarConfig, prepare, measure, table
+    "grammar",
+    "Measures the cost of structured output: tokens per second with a grammar and without.",
+    GrammarConfig,
+    prepare,
+    measure,
+    table,
 )

@@ -125,7 +125,7 @@ def words(case: dict[str, Any], copy_tb_s: float) -> str:
 
 def table(report: Report) -> str:
     """Returns the rows of the summary; the cases were printed as they came."""
-    rows = [("group", "cases", "compared", "ratio", "least", "wrong")]
+    rows = [("group", "cases", "compared", "mean ratio", "min ratio", "wrong results")]
     for group, found in report["summary"].items():
         mean, least = (f"{found[key]:.2f} x" if found[key] else "-" for key in ("ratio", "least"))
         rows.append((group, str(found["cases"]), str(found["compared"]), mean, least, str(len(found["wrong"]))))

@@ -22,6 +22,7 @@ from allspan.client.bench.report import facts, mib
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.cluster.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,15 @@ def measure_rounds(
         prompts = [random_prompt(draw, engine, config.input_len) for _ in range(config.batch_size)]
         return asyncio.run(one_round(engine, prompts, params))
 
-    for _ in range(config.warmup):
-        round_of()
-    before = engine.statistics()
-    rounds = [round_of() for _ in range(config.repeats)]
+    with Progress("bench latency", config.warmup + config.repeats, "runs") as progress:
+        for number in range(config.warmup):
+            round_of()
+            progress(number + 1)
+        before = engine.statistics()
+        rounds = []
+        for number in range(config.repeats):
+            rounds.append(round_of())
+            progress(config.warmup + number + 1)
     return before, rounds, engine.statistics()
 
 
@@ -127,12 +133,19 @@ def table(report: Report) -> str:
         [
             ("prefill", f"{report['prefill_tokens_per_s']:10.1f} tokens/s"),
             ("decode", f"{report['decode_tokens_per_s']:10.1f} tokens/s"),
-            ("time to first", f"{report['ttft_s'] * 1000:10.1f} ms"),
-            ("host work a step", f"{report['host_s_per_step'] * 1e6:10.0f} us"),
-            ("load", f"{report['load_s']:10.1f} s"),
-            ("peak memory", f"{', '.join(mib(value) for value in report['peak_rss_bytes'])} (rank by rank)"),
+            ("time to first token", f"{report['ttft_s'] * 1000:10.1f} ms"),
+            ("host time per step", f"{report['host_s_per_step'] * 1e6:10.0f} us"),
+            ("load time", f"{report['load_s']:10.1f} s"),
+            ("peak memory", f"{', '.join(mib(value) for value in report['peak_rss_bytes'])} (one value per rank)"),
         ]
     )
 
 
-LATENCY = Benchmark("latency", "Measures one batch of equal requests.", LatencyConfig, prepare, measure, table)
+LATENCY = Benchmark(
+    "latency",
+    "Measures prefill and decode speed with one batch of equal requests.",
+    LatencyConfig,
+    prepare,
+    measure,
+    table,
+)

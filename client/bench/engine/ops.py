@@ -87,7 +87,7 @@ async def _decode(engine: ClientEngine, prompts: list[list[int]], output_len: in
 def table(report: Report) -> str:
     parts = []
     for phase in ("prefill", "decode"):
-        rows = [(phase, "kernel", "calls", "least ms", "most ms", "total ms", "share")]
+        rows = [(phase, "kernel", "calls", "min ms", "max ms", "total ms", "share")]
         for op in report[phase]:
             times = (f"{op['min_ms']:.3f}", f"{op['max_ms']:.3f}", f"{op['total_ms']:.1f}")
             rows.append((op["op"], op["kernel"] or "-", str(op["count"]), *times, f"{100 * op['share']:.1f} %"))
@@ -95,4 +95,4 @@ def table(report: Report) -> str:
     return "\n\n".join(parts)
 
 
-OPS = Benchmark("ops", "Measures the time of each op of the model.", OpsConfig, prepare, measure, table)
+OPS = Benchmark("ops", "Measures the time of each operation of the model.", OpsConfig, prepare, measure, table)

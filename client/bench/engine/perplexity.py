@@ -7,6 +7,7 @@ is foretold from those before it. Perplexity is exp of the mean of -log p over a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import statistics
 import time
@@ -19,6 +20,7 @@ from allspan.client.bench.report import facts
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError, InternalError
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.cluster.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def summary(scores: Sequence[Sequence[float]]) -> Report:
 async def _score(engine: ClientEngine, windows: Sequence[list[int]], concurrency: int) -> list[list[float]]:
     slots = asyncio.Semaphore(concurrency)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    finished = itertools.count(1)
 
     async def score(window: list[int]) -> list[float]:
         async with slots:
@@ -101,9 +104,11 @@ async def _score(engine: ClientEngine, windows: Sequence[list[int]], concurrency
         scores = [entry.logprob for entry in completion.prompt_logprobs]
         if len(scores) != len(window) - 1:
             raise InternalError(f"{len(scores)} log-probabilities came for a prompt of {len(window)} tokens")
+        progress(next(finished))
         return scores
 
-    return await asyncio.gather(*map(score, windows))
+    with Progress("bench perplexity", len(windows), "windows") as progress:
+        return await asyncio.gather(*map(score, windows))
 
 
 def table(report: Report) -> str:
@@ -111,12 +116,17 @@ def table(report: Report) -> str:
         [
             ("perplexity", f"{report['perplexity']:.4f} ± {report['standard_error']:.4f}"),
             ("per token", f"{report['nll_per_token']:.6f} nats"),
-            ("scored", f"{report['tokens']:,} tokens in {report['windows']} windows"),
+            ("scored text", f"{report['tokens']:,} tokens in {report['windows']} windows"),
             ("speed", f"{report['tokens_per_s']:,.0f} tokens/s"),
         ]
     )
 
 
 PERPLEXITY = Benchmark(
-    "perplexity", "Measures how well the model predicts a text.", PerplexityConfig, prepare, measure, table
+    "perplexity",
+    "Measures the perplexity of a text: how well the model predicts it.",
+    PerplexityConfig,
+    prepare,
+    measure,
+    table,
 )

@@ -21,6 +21,7 @@ from allspan.client.bench.report import columns, facts, ms
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.wording import counted
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def measure(engine: ClientEngine, config: PrefixConfig, options: Options) -> Rep
     if config.plot:
         name = engine.cluster.model
         plot_prefix(
-            config.plot, report, f"{name}, prompts of {config.prompt_len:,} tokens, {len(engine.cluster.ranks)} rank(s)"
+            config.plot,
+            report,
+            f"{name}, prompts of {config.prompt_len:,} tokens, {counted(len(engine.cluster.ranks), 'rank')}",
         )
     return report
 
@@ -126,7 +129,7 @@ async def _batch(engine: ClientEngine, config: PrefixConfig, draw: random.Random
 
 
 def table(report: Report) -> str:
-    rows = [("shared", "cached tokens", "time to first", "least", "most", "of nothing cached")]
+    rows = [("shared prefix", "cached tokens", "time to first token", "min", "max", "ratio to no cache hit")]
     for point in report["curve"]:
         ttft = point["ttft_s"]
         times = (ms(ttft["median"]), ms(ttft["min"]), ms(ttft["max"]))
@@ -136,12 +139,19 @@ def table(report: Report) -> str:
         ratio = cost["on_over_off"]
         text += "\n\n" + facts(
             [
-                ("nothing shared, cache on", f"{cost['on_tokens_per_s']['median']:,.1f} tokens/s"),
-                ("nothing shared, cache off", f"{cost['off_tokens_per_s']['median']:,.1f} tokens/s"),
-                ("on / off", f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, pair by pair)"),
+                ("throughput without hits, cache on", f"{cost['on_tokens_per_s']['median']:,.1f} tokens/s"),
+                ("throughput without hits, cache off", f"{cost['off_tokens_per_s']['median']:,.1f} tokens/s"),
+                ("on / off", f"{ratio['median']:.3f} (min {ratio['min']:.3f}, max {ratio['max']:.3f} of the pairs)"),
             ]
         )
     return text
 
 
-PREFIX = Benchmark("prefix", "Measures what the prefix cache saves and costs.", PrefixConfig, prepare, measure, table)
+PREFIX = Benchmark(
+    "prefix",
+    "Measures the time that the prefix cache saves, and its cost when nothing is shared.",
+    PrefixConfig,
+    prepare,
+    measure,
+    table,
+)

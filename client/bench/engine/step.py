@@ -109,7 +109,7 @@ async def _read_until(queue: ResultQueue, num_tokens: int) -> None:
 
 
 def table(report: Report) -> str:
-    rows: list[Sequence[str]] = [("batch", "host a step", "least", "most", "model a step")]
+    rows: list[Sequence[str]] = [("batch size", "host time per step", "min", "max", "model time per step")]
     for batch in report["batches"]:
         host = batch["host_s"]
         times = [f"{1000 * value:.3f} ms" for value in (host["median"], host["min"], host["max"])]
@@ -117,4 +117,6 @@ def table(report: Report) -> str:
     return columns(rows)
 
 
-STEP = Benchmark("step", "Measures what a decode step costs outside the model.", StepConfig, prepare, measure, table)
+STEP = Benchmark(
+    "step", "Measures the time that a decode step spends outside the model.", StepConfig, prepare, measure, table
+)

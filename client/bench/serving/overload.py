@@ -173,10 +173,10 @@ def table(report: Report) -> str:
         "burst",
         "taken",
         "refused",
-        "told when",
+        "with Retry-After",
         "failed",
-        "answered",
-        "pages used",
+        "time to answer all",
+        "KV pages used",
         "memory",
         "goodput after/before",
     )
@@ -195,7 +195,7 @@ def table(report: Report) -> str:
     return f"{columns(rows)}\n\n" + facts(
         [
             ("goodput after / before", f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"),
-            ("pages still used", str(report["pages_kept"])),
+            ("KV pages still used", str(report["pages_kept"])),
             ("memory growth", mib(report["resident_growth_bytes"])),
         ]
     )

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least
 from allspan.client.bench.load import percentile
@@ -30,6 +31,8 @@ from allspan.client.bench.serving.server import ServerProcess
 from allspan.client.bench.serving.workload import Item, WorkloadConfig, workload
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.wording import counted
+from allspan.protos.cluster.progress import Progress
 
 START_TIMEOUT_S = 600.0
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -42,22 +45,23 @@ class ServeBenchConfig(WorkloadConfig):
     """The server under test, the load, and the latency goals."""
 
     base_url: str = ""
-    """Measures a server that runs, at http://HOST:PORT (gRPC: HOST:PORT), with the key of the variable OPENAI_API_KEY;
-    empty starts one for MODEL."""
-    backend: str = "openai-chat"
-    """Sets the interface: openai-chat (chat/completions), openai (completions) or grpc."""
+    """Measures the server that runs at http://HOST:PORT (with --backend grpc: HOST:PORT), with the key of the variable
+    OPENAI_API_KEY; empty starts one for MODEL."""
+    backend: Literal["openai-chat", "openai", "grpc"] = "openai-chat"
+    """Sets the interface: openai-chat (POST /v1/chat/completions), openai (POST /v1/completions) or grpc."""
     max_concurrency: int = 0
     """Limits the requests that run at once; 0 sets no limit."""
     num_warmups: int = 1
-    """Sends this many requests first that are not counted."""
+    """Sends this many requests before the measurement, which are not counted."""
     ignore_eos: bool = True
-    """Makes outputs exactly as long as was asked for (allspan, vLLM and SGLang know the field)."""
+    """Makes each output exactly as long as requested; allspan, vLLM and SGLang have this field."""
     goodput: tuple[str, ...] = ()
-    """Sets limits in milliseconds of ttft, tpot and e2el that a good request keeps, as in "ttft:200,tpot:50"."""
+    """Sets the limits of ttft, tpot and e2el, in milliseconds, within which a request counts as good, as in
+    "ttft:200,tpot:50"."""
     metric_percentiles: tuple[float, ...] = (50, 90, 99)
-    """Reports these percentiles."""
+    """Sets the percentiles of each latency that are reported."""
     request_timeout: float = 600.0
-    """Sets the seconds after which a request has failed."""
+    """Sets the seconds after which a request counts as failed."""
     plot: str = ""
     """Draws latencies and throughput into this file (PNG, SVG or PDF); it needs matplotlib."""
 
@@ -99,16 +103,21 @@ async def drive(config: ServeBenchConfig, base_url: str) -> tuple[str, list[Reco
         slots = asyncio.Semaphore(config.max_concurrency or len(items))
         cpu, started = time.process_time(), time.perf_counter()
 
-        async def one(item: Item) -> Record:
-            async with slots:
-                return await client.ask(item, model)
+        with Progress("bench serve", len(items), "requests") as progress:
+            finished = itertools.count(1)
 
-        tasks = []
-        for item in items:
-            if (wait := started + item.at - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(one(item)))
-        records = await asyncio.gather(*tasks)
+            async def one(item: Item) -> Record:
+                async with slots:
+                    record = await client.ask(item, model)
+                progress(next(finished))
+                return record
+
+            tasks = []
+            for item in items:
+                if (wait := started + item.at - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                tasks.append(asyncio.create_task(one(item)))
+            records = await asyncio.gather(*tasks)
         return model, records, time.perf_counter() - started, time.process_time() - cpu
     finally:
         await client.close()
@@ -170,15 +179,24 @@ def table(report: Report) -> str:
     failed = ", ".join(f"{count} x {kind}" for kind, count in report["errors"].items())
     goodput = report["request_goodput"]
     rows = [
-        ("requests", f"{report['completed']} done, {report['failed']} failed{f' ({failed})' if failed else ''}"),
-        ("duration", f"{report['duration']:.2f} s, at most {report['max_concurrent_requests']} at once"),
+        ("requests", f"{report['completed']} completed, {report['failed']} failed{f' ({failed})' if failed else ''}"),
+        (
+            "duration",
+            f"{report['duration']:.2f} s, at most {counted(report['max_concurrent_requests'], 'request')} at once",
+        ),
         (
             "tokens",
-            f"{report['total_input_tokens']:,} in ({report['cached_input_tokens']:,} cached), "
-            f"{report['total_output_tokens']:,} out",
+            f"{report['total_input_tokens']:,} input ({report['cached_input_tokens']:,} of them cached), "
+            f"{report['total_output_tokens']:,} output",
         ),
-        ("requests/s", f"{report['request_throughput']:.2f}" + ("" if goodput is None else f", good {goodput:.2f}")),
-        ("tokens/s", f"{report['output_throughput']:,.1f} out, {report['total_token_throughput']:,.1f} in and out"),
+        (
+            "requests/s",
+            f"{report['request_throughput']:.2f}" + ("" if goodput is None else f" ({goodput:.2f} within the goals)"),
+        ),
+        (
+            "tokens/s",
+            f"{report['output_throughput']:,.1f} output, {report['total_token_throughput']:,.1f} input and output",
+        ),
     ]
     for name in METRICS:
         parts = [f"mean {report[f'mean_{name}_ms']:,.1f}"]
@@ -188,7 +206,7 @@ def table(report: Report) -> str:
             if key.startswith("p") and key.endswith(f"_{name}_ms")
         ]
         rows.append((name.upper(), ", ".join(parts) + " ms"))
-    rows.append(("this client", f"{100 * report['client_cpu_share']:.0f} % of a processor"))
+    rows.append(("load of this client", f"{100 * report['client_cpu_share']:.0f} % of one processor"))
     return facts(rows)
 
 
@@ -235,7 +253,7 @@ def _by_itself(engine: ClientEngine, config: Any, options: Options) -> Report:
 
 SERVE = ServeBenchmark(
     "serve",
-    "Measures a server under load, as its callers see it.",
+    "Measures the latencies and the throughput of a server under load, as its callers see them.",
     ServeBenchConfig,
     lambda config, options: options,
     _by_itself,

@@ -23,6 +23,7 @@ from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import AllspanError, ConfigError, InvalidRequest
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.cluster.progress import Progress
 
 SAMPLE_S = 1.0
 CANARY_PAUSE_S = 0.5
@@ -181,10 +182,13 @@ async def _canary(engine: ClientEngine, config: SoakConfig, record: _Record, end
 
 
 async def _watch_memory(engine: ClientEngine, record: _Record, end: float) -> None:
-    while (now := time.perf_counter()) < end:
-        with suppress(AllspanError):  # a world that is down has no memory to look at; its requests tell
-            record.memory.append((now, float(sum(resident_bytes(await engine.astatistics())))))
-        await asyncio.sleep(min(SAMPLE_S, max(end - time.perf_counter(), 0.0)))
+    started = time.perf_counter()
+    with Progress("bench soak", round(end - started), "seconds") as progress:
+        while (now := time.perf_counter()) < end:
+            with suppress(AllspanError):  # a world that is down has no memory to look at; its requests tell
+                record.memory.append((now, float(sum(resident_bytes(await engine.astatistics())))))
+            progress(round(now - started))
+            await asyncio.sleep(min(SAMPLE_S, max(end - time.perf_counter(), 0.0)))
 
 
 def _memory(record: _Record, started: float, end: float) -> Report:
@@ -229,20 +233,33 @@ def table(report: Report) -> str:
             "requests",
             f"{requests['finished']:,} finished, {requests['cancelled']} cancelled, {requests['refused']} refused",
         ),
-        ("unexpected", f"{unexpected}" + "".join(f"\n  {text}: {n}" for text, n in requests["unexpected"].items())),
-        ("canary", f"asked {report['canary']['asked']} times, changed {report['canary']['changed']} times"),
-        ("output", f"{report['tokens_per_s']:,.1f} tokens/s"),
+        (
+            "unexpected errors",
+            f"{unexpected}" + "".join(f"\n  {text}: {n}" for text, n in requests["unexpected"].items()),
+        ),
+        (
+            "canary prompt",
+            f"sent {report['canary']['asked']} times; its answer changed {report['canary']['changed']} times",
+        ),
+        ("output rate", f"{report['tokens_per_s']:,.1f} tokens/s"),
         (
             "memory slope",
-            f"{mib(memory['slope_bytes_per_minute'])} a minute ± {mib(memory['slope_standard_error'])}; "
+            f"{mib(memory['slope_bytes_per_minute'])} per minute ± {mib(memory['slope_standard_error'])}; "
             f"from {mib(memory['first_bytes'])} to {mib(memory['last_bytes'])}",
         ),
     ]
-    for name, title in (("ttft_p99_s", "P99 to the first token"), ("inter_token_p99_s", "P99 between tokens")):
+    for name, title in (("ttft_p99_s", "P99 time to first token"), ("inter_token_p99_s", "P99 time between tokens")):
         first, last = report["first_minute"][name], report["last_minute"][name]
         rows.append((title, f"{ms(first)} in the first minute, {ms(last)} in the last ({ratios[name]:.2f} x)"))
-    rows.append(("left at the end", ", ".join(f"{name} {count}" for name, count in report["left"].items())))
+    rows.append(("still held at the end", ", ".join(f"{name} {count}" for name, count in report["left"].items())))
     return facts(rows)
 
 
-SOAK = Benchmark("soak", "Runs minutes of mixed load and measures what grows.", SoakConfig, prepare, measure, table)
+SOAK = Benchmark(
+    "soak",
+    "Runs a mixed load for minutes and measures what grows: memory, latencies, held resources.",
+    SoakConfig,
+    prepare,
+    measure,
+    table,
+)

@@ -27,6 +27,7 @@ from allspan.client.bench.report import columns
 from allspan.client.bench.serving.server import ServerAddresses, ServerProcess, cpu_s
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.wording import counted
 from allspan.protos.text import load_tokenizer
 
 SCRIPT = Path(__file__).with_name("streaming_script.py")
@@ -203,13 +204,13 @@ def _gap(turns: Sequence[Turn]) -> dict[str, float] | None:
 def table(report: Report) -> str:
     """A part for each number of streams."""
     return "\n\n".join(_part(part["streams"], part["sides"]) for part in report["streams"]) + (
-        "\nthe last three: processor seconds per 1,000 tokens (the engine's own under asking)"
+        "\nCPU: processor seconds per 1,000 tokens; those of the engine in process are in the column of the client"
     )
 
 
 def _part(streams: int, sides: Report) -> str:
-    heading = f"{streams} streams|tokens/s|least|most|of the engine's|round by round|messages/token|"
-    heading += "gap p50 ms|p90|max|asking|gateway|ranks"
+    heading = f"{counted(streams, 'stream')}|tokens/s|min|max|ratio to engine|ratio by round|messages/token|"
+    heading += "gap p50 ms|gap p90 ms|gap max ms|client CPU|gateway CPU|ranks CPU"
     rows = [tuple(heading.split("|"))]
     for side, found in sides.items():
         rate, pairs, cpu = found["tokens_per_s"], found["ratio_by_round"], found["cpu_s_per_1000_tokens"]
@@ -220,7 +221,7 @@ def _part(streams: int, sides: Report) -> str:
         spent = (f"{cpu[who]:.3f}" for who in ("asking", "gateway", "ranks"))
         rows.append((NAMES[side], *rates, *ratio, f"{found['messages_per_token']:.2f}", *gaps, *spent))
     step_s = sides["engine"]["step_s"]
-    return columns(rows) + f"\na step of the engine in process: {1000 * step_s:.1f} ms"
+    return columns(rows) + f"\nstep time of the engine in process: {1000 * step_s:.1f} ms"
 
 
 class StreamingBenchmark(Benchmark):
@@ -246,7 +247,8 @@ def _measured_by_itself(engine: ClientEngine, config: Any, options: Options) -> 
 
 STREAMING = StreamingBenchmark(
     "streaming",
-    "Measures what the facade, gRPC and event streams cost beside the engine in process, and how evenly tokens arrive.",
+    "Measures the cost of the client, of gRPC and of event streams next to the engine in process, and the gaps between "
+    "tokens.",
     StreamingConfig,
     prepare,
     _measured_by_itself,

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from allspan.client.bench.benchmark import at_least
 from allspan.protos.api.errors import ConfigError
@@ -28,26 +28,27 @@ Prompt = list[int] | str
 class WorkloadConfig:
     """Flags of `vllm bench serve`, by their names."""
 
-    dataset_name: str = "random"
+    dataset_name: Literal["random", "prefix_repetition", "sharegpt", "trace"] = "random"
     """Sets what is sent: random prompts ("random"), groups of prompts that share a prefix ("prefix_repetition"),
     conversations of --dataset-path ("sharegpt"), or arrivals and lengths of --dataset-path ("trace")."""
     dataset_path: str = ""
-    """Names the file of sharegpt (JSON) or trace (one JSON object on each line)."""
+    """Names the file for sharegpt (JSON) or trace (one JSON object on each line)."""
     num_prompts: int = 100
-    """Sends this many requests; of a file, at most as many as it holds."""
+    """Sends this many requests, at most as many as the file of --dataset-path holds."""
     request_rate: float = math.inf
-    """Sets the requests sent in a second, at random moments; inf sends all at once. A trace brings its own moments."""
+    """Sets the mean number of requests sent per second, at random times; inf sends all at once. A trace has its own
+    times."""
     burstiness: float = 1.0
-    """Sets the shape of the arrivals: 1 is a Poisson process, less comes in bursts, more is more even (the shape of a
-    gamma distribution)."""
+    """Sets the shape of the gamma distribution of the times between requests: 1 is a Poisson process, less gives
+    bursts, more gives even arrivals."""
     random_input_len: int = 256
     """Sets the prompt tokens of random requests."""
     random_output_len: int = 64
     """Sets the new tokens of random requests."""
     random_range_ratio: float = 0.0
-    """Draws the lengths of random requests from 1 - this to 1 + this times what was asked for."""
+    """Draws each length of a random request from the range 1 - this to 1 + this times the given length."""
     random_prefix_len: int = 0
-    """Sets the prompt tokens that all random requests share, before their own."""
+    """Sets the tokens of a prefix that all random requests share, in addition to their own prompt tokens."""
     prefix_repetition_prefix_len: int = 256
     """Sets the tokens of a shared prefix."""
     prefix_repetition_suffix_len: int = 64
@@ -58,9 +59,9 @@ class WorkloadConfig:
     """Sets the new tokens of requests with shared prefixes."""
     sharegpt_output_len: int = 0
     """Sets the new tokens of every request from a file of conversations; 0 takes the length of the answer in the file
-    (four characters a token)."""
+    (counted as four characters per token)."""
     trace_speedup: float = 1.0
-    """Plays a trace this many times as fast as it was recorded."""
+    """Replays a trace this many times as fast as it was recorded."""
     seed: int = 0
     """Seeds the generator of prompts, lengths and arrivals."""
 

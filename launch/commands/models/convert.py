@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from allspan.launch.console import counted, say, size
+from allspan.launch.console import say, size
 from allspan.launch.models.checkpoint_files import check_files
 from allspan.launch.models.conversion import ConvertSettings, convert
 from allspan.launch.models.find_model import resolve_model
 from allspan.launch.models.hub import HubConfig
 from allspan.launch.models.local_models import remember_converted
 from allspan.launch.settings import add_hub, add_weights
+from allspan.protos.api.wording import counted
 from allspan.protos.config.flags import Parser, add_options, build
 from allspan.protos.config.installed import require_ranks
 from allspan.protos.config.settings import ModelConfig

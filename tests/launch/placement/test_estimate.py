@@ -34,7 +34,7 @@ def test_a_step_reads_the_heaviest_rank_and_reduces_twice_a_layer() -> None:
     assert step.read_s == pytest.approx(12e9 / THREAD_BYTES_PER_S)
     assert step.all_reduce_s == pytest.approx(61 * ALL_REDUCE_S)
     assert step.alone_s == pytest.approx(18e9 / THREAD_BYTES_PER_S)
-    assert "1000.49 ms = 1000.00 reading weights" in formula(step)
+    assert "1000.49 ms = 1000.00 ms to read the weights" in formula(step)
 
 
 def test_a_node_gives_no_more_than_it_has() -> None:
@@ -49,18 +49,18 @@ def test_one_rank_and_a_large_model_on_two_nodes_have_no_warning() -> None:
 
 def test_a_small_model_is_better_off_with_replicas() -> None:
     (words,) = advice(plan([10**7, 10**7], [0, 1]))
-    assert "a small model for 2 ranks" in words
+    assert "the model is small for 2 ranks" in words
     assert "--ranks 1 --data-parallel-size 2" in words
 
 
 def test_ranks_on_one_node_share_its_bandwidth() -> None:
     (words,) = advice(plan([10**10, 10**10], [0, 0], threads=4))
-    assert "share its bandwidth" in words
+    assert "share its memory bandwidth" in words
 
 
 def test_heads_that_do_not_divide_are_told() -> None:
     query, kv = advice(plan([10**10, 10**10], [0, 1], threads=4, heads=(9, 3)))
-    assert "9 query heads do not divide by 2 ranks: the rank with 5 sets the pace" in query
+    assert "9 query heads do not divide by 2 ranks: the rank with 5 of them is the slowest" in query
     assert "10%" in query
     assert "3 KV heads" in kv
 
@@ -71,5 +71,5 @@ def test_gpus_read_with_bandwidth_of_their_own() -> None:
     assert step.read_s == pytest.approx(7e9 / GPU_BYTES_PER_S)
     assert step.alone_s == pytest.approx(2 * step.read_s)
     assert step.all_reduce_s == pytest.approx(61 * GPU_ALL_REDUCE_S)
-    assert "3500 GB/s a GPU" in formula(step)
+    assert "3500 GB/s per GPU" in formula(step)
     assert not [words for words in advice(on_gpus) if "bandwidth" in words]

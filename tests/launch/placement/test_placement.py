@@ -118,7 +118,7 @@ def test_a_wrong_list_of_processors_is_refused(config: PlacementConfig, word: st
 
 def test_replicas_divide_the_nodes_and_count_their_ranks_from_zero() -> None:
     placement = place(FOUR_NODES, PlacementConfig(data_parallel_size=2))
-    assert placement.describe() == "2 replicas of 2 ranks, 8 threads each on NUMA nodes 0, 2, 5, 11"
+    assert placement.describe() == "2 replicas of 2 ranks with 8 threads each on NUMA nodes 0, 2, 5, 11"
     worlds = placement.worlds()
     assert [summary(world) for world in worlds] == [[(0, 8), (2, 8)], [(5, 8), (11, 8)]]
     assert [rank.rank for world in worlds for rank in world.ranks] == [0, 1, 0, 1]

@@ -65,8 +65,8 @@ def test_a_silence_is_told_at_2_s_and_each_5_s_and_lost_at_the_limit(
     assert lost == Lost(1, "was silent for 30 s (state R)")
     assert 30 <= ranks.now - began <= 31
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "allspan: rank 1 silent for 2.0 s (alive, state R)"
-    assert [line.split()[5] for line in lines] == ["2.0", "7.0", "12.0", "17.0", "22.0", "27.0"]
+    assert lines[0] == "allspan: rank 1 has been silent for 2.0 s (alive, state R)"
+    assert [line.split()[7] for line in lines] == ["2.0", "7.0", "12.0", "17.0", "22.0", "27.0"]
 
 
 def test_a_silence_below_the_limit_is_forgotten(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,8 +76,8 @@ def test_a_silence_below_the_limit_is_forgotten(ranks: Ranks, capsys: pytest.Cap
         ranks.beating = {0, 1}
         assert ranks.pass_time(2) is None
     lines = capsys.readouterr().err.splitlines()
-    assert lines.count("allspan: rank 1 silent for 2.0 s (alive, state R)") == 3
-    assert lines.count("allspan: rank 1 gives signs of life again") == 3
+    assert lines.count("allspan: rank 1 has been silent for 2.0 s (alive, state R)") == 3
+    assert lines.count("allspan: rank 1 sends heartbeats again") == 3
 
 
 def test_a_rank_that_never_beat_is_silent(ranks: Ranks) -> None:

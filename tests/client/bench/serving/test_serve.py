@@ -117,7 +117,7 @@ def test_results_are_those_of_requests_that_came_to_their_end() -> None:
     assert found == pytest.approx(
         {"p50_ttft": 100, "p99_ttft": 500, "p50_tpot": 100, "p90_itl": 200, "median_e2el": 500}
     )
-    assert "2 done, 2 failed (2 x 429)" in table(report)
+    assert "2 completed, 2 failed (2 x 429)" in table(report)
 
 
 def test_a_run_without_any_success_has_a_table_too() -> None:

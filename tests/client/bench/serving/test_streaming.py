@@ -39,7 +39,7 @@ def test_gaps_stand_beside_the_engines_step_for_each_number_of_streams() -> None
     assert sides["engine"]["step_s"] == 0.02
     shown = table({"streams": [{"streams": 1, "sides": sides}, {"streams": 64, "sides": sides}]})
     assert "64 streams" in shown
-    assert shown.count("a step of the engine in process: 20.0 ms") == 2
+    assert shown.count("step time of the engine in process: 20.0 ms") == 2
 
 
 def test_both_engines_get_the_same_threads_and_a_context_that_fits() -> None:
