@@ -50,6 +50,8 @@ _ALIKE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((*_STOPS, "stop_strings"), _STOPS),
 }
 """Other APIs' names → what a field of that meaning is called here or there: without it an output might not end."""
+_OTHERS = frozenset(("stream_id", "temperature_last", "timeout"))
+"""Fields of other APIs that are close to one here, and mean something else."""
 _MIN_CHARS, _CLOSE = 3, 0.8
 """The length of a name from which, and the similarity above which, it is taken for another one misspelt."""
 _MAX_TOLD = 256
@@ -92,7 +94,7 @@ def _meant(name: str, known: Mapping[str, bool]) -> str:
     if same := [other for other in _ALIKE.get(name, ()) if other in known]:
         return "" if any(known[other] for other in same) else same[0]
     plain = _plain(name)
-    if len(plain) < _MIN_CHARS:
+    if len(plain) < _MIN_CHARS or name in _OTHERS:
         return ""
     absent = {_plain(other): other for other, is_given in known.items() if not is_given and other not in HARMLESS}
     close = difflib.get_close_matches(plain, absent, n=3, cutoff=_CLOSE + 0.001)

@@ -17,7 +17,7 @@ HABITS = (
     *("prediction", "cache_prompt", "options", "store", "metadata", "service_tier", "user", "safety_identifier"),
     *("prompt_cache_key", "keep_alive", "think", "top_a", "mirostat", "mirostat_tau", "tfs_z", "repeat_penalty"),
     *("id_slot", "n_probs", "num_ctx", "samplers", "format", "template", "guided_decoding_backend", "session_id"),
-    *("enable_thinking", "reasoning", "provider", "transforms", "models", "plugins", "x", "N", "extra_body"),
+    *("enable_thinking", "reasoning", "provider", "transforms", "models", "plugins", "x", "N", "extra_body", "timeout"),
 )
 
 
