@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -35,6 +35,7 @@ from allspan.protos.api.prompts import (
     Params,
     checked_ids,
     checked_options,
+    conversation,
     params_list,
     parse_request_id,
     prompt_list,
@@ -280,6 +281,14 @@ class ClientEngine:
         options: RequestOptions | None = None,
     ) -> list[Completion]:
         return self._loop.run(self._generation(prompts, sampling_params, options))
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
+        return self.generate(self.tokenizer.encode_chat(conversation(messages)), sampling_params, options)[0]
 
     async def agenerate(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -182,6 +182,15 @@ class EngineProtocol(Protocol):
     ) -> list[Completion]:
         """Runs prompts to their end, together, and returns them in order. A list of integers is one prompt. Without
         parameters they take `default_sampling_params`."""
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
+        """Answers a conversation by the model's chat template: messages with `role` and `content`, or one user's text.
+        InvalidRequest where the model has no template."""
 
     async def agenerate(
         self,

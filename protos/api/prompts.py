@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from allspan.protos.api.engine import Prompt
 from allspan.protos.api.errors import InvalidRequest
@@ -52,6 +52,11 @@ def with_seed(params: SamplingParams | None, defaults: Defaults = SamplingParams
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"sampling_params is {params!r}, must be a SamplingParams", "sampling_params")
     return params if params.seed is not None else params.with_(seed=secrets.randbits(64))
+
+
+def conversation(messages: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the messages of a conversation; a text is one message of a user."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
 def checked_options(options: RequestOptions | None) -> RequestOptions:

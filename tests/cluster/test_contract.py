@@ -141,6 +141,21 @@ def test_text_becomes_a_completion_of_text(engine: EngineProtocol) -> None:
     assert completion.text == bytes(completion.token_ids).decode(errors="replace")
 
 
+def test_a_conversation_is_answered_by_the_chat_template(engine: Any) -> None:
+    plain = engine.tokenizer
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        engine.chat("b")
+    engine._tokenizer = plain.with_chat_template("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}")
+    try:
+        assert engine.chat("b", GREEDY).prompt_token_ids == tuple(b"ub")
+        messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "b"}]
+        answer = engine.chat(messages)
+    finally:
+        engine._tokenizer = plain
+    assert answer.prompt_token_ids == tuple(b"sxub")
+    assert 1 <= len(answer.token_ids) <= engine.default_sampling_params.max_tokens == 128
+
+
 async def test_generate_has_an_asynchronous_twin(engine: EngineProtocol) -> None:
     both = await engine.agenerate([PROMPT, PROMPT[:50]], GREEDY, RequestOptions(priority=1))
     alone = engine.generate([PROMPT, PROMPT[:50]], GREEDY)

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -31,6 +31,7 @@ from allspan.protos.api.prompts import (
     Params,
     checked_ids,
     checked_options,
+    conversation,
     params_list,
     parse_request_id,
     prompt_list,
@@ -253,6 +254,14 @@ class Engine:
     ) -> list[Completion]:
         generation, work = self._generation(BlockingWaits(), prompts, sampling_params, options)
         return run_blocking(generation.run(work))
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
+        return self.generate(self.tokenizer.encode_chat(conversation(messages)), sampling_params, options)[0]
 
     async def agenerate(
         self,
