@@ -36,7 +36,7 @@ def lay_out(config: PlacementConfig, device: str = "cpu", topology: Topology | N
 
 def _memory(topology: Topology, config: PlacementConfig, numactl: str | None, why_not: str) -> str:
     if len(topology.nodes) == 1:
-        return "one node"
+        return "on one node"
     if config.bind == "none":
         return "not bound (--bind none)"
     if numactl is not None:

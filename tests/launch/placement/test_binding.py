@@ -18,7 +18,7 @@ THERE = ("/usr/bin/numactl", "")
 @pytest.mark.parametrize(
     ("topology", "found", "bind", "words"),
     [
-        (ONE, MISSING, "auto", "one node"),
+        (ONE, MISSING, "auto", "on one node"),
         (TWO, THERE, "auto", "bound by /usr/bin/numactl"),
         (TWO, MISSING, "auto", "bound by each rank itself (numactl is not installed)"),
         (TWO, MISSING, "none", "not bound (--bind none)"),
