@@ -59,6 +59,7 @@ class Telemetry:
         let in, each of them tells its own end."""
         if origin.is_admitted:
             return
+        origin.label = self.hide(origin.label)
         self.failed[error.code] += 1
         if isinstance(error, RequestCancelled):
             return  # before it was anything
