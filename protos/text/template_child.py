@@ -117,7 +117,8 @@ def _rendered(template: jinja2.Template, values: dict[str, Any], max_chars: int)
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error)[:10_000].split())[:500] or type(error).__name__
+    text = str(error)[:10_000].encode("utf-8", "replace").decode()  # a template can spell half a surrogate pair
+    return " ".join(text.split())[:500] or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ LOOPS = [
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{% macro f() %}{{ caller() }}{% endmacro %}"
     "{% macro g() %}{% call f() %}{{ g() }}{% endcall %}{% endmacro %}{{ g() }}",
+    "{{ lipsum(n=99999999) }}",
     "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
     "{% for i in range(99999) %}{{ (range(99999) | list)[::-1] | sort | sum }}{% endfor %}",
     "{{ range(99999) | map('string') | map('list') | map('sort') | list | tojson | length }}" * 20,
@@ -119,6 +120,8 @@ ESCAPES = [
     "{% import 'os' as os %}",
     "{{ messages[0].content._mask + 1 }}",
     "{% set environment.texts = 1 %}",
+    "{{ raise_exception('\\ud800') }}",
+    "{{ raise_exception('x\\n' * 9999999) }}",
 ]
 CORPUS = [source.replace("N", str(HUGE)) for source in (*WIDTHS, *LISTS, *TEXTS, *LOOPS, *NUMBERS, *SYNTAX, *ESCAPES)]
 ENDLESS = LOOPS[0]
@@ -141,7 +144,7 @@ def test_hostile_template_is_refused_in_time_without_memory(source: str) -> None
     with pytest.raises(InvalidRequest, match=r"^(the chat template|messages render to more than)[^\n]+$") as caught:
         ChatTemplate(source).render(USER, within_s=WITHIN_S)
     assert caught.value.field == "messages"
-    assert len(caught.value.message) < 800
+    assert len(caught.value.message.encode()) < 800
     assert time.monotonic() - started < 8 * WITHIN_S, "no more than a few attempts, on a machine that may be busy"
     assert process.memory_info().rss - before < 2**25
 
