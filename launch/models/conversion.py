@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from allspan.launch.models.file_changes import FileChanges
 from allspan.launch.models.find_model import FoundModel
 from allspan.launch.models.local_models import find_local
 from allspan.launch.placement.topology import read_topology
 from allspan.launch.settings import ServeSettings
-from allspan.protos.api.errors import ConfigError, InternalError, from_code
+from allspan.protos.api.errors import CheckpointError, ConfigError, InternalError, from_code
 from allspan.protos.config.converted_manifest import check_ranks, is_converted, read_manifest
 from allspan.protos.config.settings import ModelConfig, ParallelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.model_files.regular_file import is_there
@@ -97,6 +98,7 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def _run(config: WorkerConfig, ranks: int, into: Path) -> list[dict[str, Any]]:
+    source = FileChanges(Path(config.model.path))
     with tempfile.TemporaryDirectory(prefix="allspan-convert-") as scratch:
         path = Path(scratch) / "config.json"
         path.write_text(json.dumps(asdict(config)), encoding="utf-8")
@@ -120,6 +122,8 @@ def _run(config: WorkerConfig, ranks: int, into: Path) -> list[dict[str, Any]]:
     try:
         said = json.loads(told.splitlines()[-1])
     except (IndexError, ValueError):
+        if changed := source.first():
+            raise CheckpointError(f"the conversion ended with code {process.returncode}: {changed}") from None
         raise InternalError(f"the conversion ended with code {process.returncode} and said nothing") from None
     if "error" in said:
         raise from_code(said["error"], said["message"])

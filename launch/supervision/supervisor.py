@@ -152,6 +152,8 @@ class Supervisor:
         if self.info is None:
             self.info = world.info()
             self._on_change()
+        if changed := world.weights.first():
+            say(f"warning: the ranks may have read two versions of the weights: {changed}")
         if world.epoch > 1:
             say(f"{self._plan.title} is ready again (epoch {world.epoch})")
 

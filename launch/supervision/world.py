@@ -19,6 +19,7 @@ from pathlib import Path
 
 from allspan.launch.console import size
 from allspan.launch.logs import ForeignLines
+from allspan.launch.models.file_changes import FileChanges
 from allspan.launch.placement.placement import Placement
 from allspan.launch.supervision import die_with_parent, mpi, mpi_notices, reaper, stacks
 from allspan.launch.supervision.mpi_notices import NoticeFilter
@@ -83,6 +84,7 @@ class WorldProcess:
         self._received = 0
         self._lost: Lost | None = None
         self._oom = OomWatch()
+        self.weights = FileChanges(Path(plan.config.model.path))
         limit_s = plan.config.service.watchdog_timeout
         self._watchdog = Watchdog(run.path, epoch, limit_s, plan.start_timeout_s, plan.name)
         self._process = self._start()
@@ -258,6 +260,8 @@ class WorldProcess:
             return f"SIGKILL, {why}"
         if number != signal.SIGBUS:
             return text
+        if changed := self.weights.first():
+            return f"{text}: {changed}"
         memory = self._run.shm.parent
         free = size(shutil.disk_usage(memory).free)
         return f"{text}: is {memory} full? {free} are free now; docker run --shm-size=1g gives a container more"

@@ -69,11 +69,20 @@ def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
             (into / METADATA_GGUF).write_bytes(metadata_part(source.path))
         written = tuple(_convert_rank(config, each, packer, into) for each in prepared)
         described: tuple[SourceFile, ...] = hashed.result()
+    _check_unchanged(described)
     manifest = Manifest(
         FORMAT, LAYOUT, allspan.__version__, prepared[0].held, spec_json(source.spec), source.stored, described, written
     )
     (into / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def _check_unchanged(source: Sequence[SourceFile]) -> None:
+    """Raises CheckpointError for a file that was written to while it was read."""
+    for known in source:
+        found = Path(known.path).stat()
+        if (found.st_size, found.st_mtime_ns) != (known.num_bytes, known.mtime_ns):
+            raise CheckpointError(f"{known.path}: changed while it was converted: convert it again once it is whole")
 
 
 def _convert_rank(config: WorkerConfig, prepared: Prepared, packer: Packer, into: Path) -> RankWeights:

@@ -39,7 +39,9 @@ def runtime() -> Iterator[Path]:
 
 def plan(run_dir: Path, mpirun: str = "/bin/false") -> WorldPlan:
     """`mpirun` is started with the words of a world of one rank."""
-    config = WorkerConfig(ModelConfig(path="/nonesuch", name="none"), ServiceConfig(run_dir=str(run_dir)))
+    config = WorkerConfig(
+        ModelConfig(path=str(run_dir.parent / "m.gguf"), name="none"), ServiceConfig(run_dir=str(run_dir))
+    )
     return WorldPlan(config, Placement((RankPlace(0, None, 1),)), Mpirun(mpirun, OPEN_MPI, (5, 0, 0)))
 
 
@@ -61,6 +63,16 @@ def test_an_mpirun_that_ends_at_once_is_named_and_leaves_nothing(runtime: Path) 
     cluster = supervised(runtime)
     assert "mpirun" in error_of(cluster).message
     assert not cluster.run_dir.exists()
+
+
+def test_weights_that_are_cut_while_mapped_are_the_cause(runtime: Path) -> None:
+    program = runtime / "mpirun"
+    model = make_run_dir("", {"XDG_RUNTIME_DIR": str(runtime)}, runtime / "shm").path.parent / "m.gguf"
+    model.write_bytes(bytes(1000))
+    program.write_text(f"#!/bin/sh\ntruncate -s 10 {model}\nkill -BUS $$\n")
+    program.chmod(0o755)
+    message = error_of(supervised(runtime, str(program))).message
+    assert f"SIGBUS): {model} was cut from 1000 to 10 bytes while it was in use: put it back" in message
 
 
 def test_shared_memory_that_is_full_is_called_so(runtime: Path) -> None:
