@@ -95,7 +95,7 @@ class Grammars:
                 self._num_pending -= 1
 
     def _warm_up(self) -> None:
-        _step_back(self._cpus)
+        run_on(self._cpus)  # at no niceness: the library holds Python's lock, for which steps would wait
         try:
             self._open()
         except BaseException as error:  # also what a library's panic is raised as
