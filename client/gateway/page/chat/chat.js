@@ -201,7 +201,7 @@ async function runTo(own, node, body) {
 function fail(error, again) {
   const advice = adviceOn(error);
   notice(advice, again);
-  if (advice.isDown) server.look();
+  if (advice.isDown || error.status === 0) server.look(); // a stream that broke off may be a server that ended
   if (advice.isKey) askForKey();
   focusPrompt();
 }
