@@ -175,12 +175,14 @@ async function runTo(own, node, body) {
   const run = new Run(node, tokenEvents.get(node), () => save(own));
   run.conversation = own;
   run.onFrame = (draw) => followed(draw);
+  run.onStall = () => server.look(); // its ranks may be starting again
   runs.set(own.id, run);
   notice(null);
   render();
   toEnd();
   busy();
   await save(own);
+  document.dispatchEvent(new CustomEvent("conversation"));
   let failure = null;
   try {
     await run.finish(body);

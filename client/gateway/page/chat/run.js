@@ -5,6 +5,7 @@ import { speak } from "../dom.js";
 
 const SPEAK_EVERY_MS = 6000;
 const SAVE_EVERY_MS = 2000;
+const STALLED_MS = 2500;
 
 export class Run {
   #controller = new AbortController();
@@ -17,6 +18,7 @@ export class Run {
   #savedAt = performance.now();
   view = null; // its AnswerView, while its conversation is shown
   onFrame = (show) => show();
+  onStall = () => {};
 
   /** `events`: a list that gets each event's tokens, or null; `save` keeps the conversation as it is. */
   constructor(node, events, save) {
@@ -33,12 +35,18 @@ export class Run {
   /** Runs the request to its end. Throws ApiError when it fails; being stopped is no failure. */
   async finish(body) {
     const { node } = this;
+    let stall = setTimeout(this.onStall, STALLED_MS);
     try {
-      for await (const event of streamChat(body, this.#controller.signal)) this.#take(event);
+      for await (const event of streamChat(body, this.#controller.signal)) {
+        clearTimeout(stall);
+        stall = setTimeout(this.onStall, STALLED_MS);
+        this.#take(event);
+      }
     } catch (error) {
       node.reason = error.name === "AbortError" ? "stopped" : "broken";
       if (error.name !== "AbortError") throw error;
     } finally {
+      clearTimeout(stall);
       cancelAnimationFrame(this.#frame);
       this.#frame = null;
     }

@@ -122,6 +122,7 @@ async def test_stopping_stops_the_request_and_the_answer_can_be_continued(browse
         for how in ("button", "escape"):
             await ask(page)
             await expect(page.locator(".message.assistant .text").last).to_contain_text("quick")
+            await expect(page.locator("#conversations li.running")).to_have_count(1)
             await (page.click("#stop") if how == "button" else page.keyboard.press("Escape"))
             await eventually(lambda: server.engine.last.stopped)
             await expect(page.locator(".bar .end").last).to_contain_text("stopped")
