@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from allspan.launch.console import size
-from allspan.launch.models.checkpoint_files import check_files
+from allspan.launch.models.checkpoint_files import check_files, check_tokenizer
 from allspan.launch.models.conversion import with_its_ranks
 from allspan.launch.models.find_model import FoundModel, resolve_model
 from allspan.launch.placement.binding import lay_out
@@ -49,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
     placement = bound.placement
     model = resolve_model(settings.model, settings.hub)
     check_files(model.path, settings.weights.load_format != "dummy")
+    check_tokenizer(model.path)
     plan = plan_memory(settings, placement, model)
     plan |= {"model_name": model.name, "model_path": str(model.path), "threads": [p.threads for p in placement.ranks]}
     plan |= {"nodes": [p.node for p in placement.ranks], "placement": placement.describe()}

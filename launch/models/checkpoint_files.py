@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from allspan.protos.api.errors import CheckpointError, ModelNotFound
+from allspan.protos.api.errors import CheckpointError
 from allspan.protos.config.converted_manifest import is_converted, read_manifest
 from allspan.protos.model_files.config_values import check_config, check_shapes, gguf_config
 from allspan.protos.model_files.json_values import read_json_object
 from allspan.protos.model_files.limits import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
-from allspan.protos.model_files.regular_file import check_regular, is_there, names_in
+from allspan.protos.model_files.regular_file import check_regular, is_there
 from allspan.protos.model_files.safetensors_header import StoredTensor, read_safetensors_header, read_tensors
 from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, parts_of, read_header
 
@@ -35,7 +35,8 @@ _MOST_BYTES = {
 def check_files(model: Path, has_weights: bool = True) -> None:
     """Checks a model's folder or file: that every file can be read and is a regular one, that sizes are within their
     limits, that tensors lie within their files, and that the manifest of converted weights fits its files. Without
-    `has_weights` only the settings are looked at. Raises CheckpointError naming the file, and ModelNotFound."""
+    `has_weights` only the settings are looked at. A folder without a model passes: who reads
+    it says so. Raises CheckpointError naming the file."""
     if not model.is_dir():
         if model.suffix == ".json":
             _check_settings(model)
@@ -54,11 +55,16 @@ def check_files(model: Path, has_weights: bool = True) -> None:
             check_shapes(read_json_object(model / "config.json"), tensors, str(model / "config.json"))
     elif file := gguf_of(model):
         _check_gguf(file, has_weights)
-    elif not any(name.endswith(".gguf") for name in names_in(model)):
-        raise ModelNotFound(
-            f"{model} holds no model: neither config.json nor a GGUF file; give a folder in Hugging Face's layout, or "
-            "a GGUF file"
-        )
+
+
+def check_tokenizer(model: Path) -> None:
+    """Loads the tokenizer of a model, for commands that need it not, but would prepare what cannot be served; one
+    without a tokenizer passes. Raises CheckpointError."""
+    from allspan.protos.text import load_tokenizer  # takes a part of a second
+
+    gguf = gguf_of(model)
+    if "tokenizer.ggml.tokens" in read_header(gguf).metadata if gguf else is_there(model / "tokenizer.json"):
+        load_tokenizer(model)
 
 
 def _check_settings(config: Path) -> None:

@@ -35,7 +35,13 @@ def test_a_hostile_model_is_one_line_and_exit_code_2(command: str, tmp_path: Pat
     os.mkfifo(models["pipe"])
     save_sound(models["config"])
     (models["config"] / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 10**18}))
+    models["tokenizer"] = save_sound(tmp_path / "tokenizer")
+    (models["tokenizer"] / "tokenizer.json").write_text(
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}}}'
+    )
     for model in models.values():
+        if command == "serve" and model.name == "tokenizer":
+            continue  # its tokenizer is read while the ranks start
         words = [word.format(model=model, out=tmp_path / "out") for word in COMMANDS[command]]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         run = run_allspan(*words, timeout=60.0, XDG_RUNTIME_DIR=str(tmp_path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from allspan.launch.console import say, size
-from allspan.launch.models.checkpoint_files import check_files
+from allspan.launch.models.checkpoint_files import check_files, check_tokenizer
 from allspan.launch.models.conversion import ConvertSettings, convert
 from allspan.launch.models.find_model import resolve_model
 from allspan.launch.models.hub import HubConfig
@@ -46,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
     model = resolve_model(namespace.model, build(HubConfig, namespace))
     weights = build(ModelConfig, namespace, path="", name="")
     check_files(model.path, weights.load_format != "dummy")
+    check_tokenizer(model.path)
     out, ranks = convert(model, weights, settings)
     remember_converted(out)
     say(

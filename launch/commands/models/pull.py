@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from allspan.launch.console import say
-from allspan.launch.models.checkpoint_files import check_files
+from allspan.launch.models.checkpoint_files import check_files, check_tokenizer
 from allspan.launch.models.find_model import resolve_model
 from allspan.launch.models.hub import HubConfig
 from allspan.launch.settings import add_model
@@ -25,6 +25,7 @@ def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
     found = resolve_model(namespace.model, build(HubConfig, namespace))
     check_files(found.path)
+    check_tokenizer(found.path)
     if namespace.print_path:
         print(found.path)
     else:
