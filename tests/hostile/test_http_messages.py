@@ -100,15 +100,18 @@ async def test_each_of_several_requests_is_answered_though_the_client_sends_no_m
         assert (await exchange(server, 3 * sized(), half_close=True)).count(b"HTTP/1.1 200 ") == 3
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("told_by", ["kernel", "proc", "reset"])
 async def test_a_client_that_leaves_after_closing_its_sending_side_stops_its_request(
-    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+    told_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another machine only a reset tells it, which an interim answer brings about."""
-    if elsewhere:
-        table = "allspan.client.gateway.server.half_close.SocketTable.owner_of_other_end"
+    module = "allspan.client.gateway.server.half_close"
+    if told_by == "proc":
+        monkeypatch.setattr(f"{module}._asked_of_kernel", lambda own, other: "")
+    if told_by == "reset":
+        table = f"{module}.SocketTable.owner_of_other_end"
         monkeypatch.setattr(table, lambda table, sock: None)
-        monkeypatch.setattr("allspan.client.gateway.server.half_close.PROBE_EVERY_S", 0.05)
+        monkeypatch.setattr(f"{module}.PROBE_EVERY_S", 0.05)
     engine = fake_engine(endless=True, step_s=0.02)
     async with gateway(engine) as server:
         body = b'{"prompt": "x", "max_tokens": 200}'
@@ -117,7 +120,7 @@ async def test_a_client_that_leaves_after_closing_its_sending_side_stops_its_req
         writer.write_eof()
         await eventually(lambda: engine.asked and engine.last.steps > 5)
         assert not engine.last.stopped
-        if elsewhere:
+        if told_by == "reset":
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.close()
         await eventually(lambda: engine.last.released)
