@@ -12,10 +12,13 @@ def check_ranges(source: str, ranges: Iterable[tuple[int, int, str]], file_bytes
     """Checks (begin, end, name) of a file's tensors, in bytes from its start. Raises CheckpointError for one that ends
     behind the file or overlaps another."""
     before_end, before = 0, ""
-    for begin, end, name in sorted(ranges):
+    found = sorted(ranges)
+    for begin, end, name in found:
         if end > file_bytes:
+            longest = max(last for _, last, _ in found)
             raise CheckpointError(
-                f"{source}: truncated: tensor {shown(name)} ends at byte {end}, but the file has {file_bytes} bytes"
+                f"{source}: truncated: tensor {shown(name)} ends at byte {end}, but the file has {file_bytes} bytes, "
+                f"must have {longest}"
             )
         if begin < before_end and end > begin:
             raise CheckpointError(
