@@ -4,7 +4,7 @@ from elsewhere."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import NamedTuple
@@ -37,6 +37,13 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_REFERENCE_HEADERS = _HEADERS | {
+    # Redoc writes its styles into the page; what it shows is this server's own description.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+}
 
 
 class _File(NamedTuple):
@@ -52,6 +59,9 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
     async def page(request: Request) -> Response:
         return _served(known["index.html"], request)
 
+    async def reference(request: Request) -> Response:
+        return _served(known["docs/index.html"], request, _REFERENCE_HEADERS)
+
     async def file(name: str, request: Request) -> Response:
         if name not in known:
             raise HTTPException(404)
@@ -59,6 +69,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
 
     return [
         Endpoint("GET", "/", page, "Serves the page.", Access.NOTHING, is_described=False),
+        Endpoint("GET", "/docs", reference, "Serves the reference of this API.", Access.NOTHING, is_described=False),
         Endpoint("GET", "/page/{name:path}", file, "Serves a file of the page.", Access.NOTHING, is_described=False),
     ]
 
@@ -73,8 +84,8 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _File]]
             yield prefix + entry.name, _File(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-def _served(file: _File, request: Request) -> Response:
-    headers = _HEADERS | {"ETag": file.etag}
+def _served(file: _File, request: Request, headers: Mapping[str, str] = _HEADERS) -> Response:
+    headers = {**headers, "ETag": file.etag}
     if file.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(file.content, media_type=file.media_type, headers=headers)
