@@ -102,7 +102,7 @@ def test_a_bad_model_is_refused_in_one_line_and_nothing_is_left(tiny: Path, tmp_
         "awq": {"quantization_config": {"quant_method": "awq", "bits": 4}},
     }.get(kind, {})
     model = damaged(tiny, tmp_path / "bad", **changes)
-    flags, words, code = ["--ranks=1"], [], 3
+    flags, words, code = ["--ranks=1"], [], 2
     weights = model / "model.safetensors"
     if kind == "truncated":
         weights.write_bytes(weights.read_bytes()[:5000])
@@ -121,11 +121,11 @@ def test_a_bad_model_is_refused_in_one_line_and_nothing_is_left(tiny: Path, tmp_
     elif kind == "nothing":
         for path in model.iterdir():
             path.unlink()
-        words = ["holds no model", "config.json"]
+        words, code = ["holds no model", "config.json"], 3
     elif kind == "context":
-        flags, words, code = ["--max-model-len=9999"], ["9999", "256"], 2
+        flags, words = ["--max-model-len=9999"], ["9999", "256"]
     else:
-        flags, words, code = ["--ranks=7", "--threads=1", "--oversubscribe"], ["7", "6"], 2
+        flags, words = ["--ranks=7", "--threads=1", "--oversubscribe"], ["7", "6"]
     with runtime_folder() as runtime:
         run = run_allspan("serve", str(model), "--port=0", "--grpc-port=0", *flags, XDG_RUNTIME_DIR=str(runtime))
         Traces(runtime, [], memory_folders(runtime)).assert_gone(0.5)
