@@ -7,12 +7,12 @@ framed by a text that nobody can guess, and a vocabulary whose control tokens ar
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.text.any_of import AnyOf
 from allspan.protos.text.written import Written
 
 FRAME = f"<{secrets.token_hex(16)}>"
@@ -25,14 +25,12 @@ class ControlTexts:
 
     def __init__(self, ids: Mapping[str, int], unknown: Iterable[int] = ()) -> None:
         self.ids = {text: token_id for text, token_id in ids.items() if text}
-        longest_first = sorted(self.ids, key=len, reverse=True)
-        self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._any = AnyOf(self.ids)
         self._steering = frozenset(self.ids.values()) - set(unknown)
 
     def find(self, text: str, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
         """Where the texts are in this stretch of a text, as (start, end)."""
-        stretch = (start, len(text) if end is None else end)
-        return [match.span() for match in self._any.finditer(text, *stretch)]
+        return list(self._any.spans(text, start, end))
 
     def are_among(self, ids: Sequence[int], allowed: Iterable[int]) -> bool:
         """Whether all control tokens among the ids are allowed ones, in their order."""

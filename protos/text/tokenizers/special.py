@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
+from allspan.protos.text.any_of import AnyOf
 from allspan.protos.text.tokenizers.control import BREAK, FRAME, ControlTexts, is_control_text
 
 NO_TOKEN = -1
@@ -38,11 +38,11 @@ class _Cutter:
         self._ids = dict(ids)
         # Longest in UTF-8 bytes first; among equals the first id.
         self._texts = sorted(self._ids, key=lambda text: (-len(text.encode()), self._ids[text]))
-        self._any = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+        self._any = AnyOf(self._texts)
 
     def split(self, text: str) -> list[str | int]:
         parts: list[str | int] = [text] if text else []
-        if not self._any.search(text):
+        if not self._any.are_in(text):
             return parts
         for special in self._texts:
             if special in text:
