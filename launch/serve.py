@@ -228,7 +228,6 @@ def _start(
             supervisor_pid=os.getpid(),
             watchdog_timeout=settings.supervisor.watchdog_timeout,
             shutdown_timeout=settings.shutdown_timeout,
-            prepare_grammars=settings.gateway is not None,
         ),
         cache=settings.cache,
         scheduler=settings.scheduler,

@@ -53,9 +53,6 @@ STOP_LIMIT_S = 8.0
 DRAIN_WORD_S = 5.0
 """Between two words about requests that keep a rank from ending."""
 
-WARM_UP_AFTER_S = 1.0
-"""Seconds after which a rank that is ready prepares for grammars: first requests go before that."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -125,8 +122,6 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
     if world.rank == 0:
         info = _cluster_info(config, facts, infos)
         write_cluster(Path(config.service.run_dir), info)
-    if config.service.prepare_grammars:
-        loaded.core.grammars.warm_up(WARM_UP_AFTER_S)
     try:
         loaded.core.run()
     except BaseException as error:

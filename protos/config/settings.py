@@ -143,8 +143,6 @@ class ServiceConfig:
     it."""
     port: int = 0
     """For TCP: the port of rank 0, which the other ranks' follow; 0 takes any free ones."""
-    prepare_grammars: bool = False
-    """Prepares for grammars in the background once the rank is ready, rather than at the first one."""
 
 
 @dataclass(frozen=True, slots=True)

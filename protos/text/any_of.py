@@ -45,7 +45,7 @@ class AnyOf:
 def _expression(texts: list[str], depth: int) -> str:
     """A regular expression of sorted, different texts. What they begin with is tried once, not once for each of them:
     an alternation of all costs their number at every place where one may begin."""
-    shared = commonprefix([texts[0], texts[-1]])
+    shared = commonprefix([texts[0], texts[-1]])  # noqa: RUF071 - letter by letter is what is meant
     rests = [text[len(shared) :] for text in texts]
     if len(rests) == 1:
         return re.escape(shared)

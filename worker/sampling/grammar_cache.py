@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections import OrderedDict
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from allspan.protos.text.tokenizers.tokenizer import Tokenizer
     from allspan.worker.sampling.guidance import GuidanceCompiler
 
-logger = logging.getLogger(__name__)
-
 COMPILE_S = 30.0
 """The seconds that a grammar is waited for."""
 MOST_KEPT = 64
@@ -35,7 +32,7 @@ _NICENESS = 10
 
 class Grammars:
     """The compiled grammars of a model; safe from any thread. Nothing is loaded, and no thread runs, before the first
-    grammar or `warm_up`."""
+    grammar: the library keeps Python's lock while it makes a tokenizer's table, and steps would wait for it."""
 
     def __init__(self, path: str, vocab_size: int, cpus: Sequence[int] = ()) -> None:
         """`path` of the model, for its tokenizer; `vocab_size`: the model's. `cpus`: where the threads may run; empty:
@@ -69,13 +66,6 @@ class Grammars:
                 self._kept.popitem(last=False)
         return future
 
-    def warm_up(self, after_s: float) -> None:
-        """Loads the tokenizer and makes its table after `after_s` seconds, on a thread of its own, so that the first
-        grammar does not wait for them. A failure is left to that grammar."""
-        timer = threading.Timer(after_s, self._warm_up)
-        timer.daemon = True
-        timer.start()
-
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
         """Waits for it. Raises InvalidRequest, also when it takes longer than COMPILE_S, or QueueFull."""
         try:
@@ -93,13 +83,6 @@ class Grammars:
         finally:
             with self._lock:
                 self._num_pending -= 1
-
-    def _warm_up(self) -> None:
-        run_on(self._cpus)  # at no niceness: the library holds Python's lock, for which steps would wait
-        try:
-            self._open()
-        except BaseException as error:  # also what a library's panic is raised as
-            logger.info("grammars cannot be prepared: %s", error)
 
     def _open(self) -> GuidanceCompiler:
         with self._loading:
