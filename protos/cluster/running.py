@@ -167,7 +167,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Returns whether a launcher holds the lock of its run directory, as it does for its whole life."""
+    """Returns whether a launcher holds the lock of its run directory, as it does until it ends."""
     handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

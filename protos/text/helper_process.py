@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from allspan.protos.api.errors import InternalError
+from allspan.protos.api.errors import InternalError, QueueFull
 
 logger = logging.getLogger("allspan.helper")
 
@@ -30,8 +30,12 @@ ATTEMPTS = 3
 """Number of processes that are asked the same question when one after the other ends instead of answering."""
 START_S = 30.0
 """Seconds within which a process must be ready."""
-PATIENCE_S = 0.05
+BUSY_WAIT_S = 0.05
 """Seconds that a question waits for a process which is busy before another one is started for it."""
+FREE_S = 30.0
+"""Seconds that a question waits for a process when as many are busy as there may be."""
+KILL_S = 5.0
+"""Seconds within which a process that is killed ends, unless the system holds it."""
 _TIME_IS_OVER = (-signal.SIGALRM, -signal.SIGPROF)
 """Codes of processes that have set themselves a limit of time."""
 _CHUNK = 1 << 18
@@ -96,8 +100,7 @@ class HelperProcess:
     def end(self) -> int:
         """Ends the process at once, unless it has ended by itself; returns its exit code."""
         self._socket.close()
-        self._process.kill()
-        return self._process.wait()
+        return self._killed()
 
     def _exchange(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + within_s
@@ -127,8 +130,15 @@ class HelperProcess:
         """The code with which a process that has closed its end ends by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(1.0)
+        return self._killed()
+
+    def _killed(self) -> int:
         self._process.kill()
-        return self._process.wait()
+        try:
+            return self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the process %s (pid %d) has not ended %g s after SIGKILL", self._module, self.pid, KILL_S)
+            return -signal.SIGKILL
 
 
 class HelperPool:
@@ -153,8 +163,8 @@ class HelperPool:
         atexit.register(self.close)
 
     def ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-        """The answer of a child. Raises TimeoutError, HelperEnded, and InternalError when children do not start.
-        `within_s` counts from when a child is free and ready."""
+        """The answer of a child. Raises TimeoutError, HelperEnded, QueueFull when no child is free for FREE_S, and
+        InternalError when children do not start. `within_s` counts from when a child is free and ready."""
         for left in reversed(range(ATTEMPTS)):
             try:
                 return self._asked(question, within_s)
@@ -221,8 +231,11 @@ class HelperPool:
     def _take(self) -> HelperProcess:
         with self._changed:
             if not self._idle and self._all:
-                self._changed.wait_for(lambda: self._idle or not self._all, PATIENCE_S)
-            self._changed.wait_for(lambda: self._idle or len(self._all) < self._most)
+                self._changed.wait_for(lambda: self._idle or not self._all, BUSY_WAIT_S)
+            if not self._changed.wait_for(lambda: self._idle or len(self._all) < self._most, FREE_S):
+                raise QueueFull(
+                    f"all {self._most} processes {self._module} were busy for {FREE_S:g} s; try again later"
+                )
             return self._idle.pop() if self._idle else self._start()
 
     def _start(self) -> HelperProcess:

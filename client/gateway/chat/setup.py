@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +12,7 @@ from allspan.client.gateway.chat.reader import Reading
 from allspan.client.gateway.chat.template import RESERVED, Conversations, Rendering, traits_of
 from allspan.client.gateway.chat.thinking import TAGS, Tags, tags_of_template
 from allspan.client.gateway.config import ChatConfig
+from allspan.client.gateway.offload import BoundedThreads
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.text import Tokenizer
 from allspan.protos.text.chat_template import CHILDREN, RENDER_S
@@ -22,7 +21,9 @@ from allspan.protos.text.written import Written, written
 logger = logging.getLogger("allspan.gateway")
 
 MAX_VARIABLE_CHARS = 256
-_THREADS = ThreadPoolExecutor(CHILDREN, "chat")
+MOST_WAITING = 4096
+WAIT_S = 30.0
+_THREADS = BoundedThreads("chat templates", CHILDREN, MOST_WAITING, WAIT_S)
 """The threads that wait for the processes that render, so that slow templates hold up nothing else."""
 _TAIL_TOKENS = 8
 """Number of a prompt's last tokens that are searched for a tag that opens the reasoning."""
@@ -77,12 +78,13 @@ class ChatSetup:
     async def encode(
         self, messages: Sequence[Mapping[str, Any]], how: Rendering, add_special_tokens: bool
     ) -> Sequence[int]:
-        """The prompt's token ids."""
+        """The prompt's token ids. InvalidRequest for what the template does not take; QueueFull when other
+        conversations keep this one waiting."""
 
         def encoded() -> Sequence[int]:
             return self.tokenizer.encode(self.render(messages, how, RENDER_S), add_special_tokens)
 
-        return await asyncio.get_running_loop().run_in_executor(_THREADS, encoded)
+        return await _THREADS.run(encoded)
 
     def opened(self, token_ids: Sequence[int]) -> str:
         """The tag with which a prompt ends that has the model think already; "" where it does not."""
