@@ -1,6 +1,6 @@
 """A running cluster's two folders: the run directory (sockets, cluster.json) and the one for MPI's shared memory files.
 
-The supervisor holds a lock on `RUN_DIR/lock` for its whole life: a folder whose lock is free belongs to a dead cluster.
+The supervisor holds a lock on `RUN_DIR/lock` until it ends: a folder whose lock is free belongs to a dead cluster.
 """
 
 from __future__ import annotations

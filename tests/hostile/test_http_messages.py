@@ -13,7 +13,7 @@ from hostile.http_messages import BODY, BROKEN, LENGTH, request, sized
 from support.fake_engine import ANSWER
 from support.gateway import Gateway, eventually, fake_engine, gateway
 
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 TOGETHER = 16
 
 
@@ -29,7 +29,7 @@ async def exchange(server: Gateway, data: bytes, half_close: bool = False) -> by
         writer.write(data)
         if half_close:
             writer.write_eof()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             return await reader.read()
     finally:
         writer.close()
