@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from allspan.protos.api.sampling import SAMPLING_FIELDS, SamplingParams
 from allspan.protos.config.flags import nearest
 from allspan.protos.config.generation import AUTO, AUTOMATIC, NEUTRAL, GenerationConfig
 from allspan.protos.model_files.json_values import read_json_object
+from allspan.protos.model_files.regular_file import is_there
 from allspan.protos.text.known_defaults import known_defaults
 from allspan.protos.text.model_defaults import FIELDS, GENERATION_CONFIG, folder_defaults, gguf_defaults, sampling_of
 from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata
@@ -26,19 +27,22 @@ class SamplingDefaults:
     """The fields of SamplingParams that a model, or the server's operator, gives another default."""
 
     values: Mapping[str, Any]
+    """Those of the model."""
     source: str
-    """Where they come from, as part of a sentence."""
+    """Where all come from, as part of a sentence."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the operator, which go before the model's."""
 
     def sampling(self) -> dict[str, Any]:
-        """The values as keyword arguments of SamplingParams."""
-        return dict(self.values)
+        """What a request that sets no field gets, as keyword arguments of SamplingParams."""
+        return self.under({})
 
     def under(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a request that gives these. One that asks for the most likely tokens gets just those: default
-        penalties are left out."""
-        is_greedy = given.get("temperature") == 0 or given.get("do_sample") is False
-        values = {name: value for name, value in self.values.items() if not (is_greedy and name in PENALTIES)}
-        return values | dict(given)
+        """The fields of a request that gives these. Where the request or the operator asks for the most likely tokens,
+        the model's penalties are left out: they were chosen for its own temperature."""
+        asked = {**self.overrides, **given}
+        is_greedy = asked.get("temperature") == 0 or asked.get("do_sample") is False
+        return {name: value for name, value in self.values.items() if not (is_greedy and name in PENALTIES)} | asked
 
     def described(self) -> dict[str, Any]:
         """Every field that can have such a default with the value that applies, max_tokens only where it has one."""
@@ -47,7 +51,7 @@ class SamplingDefaults:
 
     def sentence(self) -> str:
         """What applies and why, for the log."""
-        shown = ", ".join(f"{name} {value:g}" for name, value in self.values.items()) or "temperature 1, no filters"
+        shown = ", ".join(f"{name} {value:g}" for name, value in self.sampling().items()) or "temperature 1, no filters"
         return f"a request that sets no sampling fields gets {shown} (from {self.source})"
 
 
@@ -67,7 +71,7 @@ def sampling_defaults(path: str | Path, name: str = "", config: GenerationConfig
         SamplingParams(**(base.sampling() | values))
     except InvalidRequest as error:
         raise ConfigError(f"--override-generation-config: {error.message}") from error
-    return SamplingDefaults(base.sampling() | values, f"{base.source}, and --override-generation-config")
+    return SamplingDefaults(base.values, f"{base.source}, and --override-generation-config", values)
 
 
 def default_params(path: str | Path, name: str = "") -> SamplingParams:
@@ -95,12 +99,14 @@ def _automatic(path: Path, name: str) -> SamplingDefaults:
         metadata = read_metadata(gguf)
         own, source = gguf_defaults(gguf, metadata).sampling(), "the model's GGUF metadata"
         architecture, names = _gguf_names(metadata)
+        can_chat = bool(metadata.get("tokenizer.chat_template"))
     else:
         own, source = folder_defaults(path).sampling(), f"the model's {GENERATION_CONFIG}"
         architecture, names = _folder_names(path)
+        can_chat = _has_chat_template(path)
     if own.keys() - {"max_tokens"}:
         return SamplingDefaults(own, source)
-    known = known_defaults([*names, path.stem if gguf else path.name, name], architecture)
+    known = known_defaults([*names, path.stem if gguf else path.name, name], architecture, can_chat)
     return SamplingDefaults({**known.values, **own}, known.source)
 
 
@@ -116,3 +122,8 @@ def _folder_names(path: Path) -> tuple[str, list[str]]:
     values = read_json_object(file) if file.is_file() else {}
     name = values.get("_name_or_path")
     return str(values.get("model_type", "")), [name.rsplit("/", 1)[-1]] if isinstance(name, str) else []
+
+
+def _has_chat_template(folder: Path) -> bool:
+    files = [file for name in ("chat_template.json", "tokenizer_config.json") if is_there(file := folder / name)]
+    return is_there(folder / "chat_template.jinja") or any(read_json_object(f).get("chat_template") for f in files)

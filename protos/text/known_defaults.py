@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -84,9 +84,18 @@ OTHERS = FamilyDefaults(
 """The values of all other models: those that llama-server's help names."""
 
 
-def known_defaults(names: Iterable[str], architecture: str) -> FamilyDefaults:
-    """Returns the row of a model that goes by these names, else that of its architecture, else OTHERS."""
+_BASE = r"\bbase\b"
+"""Finds the names of base models that have a chat template all the same, such as Qwen3-8B-Base."""
+
+
+def known_defaults(names: Iterable[str], architecture: str, can_chat: bool = True) -> FamilyDefaults:
+    """Returns the row of a model that goes by these names, else that of its architecture, else OTHERS. The rows are
+    about models made for chat: OTHERS for one without a chat template (`can_chat` false), and for a base model."""
     spelt = [re.sub(r"[\s_]+", "-", name.lower()) for name in names]
+    if not can_chat:
+        return replace(OTHERS, source="the defaults of llama-server, as the model has no chat template")
+    if any(re.search(_BASE, name) for name in spelt):
+        return replace(OTHERS, source="the defaults of llama-server, as the model's name is that of a base model")
     for row in KNOWN:
         if any(re.search(row.names, name) for name in spelt):
             return row

@@ -39,7 +39,7 @@ class SamplingValidator:
         model's, else the rest of the context."""
         room = self._model.max_model_len - num_prompt_tokens
         defaults = self._model.defaults
-        most = min(room, default_max_tokens or defaults.values.get("max_tokens", room))
+        most = min(room, default_max_tokens or defaults.sampling().get("max_tokens", room))
         params = SamplingParams(**defaults.under({"max_tokens": most, **given}))
         if params.max_tokens > room:
             raise InvalidRequest(

@@ -15,12 +15,15 @@ from allspan.protos.text.known_defaults import KNOWN, OTHERS, known_defaults
 from allspan.protos.text.model_defaults import sampling_of
 from support.gguf_files import byte_level_gguf
 
-SMOLLM2 = {"general.architecture": "llama", "general.basename": "smollm2", "general.size_label": "135M"}
+CHAT = {"tokenizer.chat_template": "{{ messages[0].content }}"}
+SMOLLM2 = {"general.architecture": "llama", "general.basename": "smollm2", "general.size_label": "135M", **CHAT}
+PENALISED = {"temperature": 0.2, "top_p": 0.9, "frequency_penalty": 0.2}
 
 
 def folder(path: Path, config: dict[str, Any] | None = None, **generation: Any) -> Path:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config or {"model_type": "llama"}))
+    (path / "chat_template.jinja").write_text(CHAT["tokenizer.chat_template"])
     if generation:
         (path / "generation_config.json").write_text(json.dumps(generation))
     return path
@@ -58,9 +61,9 @@ def test_a_bad_value_in_gguf_metadata_is_refused_by_its_key(tmp_path: Path) -> N
 def test_a_gguf_file_is_known_by_its_metadata_or_by_its_name(tmp_path: Path) -> None:
     for path in (
         byte_level_gguf(tmp_path / "m.gguf", **SMOLLM2),
-        byte_level_gguf(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        byte_level_gguf(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf", **CHAT),
     ):
-        assert sampling_defaults(path).sampling() == {"temperature": 0.2, "top_p": 0.9, "frequency_penalty": 0.2}
+        assert sampling_defaults(path).sampling() == PENALISED
 
 
 def test_a_greedy_request_takes_no_default_penalties(tmp_path: Path) -> None:
@@ -69,6 +72,41 @@ def test_a_greedy_request_takes_no_default_penalties(tmp_path: Path) -> None:
     assert defaults.under({"temperature": 0}) == {"temperature": 0}
     assert "repetition_penalty" not in defaults.under({"do_sample": False})
     assert defaults.under({"temperature": 0, "repetition_penalty": 1.2})["repetition_penalty"] == 1.2
+
+
+def test_penalties_of_the_operator_apply_to_greedy_requests_too(tmp_path: Path) -> None:
+    config = GenerationConfig(override_generation_config='{"presence_penalty": 0.5}')
+    defaults = sampling_defaults(byte_level_gguf(tmp_path / "m.gguf", **SMOLLM2), config=config)
+    assert defaults.under({}) == PENALISED | {"presence_penalty": 0.5}
+    assert defaults.under({"temperature": 0}) == {"temperature": 0, "top_p": 0.9, "presence_penalty": 0.5}
+
+
+@pytest.mark.parametrize("override", ['{"temperature": 0}', '{"do_sample": false}'])
+def test_where_the_operator_sets_greedy_the_models_penalties_wait_for_a_request_that_samples(
+    tmp_path: Path, override: str
+) -> None:
+    config = GenerationConfig(override_generation_config=override)
+    defaults = sampling_defaults(byte_level_gguf(tmp_path / "m.gguf", **SMOLLM2), config=config)
+    assert defaults.sampling() == {"temperature": 0, "top_p": 0.9}
+    assert defaults.described()["frequency_penalty"] == 0
+    assert "frequency_penalty" not in defaults.sentence()
+    assert defaults.under({"temperature": 0.7}) == PENALISED | {"temperature": 0.7}
+
+
+def test_a_base_model_does_not_take_the_values_of_chat_models(tmp_path: Path) -> None:
+    bare = folder(tmp_path / "Meta-Llama-3-8B")
+    (bare / "chat_template.jinja").unlink()
+    for path, why in (
+        (bare, "no chat template"),
+        (byte_level_gguf(tmp_path / "SmolLM2-135M.gguf"), "no chat template"),
+        (folder(tmp_path / "Qwen3-0.6B-Base", {"model_type": "qwen3"}), "that of a base model"),
+        (byte_level_gguf(tmp_path / "b.gguf", **{"general.name": "Qwen3 8B Base", **CHAT}), "that of a base model"),
+    ):
+        defaults = sampling_defaults(path)
+        assert defaults.sampling() == OTHERS.values
+        assert why in defaults.source
+    (bare / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"}))
+    assert sampling_defaults(bare).sampling() == {"temperature": 0.6, "top_p": 0.9}
 
 
 @pytest.mark.parametrize(
