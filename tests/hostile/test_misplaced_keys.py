@@ -3,16 +3,24 @@ a key's owner stored is nobody else's, not even the admin's."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import grpc
 import pytest
 
-from allspan.client.gateway.auth.keys import Keys
+from allspan.client.gateway.admission.admission import caller_error
+from allspan.client.gateway.auth.keys import Keys, load_keys
+from allspan.client.gateway.config import SecurityConfig
+from allspan.client.gateway.telemetry.recorder import Telemetry
+from allspan.client.gateway.telemetry.redaction import without_keys
+from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.protos import inference_pb2 as pb
+from allspan.protos.cluster.logs import JsonFormatter, TextFormatter
 from support.gateway import Gateway, eventually, gateway, stub
 
 KEYS = {
@@ -106,6 +114,54 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
 def test_the_beginning_of_a_long_key_is_hidden_where_text_was_cut(cut: int) -> None:
     keys = Keys({KEYS["long"]: ""})
     assert keys.hide(f"model {KEYS['long'][:cut]!r} is not served here") == "model '*** is not served here"
+
+
+@pytest.mark.parametrize("written", [str, repr, json.dumps, lambda key: repr({"model": repr([key])})])
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_key_is_hidden_however_often_it_was_escaped(kind: str, written: Callable[[str], str]) -> None:
+    hidden = Keys(dict.fromkeys(KEYS.values(), "")).hide(f"got {written(KEYS[kind])} here")
+    assert KEYS[kind][:6] not in hidden
+    assert KEYS[kind][-6:] not in hidden
+    assert hidden.startswith("got ")
+    assert hidden.endswith("*** here")
+
+
+def test_of_two_keys_in_one_word_both_are_hidden() -> None:
+    for keys in (["first-key", "second-longer-key"], ["second-longer-key", "first-key"]):
+        assert Keys(dict.fromkeys(keys, "")).hide(f"<{keys[0]},{keys[1]}>") == "<***"
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])
+def test_a_traceback_shows_no_key(formatter: Callable[[str], logging.Formatter]) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(formatter("gateway").format(record))  # type: ignore[method-assign]
+    logger = logging.getLogger("allspan.gateway")
+    logger.addHandler(handler)
+    try:
+        with without_keys(Keys({KEYS["odd"]: ""}).hide):
+            caller_error(ValueError({"model": KEYS["odd"]}), "POST /v1/x")
+    finally:
+        logger.removeHandler(handler)
+    (line,) = lines
+    assert "ValueError" in line
+    assert "%41" not in line
+
+
+def test_a_failed_request_tells_its_trace_no_key() -> None:
+    traces = Mock()
+    telemetry = Telemetry("tiny", traces, Keys({KEYS["odd"]: ""}).hide)
+    origin = Origin(f"POST /v1/{KEYS['odd']}")
+    telemetry.record(origin, KEYS["odd"], 1).end("internal", 0, None, f"no model {KEYS['odd']!r}")
+    assert "%41" not in repr(traces.mock_calls) + origin.label
+
+
+@pytest.mark.parametrize(("key", "warns"), [("abc", True), ("\\\\\\\\a", True), ("abcd", False)])
+def test_a_key_that_is_too_short_to_be_hidden_is_warned_about(
+    key: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_keys(SecurityConfig(api_key=(key,)))
+    assert ("fewer than 4 characters" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("text", ["", "model 'SmolLM2-135M-Instruct' is not served", "POST /v1/sk", "a" * 5000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from allspan.client.gateway.auth.caller import ANYONE, Caller
 from allspan.client.gateway.config import SecurityConfig
 from allspan.protos.api.errors import ConfigError, Unauthenticated
 
+logger = logging.getLogger("allspan.gateway")
+
 MAX_KEY_CHARS = 4096
 ADMIN = "admin"
 
@@ -19,7 +22,7 @@ HIDDEN = "***"
 SHOWN_PREFIX = 16
 """Most characters of a key by which text is searched for it, since text may have only its beginning."""
 MIN_HIDDEN = 4
-"""Fewest characters of a key that is searched for in text."""
+"""Fewest characters of a key that is searched for in text, backslashes not counted."""
 
 _KEY = re.compile(r"[!-+\--~]+")  # what stands in a header as it is, and no comma, which separates keys
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -42,7 +45,7 @@ class Keys:
                 raise ConfigError("the admin key is one of the API keys: whoever has that would be the admin")
             callers[_digest(admin)] = Caller(ADMIN, is_admin=True, cache_key=_cache_key(admin))
         self._callers = tuple(callers.items())
-        prefixes = [key[:SHOWN_PREFIX] for key in (*users, admin) if len(key) >= MIN_HIDDEN]
+        prefixes = [prefix for key in (*users, admin) if len(prefix := _bare(key[:SHOWN_PREFIX])) >= MIN_HIDDEN]
         self._prefixes = frozenset((len(prefix), _digest(prefix)) for prefix in prefixes)
         self.has_users = bool(users)
         self.has_admin = bool(admin)
@@ -57,11 +60,12 @@ class Keys:
         return _WORD.sub(self._hidden, text) if self._prefixes else text
 
     def _hidden(self, word: re.Match[str]) -> str:
-        text = word[0]
-        for length in {length for length, _ in self._prefixes}:
-            for start in range(len(text) - length + 1):
-                if (length, _digest(text[start : start + length])) in self._prefixes:
-                    return text[:start] + HIDDEN
+        text, bare = word[0], _bare(word[0])
+        lengths = {length for length, _ in self._prefixes}
+        for start in range(len(bare)):
+            if any((length, _digest(bare[start : start + length])) in self._prefixes for length in lengths):
+                places = [place for place, sign in enumerate(text) if sign != "\\"]
+                return text[: places[start]] + HIDDEN
         return text
 
     def find(self, key: str) -> Caller | None:
@@ -102,6 +106,11 @@ def load_keys(config: SecurityConfig) -> Keys:
         admins += _read("--admin-api-key-file", config.admin_api_key_file)
     if len(set(admins)) > 1:
         raise ConfigError("--admin-api-key, --admin-api-key-file: two different admin keys, must be one")
+    if any(len(_bare(key[:SHOWN_PREFIX])) < MIN_HIDDEN for key in (*users, *admins)):
+        logger.warning(
+            "A key has fewer than %d characters: it is easy to guess, and log lines may show it. Use a longer one.",
+            MIN_HIDDEN,
+        )
     return Keys(users, admins[0] if admins else "")
 
 
@@ -145,6 +154,11 @@ def _problem(key: str) -> str:
     if len(key) > MAX_KEY_CHARS:
         return f"a key has {len(key)} characters, at most {MAX_KEY_CHARS}"
     return "" if _KEY.fullmatch(key) else "a key has a blank, a comma or a sign beyond ASCII, which no header carries"
+
+
+def _bare(text: str) -> str:
+    """The text without backslashes: the same for a key and for its escaped form, however often it was escaped."""
+    return text.replace("\\", "")
 
 
 def _digest(key: str) -> bytes:

@@ -126,17 +126,18 @@ class RequestRecord:
                 telemetry.histograms.prefill_s.observe(timings.ttft_s - timings.queue_s)
         self._log(reason, num_output_tokens, timings, total_s, error)
         if telemetry.traces is not None:
+            origin.label = telemetry.hide(origin.label)
             telemetry.traces.request(
                 EndedRequest(
                     origin,
-                    self._request_id,
+                    telemetry.hide(self._request_id),
                     telemetry.model,
                     self._num_prompt_tokens,
                     num_output_tokens,
                     self._ttft_s,
                     timings,
                     reason,
-                    error,
+                    telemetry.hide(error),
                 )
             )
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from allspan.protos.cluster.logs import REQUESTS
 
 LOGGERS = ("allspan.gateway", REQUESTS)
+_FORMATTER = logging.Formatter()
 
 
 class Redaction(logging.Filter):
-    """Rewrites records with `hide`, which returns a text without keys."""
+    """Rewrites records, tracebacks included, with `hide`, which returns a text without keys."""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         super().__init__()
@@ -20,6 +21,8 @@ class Redaction(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = self._hide(record.getMessage()), None
+        if record.exc_info:
+            record.exc_text, record.exc_info = self._hide(_FORMATTER.formatException(record.exc_info)), None
         if isinstance(fields := getattr(record, "fields", None), dict):
             record.fields = {
                 name: self._hide(value) if isinstance(value, str) else value for name, value in fields.items()
