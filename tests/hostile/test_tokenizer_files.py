@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,11 @@ def test_a_file_beside_it_that_lies_is_refused_by_name(variant: str, tmp_path: P
     assert all(str(folder) in line for line in said)
 
 
+def spent() -> float:
+    """Seconds of a processor that this process and its ended children have had."""
+    return sum(os.times()[:4])
+
+
 @pytest.mark.parametrize("what", RUNAWAYS)
 def test_a_rule_that_runs_away_is_a_requests_error_in_time(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,10 +152,10 @@ def test_a_rule_that_runs_away_is_a_requests_error_in_time(
     assert tokenizer.is_apart
     for hello in ("hello, world", Written("hello, world")):
         assert tokenizer.decode(tokenizer.encode(hello)) == "hello, world"
-    started = time.monotonic()
+    started = spent()
     with suppress(InvalidRequest):  # some of these the library refuses by itself, some it can do
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert time.monotonic() - started < 20.0
+    assert spent() - started < 20.0
     assert tokenizer.encode("abc") == tokenizer.codec.encode_framed("abc") == [97, 98, 99]
 
 
