@@ -58,8 +58,10 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
-        if record.exc_text or record.exc_info:
-            fields["traceback"] = record.exc_text or self.formatException(record.exc_info)
+        if record.exc_text:
+            fields["traceback"] = record.exc_text
+        elif record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
         return _object(_time(record), record.levelname.lower(), self._source, record.getMessage(), fields)
 
 
