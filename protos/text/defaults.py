@@ -27,11 +27,11 @@ class SamplingDefaults:
     """The fields of SamplingParams that a model, or the server's operator, gives another default."""
 
     values: Mapping[str, Any]
-    """Those of the model."""
+    """The fields that the model sets."""
     source: str
-    """Where all come from, as part of a sentence."""
+    """Where they come from, as part of a sentence."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Those of the operator, which go before the model's."""
+    """The fields that the operator sets, which go before the model's."""
 
     def sampling(self) -> dict[str, Any]:
         """What a request that sets no field gets, as keyword arguments of SamplingParams."""
