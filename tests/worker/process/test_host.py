@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan.protos.api.errors import CheckpointError, Unavailable
+from allspan.protos.api.errors import ConfigError, Unavailable
 from allspan.worker.process import host
 from allspan.worker.process.host import ExitReport, memory_nodes, watch_process
 from support.waiting import wait_until
@@ -116,8 +116,8 @@ def test_memory_nodes_are_those_of_the_processors(tmp_path: Path) -> None:
 def test_an_exit_report_is_one_line_then_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rank-1.e1.error"
     try:
-        raise CheckpointError("model.safetensors\nis cut short")
-    except CheckpointError as error:
+        raise ConfigError("model.safetensors\nis cut short")
+    except ConfigError as error:
         ExitReport(file, 1).write(error)
     first, *rest = file.read_text().splitlines()
     assert first == "model.safetensors is cut short"
