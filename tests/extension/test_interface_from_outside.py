@@ -32,7 +32,10 @@ def files_with(word: str) -> set[str]:
     ("field", "files"),
     [
         ("no_repeat_ngram_size", {"protos/api/sampling.py", "protos/inference.proto", "worker/sampling/masks.py"}),
-        ("presence_penalty", {"protos/api/sampling.py", "protos/inference.proto", "worker/sampling/penalties.py"}),
+        (
+            "suppress_repetition_in_generation",
+            {"protos/api/sampling.py", "protos/inference.proto", "worker/sampling/penalties.py"},
+        ),
     ],
 )
 def test_a_sampling_parameter_that_changes_logits_stands_in_three_files(field: str, files: set[str]) -> None:

@@ -22,6 +22,7 @@ from allspan.launch.serve import parallel_config
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.home import home
+from support.byte_model import save_byte_model
 
 
 def allspan(*argv: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -163,10 +164,8 @@ def test_doctor_finds_out_without_leaving_anything() -> None:
     assert all(finding["fix"] for finding in findings if finding["status"] != "ok")
 
 
-def test_files_of_the_current_folder_stand_in_for_no_module(folder: Path, tmp_path: Path) -> None:
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 16}
-    config |= {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
+def test_files_of_the_current_folder_stand_in_for_no_module(tmp_path: Path) -> None:
+    folder = save_byte_model(tmp_path / "model")
     (tmp_path / "random.py").write_text("raise SystemExit('the wrong random')")
     words = [sys.executable, "-P", "-m", "allspan.launch.cli", "plan", str(folder), "--ranks=1", "--json"]
     run = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)

@@ -33,6 +33,7 @@ from allspan.protos.cluster.running import (
     write_addresses,
     write_record,
 )
+from support.serving import runtime_folder
 
 Begin = Callable[..., RunDir]
 
@@ -40,7 +41,12 @@ Begin = Callable[..., RunDir]
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     """Returns a function that makes the run directory of a cluster whose launcher has the given process id."""
-    environ, shm = {"XDG_RUNTIME_DIR": str(tmp_path)}, tmp_path / "shm"
+    with runtime_folder() as runtime:  # short: a socket's path is
+        yield from _begin(runtime, tmp_path / "shm", monkeypatch)
+
+
+def _begin(runtime: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    environ = {"XDG_RUNTIME_DIR": str(runtime)}
     shm.mkdir()
     made = []
 
@@ -54,7 +60,8 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
         return run
 
     def found() -> list[RunningCluster]:
-        return [cluster for cluster in running_clusters(environ, shm) if cluster.run_dir.is_relative_to(tmp_path)]
+        folders = (runtime, shm.parent)
+        return [one for one in running_clusters(environ, shm) if any(map(one.run_dir.is_relative_to, folders))]
 
     for module in (ps, stop, logs):
         monkeypatch.setattr(module, "running_clusters", found)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from allspan.launch.models.file_changes import FileChanges
 from allspan.launch.placement.placement import Placement, RankPlace
 from allspan.launch.supervision import supervisor as supervisor_module
 from allspan.launch.supervision.cluster import Cluster, Reaper
@@ -32,6 +33,7 @@ class PlayedWorld:
 
     def __init__(self, plan: WorldPlan, run: RunDir, epoch: int) -> None:
         self.plan, self.run, self.epoch = plan, run, epoch
+        self.weights = FileChanges(Path(plan.config.model.path))
         self.is_ready = False
         self.fate: Death | None = None
         self.drain_s: float | None = -1.0
