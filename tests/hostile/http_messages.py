@@ -185,6 +185,8 @@ def sound() -> Iterator[Case]:
     yield "blanks around a value", sized(b"X-A: \t b \t ")
     yield "bytes beyond ASCII in a value", sized(b"X-A: \xe4\xff")
     yield "an empty value", sized(b"X-A:")
+    old = b"POST /v1/completions HTTP/1.0"
+    yield "an upgrade in HTTP/1.0", sized(b"Connection: Upgrade", b"Upgrade: h2c", start=old, host=None)
     for kind in (b"h2c", b"websocket"):
         yield (
             f"an upgrade to {kind!r}",

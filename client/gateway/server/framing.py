@@ -37,9 +37,9 @@ def check_head(version: str, method: bytes, target: bytes, headers: Headers) -> 
         headers[:] = [(b"host", host), *(header for header in headers if header[0] != b"host")]
 
 
-def without_upgrade(method: bytes, target: bytes, headers: Headers) -> bytes:
+def without_upgrade(version: str, method: bytes, target: bytes, headers: Headers) -> bytes:
     """Returns a request's head that asks for no other protocol; the parser reads no body of one that does."""
-    lines = [method + b" " + target + b" HTTP/1.1"]
+    lines = [method + b" " + target + b" HTTP/" + version.encode()]
     for name, value in headers:
         if name == b"connection":
             value = b", ".join(t for t in value.split(b",") if t.strip().lower() in (b"close", b"keep-alive"))

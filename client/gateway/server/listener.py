@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
@@ -19,10 +18,9 @@ BACKLOG = 2048
 BATCH = 32
 """Connections accepted in one turn of the loop, so that those already there get their turns, too."""
 RETRY_S = 0.5
-"""Seconds until the next accept after one that failed for want of files or memory."""
+"""Seconds until the next accept after one that failed, mostly for want of files or memory."""
 TLS_SHUTDOWN_S = 5.0
 """Seconds that a client has to answer the end of its TLS connection."""
-SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -85,8 +83,6 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionError):
                 return
             except OSError as error:
-                if error.errno not in SHORTAGES:
-                    raise
                 logger.warning("no connection can be accepted for %g s: %s", RETRY_S, error.strerror)
                 self._pause()
                 self._retry = self._loop.call_later(RETRY_S, self._resume)

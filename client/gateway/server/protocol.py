@@ -100,7 +100,8 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            head = without_upgrade(self.parser.get_method(), self.url, self.headers)
+            version, method = self.parser.get_http_version(), self.parser.get_method()
+            head = without_upgrade(version, method, self.url, self.headers)
             self.parser = httptools.HttpRequestParser(self)
             self._feed(head + data[upgrade.args[0] :])
         except httptools.HttpParserError as error:

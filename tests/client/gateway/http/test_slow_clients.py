@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
+from allspan.client.gateway.config import LimitsConfig
+from allspan.client.gateway.server.connections import Connections
+from allspan.client.gateway.server.listener import Listener
 from support.gateway import Gateway, eventually, fake_engine, gateway
 
 COMPLETIONS = "/v1/completions"
@@ -123,6 +129,30 @@ async def test_an_upgrade_that_is_asked_for_is_passed_over_without_a_word(caplog
             caplog.clear()
             assert b" 200 " in await client.answer()
             assert caplog.records == []
+
+
+class Forbidden(socket.socket):
+    """A listening socket that a firewall keeps from accepting."""
+
+    tries = 0
+
+    def accept(self) -> NoReturn:
+        self.tries += 1
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+async def test_an_accept_that_fails_is_told_and_tried_again_after_a_pause(caplog: pytest.LogCaptureFixture) -> None:
+    with Forbidden() as sock, socket.socket() as client:
+        sock.bind(("127.0.0.1", 0))
+        listener = Listener(sock, Connections(LimitsConfig()), Mock(), None)
+        listener.start()
+        client.connect(sock.getsockname())
+        await asyncio.sleep(0.05)
+        listener.close()
+        assert sock.tries == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "no connection can be accepted for 0.5 s: Operation not permitted"
+    ]
 
 
 async def test_a_refused_body_that_never_comes_does_not_hold_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
