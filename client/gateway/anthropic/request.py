@@ -10,7 +10,7 @@ from pydantic import Field
 from allspan.client.gateway.anthropic.content import read_conversation
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.openai.chat_request import ChatRequest
-from allspan.client.gateway.openai.extra_fields import check_extras
+from allspan.client.gateway.openai.extra_fields import check_extras, check_neutral
 from allspan.client.gateway.openai.renamed import renamed
 from allspan.client.gateway.openai.schemas import RequestBody
 from allspan.protos.api.errors import InvalidRequest
@@ -19,15 +19,28 @@ Json = dict[str, Any]
 
 _SAME = ("temperature", "top_k", "top_p", "stream")
 """The fields that mean the same in a conversation."""
-_ELSEWHERE = frozenset(
-    (
-        *("messages", "n", "stop", "max_tokens", "max_completion_tokens", "stream_options", "response_format"),
-        *("reasoning_effort", "include_reasoning", "separate_reasoning", "logprobs", "top_logprobs"),
-        *("continue_final_message", "add_generation_prompt", "parallel_tool_calls", "prompt_logprobs"),
-        *("return_token_ids", "return_tokens_as_token_ids"),
-    )
-)
-_OF_CHAT = frozenset(ChatRequest.model_fields) - _ELSEWHERE
+_NO_LOGPROBS = "an answer here has no logprobs; /v1/chat/completions has"
+_NO_TOKEN_IDS = "an answer here has no token ids; /v1/chat/completions has"
+_CONTINUED = "a last message of the assistant is continued, and no other"
+_OPENAI: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "a request has one answer here; /v1/chat/completions gives several"),
+    "stop": ((), "it is stop_sequences here"),
+    "max_completion_tokens": ((), "it is max_tokens here"),
+    "response_format": (({"type": "text"},), "it is output_config.format here"),
+    "reasoning_effort": ((), "it is output_config.effort here, with thinking"),
+    "include_reasoning": ((), "it is thinking here"),
+    "separate_reasoning": ((True,), "thinking always has blocks of its own here"),
+    "parallel_tool_calls": ((True,), "it is tool_choice.disable_parallel_tool_use here"),
+    "logprobs": ((False,), _NO_LOGPROBS),
+    "top_logprobs": ((0,), _NO_LOGPROBS),
+    "prompt_logprobs": ((), _NO_LOGPROBS),
+    "return_token_ids": ((False,), _NO_TOKEN_IDS),
+    "return_tokens_as_token_ids": ((False,), _NO_TOKEN_IDS),
+    "continue_final_message": ((), _CONTINUED),
+    "add_generation_prompt": ((), _CONTINUED),
+}
+"""A conversation's fields that would change the answer, as in `extra_fields.NEVER`."""
+_OF_CHAT = frozenset(ChatRequest.model_fields) - {*_OPENAI, "messages", "max_tokens", "stream_options"}
 """A conversation's fields that may be given here, too: vLLM's and this project's own."""
 _INERT = frozenset(
     (
@@ -47,7 +60,11 @@ _NAMES = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice",
 }
-_PARTS = {".function.parameters": ".input_schema", ".function.": ".", "response_format.json_schema": "output_config"}
+_PARTS = {
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+    "output_config.json_schema": "output_config.format",
+}
 
 _TEXT: Json = {"type": "string"}
 _BLOCK: Json = {
@@ -89,7 +106,9 @@ class MessagesRequest(RequestBody):
     def check(self, limits: LimitsConfig) -> None:
         extras = {name: value for name, value in (self.model_extra or {}).items() if name not in _INERT}
         known = self.known | {name: extras.get(name) is not None for name in _OF_CHAT}
-        unknown = {name: value for name, value in extras.items() if name not in _OF_CHAT}
+        for name in _OPENAI.keys() & extras:
+            check_neutral(name, extras[name], _OPENAI)
+        unknown = {name: value for name, value in extras.items() if name not in _OF_CHAT and name not in _OPENAI}
         check_extras(unknown, known, limits.strict)
         if self.mcp_servers:
             raise InvalidRequest("mcp_servers is given: nothing is called from here; offer their tools", "mcp_servers")

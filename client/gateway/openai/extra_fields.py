@@ -55,6 +55,8 @@ _OTHERS = frozenset(("stream_id", "temperature_last", "timeout"))
 _MIN_CHARS, _CLOSE = 3, 0.8
 """The length of a name from which, and the similarity above which, it is taken for another one misspelt."""
 _MAX_TOLD = 256
+_MAX_EXTRAS = 64
+"""Fields of one request that an endpoint does not have: each is compared with those that it has."""
 
 logger = logging.getLogger("allspan.gateway")
 _told: set[str] = set()
@@ -65,13 +67,15 @@ def check_extras(extras: Mapping[str, Any], known: Mapping[str, bool], strict: b
 
     `known`: the endpoint's own fields, and whether the request has them. `strict`: refuses every unknown field.
     """
+    if len(extras) > _MAX_EXTRAS:
+        raise InvalidRequest(f"this endpoint does not know {len(extras)} of the fields, must be at most {_MAX_EXTRAS}")
     for name, value in extras.items():
         if name in HARMLESS:
             continue
         if name in REFUSED:
             raise InvalidRequest(f"{name} is not accepted: {REFUSED[name]}", name)
         if name in NEVER:
-            _check_never(name, value)
+            check_neutral(name, value, NEVER)
             continue
         if meant := _meant(name, known):
             raise InvalidRequest(
@@ -82,8 +86,9 @@ def check_extras(extras: Mapping[str, Any], known: Mapping[str, bool], strict: b
         _tell(name)
 
 
-def _check_never(name: str, value: Any) -> None:
-    accepted, why = NEVER[name]
+def check_neutral(name: str, value: Any, table: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raises InvalidRequest unless the value is one with which the field changes nothing. `table`: as NEVER is."""
+    accepted, why = table[name]
     neutral = [item for item in accepted if item == value and isinstance(item, bool) == isinstance(value, bool)]
     if value is not None and not neutral:
         raise InvalidRequest(f"{name} is {_short(value)}: {why}", name)

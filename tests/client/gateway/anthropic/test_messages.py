@@ -200,6 +200,7 @@ async def test_what_such_clients_send_by_habit_is_taken() -> None:
         "betas": ["x"],
         "thinking": {"type": "adaptive"},
     }
+    extra |= {"n": 1, "logprobs": False, "parallel_tool_calls": True, "response_format": {"type": "text"}}
     async with served(strict=True) as (server, client):
         request = asked(text, system=system, extra_headers=headers, extra_body=extra) | {"model": "Org/TINY"}
         assert (await client.messages.create(**request)).stop_reason == "end_turn"
@@ -233,6 +234,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"stop_sequence": ["x"]}, "did you mean stop_sequences?"),
+    ({"response_format": {"type": "json_object"}}, "it is output_config.format here"),
+    ({"n": 4}, "n is 4: a request has one answer here"),
+    ({"logprobs": True}, "logprobs is True: an answer here has no logprobs"),
+    ({"max_completion_tokens": 5}, "it is max_tokens here"),
+    ({"stop": ["x"], "stop_sequences": ["y"]}, "it is stop_sequences here"),
+    ({"reasoning_effort": "high"}, "it is output_config.effort here"),
+    ({"parallel_tool_calls": False}, "it is tool_choice.disable_parallel_tool_use here"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is"),
+    ({"tools": [{"name": "f.function.g tools", "input_schema": {}}]}, "tools[0].name is 'f.function.g tools'"),
+    ({"f" + str(place): 1 for place in range(65)}, "does not know 65 of the fields, must be at most 64"),
 ]
 
 

@@ -50,6 +50,16 @@ def test_a_field_misspelt_is_refused_with_the_one_that_is_meant(name: str, meant
     check_extras({name: 5}, KNOWN | {meant: True}, strict=False)  # who sends both means the right one
 
 
+def test_too_many_fields_are_refused_before_any_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr("difflib.get_close_matches", lambda name, *_, **__: compared.append(name) or [])
+    check_extras({f"colour{place}": 1 for place in range(64)}, KNOWN, strict=False)
+    assert len(compared) == 64
+    with pytest.raises(InvalidRequest, match="does not know 65 of the fields, must be at most 64"):
+        check_extras({f"colour{place}": 1 for place in range(65)}, KNOWN, strict=False)
+    assert len(compared) == 64
+
+
 async def test_an_ignored_field_is_logged_once_and_refused_by_a_strict_server(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "allspan.gateway")
     async with gateway() as server:
