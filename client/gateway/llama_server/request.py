@@ -27,10 +27,10 @@ _INERT = frozenset(
         *("xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
         *("dry_sequence_breakers", "top_n_sigma", "tfs_z", "penalize_nl", "post_sampling_probs", "timings_per_token"),
         *("response_fields", "t_max_predict_ms", "t_max_prompt_ms", "lora", "return_progress", "n_cache_reuse"),
-        *("max_tokens", "backend_sampling"),
+        "backend_sampling",
     )
 )
-"""Fields that change nothing here, but for those that are read under another name below."""
+"""Fields that change nothing here."""
 _NAMES = {
     "guided_grammar": "grammar",
     "guided_json": "json_schema",
@@ -44,6 +44,8 @@ class LlamaRequest(RequestBody):
 
     prompt: Any = Field(None, json_schema_extra={"anyOf": [{"type": "string", "minLength": 1}]})
     n_predict: int | None = Field(None, json_schema_extra={"title": "N Predict"})
+    max_tokens: int | None = Field(None, json_schema_extra={"title": "Max Tokens"})
+    """`n_predict` under another name."""
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -74,8 +76,12 @@ class LlamaRequest(RequestBody):
     @property
     def most_tokens(self) -> int | None:
         """The length of the output; None for what the context has left."""
-        most = self.n_predict if self.n_predict is not None else (self.model_extra or {}).get("max_tokens")
-        return most if isinstance(most, int) and most > 0 else None
+        most = self._limit
+        return most if most is not None and most > 0 else None
+
+    @property
+    def _limit(self) -> int | None:
+        return self.n_predict if self.n_predict is not None else self.max_tokens
 
     def completion(self) -> Json:
         """Returns the equivalent body for /v1/completions, but for the length; InvalidRequest names what does not
@@ -86,7 +92,7 @@ class LlamaRequest(RequestBody):
         body |= {"seed": None if self.seed == -1 else self.seed, "logprobs": self.n_probs or None}
         if self.cache_prompt is False:
             body["prefix_cache"] = False
-        if self.n_predict == 0:  # the prompt is read, nothing is written
+        if self._limit == 0:  # the prompt is read, nothing is written
             body |= {"echo": True, "max_tokens": 0}
         return body
 

@@ -19,11 +19,12 @@ def read_messages(messages: list[Any]) -> list[Json]:
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"messages has {len(messages)} entries, at most {MAX_MESSAGES}", "messages")
     pending: list[tuple[str, str]] = []
-    return [_message(f"messages[{number}]", message, pending) for number, message in enumerate(messages)]
+    return [_message(number, message, pending) for number, message in enumerate(messages)]
 
 
-def _message(place: str, message: Any, pending: list[tuple[str, str]]) -> Json:
+def _message(number: int, message: Any, pending: list[tuple[str, str]]) -> Json:
     """`pending`: (name, id) of the calls without a result so far."""
+    place = f"messages[{number}]"
     if not isinstance(message, dict):
         raise _refusal(place, message, "must be an object with role and content")
     role, content = message.get("role"), message.get("content")
@@ -39,11 +40,12 @@ def _message(place: str, message: Any, pending: list[tuple[str, str]]) -> Json:
         if message.get("thinking"):
             found["reasoning_content"] = message["thinking"]
         if message.get("tool_calls"):
-            found["tool_calls"] = _calls(f"{place}.tool_calls", message["tool_calls"], pending)
+            found["tool_calls"] = _calls(number, message["tool_calls"], pending)
     return found
 
 
-def _calls(place: str, calls: Any, pending: list[tuple[str, str]]) -> list[Json]:
+def _calls(message: int, calls: Any, pending: list[tuple[str, str]]) -> list[Json]:
+    place = f"messages[{message}].tool_calls"
     if not isinstance(calls, list):
         raise _refusal(place, calls, "must be a list of calls")
     found = []
@@ -53,7 +55,7 @@ def _calls(place: str, calls: Any, pending: list[tuple[str, str]]) -> list[Json]
         if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
             raise _refusal(f"{place}[{number}]", call, "must be {'function': {'name': …, 'arguments': {…}}}")
         given = call.get("id")
-        call_id = given if isinstance(given, str) and given else f"call_{len(pending)}_{number}"
+        call_id = given if isinstance(given, str) and given else f"call_{message}_{number}"
         pending.append((name, call_id))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         found.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": text}})

@@ -49,7 +49,10 @@ def read_options(options: Json | None, strict: bool) -> tuple[Json, int | None]:
     limit = given.get("num_predict")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
         raise InvalidRequest(f"options.num_predict is {reprlib.repr(limit)}, must be a number of tokens", "options")
-    return fields, limit if limit and limit > 0 else None
+    if limit == 0:
+        what = "options.num_predict is 0, must be at least 1, or -1 for what the context has left"
+        raise InvalidRequest(what, "options")
+    return fields, limit if limit is not None and limit > 0 else None
 
 
 def response_format(form: Any) -> Json | None:

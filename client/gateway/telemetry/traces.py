@@ -31,7 +31,7 @@ GRPC_PORT = ":4317"
 """The port on which collectors take gRPC; 4318 takes HTTP."""
 FLUSH_S = 2.0
 """Seconds for the spans that are left when the gateway ends."""
-_CHAT = ("/chat/completions", "/responses", "/messages", "/api/chat")
+_CHAT = ("/chat/completions", "/responses", "/messages", "/messages/count_tokens", "/api/chat")
 _NS = 1_000_000_000
 
 logger = logging.getLogger("allspan.gateway")

@@ -42,6 +42,9 @@ async def test_a_completion_whole_and_streamed() -> None:
         assert (cut["content"], cut["stop_type"]) == ("Hel", "limit")
         read = (await server.post("/completion", prompt="[plain]", n_predict=0)).json()
         assert (read["content"], read["tokens_evaluated"]) == ("", 7)
+        for asked in ({"max_tokens": 3}, {"max_tokens": 9, "n_predict": 3}):
+            assert (await server.post("/completion", prompt="[plain]", **asked)).json()["content"] == "Hel"
+        assert (await server.post("/completion", prompt="[plain]", max_tokens=0)).json()["content"] == ""
         raw = await server.http.post("/completion", content=json.dumps({"prompt": "[plain]"}))  # as curl does
         assert raw.json()["content"] == TEXT
 
@@ -80,6 +83,8 @@ async def test_what_does_not_fit_is_refused_by_name() -> None:
         ({"repeat_penalty": -1}, "repeat_penalty is -1"),
         ({"grammar": "root ::= ("}, "grammar"),
         ({"logit_bias": 7}, "logit_bias is 7, must be a list of [token id, bias]"),
+        ({"max_tokens": "50"}, "max_tokens is '50'"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5"),
         ({"n_predic": 7}, "did you mean n_predict?"),
         ({"image_data": [1], "stopp": "x"}, "did you mean stop?"),
     ]

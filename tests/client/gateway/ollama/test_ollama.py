@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ollama import AsyncClient, ResponseError
 
+from allspan.client.gateway.ollama.messages import read_messages
 from allspan.protos.cluster.cluster_file import ClusterInfo
 from support.chat_scenarios import TOOLS
 from support.chat_tokenizer import EOS, TEMPLATE, VOCAB_SIZE
@@ -114,6 +115,18 @@ async def test_tools_are_called_and_their_results_read() -> None:
         assert told.index('"Paris"') < told.index("It rains") < told.index("[plain]")
 
 
+def test_calls_of_several_rounds_have_ids_of_their_own() -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    turn = [
+        {"role": "assistant", "tool_calls": [call, call]},
+        *[{"role": "tool", "content": "x", "tool_name": "f"}] * 2,
+    ]
+    read = read_messages(turn * 3)
+    ids = [call["id"] for message in read for call in message.get("tool_calls", ())]
+    assert len(set(ids)) == 6
+    assert [message["tool_call_id"] for message in read if message["role"] == "tool"] == ids
+
+
 async def test_thinking_is_told_apart_unless_it_is_off() -> None:
     async with served(reasoning_parser="qwen3") as (_, client):
         for think in (None, True, "high"):
@@ -168,6 +181,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/api/chat", {"options": {"temperature": -1}}, 400, "options.temperature is -1"),
     ("/api/chat", {"options": {"temprature": 1}}, 400, "options: 'temprature' is not a field"),
     ("/api/chat", {"options": {"num_predict": "9"}}, 400, "options.num_predict is '9'"),
+    ("/api/chat", {"options": {"num_predict": 0}}, 400, "options.num_predict is 0, must be at least 1, or -1"),
+    ("/api/generate", {"prompt": "x", "options": {"num_predict": 0}}, 400, "must be at least 1, or -1"),
     ("/api/chat", {"format": "yaml"}, 400, "format is 'yaml', must be \"json\" or a JSON schema"),
     ("/api/chat", {"format": {"type": "thing"}}, 400, "format"),
     ("/api/chat", {"think": "lots"}, 400, "think is 'lots'"),
