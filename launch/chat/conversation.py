@@ -13,7 +13,7 @@ from typing import Any
 
 from allspan.client.transport.public import Message
 from allspan.launch.chat.model_client import ModelClient, given_fields
-from allspan.protos.api.errors import AllspanError, ConfigError, InvalidRequest
+from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.api.sampling import SAMPLING_FIELDS, SamplingParams
 from allspan.protos.cluster.cluster_file import write_atomically
 from allspan.protos.config.flags import nearest
@@ -33,33 +33,33 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Adds a question and yields the answer's text. An answer that is broken off counts as far as it came; one
+        """Asks a question and yields the answer's text. An answer that is broken off counts as far as it came; one
         that never began is forgotten with its question."""
-        self.messages.append({"role": "user", "content": text})
-        return self._answer()
+        return self._answer([*self.messages, {"role": "user", "content": text}])
 
     def again(self) -> Generator[str, None, None]:
-        """Yields another answer in place of the last. ConfigError when nothing was asked."""
-        if self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        if not self.messages or self.messages[-1]["role"] != "user":
+        """Yields another answer in place of the last, which stays if the new one never begins. ConfigError when nothing
+        was asked."""
+        is_answered = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        asked = self.messages[:-1] if is_answered else self.messages
+        if not asked or asked[-1]["role"] != "user":
             raise ConfigError("there is no answer to make again")
-        return self._answer()
+        return self._answer(asked)
 
-    def _answer(self) -> Generator[str, None, None]:
+    def _answer(self, asked: list[Message]) -> Generator[str, None, None]:
+        """Yields the answer's text. The messages become `asked` and the answer when it ends, or breaks off with some
+        text; until then they stay as they are."""
         parts: list[str] = []
+        is_whole = False
         try:
-            with closing(self.client.chat(self.messages)) as pieces:
+            with closing(self.client.chat(asked)) as pieces:
                 for piece in pieces:
                     parts.append(piece.text)
                     yield piece.text
-        except AllspanError:
-            if not parts:
-                self.messages.pop()
-            raise
+            is_whole = True
         finally:
-            if parts:
-                self.messages.append({"role": "assistant", "content": "".join(parts)})
+            if is_whole or any(parts):
+                self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
 
     def clear(self) -> None:
         """Forgets all but the system message."""

@@ -63,8 +63,8 @@ def check_template(tokenizer: Tokenizer, model: str) -> None:
 
 
 def converse(client: ModelClient, namespace: argparse.Namespace, terminal: Terminal) -> None:
-    """Reads messages and commands until the end of the input, and streams the answers. At a terminal a refused message
-    is told; from a pipe it ends the program."""
+    """Reads messages and commands until the end of the input, and streams the answers. At a terminal an error is told
+    and the conversation goes on, as the server may soon be back; from a pipe it ends the program."""
     conversation = Conversation(client, namespace)
     conversation.system = namespace.system or ""
     while (text := terminal.message()) is not None:
@@ -80,12 +80,12 @@ def converse(client: ModelClient, namespace: argparse.Namespace, terminal: Termi
                 show(answer)
         except EOFError:
             return
-        except Unavailable as error:
-            raise Unavailable(f"the conversation ended: {error.message}") from error
         except AllspanError as error:
             if not sys.stdin.isatty():
                 raise
             tell(error.message)
+            if isinstance(error, Unavailable):
+                tell("The conversation is kept: ask again later, or keep it in a file with /save FILE.")
 
 
 def show(answer: Answer) -> None:

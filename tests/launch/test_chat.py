@@ -96,6 +96,56 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(talk: Conversation
     assert talk.messages[-1] == {"role": "assistant", "content": "1 "}
 
 
+class Failing:
+    """Fails after `text`, if any, and with KeyboardInterrupt where `is_stopped`."""
+
+    model = "failing"
+
+    def __init__(self, text: str = "", is_stopped: bool = False) -> None:
+        self.text = text
+        self.is_stopped = is_stopped
+
+    def chat(self, messages: Sequence[Message]) -> Pieces:
+        yield Piece(self.text)
+        if self.is_stopped:
+            raise KeyboardInterrupt
+        raise Unavailable("the ranks restart")
+
+    def complete(self, prompt: str) -> Pieces:
+        return self.chat([])
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_answer_that_never_begins_leaves_the_conversation_as_it_was(talk: Conversation, is_stopped: bool) -> None:
+    "".join(talk.ask("one"))
+    before = list(talk.messages)
+    expected = KeyboardInterrupt if is_stopped else Unavailable
+    talk.client = Failing("", is_stopped)
+    for answer in (talk.again(), talk.ask("two")):
+        with pytest.raises(expected):
+            list(answer)
+        assert talk.messages == before
+    talk.client = Failing("half", is_stopped)
+    with pytest.raises(expected):
+        list(talk.again())
+    assert talk.messages == [before[0], {"role": "assistant", "content": "half"}]
+
+
+def test_a_server_that_is_away_ends_the_conversation_of_a_pipe_and_not_that_of_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def converse() -> None:
+        lines = iter(["one", "two", "/exit"])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+        chat.converse(Failing(), argparse.Namespace(system=None), Terminal(keep_history=False))
+
+    with pytest.raises(Unavailable, match="the ranks restart"):
+        converse()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    converse()
+    assert capsys.readouterr().err.count("The conversation is kept") == 2
+
+
 def test_a_message_may_have_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(["one\\", "two", '"""three', "", 'four"""', '"""five"""', "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
