@@ -20,7 +20,7 @@ KILL_AFTER_S = 5.0
 
 def make_parser() -> Parser:
     parser = Parser("allspan stop", "Stops a running cluster: its running requests may finish within its own limit.")
-    parser.add_argument("which", nargs="?", metavar="NAME", help=f"{HELP} all stops every one.")
+    parser.add_argument("which", nargs="?", metavar="NAME", help=f"{HELP} The word `all` stops every cluster.")
     parser.add_argument(
         "--now", action="store_true", help="Ends it at once; running requests fail with the reason that it stopped."
     )
