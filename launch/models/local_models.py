@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from allspan.protos.api.errors import AllspanError
+from allspan.launch.models.model_lock import lock_path, locked_at_once
+from allspan.protos.api.errors import AllspanError, ConfigError
 from allspan.protos.api.wording import counted
 from allspan.protos.config.converted_manifest import is_converted, read_manifest
 from allspan.protos.config.home import home, models_dir
@@ -49,15 +51,25 @@ class LocalModel:
         return {**facts, "in_models_folder": self.is_pulled}
 
     def remove(self) -> None:
-        """Removes a pulled model's file or folder (of a link, the link alone), and its ORG folder once it is empty."""
+        """Removes a pulled model's file or folder (of a link, the link alone), and its ORG folder once it is empty.
+
+        ConfigError while another process fetches it.
+        """
+        with locked_at_once(self.path) as is_held:
+            if not is_held:
+                raise ConfigError(f"{self.name} is being fetched by another process; end that first, or wait for it")
+            self._remove_files()
+            lock_path(self.path).unlink(missing_ok=True)
+        if self.path.parent != models_dir():
+            with suppress(OSError):  # other models are in it
+                self.path.parent.rmdir()
+
+    def _remove_files(self) -> None:
         if self.path.is_dir() and not self.path.is_symlink():
             (self.path / COMPLETE).unlink(missing_ok=True)  # half of a model must not pass for all of it
             shutil.rmtree(self.path)
         else:
             self.path.unlink()
-        (self.path.parent / f".{self.path.name.removesuffix(_GGUF)}.lock").unlink(missing_ok=True)
-        if self.path.parent != models_dir() and not any(self.path.parent.iterdir()):
-            self.path.parent.rmdir()
 
 
 def local_models() -> list[LocalModel]:
@@ -67,9 +79,18 @@ def local_models() -> list[LocalModel]:
 
 
 def find_local(name: str) -> LocalModel | None:
-    """Returns the model of the models folder with this name, in any case; None when there is none."""
-    wanted = name.lower()
-    return next((model for model in _pulled(models_dir()) if model.name.lower() == wanted), None)
+    """Returns the model of the models folder that `name` names; None when there is none, ConfigError for several."""
+    return the_one(name, _pulled(models_dir()))
+
+
+def the_one(name: str, models: Iterable[LocalModel]) -> LocalModel | None:
+    """Returns the model of this name, or without one that of this name in another case. ConfigError for several."""
+    alike = [model for model in models if model.name.lower() == name.lower()]
+    found = [model for model in alike if model.name == name] or alike
+    if len(found) > 1:
+        listed = ", ".join(sorted(str(model.path) for model in found))
+        raise ConfigError(f"{name!r} names {len(found)} models; give the path of one: {listed}")
+    return found[0] if found else None
 
 
 def remember_converted(folder: Path) -> None:

