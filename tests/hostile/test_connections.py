@@ -138,7 +138,7 @@ async def test_a_handshake_that_drips_ends_however_steadily_it_does(certificates
         dripping.cancel()
 
 
-async def test_a_flood_leaves_idle_connections_half_the_room_and_working_ones_all_they_have() -> None:
+async def test_a_flood_leaves_idle_connections_half_the_room_and_ends_no_working_one() -> None:
     engine = fake_engine(endless=True, step_s=0.01)
     async with gateway(engine, max_connections=MOST) as server, flood(server) as held:
         assert (await server.http.get("/health")).status_code == 200  # and its connection is kept

@@ -131,7 +131,7 @@ def test_an_answer_that_never_begins_leaves_the_conversation_as_it_was(talk: Con
     assert talk.messages == [before[0], {"role": "assistant", "content": "half"}]
 
 
-def test_a_server_that_is_away_ends_the_conversation_of_a_pipe_and_not_that_of_a_terminal(
+def test_a_server_that_is_away_ends_a_pipes_conversation_but_no_terminals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def converse() -> None:

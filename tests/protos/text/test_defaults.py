@@ -82,7 +82,7 @@ def test_penalties_of_the_operator_apply_to_greedy_requests_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("override", ['{"temperature": 0}', '{"do_sample": false}'])
-def test_where_the_operator_sets_greedy_the_models_penalties_wait_for_a_request_that_samples(
+def test_under_an_operators_greedy_only_sampled_requests_get_the_models_penalties(
     tmp_path: Path, override: str
 ) -> None:
     config = GenerationConfig(override_generation_config=override)
