@@ -13,7 +13,8 @@ from allspan.protos.model_files.config_values import check_config, check_shapes,
 from allspan.protos.model_files.json_values import read_json_object
 from allspan.protos.model_files.limits import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from allspan.protos.model_files.regular_file import check_regular, is_there
-from allspan.protos.model_files.safetensors_header import StoredTensor, read_safetensors_header, read_tensors
+from allspan.protos.model_files.safetensors_header import StoredTensor, read_safetensors_header
+from allspan.protos.model_files.weight_files import read_tensors
 from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, parts_of, read_header
 
 _MOST_BYTES = {

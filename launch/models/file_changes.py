@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_SUFFIXES = (".safetensors", ".gguf")
+_SUFFIXES = (".safetensors", ".bin", ".gguf")
 _WAY_OUT = "put it back; to replace a model in use, write another file and rename it"
 
 

@@ -18,6 +18,7 @@ from allspan.protos.api.wording import counted
 from allspan.protos.config.converted_manifest import is_converted, read_manifest
 from allspan.protos.config.home import home, models_dir
 from allspan.protos.model_files.json_values import read_json_object
+from allspan.protos.model_files.weight_files import format_of
 
 COMPLETE = ".complete"
 """The file that marks a folder from a hub as fetched to the end."""
@@ -167,8 +168,8 @@ def _format(path: Path) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype") or "?"
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    weights = any(path.glob("*.safetensors"))
-    return f"safetensors {method or dtype}" if weights else "incomplete"
+    weights = format_of(path)
+    return f"{weights.suffix.removeprefix('.')} {method or dtype}" if weights else "incomplete"
 
 
 def _gguf_type(path: Path) -> str:

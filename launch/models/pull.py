@@ -38,8 +38,10 @@ PIP_TIMEOUT_S = 900
 HUB_TIMEOUT_S = 10
 HUB_ANSWER_S = 20.0
 """Seconds for the hub's first answer, however slowly it comes."""
-HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt", "LICENSE*")
+HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "*.jinja", "*.txt", "LICENSE*")
 """The files taken from a hub: tensors in formats that cannot carry code, settings and the tokenizer."""
+HUB_OLD_PATTERNS = ("pytorch_model*.bin",)
+"""Taken where there are no safetensors. They are pickles, which are never unpickled here."""
 _BAD_ZIP = (KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 """What reading a member of a damaged or hostile archive raises; RuntimeError: encrypted, or of an unknown method."""
 HUB_LEFT_OUT = ("consolidated*", "original/*")
@@ -116,14 +118,17 @@ def pull_hub(name: str, folder: Path, revision: str = "", token: str | None = No
         say(f"fetching {name}{f' at {revision}' if revision else ''} from {host}")
         try:
             with shown(f"fetching {name}", lambda: folder_bytes(target)):
-                snapshot_download(
-                    name,
-                    revision=revision or None,
-                    token=token,
-                    local_dir=target,
-                    allow_patterns=[*HUB_PATTERNS],
-                    ignore_patterns=[*HUB_LEFT_OUT],
-                )
+                for patterns in (HUB_PATTERNS, HUB_OLD_PATTERNS):
+                    if patterns is HUB_OLD_PATTERNS and any(target.glob("*.safetensors")):
+                        break
+                    snapshot_download(
+                        name,
+                        revision=revision or None,
+                        token=token,
+                        local_dir=target,
+                        allow_patterns=[*patterns],
+                        ignore_patterns=[*HUB_LEFT_OUT],
+                    )
         except KeyboardInterrupt:
             raise
         except Exception as error:  # every HTTP library underneath has its own tree of errors

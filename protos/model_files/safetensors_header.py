@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from allspan.protos.api.errors import CheckpointError
-from allspan.protos.model_files.json_values import parse_object, read_json_object, shown
+from allspan.protos.model_files.json_values import parse_object, shown
 from allspan.protos.model_files.limits import (
-    MAX_FILE_NAME,
-    MAX_INDEX_BYTES,
     MAX_TENSOR_DIMS,
     MAX_TENSOR_NAME,
     MAX_TENSOR_SIZE,
     MAX_TENSORS,
     MAX_TENSORS_HEADER_BYTES,
 )
-from allspan.protos.model_files.regular_file import is_there, names_in, open_regular
+from allspan.protos.model_files.regular_file import open_regular
 from allspan.protos.model_files.tensor_ranges import check_ranges
-
-INDEX = "model.safetensors.index.json"
 
 BITS = {
     "BOOL": 8,
@@ -114,74 +110,6 @@ def safetensors_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
             "it again"
         )
     return SafetensorsHeader(tensors, start + text)
-
-
-def read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor → the name of its file, as the folder's index says; None for a folder without an index. Raises
-    CheckpointError for names that are no file of this folder."""
-    index = folder / INDEX
-    if not is_there(index):
-        return None
-    found = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(found, dict) or not found:
-        raise CheckpointError(f"{index}: not a safetensors index: weight_map must be an object of tensors and files")
-    for shard in set(map(_shard, found.values())):
-        is_name = shard.endswith(".safetensors") and Path(shard).name == shard and shard.isprintable()
-        if not is_name or len(shard) > MAX_FILE_NAME:
-            raise CheckpointError(
-                f"{index}: not a safetensors index: weight_map names the file {shown(shard)}, must be NAME.safetensors "
-                "in the same folder"
-            )
-    return found
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a folder: those that its index names, else model.safetensors, else all. Raises
-    CheckpointError when one is missing, or there is none."""
-    weight_map = read_index(folder)
-    if weight_map is None:
-        one = folder / "model.safetensors"
-        files = [one] if is_there(one) else [folder / n for n in names_in(folder) if n.endswith(".safetensors")]
-        if not files:
-            raise CheckpointError(f"{folder}: no *.safetensors file (other formats, such as pickles, are not read)")
-        return files
-    shards = sorted(set(weight_map.values()))
-    for shard in shards:
-        if not is_there(folder / shard):
-            first = next(name for name, file in weight_map.items() if file == shard)
-            raise CheckpointError(f"{folder / shard}: shard is missing ({INDEX} expects tensor {shown(first)} in it)")
-    return [folder / shard for shard in shards]
-
-
-def read_tensors(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
-    """Every tensor of a folder with its file. Raises CheckpointError; for a tensor that is in two files, too, and for
-    one that the index names and its file lacks."""
-    tensors: dict[str, tuple[Path, StoredTensor]] = {}
-    for path in weight_files(folder):
-        for name, stored in read_safetensors_header(path).tensors.items():
-            add_tensor(tensors, name, path, stored)
-    check_index(folder, {name: path for name, (path, _) in tensors.items()})
-    return tensors
-
-
-def add_tensor(tensors: dict[str, tuple[Path, StoredTensor]], name: str, path: Path, stored: StoredTensor) -> None:
-    """Raises CheckpointError for a name that another file has, too."""
-    if name in tensors:
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)} is in {tensors[name][0].name}, too: remove one of the files"
-        )
-    tensors[name] = path, stored
-
-
-def check_index(folder: Path, found: Mapping[str, Path]) -> None:
-    """Checks that each tensor lies where the folder's index says; CheckpointError otherwise."""
-    for name, shard in (read_index(folder) or {}).items():
-        if found.get(name) != folder / shard:
-            raise CheckpointError(f"{folder / shard}: tensor {shown(name)} is missing ({INDEX} expects it here)")
-
-
-def _shard(name: object) -> str:
-    return name if isinstance(name, str) else ""
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> StoredTensor:

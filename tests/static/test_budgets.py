@@ -40,6 +40,8 @@ STRANGERS = {
 # First words of a docstring that is a fragment instead of a sentence that says what the thing is.
 FRAGMENTS = ("Of", "By", "That", "As", "So many", "Those", "Beside", "Whoever", "Who")
 PLAIN_FOLDERS = ("protos", "kernels", "client", "launch", "worker")
+HOSTILE_PICKLES = "tests/hostile/test_torch_files.py"
+"""Makes pickles that would act, to show that none does."""
 UNSAFE = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 
 
@@ -154,7 +156,12 @@ def test_bookkeeping_knows_no_tensor_and_no_wire(where: str) -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    found = [f"{place(file)}: {name}" for file in sources() for name in imports(file) if name.split(".")[0] in UNSAFE]
+    found = [
+        f"{place(file)}: {name}"
+        for file in sources()
+        for name in imports(file)
+        if name.split(".")[0] in UNSAFE and place(file) != HOSTILE_PICKLES
+    ]
     assert not found, found
 
 

@@ -21,7 +21,7 @@ from allspan.worker.models.shard import make_shard
 from allspan.worker.models.spec_json import spec_json
 
 _LIBRARIES = ("torch", "numpy", "grpcio", "mpi4py")
-_WEIGHT_FORMATS = {".safetensors": "safetensors", ".gguf": "gguf"}
+_WEIGHT_FORMATS = {".safetensors": "safetensors", ".gguf": "gguf", ".bin": "torch"}
 
 
 class Inspection:

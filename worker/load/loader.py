@@ -41,7 +41,7 @@ from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
 from allspan.worker.weights.quantised_folder import PLAIN
 from allspan.worker.weights.random_weights import RandomWeights
-from allspan.worker.weights.safetensors_folder import SafetensorsFolder
+from allspan.worker.weights.tensor_folder import TensorFolder
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def open_checkpoint(source: ModelSource, load_format: str) -> Checkpoint:
         return RandomWeights(shapes, {names[name]: kind for name, kind in source.stored.items() if name in names})
     if load_format != "auto":
         raise ConfigError(f"load_format {load_format!r} is not known (auto, dummy)")
-    checkpoint: Checkpoint = source.gguf or source.quantised or SafetensorsFolder(source.path)
+    checkpoint: Checkpoint = source.gguf or source.quantised or TensorFolder(source.path)
     for name in checkpoint.names():
         if name.endswith(_QUANTISED_NAMES):
             raise CheckpointError(

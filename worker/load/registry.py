@@ -11,6 +11,7 @@ from allspan.protos.api.errors import CheckpointError, ModelNotFound
 from allspan.protos.config.converted_manifest import MANIFEST, is_converted
 from allspan.protos.model_files.json_values import read_json_object, shown
 from allspan.protos.model_files.limits import MAX_MESSAGE_CHARS
+from allspan.protos.model_files.weight_files import format_of
 from allspan.worker.load.converted import ConvertedModel
 from allspan.worker.load.gguf_config import gguf_values
 from allspan.worker.models.families.common import Family
@@ -125,8 +126,7 @@ def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | Non
             f"{source}: quantised checkpoint ({str(method or 'unnamed method')[:MAX_MESSAGE_CHARS]}) is not "
             f"supported (supported: {', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF)"
         )
-    has_weights = any(folder.glob("*.safetensors"))
-    return QuantisedFolder(folder, described, str(source)) if has_weights else None
+    return QuantisedFolder(folder, described, str(source)) if format_of(folder) else None
 
 
 def _only_gguf(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from torch import Tensor
 from allspan.protos.api.errors import CheckpointError
 from allspan.worker.weights.quantised_forms import MARKS, SUFFIXES, quantised_matrix
 from allspan.worker.weights.quantised_matrix import QuantisedMatrix
-from allspan.worker.weights.safetensors_folder import SafetensorsFolder
+from allspan.worker.weights.tensor_folder import TensorFolder
 
 METHODS = {
     "fp8": "fp8",
@@ -38,7 +38,7 @@ class QuantisedFolder:
     def __init__(self, folder: Path, config: Mapping[str, Any], source: str) -> None:
         """`config`: the quantization_config, found in the file `source`. Raises CheckpointError for what is not
         supported, and if nothing is quantised."""
-        self._folder = SafetensorsFolder(folder)
+        self._folder = TensorFolder(folder)
         self._config, self._source = config, source
         names = set(self._folder.names())
         self._matrices: dict[str, QuantisedMatrix] = {}

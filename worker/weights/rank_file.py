@@ -1,6 +1,6 @@
 """The weights of one rank in a file: the very tensors that it holds, so that a later start only maps them.
 
-A safetensors file (see `allspan.worker.weights.safetensors_folder`). Its data begins on a page; tensors follow each
+A safetensors file (see `allspan.worker.weights.tensor_folder`). Its data begins on a page; tensors follow each
 other without holes, as the format demands, those whose sizes have the most trailing zero bits first: so each is aligned
 like its size, packed weights to 32 bytes or more.
 """

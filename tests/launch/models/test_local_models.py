@@ -142,7 +142,8 @@ def test_a_revision_is_kept_beside_the_main_branch(
 
     def snapshot(name: str, revision: str | None, token: str | None, local_dir: Path, **rest: object) -> None:
         asked.append((name, revision, token))
-        (local_dir / "config.json").touch()
+        for file in ("config.json", "model.safetensors"):
+            (local_dir / file).touch()
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.setattr(pull, "_check_host", lambda name, host: None)

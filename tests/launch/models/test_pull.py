@@ -171,9 +171,28 @@ def test_a_hub_that_cannot_be_reached_is_named_with_the_way_out(
     assert "\n" not in message
 
 
-def test_only_files_that_carry_no_code_are_taken_from_a_hub() -> None:
-    dangerous = ["pytorch_model.bin", "model.pt", "x.pkl", "modeling_x.py", "consolidated.pth"]
-    assert not [name for name in dangerous if any(fnmatch(name, pattern) for pattern in pull.HUB_PATTERNS)]
+def test_only_files_that_nothing_runs_are_taken_from_a_hub() -> None:
+    dangerous = ["training_args.bin", "model.pt", "x.pkl", "modeling_x.py", "consolidated.pth"]
+    patterns = (*pull.HUB_PATTERNS, *pull.HUB_OLD_PATTERNS)
+    assert not [name for name in dangerous if any(fnmatch(name, pattern) for pattern in patterns)]
+
+
+@pytest.mark.parametrize("has_safetensors", [True, False])
+def test_torch_files_are_taken_where_there_are_no_safetensors(
+    has_safetensors: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = ["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "training_args.bin"]
+    files += ["model.safetensors"] if has_safetensors else []
+
+    def snapshot(name: str, local_dir: Path, allow_patterns: list[str], **rest: object) -> None:
+        for taken in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (local_dir / taken).touch()
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr(pull, "_check_host", lambda name, host: None)
+    folder = pull_hub("some/model", tmp_path)
+    assert (folder / files[1]).exists() is not has_safetensors
+    assert not (folder / "training_args.bin").exists()
 
 
 def test_a_stale_size_is_not_complete(tmp_path: Path) -> None:
@@ -192,6 +211,7 @@ def test_weights_that_a_hub_holds_twice_are_taken_once(monkeypatch: pytest.Monke
     ) -> None:
         taken.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         (local_dir / "config.json").touch()
+        (local_dir / files[1]).touch()
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.setattr(pull, "_check_host", lambda name, host: None)

@@ -22,7 +22,7 @@ from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import layout
 from allspan.worker.models.model import Model
 from allspan.worker.process.release_memory import empty, give_back, resident_bytes, take_again
-from allspan.worker.weights.safetensors_folder import SafetensorsFolder
+from allspan.worker.weights.tensor_folder import TensorFolder
 from support.threads import ThreadWorld
 from support.tiny_gguf import save_gguf
 from support.tiny_models import save_tiny
@@ -161,15 +161,15 @@ def test_a_rank_that_cannot_open_its_files_keeps_all_from_reading(ranks: Ranks, 
 
 
 def test_a_rank_whose_reading_breaks_off_leaves_all_unloaded(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = SafetensorsFolder.read
+    read = TensorFolder.read
 
-    def break_off(self: SafetensorsFolder, name: str, *arguments: object) -> None:
+    def break_off(self: TensorFolder, name: str, *arguments: object) -> None:
         if self.where(name).parent == ranks.folders[1] and name.startswith("model.norm"):
             raise OSError(5, "Input/output error", str(self.where(name)))
         read(self, name, *arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(SafetensorsFolder, "read", break_off)
+        patch.setattr(TensorFolder, "read", break_off)
         said = ranks.reload()
     assert said[0] == said[1]
     assert "rank 1: " in said[0]

@@ -1,4 +1,4 @@
-"""Hugging Face folders: one safetensors file, or several with an index."""
+"""Hugging Face folders: one file of safetensors or of torch.save, or several with an index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
 from allspan.protos.model_files.regular_file import open_regular
-from allspan.protos.model_files.safetensors_header import check_index, safetensors_header, weight_files
+from allspan.protos.model_files.weight_files import check_index, tensors_of, weight_files
 from allspan.worker.weights.mapped_file import MappedFile
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -19,6 +19,7 @@ _CODES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
     "I8": torch.int8,
+    "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
 }
@@ -36,7 +37,7 @@ class Stored:
     num_bytes: int
 
 
-class SafetensorsFolder:
+class TensorFolder:
     """See `allspan.worker.weights.checkpoint.Checkpoint`."""
 
     naming = "hugging_face"
@@ -94,10 +95,10 @@ class SafetensorsFolder:
 
     def _open(self, path: Path) -> None:
         with open_regular(path) as opened:
-            header = safetensors_header(opened, path)
+            tensors = tensors_of(opened, path)
             file = MappedFile(path, opened)
         self._files.append(file)
-        for name, stored in header.tensors.items():
+        for name, stored in tensors.items():
             if name in self._tensors:
                 first = self._tensors[name].file.path.name
                 raise CheckpointError(f"{path}: tensor {name!r} is in {first}, too: remove one of the files")

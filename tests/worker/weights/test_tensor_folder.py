@@ -13,7 +13,7 @@ from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError
 from allspan.protos.config.settings import ModelConfig
 from allspan.worker.load.loader import load_model
-from allspan.worker.weights.safetensors_folder import SafetensorsFolder
+from allspan.worker.weights.tensor_folder import TensorFolder
 from support.threads import ThreadWorld
 from support.tiny_models import save_tiny
 
@@ -39,7 +39,7 @@ def edited(folder: Path, **changes: torch.Tensor | None) -> Path:
 def test_a_slice_is_converted_into_the_target(dtype: torch.dtype, tmp_path: Path) -> None:
     whole = torch.randn(7, 9).to(dtype)
     save_file({"a": whole, "b": torch.arange(3).to(dtype)}, tmp_path / "model.safetensors")
-    folder = SafetensorsFolder(tmp_path)
+    folder = TensorFolder(tmp_path)
     out = torch.empty(3, 4)
     folder.read("a", [range(2, 5), range(1, 5)], out)
     assert torch.equal(out, whole[2:5, 1:5].float())
@@ -55,7 +55,7 @@ def test_data_that_lies_unaligned_is_read(tmp_path: Path) -> None:
     header += b" " * (3 - len(header) % 4)
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
     out = torch.empty(2)
-    SafetensorsFolder(tmp_path).read("a", [range(3, 5)], out)
+    TensorFolder(tmp_path).read("a", [range(3, 5)], out)
     assert out.tolist() == [3, 4]
 
 
@@ -92,7 +92,7 @@ def test_a_file_cut_within_its_header_is_refused(length: int, tmp_path: Path) ->
 def test_a_damaged_header_is_refused(header: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     with pytest.raises(CheckpointError, match=r"model.safetensors: .*(header|does not fit)"):
-        SafetensorsFolder(tmp_path)
+        TensorFolder(tmp_path)
 
 
 def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
@@ -117,10 +117,11 @@ def test_an_index_may_not_point_outside_its_folder(tmp_path: Path) -> None:
     assert "'../secret.safetensors', must be NAME.safetensors in the same folder" in refusal(tmp_path)
 
 
-def test_a_folder_of_pickles_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "said"), [("pytorch_model.bin", "not a file of torch.save"), ("model.pt", "no *.s")])
+def test_a_folder_of_other_files_is_refused(name: str, said: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    assert "no *.safetensors file" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    assert said in refusal(tmp_path)
 
 
 def test_a_missing_tensor_is_named_with_its_shape(tmp_path: Path) -> None:
@@ -165,3 +166,49 @@ def test_a_dtype_that_is_not_supported_is_named(tmp_path: Path) -> None:
     weight = torch.zeros(131, 72, dtype=torch.float8_e4m3fn)
     edited(tmp_path, **{"model.embed_tokens.weight": weight})
     assert "'model.embed_tokens.weight' has dtype F8_E4M3, which is not supported (supported: F32," in refusal(tmp_path)
+
+
+def as_torch_files(folder: Path, into: Path, shards: int = 1) -> Path:
+    """The same model, its weights written by torch.save."""
+    into.mkdir()
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (into / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    parts = [dict(list(tensors.items())[i::shards]) for i in range(shards)]
+    names = [f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin" for i in range(shards)]
+    for name, part in zip(names, parts, strict=True):
+        torch.save(part, into / (name if shards > 1 else "pytorch_model.bin"))
+    if shards > 1:
+        index = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        (into / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    return into
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_torch_files_hold_what_safetensors_hold(dtype: torch.dtype, shards: int, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "safe", "llama", dtype=dtype)
+    torch.save({"a": object()}, tmp_path / "safe" / "training_args.bin")
+    old = as_torch_files(tmp_path / "safe", tmp_path / "old", shards)
+    want, found = TensorFolder(tmp_path / "safe"), TensorFolder(old)
+    assert set(found.names()) == set(want.names())
+    for name in want.names():
+        assert torch.equal(found.view(name), want.view(name))
+        assert found.dtype(name) == want.dtype(name)
+
+
+def test_tensors_of_one_storage_are_read_apart(tmp_path: Path) -> None:
+    both = torch.arange(12, dtype=torch.float32)
+    tied = both[4:8].view(2, 2)
+    torch.save({"a": tied, "b": torch.nn.Parameter(tied), "c": both[8:]}, tmp_path / "pytorch_model.bin")
+    folder = TensorFolder(tmp_path)
+    assert torch.equal(folder.view("a"), tied)
+    assert torch.equal(folder.view("b"), tied)
+    assert folder.view("c").tolist() == [8, 9, 10, 11]
+
+
+def test_safetensors_go_before_torch_files(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    assert TensorFolder(tmp_path).view("a").tolist() == [1, 1]
