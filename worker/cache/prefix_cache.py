@@ -25,7 +25,7 @@ KEY_BYTES = 16
 
 def root_key(*parts: str | int) -> bytes:
     """What stands before a first page: the model's name, the version of its weights, the adapter, the digests
-    of embedding rows and positions, the cache salt."""
+    of embedding rows and positions, the rotary table, the cache salt."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=KEY_BYTES).digest()
 
 

@@ -20,6 +20,7 @@ from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, axis_names, group_name
 from allspan.worker.step.model import PageTiers
+from allspan.worker.step.row_inputs import RowInputs
 from allspan.worker.step.shared_prefix import SharedPages
 
 
@@ -40,6 +41,8 @@ class Batch:
         self._lifetimes = sizes.lifetimes
         self._has_adapters = has_adapters
         self._axis_names = axis_names(sizes.num_positions)
+        self._row_inputs = RowInputs(prompt_lengths=sizes.prompt_lengths)
+        self._max_model_len = sizes.max_model_len
         self._page_size = sizes.page_size
         self._sampler = sampler
         self._tiers = tiers
@@ -136,7 +139,7 @@ class Batch:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         if len(self._lifetimes) > 1:
             values |= self._more_groups(rows, values)
-        inputs = self.buffers.fill(values, common)
+        inputs = self.buffers.fill(self._rotary_rows(values, rows), common)
         if self._has_adapters:
             inputs.adapters = torch.from_numpy(np.repeat(state.adapters[rows], counts))
         if state.embeddings:
@@ -204,6 +207,7 @@ class Batch:
             state.embeddings[row] = request.embeddings
         if request.positions is not None:
             state.positions[row] = request.positions
+        state.first_rotary_rows[row] = self._row_inputs.table_of(prompt_len) * self._max_model_len
         if request.wants_hidden_state and not join.num_output:
             state.hidden.add(row)
         state.prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
@@ -238,6 +242,13 @@ class Batch:
         if self._axis_names:
             values |= zip(self._axis_names, state.axes(token_rows, positions), strict=True)
         return values, logits
+
+    def _rotary_rows(self, values: dict[str, NDArray[Any]], rows: Longs) -> dict[str, NDArray[Any]]:
+        """The inputs, with the rows of the rotary tables instead of the tokens' indices."""
+        if not self._row_inputs.prompt_lengths:
+            return values
+        firsts = np.repeat(self._rows.first_rotary_rows[rows], np.diff(values["qo_indptr"]))
+        return values | {"positions": values["positions"] + firsts}
 
     def _embeddings(self, rows: Longs, values: dict[str, NDArray[Any]]) -> EmbeddingRows | None:
         """The embedding rows among a step's tokens."""

@@ -82,7 +82,7 @@ class EngineCore:
             MaskMaker(config.parallel.cpus),
         )
         lifetimes = [group.lifetime for group in self.limits.groups()]
-        sizes = batch_sizes(config, model.max_model_len, lifetimes, model.row_inputs.num_positions)
+        sizes = batch_sizes(config, model.max_model_len, lifetimes, model.row_inputs)
         self._batch = Batch(sizes, sampler, parts.inputs, tiers, has_adapters=model.row_inputs.num_adapters > 0)
         depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
         runner, lookahead = Runner(model, sampler, self._batch), Lookahead(depth, sampler.samples_ahead)

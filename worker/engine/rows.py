@@ -33,6 +33,8 @@ class RowStates:
         self.adapters: Ints = np.full(rows, -1, dtype=np.int32)
         self.embeddings: dict[int, PromptEmbeddings] = {}
         self.positions: dict[int, PromptPositions] = {}
+        self.first_rotary_rows: Longs = np.zeros(rows, dtype=np.int64)
+        """The row of the rotary tables that the first token of each row's request has."""
         self.hidden: set[int] = set()
         """Rows whose hidden state is asked for."""
         self.num_tokens: Longs = np.zeros(rows, dtype=np.int64)

@@ -72,7 +72,7 @@ def load_engine(
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     await_others()
     lifetimes = [group.lifetime for group in loaded.cache_groups]
-    sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs.num_positions)
+    sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs)
     width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
     sampling = backend.sampling(most.max_num_seqs, width, ops)
     step_bytes = backend.warm_up(loaded, sizes, sampling)

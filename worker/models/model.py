@@ -72,6 +72,7 @@ class Model:
             for name, (group, make) in decoder.bindings.metas.items()
         }
         self._num_positions = decoder.bindings.num_positions
+        self._prompt_lengths = decoder.bindings.prompt_lengths(limits.max_model_len)
         device, row_numbers = backend.capabilities.tensors, None
         if self._num_positions > 1:
             row_numbers = torch.arange(limits.max_tokens, dtype=torch.int32, device=device)
@@ -94,7 +95,12 @@ class Model:
         """Requests may bring embedding rows (what the model's embedding holds of token ids, or anything like it), and
         ask for hidden states; with a multimodal rotary embedding, bring positions."""
         size = self.spec.hidden_size
-        return RowInputs(embedding_size=size, hidden_size=size, num_positions=self._num_positions)
+        return RowInputs(
+            embedding_size=size,
+            hidden_size=size,
+            num_positions=self._num_positions,
+            prompt_lengths=self._prompt_lengths,
+        )
 
     @property
     def step_metadata(self) -> tuple[StepMetadata, ...]:

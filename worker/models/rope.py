@@ -6,7 +6,7 @@ Computed in float32 step by step as transformers does (`modeling_rope_utils`), s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Rotary embedding. `kind` is "default", "llama3", "yarn" or "linear"; the rest are that kind's parameters
-    (Hugging Face names)."""
+    """Rotary embedding. `kind` is "default", "llama3", "yarn", "linear", or "by_prompt", Qwen 1's dynamic NTK; the rest
+    are that kind's parameters (Hugging Face names)."""
 
     theta: float
     kind: str = "default"
@@ -46,16 +46,39 @@ class RotarySpec:
         """Positions that a token has."""
         return len(POSITION_AXES) if self.axes else 1
 
+    @property
+    def is_by_prompt(self) -> bool:
+        """Whether the length of a request's prompt decides."""
+        return self.kind == "by_prompt"
+
+    def prompt_lengths(self, max_positions: int) -> tuple[int, ...]:
+        """See `RowInputs.prompt_lengths`: with "by_prompt" the original context, and each power of two of it."""
+        lengths, length = [], self.original_max_position_embeddings
+        while self.is_by_prompt and length < max_positions:
+            lengths.append(length)
+            length *= 2
+        return tuple(lengths)
+
 
 def cos_sin_table(rotary: RotarySpec | None, head_dim: int, max_positions: int, axis: int | None = None) -> Tensor:
     """float32 [max_positions, rot]: cosines in the first half of a row, sines in the second; without a rotary embedding
-    rot is 0. `axis`: zeros but for the pairs that this axis turns, so that the rows of all axes add up."""
+    rot is 0. Where the prompt's length decides, so many rows for each table, one table below the other.
+    `axis`: zeros but for the pairs that this axis turns, so that the rows of all axes add up."""
     if rotary is None:
         return torch.zeros((max_positions, 0))
+    if rotary.is_by_prompt:
+        tables = range(len(rotary.prompt_lengths(max_positions)) + 1)
+        return torch.cat([cos_sin_table(_stretched(rotary, head_dim, n), head_dim, max_positions) for n in tables])
     inverse, scale = inverse_frequencies(rotary, head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse[None, :]
     table = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).contiguous()
     return table if axis is None else table * (torch.tensor(rotary.axes * 2) == axis)
+
+
+def _stretched(rotary: RotarySpec, head_dim: int, doublings: int) -> RotarySpec:
+    """Qwen 1's dynamic NTK: what a prompt of up to 2^doublings original contexts is rotated by."""
+    size, alpha = rotary.rotary_dim or head_dim, 2.0 ** (doublings + 1) - 1
+    return replace(rotary, kind="default", theta=rotary.theta * alpha ** (size / (size - 2)))
 
 
 def mean_rotated(x: Tensor, cos_sin: Tensor) -> Tensor:

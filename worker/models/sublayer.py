@@ -36,6 +36,8 @@ class Bindings:
     """The names given so far, by label and key."""
     num_positions: int = 1
     """Positions that a token has."""
+    prompt_lengths: Callable[[int], tuple[int, ...]] = lambda max_positions: ()
+    """See `RowInputs.prompt_lengths`."""
 
     def name(self, label: str, key: Hashable) -> str:
         """The label for its first key, and with a number for others: "cos_sin", "cos_sin.1"."""
@@ -119,6 +121,11 @@ class Sublayer:
     def rotation(self, tables: tuple[Slot, ...], width: int) -> Rotation[Slot]:
         """The cosines and sines of each token, from a table for each of its positions; `width` of a table's rows."""
         return self._builder.rotation(tables, width)
+
+    def choose_tables(self, prompt_lengths: Callable[[int], tuple[int, ...]]) -> None:
+        """Has the rotary tables chosen by the length of prompts: from the most positions of a request to
+        `RowInputs.prompt_lengths`, which are the same for all layers."""
+        self._builder.bindings.prompt_lengths = prompt_lengths
 
     def meta(self, label: str, key: Hashable, make: MakeMeta) -> Slot:
         """Metadata of the step, for all blocks of the cache group that ask for it with this key."""

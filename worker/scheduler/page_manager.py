@@ -51,6 +51,7 @@ class PageManager:
         self._weights_version = 1
         self._page_size = limits.page_size
         self._settings = settings
+        self._row_inputs = limits.row_inputs
 
     @property
     def cache(self) -> PrefixCache:
@@ -225,5 +226,5 @@ class PageManager:
 
     def _root(self, request: Request) -> bytes:
         adapter, digests = request.model_inputs
-        salt = request.options.cache_salt
-        return root_key(self._settings.model, self._weights_version, adapter, digests.hex(), salt)
+        table, salt = self._row_inputs.table_of(len(request.prompt_token_ids)), request.options.cache_salt
+        return root_key(self._settings.model, self._weights_version, adapter, digests.hex(), table, salt)

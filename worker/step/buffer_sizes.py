@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
+from allspan.worker.step.row_inputs import RowInputs
 
+NO_ROW_INPUTS = RowInputs()
 LOGITS_ROWS = 64
 """A step may have this many rows of logits, however few requests run."""
 
@@ -38,6 +40,8 @@ class BatchSizes:
     """How long each cache group keeps pages."""
     num_positions: int = 1
     """Positions of a token; see `RowInputs.num_positions`."""
+    prompt_lengths: tuple[int, ...] = ()
+    """See `RowInputs.prompt_lengths`."""
 
 
 def most_logits_rows(max_num_seqs: int) -> int:
@@ -49,11 +53,20 @@ def batch_sizes(
     config: WorkerConfig,
     max_model_len: int,
     lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,),
-    num_positions: int = 1,
+    row_inputs: RowInputs = NO_ROW_INPUTS,
 ) -> BatchSizes:
     """Returns the sizes of a step of an engine with this configuration; `lifetimes` are those of the model's cache
-    groups, and its tokens have `num_positions` each."""
+    groups, `row_inputs` what its requests may bring."""
     most = config.scheduler
     rows, page_size = most_logits_rows(most.max_num_seqs), config.cache.page_size
     tokens = most.max_num_batched_tokens
-    return BatchSizes(most.max_num_seqs, tokens, max_model_len, page_size, rows, tuple(lifetimes), num_positions)
+    return BatchSizes(
+        most.max_num_seqs,
+        tokens,
+        max_model_len,
+        page_size,
+        rows,
+        tuple(lifetimes),
+        row_inputs.num_positions,
+        row_inputs.prompt_lengths,
+    )

@@ -81,7 +81,8 @@ class StepInputs:
     ids: Tensor
     """[n] token ids."""
     positions: Tensor
-    """[n]: the index of each token in its request."""
+    """[n]: the index of each token in its request, and in front of it the rows of the rotary tables before that of the
+    request (`RowInputs.prompt_lengths`)."""
     slots: Tensor
     """[n]: page · page_size + offset."""
     qo_indptr: Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,13 @@ class RowInputs:
     """Elements of a hidden state that a request may ask for; 0: it gives none."""
     num_positions: int = 1
     """Positions of a token: 1, which is its index, or one for each of `POSITION_AXES`."""
+    prompt_lengths: tuple[int, ...] = ()
+    """The rotary tables are chosen by the length of a request's prompt, for all of its tokens: the longest prompt of
+    each table but the last, ascending. Table t begins at row t · max_model_len."""
+
+    def table_of(self, prompt_len: int) -> int:
+        """The number of the rotary table of a request with such a prompt."""
+        return bisect_left(self.prompt_lengths, prompt_len)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,5 +1,7 @@
 """The mirrored state: what a plan makes of rows, and the inputs that the model reads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,25 @@ def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
     assert inputs["slots"] == [38, 13]
     assert inputs["page_indices"] == [9, 7, 3]
     assert inputs["logits_rows"] == [0, 1]
+
+
+def test_a_prompt_keeps_its_rotary_table_to_the_end_and_across_a_preemption(inbox):
+    """Prompts of up to 3 tokens have the first table, those of up to 6 the second."""
+    sizes = replace(SIZES, prompt_lengths=(3, 6))
+    batch = Batch(sizes, Sampler(4, (97,), LocalCollectives()), StepBuffers(sizes, torch.device("cpu")))
+    joins = joined(inbox, 1, [10, 11, 12], 0), joined(inbox, 2, [20, 21, 22, 23], 1)
+    grants = Grant(0, (1, 2)), Grant(1, (3, 4))
+    step = batch.apply(StepPlan(1, 1, 0, joins=joins, grants=grants, runs=(Run(0, 3), Run(1, 4))), inbox)
+    assert lists(step)["positions"] == [0, 1, 2, 32, 33, 34, 35]
+    tokens_hash = batch.commit(step, tokens(50, 60)).tokens_hash
+    step = batch.apply(StepPlan(1, 2, tokens_hash, runs=(Run(0, 1), Run(1, 1))), inbox)
+    assert lists(step)["positions"] == [3, 36]
+    tokens_hash = batch.commit(step, tokens(51, 61)).tokens_hash
+    step = batch.apply(StepPlan(1, 3, tokens_hash, leaves=(0, 1)), inbox)
+    again = (replace(joins[0], row=1, num_output=2), replace(joins[1], row=0, num_output=2))
+    grants = Grant(1, (1, 2)), Grant(0, (3, 4))
+    plan = StepPlan(1, 4, tokens_hash, joins=again, grants=grants, runs=(Run(1, 5), Run(0, 6)))
+    assert lists(batch.apply(plan, inbox))["positions"] == [*range(5), *range(32, 38)]
 
 
 def test_behind_a_step_in_flight_rows_whose_token_is_unknown_come_first(batch, inbox):

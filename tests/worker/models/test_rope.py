@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from allspan.worker.load.registry import find_model
 from allspan.worker.models.blocks.gqa import Gqa
-from allspan.worker.models.rope import cos_sin_table
+from allspan.worker.models.rope import RotarySpec, cos_sin_table
+from allspan.worker.step.row_inputs import RowInputs
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 KINDS: dict[str, dict[str, Any]] = {
@@ -51,3 +52,17 @@ def test_tables_equal_transformers(kind: str, tmp_path: Path) -> None:
     expected = torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=1)
     assert table.shape == (4096, 64)
     torch.testing.assert_close(table, expected, rtol=0, atol=1e-6)
+
+
+def test_tables_by_the_length_of_prompts_stretch_the_base_by_doublings_of_the_context() -> None:
+    """Qwen 1's dynamic NTK: base · α^(d / (d - 2)), α 1 up to the original context, then 3, 7 … with its doublings."""
+    rotary = RotarySpec(10000.0, "by_prompt", original_max_position_embeddings=40)
+    assert rotary.prompt_lengths(40) == ()
+    assert rotary.prompt_lengths(100) == (40, 80)
+    chosen = RowInputs(prompt_lengths=rotary.prompt_lengths(100))
+    assert [chosen.table_of(length) for length in (1, 40, 41, 80, 81, 100)] == [0, 0, 1, 1, 2, 2]
+    tables = cos_sin_table(rotary, 16, 100).split(100)
+    assert len(tables) == 3
+    for alpha, table in zip((1, 3, 7), tables, strict=True):
+        expected = cos_sin_table(RotarySpec(10000.0 * alpha ** (16 / 14)), 16, 100)
+        torch.testing.assert_close(table, expected, rtol=0, atol=1e-6)

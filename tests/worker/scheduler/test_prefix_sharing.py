@@ -8,6 +8,7 @@ from allspan.protos.api.errors import DeadlineExceeded, QueueFull
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.scheduler.request import RequestStatus
 from allspan.worker.scheduler.scheduler import Scheduler
+from allspan.worker.step.row_inputs import RowInputs
 from support.simulated_kv import LIMITS, Clock, SimulatedRank, asked, continuation, rank
 
 
@@ -56,6 +57,14 @@ def test_who_does_not_share_finds_nothing_and_is_not_found(options):
     world.run()
     assert hits(world)[1] == 0
     assert world.scheduler.pool.num_cached > before
+
+
+def test_prompts_of_different_rotary_tables_share_nothing():
+    world = rank(row_inputs=RowInputs(prompt_lengths=(20,)))
+    for number, (length, found) in enumerate([(20, 0), (21, 0), (20, 16), (24, 16 + 20)]):
+        world.submit(asked(number, [7] * length, max_tokens=2))
+        world.run()
+        assert hits(world)[1] == found
 
 
 def test_two_of_one_salt_share():

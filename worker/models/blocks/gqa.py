@@ -79,6 +79,8 @@ class Gqa:
         qkv_heads = program.view(qkv, heads + 2 * kv_heads, size)
         q_norm, k_norm = (sub.weight(f"{each}_norm.weight") if self.qk_norm_eps else None for each in "qk")
         tables = tuple(sub.constant("cos_sin", *table) for table in self._tables())
+        if self.rotary is not None and self.rotary.is_by_prompt:
+            sub.choose_tables(self.rotary.prompt_lengths)
         center = self._center(sub) if sub.quantised_cache and self.has_centers else None
         pages = KvPages(*(sub.cache(part) for part in ("k_cache", "v_cache", "k_scales", "v_scales")))
         program.op(
