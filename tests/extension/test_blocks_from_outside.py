@@ -18,8 +18,8 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.load.loader import load_model, open_checkpoint, prepare
 from allspan.worker.load.registry import FAMILIES
 from allspan.worker.models.blocks.gqa import Gqa
-from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.families.qwen2 import QWEN2
+from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot

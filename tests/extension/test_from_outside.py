@@ -13,16 +13,10 @@ from torch import Tensor
 from allspan.kernels.packer import Packer
 from allspan.kernels.table import BACKENDS, REFERENCE, Backend, backends, op_set
 from allspan.worker.load.registry import FAMILIES
-from allspan.worker.models.families.common import (
-    Family,
-    alike,
-    model_spec,
-    read_context,
-    read_gated_mlp,
-    read_gqa,
-    read_rotary,
-)
-from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.foreign.common import alike, model_spec, read_context, read_gated_mlp, read_gqa
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.family import Family
+from allspan.worker.models.foreign.rotary import read_rotary
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.program.native_program import NativeProgram
@@ -53,7 +47,7 @@ def test_a_family_from_outside_runs(tiny: Path, expected: Tensor, monkeypatch: p
         layers = alike(config, read_gqa(config, rotary), read_gated_mlp(config))
         return model_spec(config, "toy", layers, read_context(config, rotary, 2048))
 
-    monkeypatch.setitem(FAMILIES, "toy", Family("toy", "ToyForCausalLM", read))
+    monkeypatch.setitem(FAMILIES, "toy", Family("toy", ("ToyForCausalLM",), read))
     config = json.loads((tiny / "config.json").read_text())
     config |= {"model_type": "toy", "architectures": ["ToyForCausalLM"]}
     (tiny / "config.json").write_text(json.dumps(config))

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allspan.worker.models.families.common import (
-    Family,
-    model_spec,
-    read_gated_mlp,
-    read_gqa,
-    read_norm,
-    read_rotary,
-)
-from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.foreign.common import model_spec, read_gated_mlp, read_gqa, read_norm
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.family import Family
+from allspan.worker.models.foreign.rotary import read_rotary
 from allspan.worker.models.spec import LayerSpec, ModelSpec, Norms, NormSpec
 from allspan.worker.weights.weight_map import DENSE, Entry, Foreign
 
@@ -33,8 +28,7 @@ def _context(config: ForeignConfig) -> int:
 
 def _glm4(config: ForeignConfig) -> ModelSpec:
     """Partial rotary embedding of interleaved pairs, norms on both sides of each block, gate and up in one tensor."""
-    size = config.size("head_dim")
-    rotary = read_rotary(config, 0, rotary_dim=size // 2)
+    rotary = read_rotary(config, 0, config.size("head_dim"))
     bias, norm = config.flag("attention_bias"), read_norm(config)
     layer = LayerSpec(
         read_gqa(config, rotary, qkv_bias=bias), read_gated_mlp(config), Norms(norm, norm), Norms(norm, norm)
@@ -44,7 +38,7 @@ def _glm4(config: ForeignConfig) -> ModelSpec:
 
 GLM4 = Family(
     "glm4",
-    "Glm4ForCausalLM",
+    ("Glm4ForCausalLM",),
     _glm4,
     weights=DENSE.with_entries(
         *_renamed(
@@ -71,7 +65,7 @@ def _granite(config: ForeignConfig) -> ModelSpec:
     return replace(spec, norm=NormSpec(eps / residual**2, logits / tied), embedding_scale=embedding)
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", _granite)
+GRANITE = Family("granite", ("GraniteForCausalLM",), _granite)
 
 
 def _smollm3(config: ForeignConfig) -> ModelSpec:
@@ -82,7 +76,7 @@ def _smollm3(config: ForeignConfig) -> ModelSpec:
     return model_spec(config, "smollm3", layers, _context(config))
 
 
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _smollm3)
+SMOLLM3 = Family("smollm3", ("SmolLM3ForCausalLM",), _smollm3)
 
 
 def _gemma3(config: ForeignConfig) -> ModelSpec:
@@ -102,7 +96,7 @@ def _gemma3(config: ForeignConfig) -> ModelSpec:
 
 GEMMA3 = Family(
     "gemma3_text",
-    "Gemma3ForCausalLM",
+    ("Gemma3ForCausalLM",),
     _gemma3,
     weights=DENSE.with_entries(
         Entry("norm", Foreign("model.norm", 1.0), "output_norm"),
@@ -130,7 +124,7 @@ def _exaone4(config: ForeignConfig) -> ModelSpec:
 
 EXAONE4 = Family(
     "exaone4",
-    "Exaone4ForCausalLM",
+    ("Exaone4ForCausalLM",),
     _exaone4,
     weights=DENSE.with_entries(
         *_renamed(attention_output_norm="post_attention_layernorm", mlp_output_norm="post_feedforward_layernorm")

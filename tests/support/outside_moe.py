@@ -13,15 +13,10 @@ from torch.nn import functional
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference.packed_linear import unpack
 from allspan.worker.models.blocks.base import MlpBlock
-from allspan.worker.models.families.common import (
-    Family,
-    model_spec,
-    read_gated_mlp,
-    read_gqa,
-    read_norm,
-    read_rotary,
-)
-from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.foreign.common import model_spec, read_gated_mlp, read_gqa, read_norm
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.family import Family
+from allspan.worker.models.foreign.rotary import read_rotary
 from allspan.worker.models.pieces import EP, TP, Axis, Linear, Part, Piece
 from allspan.worker.models.spec import LayerSpec, ModelSpec, Norms
 from allspan.worker.quant.packed import PackedMethod
@@ -117,4 +112,4 @@ STACKED = _names(_GATE_UP, _GATE_UP, Foreign(_MLP + "experts.down_proj", has_suf
 
 
 def qwen3_moe(weights: WeightMap, slices: bool) -> Family:
-    return Family("qwen3_moe", "Qwen3MoeForCausalLM", lambda config: _read(config, slices), weights=weights)
+    return Family("qwen3_moe", ("Qwen3MoeForCausalLM",), lambda config: _read(config, slices), weights=weights)

@@ -235,10 +235,13 @@ def open_checkpoint(source: ModelSource, load_format: str) -> Checkpoint:
                 "quantization_config in its config.json"
             )
     expected = expected_shapes(spec, weights, checkpoint.naming)
-    ignored = IGNORED_TENSORS + (("lm_head.weight",) if source.spec.tie_word_embeddings else ())
+    family = source.family
+    ignored = IGNORED_TENSORS + family.ignored
+    if spec.tie_word_embeddings:  # a head may be there, equal to the embedding or out of date
+        ignored += (weights.foreign("lm_head.weight", checkpoint.naming),)
     if source.quantised is not None:
         ignored += source.quantised.idle_biases(expected)
-    check_tensors(checkpoint, expected, ignored)
+    check_tensors(checkpoint, expected, ignored, family.skipped)
     return checkpoint
 
 

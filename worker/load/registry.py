@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ from allspan.protos.model_files.json_values import read_json_object, shown
 from allspan.protos.model_files.limits import MAX_MESSAGE_CHARS
 from allspan.protos.model_files.weight_files import format_of
 from allspan.worker.load.converted import ConvertedModel
+from allspan.worker.load.foreign_values import nested, renamed
 from allspan.worker.load.gguf_config import gguf_values
-from allspan.worker.models.families.common import Family
-from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.families.llama import LLAMA
 from allspan.worker.models.families.mistral import MISTRAL
 from allspan.worker.models.families.qwen2 import QWEN2
 from allspan.worker.models.families.qwen3 import QWEN3
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.family import Family
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.gguf_file import GgufFile
 from allspan.worker.weights.quantised_folder import METHODS, QuantisedFolder
+from allspan.worker.weights.tensor_folder import TensorFolder
+
+logger = logging.getLogger(__name__)
 
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where old tools described quantised weights, and by which method those are if it does not say."""
@@ -70,19 +75,52 @@ def find_model(path: str) -> ModelSource:
 
 def _from_config(source: Path) -> ModelSource:
     folder = source.parent
-    values = read_json_object(source)
+    family, values = _family_of(read_json_object(source), str(source))
     quantised = _quantised(source, values)
-    family = _family(values.get("model_type"), str(source))
-    config = ForeignConfig(values, str(source))
+    spec = family.read(ForeignConfig(values, str(source)))
+    if not spec.tie_word_embeddings and _lacks_head(folder, family, quantised):
+        logger.warning("%s: the weights have no head: the embedding is the head, too", folder)
+        spec = replace(spec, tie_word_embeddings=True)
+    return ModelSource(folder, family, spec, None, quantised=quantised)
+
+
+def _lacks_head(folder: Path, family: Family, quantised: QuantisedFolder | None) -> bool:
+    """Whether a folder has an embedding and no head, as one of tied embeddings is saved, whatever its config says."""
+    if format_of(folder) is None:
+        return False
+    try:
+        names = (quantised or TensorFolder(folder)).names()
+    except CheckpointError:  # said when the weights are opened, if they are
+        return False
+    head, embedding = (family.weights.foreign(f"{name}.weight", "hugging_face") for name in ("lm_head", "embedding"))
+    return embedding in names and head not in names
+
+
+def _family_of(values: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:
+    """The family and its config's values: those of `text_config` where a model has one for its text."""
+    outer, families = values.get("model_type"), FAMILIES.values()
+    if isinstance(outer, str) and any(outer in family.inside for family in families):
+        inner = values.get("text_config")
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{source}: text_config must be an object, got {shown(inner)}")
+        family = _family(inner.get("model_type"), f"{source}: text_config")
+        if outer not in family.inside:
+            known = ", ".join(each.model_type for each in families if outer in each.inside)
+            raise CheckpointError(
+                f"{source}: text_config of model type {family.model_type!r} in one of {outer!r} is not supported "
+                f"(supported: {known})"
+            )
+        return family, renamed(family, nested(values, inner))
+    family = _family(outer, source)
     architectures = values.get("architectures")
     if architectures and (not isinstance(architectures, list) or len(architectures) > _ARCHITECTURES):
-        raise config.error(f"architectures must be a list of names, got {shown(architectures)}")
-    if architectures and family.architecture.lower() not in [str(name).lower() for name in architectures]:
-        raise config.error(
-            f"architecture {shown(architectures[0])} of model type {family.model_type!r} is not supported "
-            f"(supported: {family.architecture})"
+        raise CheckpointError(f"{source}: architectures must be a list of names, got {shown(architectures)}")
+    if architectures and not {str(name).lower() for name in architectures} & {n.lower() for n in family.architectures}:
+        raise CheckpointError(
+            f"{source}: architecture {shown(architectures[0])} of model type {family.model_type!r} is not supported "
+            f"(supported: {', '.join(family.architectures)})"
         )
-    return ModelSource(folder, family, family.read(config), None, quantised=quantised)
+    return family, renamed(family, values)
 
 
 def _from_converted(folder: Path) -> ModelSource:
@@ -99,7 +137,7 @@ def _from_gguf(path: Path) -> ModelSource:
             f"{path}: GGUF architecture {shown(architecture)} is not supported (supported: {', '.join(known)})"
         )
     family = known[architecture]
-    config = ForeignConfig(gguf_values(file, family.model_type, str(path)), str(path))
+    config = ForeignConfig(gguf_values(file, family, str(path)), str(path))
     return ModelSource(path, family, family.read(config), file)
 
 

@@ -12,7 +12,7 @@ from allspan.worker.models.shard import Shard
 from allspan.worker.models.spec import ModelSpec, NormSpec
 from allspan.worker.weights.weight_map import WeightMap
 
-IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Left over in some checkpoints: tables that are computed (or read with the config) anyway."""
 
 ATTENTION_NORMS = "input_norm", "attention_output_norm"

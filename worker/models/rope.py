@@ -13,13 +13,13 @@ from torch import Tensor
 
 from allspan.worker.step.row_inputs import POSITION_AXES
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Rotary embedding. `kind` is "default", "llama3", "yarn", "linear", or "by_prompt", Qwen 1's dynamic NTK; the rest
-    are that kind's parameters (Hugging Face names)."""
+    """Rotary embedding. `kind` is one of `KINDS`, or "by_prompt", Qwen 1's dynamic NTK; the rest are that kind's
+    parameters (Hugging Face names)."""
 
     theta: float
     kind: str = "default"
@@ -32,14 +32,18 @@ class RotarySpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 0.0
-    """YaRN's scale of cos and sin; 0: 0.1 · ln(factor) + 1."""
+    """The scale of cos and sin of YaRN and longrope; 0: 0.1 · ln(factor) + 1."""
     truncate: bool = True
     """YaRN: whether the ends of the ramp are rounded outwards to whole elements."""
     freq_factors: tuple[float, ...] = ()
-    """Divisors of the inverse frequencies, one a pair of elements (how GGUF files carry llama3 scaling)."""
+    """Divisors of the inverse frequencies, one a pair of elements (how GGUF files carry llama3 scaling);
+    those of longrope's short contexts."""
     axes: tuple[int, ...] = ()
     """Multimodal rotary embedding: for each pair of elements the position of a token that turns it, as an index into
     `POSITION_AXES`; empty: a token has one position."""
+    long_freq_factors: tuple[float, ...] = ()
+    """longrope: the factors where the model's context is longer than the original one. The context decides, once: a
+    request's keys would have to be computed anew where it grows past the border."""
 
     @property
     def num_positions(self) -> int:
@@ -69,7 +73,7 @@ def cos_sin_table(rotary: RotarySpec | None, head_dim: int, max_positions: int, 
     if rotary.is_by_prompt:
         tables = range(len(rotary.prompt_lengths(max_positions)) + 1)
         return torch.cat([cos_sin_table(_stretched(rotary, head_dim, n), head_dim, max_positions) for n in tables])
-    inverse, scale = inverse_frequencies(rotary, head_dim)
+    inverse, scale = inverse_frequencies(rotary, head_dim, max_positions)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse[None, :]
     table = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).contiguous()
     return table if axis is None else table * (torch.tensor(rotary.axes * 2) == axis)
@@ -90,8 +94,8 @@ def mean_rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((turned.float(), x[..., rot:].float()), dim=-1).contiguous()
 
 
-def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> tuple[Tensor, float]:
-    """float32 [rot / 2] and the factor of cosines and sines."""
+def inverse_frequencies(rotary: RotarySpec, head_dim: int, max_positions: int = 0) -> tuple[Tensor, float]:
+    """float32 [rot / 2] and the factor of cosines and sines, for a context of so many positions."""
     size = rotary.rotary_dim or head_dim
     inverse = 1.0 / _powers(rotary.theta, size)
     scale = 1.0
@@ -102,6 +106,12 @@ def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> tuple[Tensor, floa
     elif rotary.kind == "yarn":
         inverse = _yarn(rotary, size)
         scale = rotary.attention_factor or yarn_scale(rotary.factor)
+    elif rotary.kind == "longrope":
+        is_long = max_positions > rotary.original_max_position_embeddings
+        factors = torch.tensor(rotary.long_freq_factors if is_long else rotary.freq_factors, dtype=torch.float32)
+        return 1.0 / (factors * _powers(rotary.theta, size)), rotary.attention_factor
+    elif rotary.kind == "dynamic":
+        inverse = 1.0 / _powers(_dynamic_theta(rotary, size, max_positions), size)
     if rotary.freq_factors:
         inverse = inverse / torch.tensor(rotary.freq_factors, dtype=torch.float32)
     return inverse, scale
@@ -110,6 +120,13 @@ def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> tuple[Tensor, floa
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     """YaRN's temperature (https://arxiv.org/abs/2309.00071, section 3.4), applied to cosines and sines."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _dynamic_theta(rotary: RotarySpec, size: int, max_positions: int) -> float:
+    """NTK-aware scaling: a base by the length of the model's context, the same for all requests."""
+    times = max(1.0, max_positions / rotary.original_max_position_embeddings)
+    base: float = rotary.theta * (rotary.factor * times - (rotary.factor - 1)) ** (size / (size - 2))
+    return base
 
 
 def _powers(theta: float, size: int) -> Tensor:

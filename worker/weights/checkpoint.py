@@ -53,11 +53,16 @@ class QuantisedCheckpoint(Checkpoint, Protocol):
         """int32 [in]: the inputs in the order in which `fields` has them."""
 
 
-def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], ignored: Collection[str]) -> None:
+def check_tensors(
+    checkpoint: Checkpoint,
+    expected: dict[str, tuple[int, ...]],
+    ignored: Collection[str],
+    skipped: Collection[str] = (),
+) -> None:
     """Before anything is read: every expected tensor is there with its shape, and none is left over.
 
     A left-over tensor (a bias that the config does not speak of, say) would mean another model than the one computed.
-    Names that end in one of `ignored` may be left over.
+    Names that end in one of `ignored` or begin with one of `skipped` may be left over.
     """
     names = checkpoint.names()
     for name, shape in expected.items():
@@ -70,7 +75,7 @@ def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], 
                 f"{checkpoint.where(name)}: tensor {name!r} has shape {list(actual)}, expected {list(shape)}"
             )
     for name in names:
-        if name not in expected and not name.endswith(tuple(ignored)):
+        if name not in expected and not name.endswith(tuple(ignored)) and not name.startswith(tuple(skipped)):
             raise CheckpointError(
                 f"{checkpoint.where(name)}: tensor {name!r} is not part of the model that the config describes"
             )

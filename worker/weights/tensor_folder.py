@@ -13,6 +13,7 @@ from allspan.protos.api.errors import CheckpointError
 from allspan.protos.model_files.regular_file import open_regular
 from allspan.protos.model_files.weight_files import check_index, tensors_of, weight_files
 from allspan.worker.weights.mapped_file import MappedFile
+from allspan.worker.weights.usual_names import usual_names
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CODES = {
@@ -38,7 +39,7 @@ class Stored:
 
 
 class TensorFolder:
-    """See `allspan.worker.weights.checkpoint.Checkpoint`."""
+    """See `allspan.worker.weights.checkpoint.Checkpoint`. Names are the usual ones: `usual_names`."""
 
     naming = "hugging_face"
 
@@ -50,6 +51,8 @@ class TensorFolder:
         for path in weight_files(folder):
             self._open(path)
         check_index(folder, {name: stored.file.path for name, stored in self._tensors.items()})
+        usual = usual_names(self._tensors)
+        self._tensors = {usual[name]: stored for name, stored in self._tensors.items()}
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from allspan.worker.models.families.common import (
-    Family,
-    alike,
-    model_spec,
-    read_context,
-    read_gated_mlp,
-    read_gqa,
-    read_rotary,
-    read_windows,
-)
-from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.foreign.common import alike, model_spec, read_context, read_gated_mlp, read_gqa
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.family import Family
+from allspan.worker.models.foreign.rotary import read_rotary
+from allspan.worker.models.foreign.windows import read_windows
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.weight_map import DENSE
 
@@ -32,7 +26,7 @@ def _read(config: ForeignConfig) -> ModelSpec:
 
 LLAMA = Family(
     "llama",
-    "LlamaForCausalLM",
+    ("LlamaForCausalLM", "LlamaModel"),
     _read,
     gguf_architectures=("llama",),
     weights=DENSE.with_entries(interleaved=("gguf",)),

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from allspan.worker.models.families.common import (
-    Family,
-    alike,
-    model_spec,
-    read_context,
-    read_gated_mlp,
-    read_gqa,
-    read_rotary,
-    read_windows,
-    same_window,
-)
-from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.foreign.common import alike, model_spec, read_context, read_gated_mlp, read_gqa
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.family import Family
+from allspan.worker.models.foreign.rotary import read_rotary
+from allspan.worker.models.foreign.windows import read_windows, same_window
 from allspan.worker.models.spec import ModelSpec
 
 _CONTEXT = 131072
@@ -35,4 +28,4 @@ def _read(config: ForeignConfig) -> ModelSpec:
     return model_spec(config, "mistral", layers, context)
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", _read)
+MISTRAL = Family("mistral", ("MistralForCausalLM", "MistralModel"), _read)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from allspan.worker.models.families.common import (
-    Family,
-    alike,
-    model_spec,
-    read_context,
-    read_gated_mlp,
-    read_gqa,
-    read_rotary,
-    read_windows,
-)
-from allspan.worker.models.families.foreign_config import ForeignConfig
+from allspan.worker.models.foreign.common import alike, model_spec, read_context, read_gated_mlp, read_gqa
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.family import Family
+from allspan.worker.models.foreign.rotary import read_rotary
+from allspan.worker.models.foreign.windows import read_windows
 from allspan.worker.models.spec import ModelSpec
 
 CONTEXT = 32768
@@ -38,4 +32,4 @@ def qwen_windows(config: ForeignConfig, context: int) -> list[int]:
     return read_windows(config, context, config.size("sliding_window", 4096), 28 if first is None else first)
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read, gguf_architectures=("qwen2",))
+QWEN2 = Family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), _read, gguf_architectures=("qwen2",))

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from allspan.worker.models.families.common import (
-    Family,
-    alike,
-    model_spec,
-    read_context,
-    read_gated_mlp,
-    read_gqa,
-    read_norm,
-    read_rotary,
-)
-from allspan.worker.models.families.foreign_config import ForeignConfig
 from allspan.worker.models.families.qwen2 import CONTEXT, qwen_windows
+from allspan.worker.models.foreign.common import alike, model_spec, read_context, read_gated_mlp, read_gqa, read_norm
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.family import Family
+from allspan.worker.models.foreign.rotary import read_rotary
 from allspan.worker.models.spec import ModelSpec
 
 _HEAD_DIM = 128
@@ -28,4 +21,4 @@ def _read(config: ForeignConfig) -> ModelSpec:
     return model_spec(config, "qwen3", layers, context)
 
 
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read, gguf_architectures=("qwen3",))
+QWEN3 = Family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), _read, gguf_architectures=("qwen3",))

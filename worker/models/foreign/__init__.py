@@ -1,0 +1,1 @@
+"""Reads the configs of others: what most families have in common."""

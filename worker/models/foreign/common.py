@@ -1,0 +1,104 @@
+"""What the configs of most decoders have in common, read once into a ModelSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from allspan.protos.model_files.config_values import size_of
+from allspan.protos.model_files.json_values import shown
+from allspan.worker.models.blocks.base import MlpBlock
+from allspan.worker.models.blocks.gated_mlp import GatedMlp
+from allspan.worker.models.blocks.gqa import Gqa
+from allspan.worker.models.foreign.config import ForeignConfig
+from allspan.worker.models.foreign.rotary import check_factors
+from allspan.worker.models.rope import RotarySpec
+from allspan.worker.models.spec import LayerSpec, ModelSpec, Norms, NormSpec
+
+_DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+
+
+def model_spec(
+    config: ForeignConfig,
+    family: str,
+    layers: Sequence[LayerSpec],
+    context: int,
+    norm: NormSpec | None = None,
+    tied: bool = False,
+) -> ModelSpec:
+    """What every decoder's config says beside its layers. `norm` is the last one, by default as `read_norm` has it;
+    `tied`: whether the head is the embedding where the config does not say."""
+    bos = config.token_ids("bos_token_id")
+    return ModelSpec(
+        family=family,
+        hidden_size=config.size("hidden_size"),
+        vocab_size=config.size("vocab_size"),
+        max_position_embeddings=context,
+        layers=tuple(layers),
+        norm=norm or read_norm(config),
+        tie_word_embeddings=config.flag("tie_word_embeddings", tied),
+        dtype=_read_dtype(config),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(dict.fromkeys(config.token_ids("eos_token_id"))),
+    )
+
+
+def alike(config: ForeignConfig, attention: Gqa, mlp: MlpBlock, windows: Sequence[int] = ()) -> list[LayerSpec]:
+    """`num_hidden_layers` layers whose blocks have a norm before them, and which differ in nothing but their `windows`
+    (0: the layer sees all tokens; none given: all layers do)."""
+    norms = Norms(read_norm(config))
+    kinds = {window: LayerSpec(replace(attention, window=window), mlp, norms, norms) for window in {0, *windows}}
+    return [kinds[window] for window in windows or [0] * config.size("num_hidden_layers")]
+
+
+def read_norm(config: ForeignConfig) -> NormSpec:
+    return NormSpec(config.number("rms_norm_eps", 1e-6))
+
+
+def head_size(config: ForeignConfig, default: int = 0) -> int:
+    """The elements of a head; where the config does not say, `default`, or (0) hidden size / heads."""
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if not config.get("head_dim") and not default and hidden_size % num_heads:
+        raise config.error(f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
+    return config.size("head_dim", default or hidden_size // num_heads)
+
+
+def read_gqa(config: ForeignConfig, rotary: RotarySpec | None, head_dim: int = 0, **features: Any) -> Gqa:
+    """Heads and their size, which is `head_dim` when the config gives none (0: hidden size / heads); `features` are
+    further fields of `Gqa`."""
+    num_heads = config.size("num_attention_heads")
+    num_kv_heads = config.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+    size = head_size(config, head_dim)
+    turned = size if rotary is None else rotary.rotary_dim or size
+    if turned % 2 or turned > size:
+        named = f"head size {size}" if turned == size else f"rotary dimension {turned} of a head of {size}"
+        raise config.error(f"{named} is odd: rotary embedding turns pairs of elements")
+    if rotary is not None:
+        check_factors(config, rotary, size)
+    return Gqa(num_heads, num_kv_heads, size, rotary, **features)
+
+
+def read_gated_mlp(config: ForeignConfig, bias: bool = False) -> GatedMlp:
+    """Raises CheckpointError for another activation than the kernels have."""
+    activation = config.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise config.error(f"hidden_act {shown(activation)} is not supported (supported: silu)")
+    return GatedMlp(config.size("intermediate_size"), bias)
+
+
+def read_context(config: ForeignConfig, rotary: RotarySpec, default: int) -> int:
+    """The most tokens of a request (`default` where the config gives none)."""
+    tokens = config.size("max_position_embeddings", default)
+    if rotary.kind in ("yarn", "linear", "dynamic"):  # one of linear may be 0: it is scaled already
+        tokens = max(tokens, int(rotary.factor * rotary.original_max_position_embeddings))
+    return size_of("max_position_embeddings", tokens, config.source)
+
+
+def _read_dtype(config: ForeignConfig) -> str:
+    name = (config.text("dtype") or config.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise config.error(f"dtype {shown(name)} is not supported (supported: float32, bfloat16, float16)")
+    return _DTYPES[name]

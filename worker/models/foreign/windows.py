@@ -1,0 +1,35 @@
+"""Sliding windows: how many tokens each layer sees."""
+
+from __future__ import annotations
+
+from allspan.protos.model_files.json_values import shown
+from allspan.worker.models.foreign.config import ForeignConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers, as `layer_types` names them."""
+
+
+def read_layer_types(config: ForeignConfig) -> list[str] | None:
+    """The kind of each layer, or None where the config does not say. Raises CheckpointError for other kinds."""
+    kinds, count = config.get("layer_types"), config.size("num_hidden_layers")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise config.error(f"layer_types must be a list of num_hidden_layers ({count}) names, got {shown(kinds)}")
+    if unknown := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
+        raise config.error(f"layer_types {shown(unknown[0])} is not supported (supported: {FULL}, {SLIDING})")
+    return [str(kind) for kind in kinds]
+
+
+def same_window(config: ForeignConfig, context: int, window: int) -> list[int]:
+    """The same window for each layer, 0 where a layer sees the whole context anyway."""
+    return [window if window < context else 0] * config.size("num_hidden_layers")
+
+
+def read_windows(config: ForeignConfig, context: int, window: int, first: int = 0) -> list[int]:
+    """The window of each layer, 0 where it sees all tokens, as it does with a window of the whole context.
+    `layer_types`, where given, says which layers have the window; else all from layer `first` on."""
+    windows, kinds = same_window(config, context, window), read_layer_types(config)
+    if kinds is None:
+        return [each if layer >= first else 0 for layer, each in enumerate(windows)]
+    return [each if kind == SLIDING else 0 for each, kind in zip(windows, kinds, strict=True)]
