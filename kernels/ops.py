@@ -31,10 +31,12 @@ class HeadNorms(NamedTuple, Generic[T]):
 
 
 class Rotation(NamedTuple, Generic[T]):
-    """Rotary embedding as `OpSet.rotary` takes it."""
+    """Rotary embedding as `OpSet.rotary` takes it, and what queries are multiplied with afterwards."""
 
     positions: T
     cos_sin: T
+    q_scales: T | None = None
+    """float32 [max_positions], by the query's position; None: queries stay as they are."""
 
 
 class HadamardRotation(NamedTuple, Generic[T]):
@@ -180,7 +182,8 @@ class OpSet(Protocol):
         slots: Tensor,
     ) -> None:
         """head_norm, rotary, hadamard and append_kv in one, in place, on qkv [n, Hq + 2·Hkv, d]: a token's queries
-        (num_heads of them), keys and values. The bits are those of the single ops.
+        (num_heads of them), keys and values. Between rotary and hadamard queries are multiplied with
+        rotation.q_scales[position]. The bits are those of the single ops.
         """
 
     def attention(
@@ -190,6 +193,7 @@ class OpSet(Protocol):
         v_cache: Tensor,
         k_scales: Tensor | None,
         v_scales: Tensor | None,
+        sinks: Tensor | None,
         meta: Any,
         out: Tensor,
     ) -> None:
@@ -199,6 +203,11 @@ class OpSet(Protocol):
         out [n, Hq, d], with Hq this rank's query heads; q [n, Hq or more, d], of which the first Hq heads are read, so
         that it may be a fused buffer of queries, keys and values. Query i of the L new ones of a request with kv_len
         tokens sees the first kv_len - L + i + 1 of them, with a window the last ones of these.
+
+        The logit of a query at position i and a key at position j is x = scale · (q · k), with a soft cap
+        cap · tanh(x / cap), and with slopes that plus slope · (j - i). sinks float32 [Hq], or None: for each query head
+        the logit of one more token, whose value is 0: it joins the softmax's denominator alone, and neither cap nor
+        slope meets it. A query that sees no token gets zeros (and the log-sum-exp -inf, where one is returned).
 
         `meta` is what the device prepares of a step once for all layers. The CPU and the reference take an
         `AttentionMeta`; the CUDA kernels take a `allspan.kernels.cuda.attention.attention.StepAttention` of the same
@@ -220,7 +229,8 @@ class OpSet(Protocol):
 
 
 class AttentionMeta(Protocol):
-    """Which tokens and pages belong to which request: `meta` of `attention` on the CPU. All int32."""
+    """Which tokens and pages belong to which request: `meta` of `attention` on the CPU. Tensors are
+    int32 where nothing else is said."""
 
     qo_indptr: Tensor
     """[R + 1]: tokens of request r are qo_indptr[r] .. qo_indptr[r + 1]."""
@@ -236,3 +246,8 @@ class AttentionMeta(Protocol):
     """The factor of the attention logits, usually 1/sqrt(d)."""
     window: int
     """Tokens that a query sees, its own included; those before them are not read. 0: all tokens."""
+    soft_cap: float
+    """The logits' limit, which tanh approaches; 0: none."""
+    slopes: Tensor | None
+    """float32 [Hq]: what is added to each query head's logits for each token that a key is ahead of the query, as in
+    ALiBi (O. Press et al., arXiv:2108.12409); None: nothing."""

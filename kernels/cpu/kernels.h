@@ -36,7 +36,10 @@ struct AttentionArgs {
   CacheArgs cache;
   int64_t heads;
   float scale;
-  int64_t window;  // tokens that a query sees, its own included; 0: all
+  int64_t window;       // tokens that a query sees, its own included; 0: all
+  float soft_cap;       // logits are cap · tanh(scale · q · k / cap); 0: not capped
+  const float* slopes;  // [heads]: added to logits, times how far the key is ahead of the query; or null
+  const float* sinks;   // [heads]: logits of the softmax's denominator alone; or null
 };
 
 // Some queries of one request, with all heads that read one KV head; some splits of the tokens that they see.

@@ -75,6 +75,7 @@ def attention(
     v_cache: Tensor,
     k_scales: Tensor | None,
     v_scales: Tensor | None,
+    sinks: Tensor | None,
     meta: AttentionMeta,
     out: Tensor,
 ) -> None:
@@ -87,14 +88,21 @@ def attention(
         keys = _tokens(k_cache, k_scales, pages, kv_len, q.shape[-1])[:, heads]
         values = _tokens(v_cache, v_scales, pages, kv_len, q.shape[-1])[:, heads]
         scores = torch.einsum("qhd,khd->hqk", q[first:last, : len(heads)].float(), keys) * meta.scale
+        if meta.soft_cap:
+            scores = (scores / meta.soft_cap).tanh() * meta.soft_cap
         reach = torch.arange(kv_len - (last - first), kv_len, device=q.device)[:, None]
         places = torch.arange(kv_len, device=q.device)[None, :]
+        if meta.slopes is not None:
+            scores = scores + meta.slopes[:, None, None] * (places - reach)
         hidden = places > reach
         if meta.window:
             behind = max(0, kv_len - (last - first) + 1 - meta.window)
             keys[:behind] = values[:behind] = 0  # their pages may be another request's by now
             hidden = hidden | (places <= reach - meta.window)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, last - first, 1)), -1)
+        weights = scores.softmax(-1)[..., :kv_len]
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
 

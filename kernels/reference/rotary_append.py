@@ -27,7 +27,9 @@ def rotary_append(
         elementwise.head_norm(q, norms.q_weight, norms.eps)
     if norms.k_weight is not None:
         elementwise.head_norm(k, norms.k_weight, norms.eps)
-    elementwise.rotary(q, k, *rotation)
+    elementwise.rotary(q, k, rotation.positions, rotation.cos_sin)
+    if rotation.q_scales is not None:
+        q.mul_(rotation.q_scales[rotation.positions.long()][:, None, None])
     if hadamard.is_on:
         elementwise.hadamard(q, None)
         elementwise.hadamard(k, hadamard.k_center)

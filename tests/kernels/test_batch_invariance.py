@@ -17,6 +17,7 @@ from support.kernel_cases import (
     U4,
     UNEVEN,
     Meta,
+    Scoring,
     append_kv,
     attention,
     linear,
@@ -99,7 +100,7 @@ def attend(backend: str, threads: int, arguments: list[Any]) -> Tensor:
 
 def cut(arguments: list[Any], first: int, last: int) -> list[Any]:
     """Queries [first, last) of a batch of one whole-prompt request, as a chunk of their own."""
-    q, *cache, meta, _ = arguments
+    q, *cache, sinks, meta, _ = arguments
     chunk = Meta(
         torch.tensor([0, last - first], dtype=torch.int32),
         meta.page_indptr,
@@ -108,8 +109,10 @@ def cut(arguments: list[Any], first: int, last: int) -> list[Any]:
         meta.kv_head_of,
         meta.scale,
         meta.window,
+        meta.soft_cap,
+        meta.slopes,
     )
-    return [q[first:last], *cache, chunk, poison(last - first, *q.shape[1:])]
+    return [q[first:last], *cache, sinks, chunk, poison(last - first, *q.shape[1:])]
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
@@ -138,11 +141,11 @@ def test_attention_across_splits(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.values())
-@pytest.mark.parametrize("window", [5, 64, 290])
-def test_attention_with_a_window(backend: str, window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [0, 5, 64, 290])
+def test_attention_with_a_window_cap_slopes_and_sinks(backend: str, window: int, dtype: torch.dtype) -> None:
     """Chunks that begin anywhere, shared out over threads, have the bits of the whole prompt."""
     length = 600
-    arguments = attention(48, 16, [(length, length)], UNEVEN, dtype, window=window)
+    arguments = attention(48, 16, [(length, length)], UNEVEN, dtype, scoring=Scoring(window, 2.0, True, True))
     whole = attend(backend, 1, arguments)
     assert_same_bits(attend(backend, 3, cut(arguments, 0, length)), whole)
     for first, last in [(3, 4), (63, 66), (255, 258), (289, 330), (511, 520), (length - 1, length), (400, length)]:
@@ -155,7 +158,7 @@ def test_attention_among_other_requests(backend: str, dtype: torch.dtype) -> Non
     requests = [(1, 150), (40, 90), (1, 33), (5, 5)]
     arguments = attention(64, 16, requests, GQA_9_3, dtype)
     together = attend(backend, 3, arguments)
-    q, *cache, meta, _ = arguments
+    q, *cache, sinks, meta, _ = arguments
     for r, (new, length) in enumerate(requests):
         first = int(meta.qo_indptr[r])
         pages = meta.page_indices[meta.page_indptr[r] : meta.page_indptr[r + 1]].long()
@@ -169,7 +172,7 @@ def test_attention_among_other_requests(backend: str, dtype: torch.dtype) -> Non
         )
         out = poison(new, *q.shape[1:])
         moved = [None if part is None else part[pages].contiguous() for part in cache]
-        op_set(backend).attention(q[first : first + new], *moved, alone, out)
+        op_set(backend).attention(q[first : first + new], *moved, sinks, alone, out)
         assert_same_bits(out, together[first : first + new])
 
 
@@ -178,13 +181,13 @@ def test_attention_heads_split_over_ranks(backend: str, dtype: torch.dtype) -> N
     """5 and 4 of 9 query heads on two ranks give what one rank gives."""
     arguments = attention(64, 16, [(1, 70), (20, 50)], GQA_9_3, dtype)
     whole = attend(backend, 1, arguments)
-    q, *cache, meta, _ = arguments
+    q, *cache, sinks, meta, _ = arguments
     for first, last, kv_heads in [(0, 5, slice(0, 2)), (5, 9, slice(1, 3))]:
         heads = meta.kv_head_of[first:last] - kv_heads.start
         rank = Meta(meta.qo_indptr, meta.page_indptr, meta.page_indices, meta.kv_lens, heads, meta.scale)
         out = poison(q.shape[0], last - first, 64)
         part = [None if tensor is None else tensor[:, kv_heads].contiguous() for tensor in cache]
-        op_set(backend).attention(q[:, first:last].contiguous(), *part, rank, out)
+        op_set(backend).attention(q[:, first:last].contiguous(), *part, sinks, rank, out)
         assert_same_bits(out, whole[:, first:last].contiguous())
 
 
@@ -221,6 +224,6 @@ def test_attention_over_a_long_context(backend: str) -> None:
     lengths, heads = torch.tensor([length], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     meta = Meta(*starts, indices, lengths, heads, dim**-0.5)
     ours, right = poison(2, 2, dim), poison(2, 2, dim)
-    op_set(backend, threads=2).attention(randn(2, 2, dim), *cache, meta, ours)
-    op_set("reference").attention(randn(2, 2, dim), *cache, meta, right)
+    op_set(backend, threads=2).attention(randn(2, 2, dim), *cache, None, meta, ours)
+    op_set("reference").attention(randn(2, 2, dim), *cache, None, meta, right)
     torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)

@@ -119,5 +119,5 @@ def test_who_sees_a_row_of_nan_says_so_and_nobody_else(backend: str, dtype: torc
     ops.append_kv(k, v, *cache, ints([0, 1, 2]))
     meta = Meta(ints([0, 3]), ints([0, 1]), ints([0]), ints([3]), ints([0]), 8**-0.5)
     out = poison(3, 1, 8)
-    ops.attention(randn(3, 1, 8), *cache, meta, out)
+    ops.attention(randn(3, 1, 8), *cache, None, meta, out)
     assert [bool(row.isnan().any()) for row in out] == [False, True, True]

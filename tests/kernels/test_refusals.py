@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(backends() == ("reference",), reason="the compil
 
 def attention_with(**changes: Any) -> list[Any]:
     arguments = attention(16, 16, [(2, 20), (1, 3)], [0, 1])
-    arguments[5] = replace(arguments[5], **changes)
+    arguments[6] = replace(arguments[6], **changes)
     return arguments
 
 

@@ -29,6 +29,24 @@ class Meta:
     kv_head_of: Tensor
     scale: float
     window: int = 0
+    soft_cap: float = 0.0
+    slopes: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a case of attention has beside the scale."""
+
+    window: int = 0
+    soft_cap: float = 0.0
+    has_slopes: bool = False
+    has_sinks: bool = False
+
+    def __str__(self) -> str:
+        return "-".join(f"{name}-{value}" if value is not True else name for name, value in vars(self).items() if value)
+
+
+PLAIN = Scoring()
 
 
 @dataclass(frozen=True)
@@ -93,14 +111,14 @@ def attention(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     more_heads: int = 0,
-    window: int = 0,
+    scoring: Scoring = PLAIN,
 ) -> list[Any]:
     """requests: (new tokens, tokens in the cache). Pages are handed out in a shuffled order; nobody has written those
     that no query of the window sees.
 
     q has `more_heads` that nobody reads.
     """
-    kv_heads = max(kv_head_of) + 1
+    kv_heads, window = max(kv_head_of) + 1, scoring.window
     counts = [math.ceil(length / page_size) for _, length in requests]
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(seed)).tolist()
     page_indptr = [sum(counts[:r]) for r in range(len(counts) + 1)]
@@ -125,10 +143,13 @@ def attention(
         ints(kv_head_of),
         dim**-0.5,
         window,
+        scoring.soft_cap,
+        0.8 ** torch.arange(1.0, len(kv_head_of) + 1) if scoring.has_slopes else None,
     )
+    sinks = randn(len(kv_head_of), seed=6) * 3 if scoring.has_sinks else None
     q = torch.full((starts[-1], len(kv_head_of) + more_heads, dim), NAN)
     q[:, : len(kv_head_of)] = randn(starts[-1], len(kv_head_of), dim, seed=5) * 2
-    return [q, *cache, meta, poison(starts[-1], len(kv_head_of), dim)]
+    return [q, *cache, sinks, meta, poison(starts[-1], len(kv_head_of), dim)]
 
 
 def append_to(cache: list[Any], rows: list[Tensor], slots: Tensor) -> None:
@@ -295,14 +316,37 @@ def _cases() -> Iterator[Case]:
         fused = (64, 16, [(1, 40), (5, 20)], UNEVEN, dtype, 0, 4)
         yield Case("attention", f"front-of-fused-{dtype}", attention, fused)
     yield from _windows()
+    yield from _features()
 
 
 def _windows() -> Iterator[Case]:
     requests = [(1, 300), (40, 340), (1, 90), (0, 12)]
     for dtype in (F32, BF16, I8, U4):
         for window in (1, 270) if dtype is F32 else (30,):
-            sizes = (64, 16, requests, UNEVEN, dtype, 0, 0, window)
+            sizes = (64, 16, requests, UNEVEN, dtype, 0, 0, Scoring(window))
             yield Case("attention", f"window-{window}-{dtype}", attention, sizes)
+
+
+ALL_AT_ONCE = Scoring(0, 3.0, True, True)
+SCORINGS = [
+    Scoring(soft_cap=3.0),
+    Scoring(has_slopes=True),
+    Scoring(has_sinks=True),
+    ALL_AT_ONCE,
+    Scoring(300, 3.0, True, True),
+]
+LENGTHS = [(1, 1), (2, 15), (1, 16), (17, 17), (1, 511), (30, 512), (1, 513)]
+
+
+def _features() -> Iterator[Case]:
+    """Caps, slopes and sinks, alone and together, with windows that cross blocks and splits."""
+    for dtype in (F32, BF16, I8, U4):
+        for scoring in SCORINGS:
+            sizes = (48, 16, LENGTHS, UNEVEN, dtype, 0, 0, scoring)
+            yield Case("attention", f"{scoring}-{dtype}", attention, sizes)
+    for dtype in (F32, BF16):
+        sizes = (32, 64, [(1, 2743), (3, 2743)], [0] * 4, dtype, 0, 0, ALL_AT_ONCE)
+        yield Case("attention", f"long-{dtype}", attention, sizes)
 
 
 CASES: tuple[Case, ...] = tuple(_cases())

@@ -121,6 +121,7 @@ def attention(
     v_cache: Tensor,
     k_scales: Tensor | None,
     v_scales: Tensor | None,
+    sinks: Tensor | None,
     meta: AttentionMeta,
     out: Tensor,
 ) -> None:
@@ -136,7 +137,14 @@ def attention(
                 behind = max(0, seen - meta.window) if meta.window else 0
                 keys = torch.cat([held_keys[page, kv_head] for page in used])[behind:seen]
                 values = torch.cat([held_values[page, kv_head] for page in used])[behind:seen]
-                out[token, head] = (keys @ q[token, head] * meta.scale).softmax(-1) @ values
+                logits = keys @ q[token, head] * meta.scale
+                if meta.soft_cap:
+                    logits = meta.soft_cap * (logits / meta.soft_cap).tanh()
+                if meta.slopes is not None:
+                    logits = logits - meta.slopes[head].double() * torch.arange(seen - behind).flip(0)
+                if sinks is not None:
+                    logits = torch.cat((logits, sinks[head : head + 1]))
+                out[token, head] = logits.softmax(-1)[: seen - behind] @ values
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:

@@ -61,7 +61,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A norm's weight, float32; it is held as `scale` times what the checkpoint says."""
+    """One number for each unit of an axis, float32: a norm's weight, the sinks of query heads. It is held as `scale`
+    times what the checkpoint says."""
 
     name: str
     axis: Axis

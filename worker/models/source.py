@@ -112,7 +112,7 @@ class PieceSource:
 
 
 def read_vector(shard: Shard, weights: WeightMap, checkpoint: Checkpoint, vector: Vector, out: Tensor) -> None:
-    """A norm's weight into `out`."""
+    """This rank's part of a vector into `out`."""
     naming, stem = checkpoint.naming, vector.name
     turned = vector.rotary_dim if weights.is_interleaved(naming) else 0
     found = _foreign_rows(shard.part(vector.axis), vector.axis, turned, 0)

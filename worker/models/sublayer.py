@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from allspan.kernels.ops import Rotation
+from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.pieces import Linear, Piece
 from allspan.worker.models.shard import Shard
@@ -118,9 +119,13 @@ class Sublayer:
         self._builder.bindings.derived[name] = make
         return self.program.named(name)
 
-    def rotation(self, tables: tuple[Slot, ...], width: int) -> Rotation[Slot]:
-        """The cosines and sines of each token, from a table for each of its positions; `width` of a table's rows."""
-        return self._builder.rotation(tables, width)
+    def rotation(self, tables: tuple[Slot, ...], width: int, q_scales: Slot | None = None) -> Rotation[Slot]:
+        """The cosines and sines of each token, from a table for each of its positions; `width` of a table's rows.
+        `q_scales`: what queries are multiplied with, by position."""
+        rotation = self._builder.rotation(tables, width)
+        if q_scales is not None and len(tables) > 1:
+            raise ConfigError("query_scale: not for a model whose tokens have several positions")
+        return rotation._replace(q_scales=q_scales)
 
     def choose_tables(self, prompt_lengths: Callable[[int], tuple[int, ...]]) -> None:
         """Has the rotary tables chosen by the length of prompts: from the most positions of a request to

@@ -71,6 +71,10 @@ class AttentionHeads:
     """The factor of the products of queries and keys."""
     window: int = 0
     """Tokens that a query sees, its own included; 0: all."""
+    soft_cap: float = 0.0
+    """The limit of the logits, which tanh approaches; 0: none."""
+    slopes: tuple[float, ...] | None = None
+    """For each query head of this rank, what is added to a logit for each token that the key is ahead of the query."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ Task append_kv(Runtime& runtime, OpArguments& args) {
           }};
 }
 
-// qkv, heads, (q_norm, k_norm, eps), (positions, cos_sin), (has_hadamard, center), (k_cache, v_cache, k_scales,
-// v_scales), slots: token by token, so that a token's heads are taken from memory once.
+// qkv, heads, (q_norm, k_norm, eps), (positions, cos_sin, q_scales), (has_hadamard, center), (k_cache, v_cache,
+// k_scales, v_scales), slots: token by token, so that a token's heads are taken from memory once.
 Task rotary_append(Runtime& runtime, OpArguments& args) {
   const Tensor qkv = args.floats(args.at(0), "qkv", {kAny, kAny, kAny});
   const int64_t dim = qkv.shape[2], heads = args.number<int64_t>(1), rest = qkv.shape[1] - heads;
@@ -51,11 +51,12 @@ Task rotary_append(Runtime& runtime, OpArguments& args) {
   const Tensor cos_sin = args.floats(args.at(6), "cos_sin", {kAny, kAny});
   const int64_t rot = cos_sin.shape[1];
   args.require(rot % 2 == 0 && rot <= dim, "cos_sin's second extent must be even and at most the head size");
-  const bool has_hadamard = args.number<int64_t>(7) != 0;
-  const float* center = args.is_none(8) ? nullptr : args.floats(args.at(8), "center", {kv_heads, dim}).floats();
-  const CacheArgs cache = take_cache(args, 9, kv_heads, dim);
+  const float* q_scales = args.is_none(7) ? nullptr : args.floats(args.at(7), "q_scales", {cos_sin.shape[0]}).floats();
+  const bool has_hadamard = args.number<int64_t>(8) != 0;
+  const float* center = args.is_none(9) ? nullptr : args.floats(args.at(9), "center", {kv_heads, dim}).floats();
+  const CacheArgs cache = take_cache(args, 10, kv_heads, dim);
   const Input* positions = args.input(5, "positions", qkv.shape[0], cos_sin.shape[0]);
-  const Input* slots = args.input(13, "slots", qkv.shape[0], cache.pages * cache.page_size);
+  const Input* slots = args.input(14, "slots", qkv.shape[0], cache.pages * cache.page_size);
   const Kernels& kernels = runtime.kernels();
   const int64_t width = qkv.shape[1] * dim;
   const auto token = [=, &kernels](int64_t row) {
@@ -64,6 +65,8 @@ Task rotary_append(Runtime& runtime, OpArguments& args) {
     if (q_norm) kernels.rms_norm(q, nullptr, q_norm, eps, q, heads, dim);
     if (k_norm) kernels.rms_norm(k, nullptr, k_norm, eps, k, kv_heads, dim);
     kernels.rotary(q, heads + kv_heads, dim, position, cos_sin.floats(), rot, 1);
+    if (q_scales)
+      for (int64_t i = 0; i < heads * dim; ++i) q[i] *= q_scales[*position];
     if (has_hadamard) {
       kernels.hadamard(q, heads, dim, nullptr, 1);
       kernels.hadamard(k, kv_heads, dim, center, 1);
@@ -79,17 +82,18 @@ Task rotary_append(Runtime& runtime, OpArguments& args) {
 
 Task attention_op(Runtime& runtime, OpArguments& args) {
   const Tensor q = args.floats(args.at(0), "q", {kAny, kAny, kAny});
-  const Tensor out = args.floats(args.at(6), "out", {q.shape[0], kAny, q.shape[2]});
+  const Tensor out = args.floats(args.at(7), "out", {q.shape[0], kAny, q.shape[2]});
   args.require(out.shape[1] <= q.shape[1], "out has more heads than q");
   const CacheArgs cache = take_cache(args, 1, kAny, q.shape[2]);
   const int64_t heads = out.shape[1];
-  const BatchInput* batch = args.batch(5, q.shape[0], {heads, cache.kv_heads, cache.pages, cache.page_size});
+  const float* sinks = args.is_none(5) ? nullptr : args.floats(args.at(5), "sinks", {heads}).floats();
+  const BatchInput* batch = args.batch(6, q.shape[0], {heads, cache.kv_heads, cache.pages, cache.page_size});
   return {q.shape[0], [=, &runtime](Worker& worker, int64_t rows) {
             if (rows > 0)
-              runtime.attention(
-                  worker,
-                  {q.floats(), q.shape[1] * q.shape[2], out.floats(), cache, heads, batch->scale, batch->window},
-                  batch->batch);
+              runtime.attention(worker,
+                                {q.floats(), q.shape[1] * q.shape[2], out.floats(), cache, heads, batch->scale,
+                                 batch->window, batch->soft_cap, batch->slopes, sinks},
+                                batch->batch);
           }};
 }
 
@@ -98,8 +102,8 @@ Task attention_op(Runtime& runtime, OpArguments& args) {
 std::vector<OpRow> attention_ops() {
   return {
       {"append_kv", 7, append_kv},
-      {"rotary_append", 14, rotary_append},
-      {"attention", 7, attention_op},
+      {"rotary_append", 15, rotary_append},
+      {"attention", 8, attention_op},
   };
 }
 

@@ -53,11 +53,14 @@ BatchInput take_batch(const Arguments& args, nb::handle meta) {
   const Tensor page_indptr = args.ints(indptr_, "page_indptr", {requests + 1});
   const Tensor page_indices = args.ints(indices_, "page_indices", {kAny});
   const Tensor kv_head_of = args.ints(heads_, "kv_head_of", {kAny});
+  const nb::object slopes_ = meta.attr("slopes");
   return {{requests, qo_indptr.ints(), page_indptr.ints(), page_indices.ints(), kv_lens.ints(), kv_head_of.ints()},
           page_indices.shape[0],
           kv_head_of.shape[0],
           nb::cast<float>(meta.attr("scale")),
-          nb::cast<int64_t>(meta.attr("window"))};
+          nb::cast<int64_t>(meta.attr("window")),
+          nb::cast<float>(meta.attr("soft_cap")),
+          slopes_.is_none() ? nullptr : args.floats(slopes_, "slopes", {kv_head_of.shape[0]}).floats()};
 }
 
 void check_batch(const Arguments& args, const BatchInput& input, int64_t rows, const BatchLimits& limits) {
@@ -75,6 +78,7 @@ void check_batch(const Arguments& args, const BatchInput& input, int64_t rows, c
     args.require(b.kv_lens[r] <= held * limits.page_size, "kv_lens has a request with more tokens than its pages hold");
   }
   args.require(input.window >= 0, "window is negative");
+  args.require(input.soft_cap >= 0, "soft_cap is negative");
   args.within(b.kv_head_of, input.heads, "kv_head_of", limits.kv_heads);
   args.within(b.page_indices, input.page_indices, "page_indices", limits.pages);
 }

@@ -28,6 +28,8 @@ struct BatchInput {
   int64_t heads = 0;
   float scale = 0;
   int64_t window = 0;
+  float soft_cap = 0;
+  const float* slopes = nullptr;  // [heads] or null
 };
 
 // What an attention op was made for: a batch must not lead outside.

@@ -37,10 +37,13 @@ def attention(
     v_cache: Tensor,
     k_scales: Tensor | None,
     v_scales: Tensor | None,
+    sinks: Tensor | None,
     meta: StepAttention,
     out: Tensor,
 ) -> None:
     """See `allspan.kernels.ops.OpSet.attention`. q and out of 16 bits; rows of `out` that no request has are left."""
+    if sinks is not None:
+        raise ValueError("sinks: the CUDA kernels have none; run the model on the CPU")
     cache = k_cache, v_cache, k_scales, v_scales
     if meta.decodes is not None:
         count = len(meta.decodes.kv_lens)

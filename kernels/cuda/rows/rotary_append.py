@@ -84,6 +84,8 @@ def rotary_append(
     kv_heads, rest = divmod(qkv.shape[1] - num_heads, 2)
     if rest or kv_heads < 1:
         raise ValueError(f"qkv: {qkv.shape[1]} heads are not {num_heads} of queries and as many values as keys")
+    if rotation.q_scales is not None:
+        raise ValueError("q_scales: the CUDA kernels do not scale queries by position; run the model on the CPU")
     q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], 1)
     _run(_Heads(q, k, v), norms, rotation, hadamard, (pages, slots))
 
@@ -189,7 +191,7 @@ def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int], each: in
 def _checked_rotation(rotation: Rotation[Tensor] | None, n: int, dim: int) -> tuple[Tensor | None, Tensor | None]:
     if rotation is None:
         return None, None
-    positions, cos_sin = rotation
+    positions, cos_sin = rotation.positions, rotation.cos_sin
     check("positions", positions, [torch.int32], (n,))
     rot = cos_sin.shape[1]
     check("cos_sin", cos_sin, [torch.float32], (len(cos_sin), rot))

@@ -22,6 +22,8 @@ class PagedAttention:
     kv_head_of: Tensor
     scale: float
     window: int
+    soft_cap: float
+    slopes: Tensor | None
 
 
 class PagedMetadata:
@@ -29,8 +31,9 @@ class PagedMetadata:
 
     def __init__(self, heads: AttentionHeads, device: str) -> None:
         self._kv_head_of = torch.tensor(heads.kv_head_of, dtype=torch.int32, device=device)
-        self._scale, self._window = heads.scale, heads.window
+        slopes = None if heads.slopes is None else torch.tensor(heads.slopes, dtype=torch.float32, device=device)
+        self._scores = heads.scale, heads.window, heads.soft_cap, slopes
 
     def of(self, inputs: StepInputs) -> PagedAttention:
         tables = inputs.qo_indptr, inputs.page_indptr, inputs.page_indices, inputs.kv_lens
-        return PagedAttention(*tables, self._kv_head_of, self._scale, self._window)
+        return PagedAttention(*tables, self._kv_head_of, *self._scores)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages
 from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.models.blocks.position_scores import QueryScale, alibi_slopes, query_scale_table
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table, mean_rotated
 from allspan.worker.step.backend import AttentionHeads
@@ -39,6 +40,14 @@ class Gqa:
     """With it an RMSNorm of each head of q and k, before the rotary embedding; 0: no norm."""
     window: int = 0
     """Tokens that a query sees, its own included; 0: all."""
+    soft_cap: float = 0.0
+    """Scores become cap · tanh(score / cap); 0: they are not capped."""
+    has_slopes: bool = False
+    """ALiBi: scores fall with the distance of a key, by `alibi_slopes` of its query head."""
+    has_sinks: bool = False
+    """Each query head has a learned logit, weight `sinks`, that joins the softmax's denominator."""
+    query_scale: QueryScale | None = None
+    """What queries are multiplied with, by position."""
 
     @property
     def lifetime(self) -> PageLifetime:
@@ -54,16 +63,18 @@ class Gqa:
 
     @property
     def has_centers(self) -> bool:
-        """Whether keys have a bias of their own that reaches the cache."""
-        return self.qkv_bias and not self.qk_norm_eps
+        """Whether keys have a bias of their own that reaches the cache and that may be taken off all of them: what it
+        adds to every score of a query does not show after the softmax, unless a cap or a sink lies between."""
+        return self.qkv_bias and not (self.qk_norm_eps or self.soft_cap or self.has_sinks)
 
     def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
         norms: tuple[Piece, ...] = ()
         if self.qk_norm_eps:
             one_head = Axis(1, self.head_dim)
             norms = tuple(Vector(f"{prefix}{x}_norm.weight", one_head, rotary_dim=self._rotary_dim) for x in "qk")
+        sinks = (Vector(prefix + "sinks", Axis(self.num_heads, 1, TP)),) if self.has_sinks else ()
         output = Linear(prefix + "o", (Part(prefix + "o", hidden),), self.heads, self.output_bias)
-        return (self._qkv(prefix, hidden), *norms, output)
+        return (self._qkv(prefix, hidden), *norms, *sinks, output)
 
     def mix(self, sub: Sublayer, x: Slot) -> Slot:
         """New keys and values go to the cache before queries read it.
@@ -88,7 +99,7 @@ class Gqa:
             qkv_heads,
             heads,
             HeadNorms(q_norm, k_norm, self.qk_norm_eps),
-            sub.rotation(tables, self._rotary_dim),
+            sub.rotation(tables, self._rotary_dim, self._query_scales(sub)),
             HadamardRotation(sub.quantised_cache, center),
             pages,
             sub.slots,
@@ -101,7 +112,8 @@ class Gqa:
         another mask has one of its own."""
         own = self.on_rank(sub.shard)
         meta = sub.meta("attention", own, lambda context: context.attention(own))
-        sub.program.op("attention", qkv, *pages, meta, out)
+        sinks = sub.weight("sinks") if self.has_sinks else None
+        sub.program.op("attention", qkv, *pages, sinks, meta, out)
 
     def project(self, sub: Sublayer, attended: Slot) -> None:
         sub.add_linear("o", attended)
@@ -117,7 +129,21 @@ class Gqa:
             most_kv_heads=-(-self.num_kv_heads // shard.groups[TP].size),
             group=group,
             window=self.window,
+            soft_cap=self.soft_cap,
+            slopes=self._slopes(shard),
         )
+
+    def _slopes(self, shard: Shard) -> tuple[float, ...] | None:
+        """The slopes of the rank's query heads, by their numbers in the whole model."""
+        if not self.has_slopes:
+            return None
+        slopes = alibi_slopes(self.num_heads)
+        return tuple(slopes[head] for head in shard.units(self.heads))
+
+    def _query_scales(self, sub: Sublayer) -> Slot | None:
+        if self.query_scale is None:
+            return None
+        return sub.constant("q_scales", self.query_scale, functools.partial(query_scale_table, self.query_scale))
 
     @property
     def _rotary_dim(self) -> int:

@@ -187,7 +187,7 @@ def check_step(device: str) -> None:
     plan = CascadeLevel(level, PrefillPlan(tiles, qo_indptr, 8, 3), 2)
     meta = StepAttention(own, None, 0.1, decode_workspace(8, 2, 64, device), (plan, workspace))
     out = torch.full_like(q, math.nan)
-    attention(q, keys, values, None, None, meta, out)
+    attention(q, keys, values, None, None, None, meta, out)
     whole = PageTable(*on_device(indptr, indices, lengths), first_heads=first_heads, most_heads=3)
     right, _ = expected(q, (keys, values, whole), [1] * 8, 0.1, is_causal=False)
     torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
