@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from allspan.worker.models.foreign.common import model_spec, read_gated_mlp, read_gqa, read_norm
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.family import Family
@@ -24,59 +22,6 @@ def _renamed(offset: float = 0.0, **names: str) -> tuple[Entry, ...]:
 
 def _context(config: ForeignConfig) -> int:
     return config.size("max_position_embeddings")
-
-
-def _glm4(config: ForeignConfig) -> ModelSpec:
-    """Partial rotary embedding of interleaved pairs, norms on both sides of each block, gate and up in one tensor."""
-    rotary = read_rotary(config, 0, config.size("head_dim"))
-    bias, norm = config.flag("attention_bias"), read_norm(config)
-    layer = LayerSpec(
-        read_gqa(config, rotary, qkv_bias=bias), read_gated_mlp(config), Norms(norm, norm), Norms(norm, norm)
-    )
-    return model_spec(config, "glm4", [layer] * config.size("num_hidden_layers"), _context(config))
-
-
-GLM4 = Family(
-    "glm4",
-    ("Glm4ForCausalLM",),
-    _glm4,
-    weights=DENSE.with_entries(
-        *_renamed(
-            attention_output_norm="post_self_attn_layernorm",
-            mlp_output_norm="post_mlp_layernorm",
-            gate="mlp.gate_up_proj",
-            up="mlp.gate_up_proj",
-        ),
-        interleaved=("hugging_face",),
-    ),
-)
-
-
-def _granite(config: ForeignConfig) -> ModelSpec:
-    """Factors of embeddings, residuals, scores and logits. The residual stream is held divided by that of residuals,
-    so that sublayers add to it as they are. The last norm has that of logits, and undoes a tied embedding's."""
-    residual, eps = config.number("residual_multiplier"), read_norm(config).eps
-    attention = read_gqa(config, read_rotary(config, 0), scale=config.number("attention_multiplier"))
-    norms = Norms(NormSpec(eps / residual**2))
-    layers = [LayerSpec(attention, read_gated_mlp(config), norms, norms)] * config.size("num_hidden_layers")
-    embedding, logits = config.number("embedding_multiplier") / residual, 1 / config.number("logits_scaling")
-    spec = model_spec(config, "granite", layers, _context(config))
-    tied = embedding if spec.tie_word_embeddings else 1.0
-    return replace(spec, norm=NormSpec(eps / residual**2, logits / tied), embedding_scale=embedding)
-
-
-GRANITE = Family("granite", ("GraniteForCausalLM",), _granite)
-
-
-def _smollm3(config: ForeignConfig) -> ModelSpec:
-    """Some layers have no rotary embedding."""
-    rotary, mlp, norms = read_rotary(config, 0), read_gated_mlp(config), Norms(read_norm(config))
-    turns = config.get("no_rope_layers")
-    layers = [LayerSpec(read_gqa(config, rotary if turn else None), mlp, norms, norms) for turn in turns]
-    return model_spec(config, "smollm3", layers, _context(config))
-
-
-SMOLLM3 = Family("smollm3", ("SmolLM3ForCausalLM",), _smollm3)
 
 
 def _gemma3(config: ForeignConfig) -> ModelSpec:
@@ -131,4 +76,4 @@ EXAONE4 = Family(
     ),
 )
 
-OUTSIDE = {family.model_type: family for family in (GLM4, GRANITE, SMOLLM3, GEMMA3, EXAONE4)}
+OUTSIDE = {family.model_type: family for family in (GEMMA3, EXAONE4)}

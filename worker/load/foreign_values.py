@@ -19,7 +19,8 @@ def nested(values: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any
     return {**inner, **beside, **({} if tied is None else {"tie_word_embeddings": tied})}
 
 
-def renamed(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with those of the family's other names under the usual ones, where those are not given."""
+def completed(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with those of the family's other names under the usual ones, and its defaults; what is given under
+    the usual name stays."""
     given = {usual: values[old] for old, usual in family.renamed.items() if values.get(old) is not None}
-    return {**values, **{usual: value for usual, value in given.items() if values.get(usual) is None}}
+    return {**family.defaults, **values, **{usual: each for usual, each in given.items() if values.get(usual) is None}}

@@ -14,10 +14,14 @@ from allspan.protos.model_files.json_values import read_json_object, shown
 from allspan.protos.model_files.limits import MAX_MESSAGE_CHARS
 from allspan.protos.model_files.weight_files import format_of
 from allspan.worker.load.converted import ConvertedModel
-from allspan.worker.load.foreign_values import nested, renamed
+from allspan.worker.load.foreign_values import completed, nested
 from allspan.worker.load.gguf_config import gguf_values
+from allspan.worker.models.families.glm import GLM, GLM4
+from allspan.worker.models.families.granite import GRANITE, GRANITE_HYBRID
 from allspan.worker.models.families.llama import LLAMA
+from allspan.worker.models.families.llama_like import ERNIE, HELIUM, SEED_OSS, SMOLLM3
 from allspan.worker.models.families.mistral import MISTRAL
+from allspan.worker.models.families.phi3 import PHI3
 from allspan.worker.models.families.qwen2 import QWEN2
 from allspan.worker.models.families.qwen3 import QWEN3
 from allspan.worker.models.foreign.config import ForeignConfig
@@ -35,7 +39,24 @@ _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _ARCHITECTURES = 64
 """Names that a config may list."""
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        PHI3,
+        GRANITE,
+        GRANITE_HYBRID,
+        GLM,
+        GLM4,
+        SMOLLM3,
+        SEED_OSS,
+        ERNIE,
+        HELIUM,
+    )
+}
 """model_type → family. A new family is one file and one name here."""
 
 
@@ -110,7 +131,7 @@ def _family_of(values: dict[str, Any], source: str) -> tuple[Family, dict[str, A
                 f"{source}: text_config of model type {family.model_type!r} in one of {outer!r} is not supported "
                 f"(supported: {known})"
             )
-        return family, renamed(family, nested(values, inner))
+        return family, completed(family, nested(values, inner))
     family = _family(outer, source)
     architectures = values.get("architectures")
     if architectures and (not isinstance(architectures, list) or len(architectures) > _ARCHITECTURES):
@@ -120,7 +141,7 @@ def _family_of(values: dict[str, Any], source: str) -> tuple[Family, dict[str, A
             f"{source}: architecture {shown(architectures[0])} of model type {family.model_type!r} is not supported "
             f"(supported: {', '.join(family.architectures)})"
         )
-    return family, renamed(family, values)
+    return family, completed(family, values)
 
 
 def _from_converted(folder: Path) -> ModelSource:
@@ -137,7 +158,7 @@ def _from_gguf(path: Path) -> ModelSource:
             f"{path}: GGUF architecture {shown(architecture)} is not supported (supported: {', '.join(known)})"
         )
     family = known[architecture]
-    config = ForeignConfig(gguf_values(file, family, str(path)), str(path))
+    config = ForeignConfig({**family.defaults, **gguf_values(file, family, str(path))}, str(path))
     return ModelSource(path, family, family.read(config), file)
 
 

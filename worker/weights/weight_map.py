@@ -73,6 +73,16 @@ class WeightMap:
 
 _LAYER = "model.layers.{i}."
 
+
+def in_layer(offset: float = 0.0, **names: tuple[str, str]) -> tuple[Entry, ...]:
+    """Entries of each layer: a canonical name → Hugging Face's behind `model.layers.N.`, and GGUF's behind `blk.N.`.
+    `offset`: of Hugging Face's tensors, see `Foreign`."""
+    return tuple(
+        Entry("layers.{i}." + name, Foreign(_LAYER + theirs, offset), "blk.{i}." + gguf)
+        for name, (theirs, gguf) in names.items()
+    )
+
+
 DENSE = WeightMap(
     (
         Entry("embedding", "model.embed_tokens", "token_embd"),

@@ -30,15 +30,6 @@ SIZES = {
     "pad_token_id": 0,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "glm4": {"attention_bias": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
-        "tie_word_embeddings": True,
-    },
-    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "layer_types": ["full_attention"] * 4},
     "gemma3_text": {
         "hidden_activation": "silu",
         "query_pre_attn_scalar": 40,

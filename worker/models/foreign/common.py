@@ -20,15 +20,9 @@ _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "fl
 
 
 def model_spec(
-    config: ForeignConfig,
-    family: str,
-    layers: Sequence[LayerSpec],
-    context: int,
-    norm: NormSpec | None = None,
-    tied: bool = False,
+    config: ForeignConfig, family: str, layers: Sequence[LayerSpec], context: int, norm: NormSpec | None = None
 ) -> ModelSpec:
-    """What every decoder's config says beside its layers. `norm` is the last one, by default as `read_norm` has it;
-    `tied`: whether the head is the embedding where the config does not say."""
+    """What every decoder's config says beside its layers. `norm` is the last one, by default as `read_norm` has it."""
     bos = config.token_ids("bos_token_id")
     return ModelSpec(
         family=family,
@@ -37,7 +31,7 @@ def model_spec(
         max_position_embeddings=context,
         layers=tuple(layers),
         norm=norm or read_norm(config),
-        tie_word_embeddings=config.flag("tie_word_embeddings", tied),
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
         dtype=_read_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(config.token_ids("eos_token_id"))),

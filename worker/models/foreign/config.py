@@ -24,6 +24,10 @@ class ForeignConfig:
     def get(self, key: str) -> Any:
         return self._values.get(key)
 
+    def changed(self, values: Mapping[str, Any]) -> ForeignConfig:
+        """The same config with these values instead."""
+        return ForeignConfig({**self._values, **values}, self.source)
+
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer, up to the limit of its kind (`allspan.protos.model_files.limits`)."""
         value = self.get(key)

@@ -29,6 +29,8 @@ class Family:
     """Endings of the names of tensors that are not read: tables that are computed anyway."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """A key of the family's configs → the usual key that it stands for, where that is not given."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a config does not have, as transformers' class has them."""
     gguf_keys: Mapping[str, str] = field(default_factory=dict)
     """A key of GGUF metadata behind the architecture's name → the family's key in config.json. Keys that change the
     computation and that a family does not name here are refused."""

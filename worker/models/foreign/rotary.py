@@ -14,25 +14,17 @@ from allspan.worker.step.row_inputs import POSITION_AXES
 _OTHER_NAMES = {"mrope": "default", "su": "longrope"}
 
 
-def read_rotary(
-    config: ForeignConfig,
-    default_context: int,
-    head_dim: int = 0,
-    layer_kind: str = "",
-    theta: float = 10000.0,
-    partial: float = 1.0,
-) -> RotarySpec:
+def read_rotary(config: ForeignConfig, default_context: int, head_dim: int = 0, layer_kind: str = "") -> RotarySpec:
     """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` (transformers 5), which goes second.
-    `head_dim`: the head size of a family that may turn only a part of each head, which is `partial` where the config
-    does not say; `layer_kind`: of one whose kinds of layers (`FULL`, `SLIDING`) have tables of their own; `theta`:
-    where the config has none."""
+    `head_dim`: the head size of a family that may turn only a part of each head; `layer_kind`: of one whose kinds of
+    layers (`FULL`, `SLIDING`) have tables of their own."""
     scaling = _section(config, layer_kind)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     kind = "longrope" if scaling.get("long_factor") is not None and kind == "yarn" else _OTHER_NAMES.get(kind, kind)
     if kind not in KINDS:
         raise config.error(f"rope type {shown(kind)} is not supported (supported: {', '.join(KINDS)})")
-    rotary_dim = _rotary_dim(config, scaling, head_dim, partial)
-    theta = scaling.number("rope_theta", config.number("rope_theta", theta))
+    rotary_dim = _rotary_dim(config, scaling, head_dim)
+    theta = scaling.number("rope_theta", config.number("rope_theta", 10000.0))
     if kind == "dynamic" and scaling.get("alpha") is not None:  # HunYuan: another base, whatever the length
         turned = rotary_dim or head_dim
         if turned <= 2:
@@ -113,9 +105,9 @@ def _section(config: ForeignConfig, layer_kind: str) -> ForeignConfig:
     return scaling
 
 
-def _rotary_dim(config: ForeignConfig, scaling: ForeignConfig, head_dim: int, default: float) -> int:
+def _rotary_dim(config: ForeignConfig, scaling: ForeignConfig, head_dim: int) -> int:
     """The elements of a head that turn; 0: all."""
-    factor = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", default))
+    factor = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if factor == 1.0:
         return 0
     if not head_dim:

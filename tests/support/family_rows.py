@@ -1,0 +1,189 @@
+"""Tiny models of every family: a row each, which the tests of families go through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.tiny_gguf import permuted
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 88,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """A tiny model: what its config has beside SIZES. `gguf` names the architecture of its GGUF file, if it has one,
+    with metadata beside the usual; files of "normal" rope have the pairs of a head side by side."""
+
+    model_type: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    gguf: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_permuted: bool = False
+    """The converter has put a half-split head's pairs side by side."""
+    max_model_len: int = 0
+    tensors: Mapping[str, list[float]] = field(default_factory=dict)
+    """Further tensors of the GGUF file."""
+
+
+LONG, SHORT = [1.5, 2.0, 3.0, 4.0, 6.0, 8.0], [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+LONGROPE = {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT, "rope_theta": 10000.0}
+PHI4_MINI = {
+    "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64},
+    "original_max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": ROPE,
+}
+HALF = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "attention_bias": True}
+
+FAMILIES: dict[str, FamilyRow] = {
+    "llama": FamilyRow("llama", {"rope_parameters": ROPE}, "llama", is_permuted=True),
+    "llama, dynamic": FamilyRow(
+        "llama",
+        {
+            "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0},
+            "max_position_embeddings": 100,
+        },
+        max_model_len=150,
+    ),
+    "qwen2": FamilyRow("qwen2", {"rope_parameters": ROPE}, "qwen2"),
+    "qwen3": FamilyRow("qwen3", {"rope_parameters": ROPE}, "qwen3"),
+    "phi3, long": FamilyRow(
+        "phi3",
+        PHI4_MINI,
+        "phi3",
+        {
+            "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.attn_factor": float((1 + np.log(4) / np.log(64)) ** 0.5),
+        },
+        tensors={"rope_factors_long.weight": LONG, "rope_factors_short.weight": SHORT},
+    ),
+    "phi3, short": FamilyRow("phi3", PHI4_MINI | {"original_max_position_embeddings": 200}, max_model_len=200),
+    "phi3, window": FamilyRow("phi3", {"sliding_window": 40, "rope_parameters": ROPE}),
+    "granite": FamilyRow(
+        "granite",
+        GRANITE | {"attention_bias": True},
+        "granite",
+        {"embedding_scale": 12.0, "attention.scale": 0.3, "residual_scale": 0.22, "logit_scale": 8.0},
+        is_permuted=True,
+    ),
+    "granitemoehybrid": FamilyRow(
+        "granitemoehybrid",
+        GRANITE
+        | {
+            "layer_types": ["attention"] * 4,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 88,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "granitemoehybrid, nope": FamilyRow(
+        "granitemoehybrid",
+        GRANITE
+        | {
+            "layer_types": ["attention"] * 4,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 72,
+            "position_embedding_type": "nope",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "smollm3": FamilyRow("smollm3", {"rope_parameters": ROPE}, "smollm3", is_permuted=True),
+    "glm": FamilyRow("glm", HALF),
+    "glm4": FamilyRow("glm4", HALF, "glm4", {"rope.dimension_count": 8}),
+    "seed_oss": FamilyRow("seed_oss", {"rope_parameters": ROPE, "head_dim": 24}, "seed_oss"),
+    "ernie4_5": FamilyRow("ernie4_5", {"rope_parameters": ROPE | {"rope_theta": 5e5}, "use_bias": False}, "ernie4_5"),
+    "ernie4_5, biases": FamilyRow("ernie4_5", {"rope_parameters": ROPE, "use_bias": True}),
+    "helium": FamilyRow("helium", {"rope_parameters": ROPE}),
+}
+"""Name of a case → its row: a model type, and what sets the case apart from others of it."""
+
+
+def save_family(folder: Path, row: FamilyRow) -> Any:
+    """Writes a random checkpoint in which no norm, bias or rotation is without effect; returns transformers' model."""
+    config = AutoConfig.for_model(row.model_type, **{**SIZES, **row.config})
+    torch.manual_seed(3)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def save_family_gguf(path: Path, model: Any, row: FamilyRow) -> None:
+    """Writes the model in float32 under the names that the `gguf` package has for its architecture."""
+    config, kind = model.config, next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.gguf)
+    writer = gguf.GGUFWriter(path, row.gguf)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"] if "rope_theta" in rope else rope["full_attention"]["rope_theta"])
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_token_list([f"token{i}" for i in range(2000)])
+    writer.add_eos_token_id(2)
+    for key, value in row.metadata.items():
+        _add(writer, f"{row.gguf}.{key}", value)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        values, role = parameter.detach().numpy(), name.split(".")[-2]
+        stored = permuted(values, heads[role]) if row.is_permuted and role in heads else values
+        foreign = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert foreign is not None, name
+        writer.add_tensor(foreign, np.ascontiguousarray(stored))
+    for name, floats in row.tensors.items():
+        writer.add_tensor(name, np.array(floats, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(value))
