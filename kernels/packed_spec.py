@@ -13,11 +13,15 @@ meet zeros of x.
 All numbers are little-endian. "pairs" of 32 inputs: bfloat16 [16 pairs][16 features][2]. Codes of 32 inputs are
 unsigned, in quads [8 quads][16 features][4]:
  8 bits  512 bytes, as they are.
+ 2 bits  128 bytes: bits 2·j and 2·j + 1 of byte i of half h are code i of quad 4·h + j.
+ 3 bits  the 2 low bits as above, then 64 bytes: bit i of the 64 of quad q (little-endian uint64 q) is bit 2 of
+         code i.
  4 bits  256 bytes: the low half of byte i is code i of quads 0 … 3, the high half code i of quads 4 … 7.
  5 bits  the 4 low bits as above, then 64 bytes: bit i of the 64 of quad q (little-endian uint64 q) is bit 4 of code i.
  6 bits  the 4 low bits as above, then 128 bytes: bits 2·j and 2·j + 1 of byte i of half h are bits 4 and 5 of code i of
          quad 4·h + j.
-A weight is (code - zero) · scale, or code · scale - offset where a format has offsets.
+A weight is (code - zero) · scale, or values[code] · scale where a format has `values`, or code · scale - offset where
+it has offsets.
 
 | format | block | head, then each block |
 |---|---|---|
@@ -30,7 +34,19 @@ A weight is (code - zero) · scale, or code · scale - offset where a format has
 | q5_1 | 32 | float16 scales [16], float16 offsets [16], codes of 5 bits |
 | q4_k, q5_k | 256 | float16 d [16], float16 dmin [16], uint8 scales s [8 groups of 32][16], uint8 mins m [8][16], \
 codes of each 32; scale = d · s, offset = dmin · m |
-| q6_k (zero 32) | 256 | float16 d [16], int8 scales s [16 groups of 16][16], codes of 6 bits; scale = d · s |
+| q6_k (zero 32), q3_k (zero 4) | 256 | float16 d [16], int8 scales s [16 groups of 16][16], codes of 6 or 3 bits; \
+scale = d · s |
+| q2_k | 256 | float16 d [16], float16 dmin [16], uint8 sm [16 groups of 16][16], codes of 2 bits; \
+scale = d · (sm & 15), offset = dmin · (sm >> 4) |
+| iq4_nl (values) | 32 | float16 scales [16], codes of 4 bits |
+| mxfp4 (values) | 32 | uint8 e [16], codes of 4 bits; scale = 2^(e - 128) |
+| iq4_xs, iq3_s, iq3_xxs, iq2_xxs (values) | 256 | float16 d [16], int8 scales s [8 groups of 32][16], codes of 4 \
+bits, of iq2_xxs 3; scale = d · s · `step` |
+| iq2_xs, iq2_s (values) | 256 | float16 d [16], int8 scales s [16 groups of 16][16], codes of 3 bits; \
+scale = d · s · `step` |
+
+GGUF's iq3 and iq2 types name four or eight weights at once by a place in a table of magnitudes, beside their signs.
+Kernels would have to look these up one by one; here each weight has a code of its own, of its magnitude and its sign.
 
 GGUF's q4_1 is group4 with a group of 32 and offset = -min. `allspan.kernels.reference.packed_linear` packs and unpacks.
 """
@@ -48,7 +64,7 @@ K_TILE_BYTES = 64
 
 MEMORIES = ("panels", "rows")
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of everything on this page: raised by whoever changes a byte of it, so that weights that were packed and
 saved before are refused."""
 
@@ -58,7 +74,7 @@ class Format:
     """How codes and scales lie in a panel; see the module's table."""
 
     bits: int
-    """Bits of a quantised value: 4, 5, 6 or 8; 16 and 32 are plain floats."""
+    """Bits of a quantised value: 2 to 6 or 8; 16 and 32 are plain floats."""
     zero: int | None = None
     """The code that means 0, where it is the same everywhere; None: offsets (or plain floats)."""
     block: int = 32
@@ -69,11 +85,28 @@ class Format:
     """Before the codes of a block."""
     is_e4m3: bool = False
     """Codes are floating-point numbers of 8 bits."""
+    values: tuple[int, ...] = ()
+    """What each code stands for, where that is not a number less `zero`."""
+    step: float = 1.0
+    """A power of two by which d · s is multiplied."""
 
     @property
     def is_quantised(self) -> bool:
         return self.bits <= 8
 
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _signed(*magnitudes: int) -> tuple[int, ...]:
+    """The highest bit of a code is the sign."""
+    return (*magnitudes, *(-each for each in magnitudes))
+
+
+_IQ3_S = _signed(1, 3, 5, 7, 9, 11, 13, 15)
+_IQ3_XXS = _signed(4, 12, 20, 28, 36, 44, 52, 62)
+_IQ2 = _signed(8, 25, 43, 0)
 
 FORMATS: Mapping[str, Format] = {
     "f32": Format(32),
@@ -89,6 +122,16 @@ FORMATS: Mapping[str, Format] = {
     "q4_k": Format(4, block=256, scale_bytes=320),
     "q5_k": Format(5, block=256, scale_bytes=320),
     "q6_k": Format(6, zero=32, block=256, scale_bytes=288),
+    "q3_k": Format(3, zero=4, block=256, scale_bytes=288),
+    "q2_k": Format(2, block=256, scale_bytes=320),
+    "iq4_nl": Format(4, zero=0, scale_bytes=32, values=_IQ4),
+    "mxfp4": Format(4, zero=0, scale_bytes=16, values=_FP4),
+    "iq4_xs": Format(4, zero=0, block=256, scale_bytes=160, values=_IQ4),
+    "iq3_s": Format(4, zero=0, block=256, scale_bytes=160, values=_IQ3_S),
+    "iq3_xxs": Format(4, zero=0, block=256, scale_bytes=160, values=_IQ3_XXS, step=0.25),
+    "iq2_xxs": Format(3, zero=0, block=256, scale_bytes=160, values=_IQ2, step=0.125),
+    "iq2_xs": Format(3, zero=0, block=256, scale_bytes=288, values=_IQ2, step=0.125),
+    "iq2_s": Format(3, zero=0, block=256, scale_bytes=288, values=_IQ2, step=0.125),
 }
 
 ROW_FORMATS: Mapping[str, Format] = {
@@ -101,8 +144,8 @@ ROW_FORMATS: Mapping[str, Format] = {
 
 ACTIVATIONS = ("f32", "bf16", "f16", "a8", "a16")
 """What a linear layer's input is turned into: with plain weights the same; with codes, integers of 8 bits (a8) or
-16 (a16) with a float32 scale for each `PackedSpec.x_group` inputs. Of fp8, "e4m3": the same, a scale a row; of
-fp8_block for each 128 inputs."""
+16 (a16; not with q3_k and those after it) with a float32 scale for each `PackedSpec.x_group` inputs. Of fp8, "e4m3":
+the same, a scale a row; of fp8_block for each 128 inputs."""
 
 
 @dataclass(frozen=True, slots=True)

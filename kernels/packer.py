@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from allspan.kernels.packed_spec import FEATURES, PackedSpec
 from allspan.kernels.reference import packer as reference
+from allspan.kernels.reference.gguf_blocks import GGUF_BLOCK_BYTES, grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ class Packer:
     def blocks(self, blocks: Tensor, target: Target) -> None:
         """GGUF's own blocks, uint8 [rows, bytes], of the type that the format is named after (Q4_1 for group4): those
         that hold this rank's inputs, whole."""
-        self._check(blocks, target, target.spec.blocks * reference.GGUF_BLOCK_BYTES[target.spec.format])
+        self._check(blocks, target, target.spec.blocks * GGUF_BLOCK_BYTES[target.spec.format])
         if self._is_native(target):
-            self._native.pack_blocks(self._runtime, blocks, *_arguments(target))
+            self._native.pack_blocks(self._runtime, blocks, grid(target.spec.format), *_arguments(target))
         else:
             reference.pack_blocks(blocks, *_arguments(target))
 

@@ -45,6 +45,8 @@ class Field:
 _SCALES = Field("scales", torch.float16)
 _OFFSETS = Field("offsets", torch.float16)
 _CHANNEL = (Field("scales", torch.float32), Field("offsets", torch.float32))
+_HALVES = (Field("d", torch.float16), Field("s", torch.int8, 16))
+_GROUPS = (Field("d", torch.float16), Field("s", torch.int8, 8))
 _K = (Field("d", torch.float16), Field("dmin", torch.float16), Field("s", torch.uint8, 8), Field("m", torch.uint8, 8))
 
 FIELDS: Mapping[str, tuple[Field, ...]] = {
@@ -63,7 +65,17 @@ FIELDS: Mapping[str, tuple[Field, ...]] = {
     "q5_1": (_SCALES, _OFFSETS),
     "q4_k": _K,
     "q5_k": _K,
-    "q6_k": (Field("d", torch.float16), Field("s", torch.int8, 16)),
+    "q6_k": _HALVES,
+    "q3_k": _HALVES,
+    "q2_k": (Field("d", torch.float16), Field("dmin", torch.float16), Field("sm", torch.uint8, 16)),
+    "iq4_nl": (_SCALES,),
+    "mxfp4": (Field("e", torch.uint8),),
+    "iq4_xs": _GROUPS,
+    "iq3_s": _GROUPS,
+    "iq3_xxs": _GROUPS,
+    "iq2_xxs": _GROUPS,
+    "iq2_xs": _HALVES,
+    "iq2_s": _HALVES,
 }
 
 
@@ -115,8 +127,13 @@ def _values(fields: Fields, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
     if "codes" not in fields:
         return fields["weight"].to(dtype)
     zero = spec.kind.zero
-    codes = (fields["codes"].view(torch.float8_e4m3fn) if spec.kind.is_e4m3 else fields["codes"]).to(dtype)
-    scales, offsets = _scales(fields, dtype)
+    codes = fields["codes"]
+    if spec.kind.is_e4m3:
+        codes = codes.view(torch.float8_e4m3fn)
+    elif spec.kind.values:
+        codes = torch.tensor(spec.kind.values, dtype=torch.int8, device=codes.device)[codes.int()]
+    codes = codes.to(dtype)
+    scales, offsets = _scales(fields, dtype, spec.kind.step)
     grouped = codes.reshape(len(codes), scales.shape[1], -1) if scales.shape[1] else codes.unsqueeze(2)
     if zero is None:
         values = grouped * scales.unsqueeze(2) - offsets.unsqueeze(2)
@@ -209,16 +226,26 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec) -
     return product if bias is None else product + bias
 
 
-def _scales(fields: Fields, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _scales(fields: Fields, dtype: torch.dtype, step: float) -> tuple[Tensor, Tensor]:
     """Scales and offsets (zeros where there are none), [features, groups]."""
+    if "e" in fields:
+        scales = torch.ldexp(torch.ones_like(fields["e"], dtype=torch.float64), fields["e"].int() - 128).to(dtype)
+        return scales, torch.zeros_like(scales)
+    if "sm" in fields:
+        s, m = fields["sm"] & 15, fields["sm"] >> 4
+        return _times(fields["d"], s, dtype), _times(fields["dmin"], m, dtype)
     if "d" not in fields:
         scales = fields["scales"].to(dtype)
         return scales, fields["offsets"].to(dtype) if "offsets" in fields else torch.zeros_like(scales)
-    count = fields["s"].shape[1] // max(1, fields["d"].shape[1])
-    scales = fields["d"].to(dtype).repeat_interleave(count, 1) * fields["s"].to(dtype)
+    scales = _times(fields["d"], fields["s"], dtype) * step
     if "dmin" not in fields:
         return scales, torch.zeros_like(scales)
-    return scales, fields["dmin"].to(dtype).repeat_interleave(count, 1) * fields["m"].to(dtype)
+    return scales, _times(fields["dmin"], fields["m"], dtype)
+
+
+def _times(d: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each block's d times its scales s."""
+    return d.to(dtype).repeat_interleave(s.shape[1] // max(1, d.shape[1]), 1) * s.to(dtype)
 
 
 def _panel_starts(spec: PackedSpec) -> Iterator[tuple[int, int]]:
@@ -268,6 +295,11 @@ def _pack_codes(codes: Tensor, bits: int) -> Tensor:
     quads = quads.reshape(panels, depth // GROUP, 8, 64)
     if bits == 8:
         return quads.flatten(2)
+    if bits in (2, 3):
+        packed = _join_bits((quads & 3).reshape(panels, -1, 2, 4, 64), 2, 3).flatten(2)
+        if bits == 2:
+            return packed
+        return torch.cat([packed, _join_bits((quads >> 2).reshape(panels, -1, 8, 8, 8), 1, 4).flatten(2)], 2)
     low = quads & 15
     packed = (low[:, :, :4] | low[:, :, 4:] << 4).flatten(2)
     if bits == 4:
@@ -283,6 +315,10 @@ def _unpack_codes(packed: Tensor, bits: int) -> Tensor:
     panels, groups = packed.shape[:2]
     if bits == 8:
         quads = packed
+    elif bits in (2, 3):
+        quads = _split_bits(packed[:, :, :128].reshape(panels, groups, 2, 64), 2, 3).flatten(2)
+        if bits == 3:
+            quads = quads | _split_bits(packed[:, :, 128:], 1, 3).flatten(2) << 2
     else:
         low = packed[:, :, :256]
         quads = torch.cat([low & 15, low >> 4], 2)

@@ -6,7 +6,6 @@ All of them work where their first argument lies, on the CPU or a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,20 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.packed_spec import FEATURES, PackedSpec
+from allspan.kernels.reference.gguf_blocks import DECODERS
 from allspan.kernels.reference.packed_linear import Fields, pack
 from allspan.kernels.row_layout import pack_rows
-
-GGUF_BLOCK_BYTES = {
-    "q8_0": 34,
-    "q4_0": 18,
-    "group4": 20,
-    "q5_0": 22,
-    "q5_1": 24,
-    "q4_k": 144,
-    "q5_k": 176,
-    "q6_k": 210,
-}
-"""Bytes of a block of a row in a GGUF file, by the format it is packed into (group4: Q4_1)."""
 
 
 def pack_floats(values: Tensor, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
@@ -80,87 +68,8 @@ def _pack_e4m3(values: Tensor, before: int, weight: Tensor, spec: PackedSpec, pa
 
 def pack_blocks(blocks: Tensor, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:
     """uint8 [rows, bytes]: blocks of a GGUF file."""
-    fields = _DECODERS[spec.format](blocks.reshape(len(blocks), spec.blocks, -1))
+    fields = DECODERS[spec.format](blocks.reshape(len(blocks), spec.blocks, -1))
     pack_fields({name: values.flatten(1) for name, values in fields.items()}, weight, spec, part, first)
-
-
-def _q8_0(raw: Tensor) -> Fields:
-    return {"scales": _float16(raw, 0), "codes": raw[..., 2:] ^ 128}
-
-
-def _q4_0(raw: Tensor) -> Fields:
-    return {"scales": _float16(raw, 0), "codes": _halves(raw[..., 2:])}
-
-
-def _q4_1(raw: Tensor) -> Fields:
-    return {"scales": _float16(raw, 0), "offsets": -_float16(raw, 2), "codes": _halves(raw[..., 4:])}
-
-
-def _q5_0(raw: Tensor) -> Fields:
-    return {"scales": _float16(raw, 0), "codes": _halves(raw[..., 6:]) | _bits(raw[..., 2:6]) << 4}
-
-
-def _q5_1(raw: Tensor) -> Fields:
-    codes = _halves(raw[..., 8:]) | _bits(raw[..., 4:8]) << 4
-    return {"scales": _float16(raw, 0), "offsets": -_float16(raw, 2), "codes": codes}
-
-
-def _q4_k(raw: Tensor) -> Fields:
-    return {**_super_scales(raw), "codes": _in_64s(raw[..., 16:])}
-
-
-def _q5_k(raw: Tensor) -> Fields:
-    groups = torch.arange(8, dtype=torch.uint8).view(8, 1)
-    high = raw[..., None, 16:48] >> groups & 1
-    return {**_super_scales(raw), "codes": _in_64s(raw[..., 48:]) | high.flatten(-2) << 4}
-
-
-def _q6_k(raw: Tensor) -> Fields:
-    low = _halves(raw[..., :128].reshape(*raw.shape[:2], 2, 64))
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    high = raw[..., 128:192].reshape(*raw.shape[:2], 2, 1, 32) >> shifts & 3
-    codes = (low | high.flatten(-2) << 4).flatten(-2)
-    return {"d": _float16(raw, 208), "s": raw[..., 192:208].contiguous().view(torch.int8), "codes": codes}
-
-
-_DECODERS: dict[str, Callable[[Tensor], Fields]] = {
-    "q8_0": _q8_0,
-    "q4_0": _q4_0,
-    "group4": _q4_1,
-    "q5_0": _q5_0,
-    "q5_1": _q5_1,
-    "q4_k": _q4_k,
-    "q5_k": _q5_k,
-    "q6_k": _q6_k,
-}
-"""Blocks uint8 [rows, blocks, bytes] → what they are made of, [rows, blocks, …]; the types are those of ggml."""
-
-
-def _float16(raw: Tensor, at: int) -> Tensor:
-    return raw[..., at : at + 2].contiguous().view(torch.float16)
-
-
-def _halves(raw: Tensor) -> Tensor:
-    """codes [..., 2 n] of bytes [..., n]: all low halves, then all high ones."""
-    return torch.cat((raw & 15, raw >> 4), -1)
-
-
-def _in_64s(raw: Tensor) -> Tensor:
-    """Halves, for every 32 bytes on their own."""
-    return _halves(raw.reshape(*raw.shape[:2], 4, 32)).flatten(-2)
-
-
-def _bits(raw: Tensor) -> Tensor:
-    """[..., 32] of little-endian words of four bytes."""
-    return (raw[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
-
-
-def _super_scales(raw: Tensor) -> dict[str, Tensor]:
-    """d and dmin, then 8 scales and 8 minima of 6 bits in 12 bytes."""
-    low, middle, last = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
-    scales = torch.cat((low & 63, last & 15 | low >> 6 << 4), -1)
-    mins = torch.cat((middle & 63, last >> 4 | middle >> 6 << 4), -1)
-    return {"d": _float16(raw, 0), "dmin": _float16(raw, 2), "s": scales, "m": mins}
 
 
 def pack_fields(fields: Fields, weight: Tensor, spec: PackedSpec, part: int, first: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from support.variants import CPU, CPU_VARIANTS
 
 NAN, INFINITE = float("nan"), float("inf")
 KINDS = [(name, activation) for name in QUANTISED for activation in activations_of(name)]
+ALIKE = ("iq4_xs", "iq3_s", "iq3_xxs", "iq2_xs", "iq2_s")
+"""Formats that have other tables of values, or else other codes, than one that every run tries."""
 SIZES = [(1, 1), (3, 17), (31, 16), (32, 64), (33, 70), (64, 48), (225, 33), (576, 40), (600, 65)]
 """Inputs and features."""
 
@@ -28,7 +31,11 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=KINDS, ids=["-".join(kind) for kind in KINDS])
+def _kind(kind: tuple[str, str]) -> Any:
+    return pytest.param(kind, id="-".join(kind), marks=[pytest.mark.nightly] if kind[0] in ALIKE else [])
+
+
+@pytest.fixture(params=map(_kind, KINDS))
 def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
     format_and_activation: tuple[str, str] = request.param
     return format_and_activation

@@ -43,6 +43,13 @@ def weight_of(data: bytes, bits: int, feature: int, i: int) -> int:
     at = feature * 4 + place
     if bits == 8:
         return data[quad * 64 + at]
+    if bits < 4:
+        half, j = divmod(quad, 4)
+        pair = data[half * 64 + at] >> (2 * j) & 3
+        if bits == 2:
+            return pair
+        (mask,) = struct.unpack_from("<Q", data, 128 + quad * 8)
+        return int(pair | (mask >> at & 1) << 2)
     low = data[quad % 4 * 64 + at] >> (4 if quad >= 4 else 0) & 15
     if bits == 5:
         (mask,) = struct.unpack_from("<Q", data, 256 + quad * 8)
@@ -71,9 +78,17 @@ def test_bytes_are_where_the_page_says(name: str) -> None:
             d, low = (struct.unpack_from("<e", panel, begin + at + 2 * f)[0] for at in (0, 32))
             s, m = (panel[begin + at + i // 32 * 16 + f] for at in (64, 192))
             value = code * d * s - low * m
-        elif name == "q6_k":
-            (d,), s = struct.unpack_from("<e", panel, begin + 2 * f), panel[begin + 32 + i // 16 * 16 + f]
-            value = (code - 32) * d * (s - 256 if s > 127 else s)
+        elif name == "q2_k":
+            d, low = (struct.unpack_from("<e", panel, begin + at + 2 * f)[0] for at in (0, 32))
+            sm = panel[begin + 64 + i // 16 * 16 + f]
+            value = code * d * (sm & 15) - low * (sm >> 4)
+        elif name == "mxfp4":
+            value = kind.values[code] * 2.0 ** (panel[begin + f] - 128)
+        elif kind.block == 256:
+            group = 16 if kind.scale_bytes == 288 else 32
+            (d,), s = struct.unpack_from("<e", panel, begin + 2 * f), panel[begin + 32 + i // group * 16 + f]
+            number = kind.values[code] if kind.values else code - (kind.zero or 0)
+            value = number * d * (s - 256 if s > 127 else s) * kind.step
         elif kind.head_bytes:
             scale, offset = (struct.unpack_from("<f", panel, at + 4 * f)[0] for at in (0, 64))
             value = code * scale - offset
@@ -81,7 +96,8 @@ def test_bytes_are_where_the_page_says(name: str) -> None:
             scale, offset = (struct.unpack_from("<e", panel, begin + at + 2 * f)[0] for at in (0, 32))
             value = code * scale - offset
         else:
-            value = (code - kind.zero) * struct.unpack_from("<e", panel, begin + 2 * f)[0]
+            number = kind.values[code] if kind.values else code - kind.zero
+            value = number * struct.unpack_from("<e", panel, begin + 2 * f)[0]
         assert unpacked[feature, column].item() == value
 
 

@@ -13,6 +13,7 @@ from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.packer import Packer, Target
 from allspan.kernels.reference.packed_linear import fields_of, unpack
 from allspan.kernels.table import backends, op_set
+from support.gguf_blocks import random_blocks
 
 KINDS = {
     "Q8_0": "q8_0",
@@ -23,6 +24,16 @@ KINDS = {
     "Q4_K": "q4_k",
     "Q5_K": "q5_k",
     "Q6_K": "q6_k",
+    "Q3_K": "q3_k",
+    "Q2_K": "q2_k",
+    "IQ4_NL": "iq4_nl",
+    "IQ4_XS": "iq4_xs",
+    "MXFP4": "mxfp4",
+    "IQ3_S": "iq3_s",
+    "IQ3_XXS": "iq3_xxs",
+    "IQ2_S": "iq2_s",
+    "IQ2_XS": "iq2_xs",
+    "IQ2_XXS": "iq2_xxs",
 }
 INSTANT = (("channel8", 0), ("channel4", 0), ("group8", 64), ("group4", 32), ("group4", 128), ("group8", 512))
 
@@ -32,16 +43,8 @@ def packers() -> list[Packer]:
     return [Packer(getattr(ops, "runtime", None)) for ops in opened]
 
 
-def random_blocks(kind: str, rows: int, inputs: int) -> Tensor:
-    """Any bytes, but for scales, which are small numbers."""
-    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    generator = torch.Generator().manual_seed(5)
-    raw = torch.randint(0, 256, (rows, inputs // elements, size), dtype=torch.uint8, generator=generator)
-    places = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
-    for place in places:
-        scales = torch.randn((rows, inputs // elements, 1), generator=generator).half()
-        raw[..., place : place + 2] = scales.view(torch.uint8)
-    return raw.flatten(1)
+def blocks_of(kind: str, rows: int, inputs: int) -> Tensor:
+    return torch.from_numpy(random_blocks(gguf.GGMLQuantizationType[kind], rows, inputs))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +52,7 @@ def test_blocks_of_a_gguf_file_mean_what_they_meant(kind: str) -> None:
     """A slice of the inputs, which begins and ends within blocks, of two interleaved parts given in two goes."""
     rows, start, stop = 21, 300, 900
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    raw = random_blocks(kind, rows, 1024)
+    raw = blocks_of(kind, rows, 1024)
     expected = torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))[:, start:stop]
     spec = PackedSpec(
         KINDS[kind], "a8", (rows, rows), stop - start, start % elements, 32 if kind == "Q4_1" else 0, True
@@ -116,7 +119,7 @@ def test_every_packer_gives_the_same_bytes(name: str, group: int, size: float) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_packer_gives_the_same_bytes_of_blocks(kind: str) -> None:
-    raw = random_blocks(kind, 53, 512)
+    raw = blocks_of(kind, 53, 512)
     spec = PackedSpec(KINDS[kind], "a8", (7, 53), 512, group=32 if kind == "Q4_1" else 0)
     held = []
     for packer in packers():

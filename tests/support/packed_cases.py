@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from allspan.kernels.packed_spec import FORMATS, PackedSpec
 from allspan.kernels.reference.packed_linear import FIELDS, Fields, pack
+
+GGUF_ONLY = (
+    *("q3_k", "q2_k", "iq4_nl", "mxfp4", "iq4_xs"),
+    *("iq3_s", "iq3_xxs", "iq2_xxs", "iq2_xs", "iq2_s"),
+)
+"""Formats that no other checkpoint has, for inputs of 8 bits alone."""
 
 QUANTISED = tuple(name for name, kind in FORMATS.items() if kind.is_quantised)
 
@@ -17,7 +25,7 @@ def activations_of(name: str) -> tuple[str, ...]:
         return ("e4m3",)
     if not FORMATS[name].is_quantised:
         return (name,)
-    return "a8", "a16"
+    return ("a8",) if name in GGUF_ONLY else ("a8", "a16")
 
 
 def random_fields(spec: PackedSpec, seed: int = 0) -> Fields:
@@ -26,9 +34,10 @@ def random_fields(spec: PackedSpec, seed: int = 0) -> Fields:
     kind, size = spec.kind, max(1, spec.inputs) ** -0.5
     if not kind.is_quantised:
         return {"weight": torch.randn(spec.features, spec.inputs, generator=generator) * size}
+    largest = max(map(abs, kind.values), default=(1 << kind.bits) // 2) * kind.step
     depth = spec.blocks * spec.block
     fields = {"codes": torch.randint(0, 1 << kind.bits, (spec.features, depth), generator=generator).to(torch.uint8)}
-    step = 4 * size / (1 << kind.bits)
+    step = 2 * size / largest
     if kind.is_e4m3:
         fields["codes"][fields["codes"] & 0x7F == 0x7F] = 0x80  # no NaN
     for field in FIELDS[spec.format]:
@@ -36,6 +45,11 @@ def random_fields(spec: PackedSpec, seed: int = 0) -> Fields:
         near_one = torch.rand(shape, generator=generator) + 0.5
         if field.dtype == torch.int8:
             fields[field.name] = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+        elif field.name == "e":
+            middle = round(math.log2(step))
+            fields[field.name] = torch.randint(middle + 127, middle + 130, shape, generator=generator).to(torch.uint8)
+        elif field.name == "sm":
+            fields[field.name] = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
         elif field.dtype == torch.uint8:
             fields[field.name] = torch.randint(0, 64, shape, generator=generator).to(torch.uint8)
         else:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from support.gguf_blocks import random_blocks
+
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -40,6 +42,14 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def _blocks_of(values: np.ndarray, kind: Type, seed: int) -> np.ndarray:
+    """The values quantised, or, of types that the `gguf` package only reads, random blocks of their magnitude."""
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(kind, *values.shape, float(np.abs(values).mean()), seed)
+
+
 def save_gguf(
     path: Path, model: Any, kind: Type, metadata: dict[str, Any] | None = None, kinds: dict[str, Type] | None = None
 ) -> None:
@@ -65,19 +75,21 @@ def save_gguf(
     for key, value in (metadata or {}).items():
         writer.add_float32(key, value) if isinstance(value, float) else writer.add_uint32(key, value)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    tied = config.tie_word_embeddings
+    tied, names = config.tie_word_embeddings, list[str]()
     for name, parameter in model.named_parameters():
         if name == "lm_head.weight" and tied:
             continue
         values = parameter.detach().numpy()
         matrix = (kinds or {}).get(gguf_name(name).split(".")[-2], kind)
         stored_as = matrix if values.ndim == 2 else Type.F32
-        decoded = gguf.dequantize(gguf.quantize(values, stored_as), stored_as).reshape(values.shape)
+        raw = _blocks_of(values, stored_as, len(names))
+        names.append(name)
+        decoded = gguf.dequantize(raw, stored_as).reshape(values.shape)
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(np.array(decoded)))
         role = name.split(".")[-2]
-        stored = permuted(values, heads[role]) if architecture == "llama" and role in heads else values
-        writer.add_tensor(gguf_name(name), gguf.quantize(np.ascontiguousarray(stored), stored_as), raw_dtype=stored_as)
+        stored = permuted(raw, heads[role]) if architecture == "llama" and role in heads else raw
+        writer.add_tensor(gguf_name(name), np.ascontiguousarray(stored), raw_dtype=stored_as)
     for extra, values in getattr(model, "extra_tensors", {}).items():
         writer.add_tensor(extra, values)
     writer.write_header_to_file()

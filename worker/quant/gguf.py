@@ -19,6 +19,16 @@ NATIVE = {
     "Q4_K": Layout("q4_k", "a8"),
     "Q5_K": Layout("q5_k", "a8"),
     "Q6_K": Layout("q6_k", "a8"),
+    "Q3_K": Layout("q3_k", "a8"),
+    "Q2_K": Layout("q2_k", "a8"),
+    "IQ4_NL": Layout("iq4_nl", "a8"),
+    "IQ4_XS": Layout("iq4_xs", "a8"),
+    "MXFP4": Layout("mxfp4", "a8"),
+    "IQ3_S": Layout("iq3_s", "a8"),
+    "IQ3_XXS": Layout("iq3_xxs", "a8"),
+    "IQ2_S": Layout("iq2_s", "a8"),
+    "IQ2_XS": Layout("iq2_xs", "a8"),
+    "IQ2_XXS": Layout("iq2_xxs", "a8"),
 }
 """Types that are computed with as they are; others are decoded and held as plain floats."""
 

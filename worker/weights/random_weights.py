@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,16 @@ _SCALES = {
     "Q4_K": (0, _SCALE / 4.6 / 32, _SCALE / 4.6 / 32 * 7.5),
     "Q5_K": (0, _SCALE / 9.2 / 32, _SCALE / 9.2 / 32 * 15.5),
     "Q6_K": (208, _SCALE / 18.5 / 74, 0.0),
+    "Q3_K": (108, _SCALE / 2.3 / 18.5, 0.0),
+    "Q2_K": (80, _SCALE / 1.2 / 8.8, _SCALE / 1.2 / 8.8 * 1.5),
+    "MXFP4": (0, _SCALE / 5.8, 0.0),
+    "IQ4_NL": (0, _SCALE / 69, 0.0),
+    "IQ4_XS": (0, _SCALE / 69 / 18.5, 0.0),
+    "IQ3_S": (0, _SCALE / 8.2 / 16, 0.0),
+    "IQ3_XXS": (0, _SCALE / 34 / 4.6, 0.0),
+    "IQ2_S": (0, _SCALE / 24 / 2.3, 0.0),
+    "IQ2_XS": (0, _SCALE / 24 / 2.3, 0.0),
+    "IQ2_XXS": (0, _SCALE / 24 / 2.3, 0.0),
 }
 """GGUF type → where in a block its scale lies, the scale, and the minimum behind it (0: none)."""
 
@@ -92,6 +103,9 @@ def _random_blocks(kind: str, size: int) -> npt.NDArray[np.uint8]:
     """uint8 [blocks, size] of weights with the deviation `_SCALE` and a mean near 0."""
     pool = np.random.default_rng(0).integers(0, 256, (_BLOCKS, size), dtype=np.uint8)
     place, scale, least = _SCALES[kind]
+    if kind == "MXFP4":  # a scale is a power of two, of which a byte is the exponent
+        pool[:, place] = round(math.log2(scale)) + 128
+        return pool
     halves = np.array([scale, least], dtype="<f2").view(np.uint8)
     pool[:, place : place + 2] = halves[:2]
     if least:

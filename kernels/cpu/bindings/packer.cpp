@@ -46,15 +46,17 @@ void quantised(Runtime& runtime, handle values_, int64_t before, handle weight_,
   pack_quantised(runtime.pool(), values.floats(), values.shape[0], values.shape[1], before, target);
 }
 
-void blocks(Runtime& runtime, handle blocks_, handle weight_, handle spec_, int64_t part, int64_t first) {
+void blocks(Runtime& runtime, handle blocks_, handle grid_, handle weight_, handle spec_, int64_t part, int64_t first) {
   const OpArguments args("pack_blocks", {nb::borrow(spec_)});
   const PackedSpec spec = args.spec(0);
   const int64_t bytes = gguf_block_bytes(spec.format);
   args.require(bytes > 0 && (spec.format != Format::kGroup4 || spec.group == 32), "the format is none of GGUF's");
   const Tensor given = args.bytes(blocks_, "blocks", {kAny, spec.blocks * bytes});
+  const Tensor grid = args.bytes(grid_, "grid", {grid_entries(spec.format), grid_weights(spec.format)});
   const PackTarget target = target_of(args, spec, weight_, part, first, given.shape[0]);
   nb::gil_scoped_release release;
-  pack_blocks(runtime.pool(), static_cast<const uint8_t*>(given.data), given.shape[0], target);
+  pack_blocks(runtime.pool(), static_cast<const uint8_t*>(given.data), static_cast<const uint8_t*>(grid.data),
+              given.shape[0], target);
 }
 
 }  // namespace
@@ -66,6 +68,6 @@ void bind_packer(nb::module_& module) {
              nb::arg("part"), nb::arg("first"));
   module.def("pack_quantised", &quantised, nb::arg("runtime"), nb::arg("values"), nb::arg("before"), nb::arg("weight"),
              nb::arg("spec"), nb::arg("part"), nb::arg("first"));
-  module.def("pack_blocks", &blocks, nb::arg("runtime"), nb::arg("blocks"), nb::arg("weight"), nb::arg("spec"),
-             nb::arg("part"), nb::arg("first"));
+  module.def("pack_blocks", &blocks, nb::arg("runtime"), nb::arg("blocks"), nb::arg("grid"), nb::arg("weight"),
+             nb::arg("spec"), nb::arg("part"), nb::arg("first"));
 }

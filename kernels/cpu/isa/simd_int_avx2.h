@@ -33,6 +33,27 @@ inline V load_unsigned(const uint8_t* p) {
   const __m128i v = load_bytes(p);
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)))};
 }
+inline V load_low(const uint8_t* p) {
+  alignas(16) uint8_t low[16];
+  _mm_store_si128(reinterpret_cast<__m128i*>(low), _mm_and_si128(load_bytes(p), _mm_set1_epi8(15)));
+  return load_unsigned(low);
+}
+inline V load_high(const uint8_t* p) {
+  alignas(16) uint8_t high[16];
+  const __m128i shifted = _mm_srli_epi16(load_bytes(p), 4);
+  _mm_store_si128(reinterpret_cast<__m128i*>(high), _mm_and_si128(shifted, _mm_set1_epi8(15)));
+  return load_unsigned(high);
+}
+// 2^(byte - 128): the smallest two are no normal floats.
+inline __m256 powers(__m128i bytes) {
+  const __m256i e = _mm256_cvtepu8_epi32(bytes), one = _mm256_set1_epi32(1);
+  const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), _mm256_min_epi32(e, one));
+  return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(_mm256_sub_epi32(e, one), 23), small));
+}
+inline V load_exponents(const uint8_t* p) {
+  const __m128i v = load_bytes(p);
+  return {powers(v), powers(_mm_srli_si128(v, 8))};
+}
 inline V load_signed(const uint8_t* p) {
   const __m128i v = load_bytes(p);
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))};
@@ -68,15 +89,27 @@ inline Raw shift_right(Raw v) {
 }
 inline Raw low_halves(Raw v) { return mask_bytes(v, 15); }
 inline Raw high_halves(Raw v) { return low_halves(shift_right<4>(v)); }
-// 16 in byte i where bit i of the 32 is 1.
+// `Value` in byte i where bit i of the 32 is 1.
+template <int Value>
 inline __m256i spread_bits(const uint8_t* p) {
   const __m256i all = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(p));
   const __m256i own =
       _mm256_shuffle_epi8(all, _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
   const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
-  return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(own, bit), bit), _mm256_set1_epi8(16));
+  return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(own, bit), bit), _mm256_set1_epi8(Value));
 }
-inline Raw add_fifth_bits(Raw low, const uint8_t* p) { return join(low, {spread_bits(p), spread_bits(p + 4)}); }
+template <int Value>
+inline Raw add_bits(Raw low, const uint8_t* p) {
+  return join(low, {spread_bits<Value>(p), spread_bits<Value>(p + 4)});
+}
+// Bits 2·at and 2·at + 1 of each byte.
+inline Raw two_bits(Raw v, int at) {
+  return mask_bytes(at == 0 ? v : at == 1 ? shift_right<2>(v) : at == 2 ? shift_right<4>(v) : shift_right<6>(v), 3);
+}
+inline Raw look_up(Raw codes, const uint8_t* values) {
+  const __m256i both = _mm256_broadcastsi128_si256(load_bytes(values));
+  return {_mm256_shuffle_epi8(both, codes.a), _mm256_shuffle_epi8(both, codes.b)};
+}
 inline Raw join6(Raw pairs, Raw high, int quad) {
   const Raw low = quad < 4 ? low_halves(pairs) : high_halves(pairs);
   const int at = quad % 4;

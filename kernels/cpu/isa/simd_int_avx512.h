@@ -26,6 +26,18 @@ inline V load_half(const uint8_t* p) {
 }
 inline __m128i load_bytes(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 inline V load_unsigned(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_bytes(p))); }
+inline V load_low(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_cvtepu8_epi32(load_bytes(p)), _mm512_set1_epi32(15)));
+}
+inline V load_high(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_cvtepu8_epi32(load_bytes(p)), 4));
+}
+// 2^(byte - 128): the smallest two are no normal floats.
+inline V load_exponents(const uint8_t* p) {
+  const __m512i e = _mm512_cvtepu8_epi32(load_bytes(p)), one = _mm512_set1_epi32(1);
+  const __m512i small = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), _mm512_min_epi32(e, one));
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(_mm512_sub_epi32(e, one), 23), small));
+}
 inline V load_signed(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes(p))); }
 
 inline I zero_int() { return _mm512_setzero_si512(); }
@@ -64,9 +76,21 @@ inline Raw load_raw(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void store_raw(uint8_t* p, Raw v) { _mm512_storeu_si512(p, v); }
 inline Raw low_halves(Raw v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Raw high_halves(Raw v) { return low_halves(_mm512_srli_epi16(v, 4)); }
-// Codes of 4 bits, and one more bit of each in the 64 at p.
-inline Raw add_fifth_bits(Raw low, const uint8_t* p) {
-  return _mm512_mask_add_epi8(low, _cvtu64_mask64(*reinterpret_cast<const uint64_t*>(p)), low, _mm512_set1_epi8(16));
+// Codes, and `Value` more where a bit of the 64 at p is 1.
+template <int Value>
+inline Raw add_bits(Raw low, const uint8_t* p) {
+  return _mm512_mask_add_epi8(low, _cvtu64_mask64(*reinterpret_cast<const uint64_t*>(p)), low, _mm512_set1_epi8(Value));
+}
+// Bits 2·at and 2·at + 1 of each byte.
+inline Raw two_bits(Raw v, int at) {
+  return _mm512_and_si512(at == 0   ? v
+                          : at == 1 ? _mm512_srli_epi16(v, 2)
+                          : at == 2 ? _mm512_srli_epi16(v, 4)
+                                    : _mm512_srli_epi16(v, 6),
+                          _mm512_set1_epi8(3));
+}
+inline Raw look_up(Raw codes, const uint8_t* values) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_bytes(values)), codes);
 }
 // Codes of 4 bits in either half of `pairs`, and two more bits of each in bits 2·(quad % 4) of `high`.
 inline Raw join6(Raw pairs, Raw high, int quad) {

@@ -69,6 +69,19 @@ inline V load_half(const uint8_t* p) {
 inline V load_unsigned(const uint8_t* p) {
   return each<V>([&](int i) { return static_cast<float>(p[i]); });
 }
+inline V load_low(const uint8_t* p) {
+  return each<V>([&](int i) { return static_cast<float>(p[i] & 15); });
+}
+inline V load_high(const uint8_t* p) {
+  return each<V>([&](int i) { return static_cast<float>(p[i] >> 4); });
+}
+// 2^(byte - 128): the smallest two are no normal floats.
+inline V load_exponents(const uint8_t* p) {
+  return each<V>([&](int i) {
+    const uint32_t bits = p[i] < 2 ? 0x00200000u << p[i] : (p[i] - 1u) << 23;
+    return take<float>(&bits);
+  });
+}
 inline V load_signed(const uint8_t* p) {
   return each<V>([&](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
 }
@@ -98,8 +111,15 @@ inline Raw low_halves(Raw v) {
 inline Raw high_halves(Raw v) {
   return each<Raw>([&](int i) { return static_cast<uint8_t>(v.at[i] >> 4); });
 }
-inline Raw add_fifth_bits(Raw low, const uint8_t* p) {
-  return each<Raw>([&](int i) { return static_cast<uint8_t>(low.at[i] | (p[i / 8] >> i % 8 & 1) << 4); });
+template <int Value>
+inline Raw add_bits(Raw low, const uint8_t* p) {
+  return each<Raw>([&](int i) { return static_cast<uint8_t>(low.at[i] + (p[i / 8] >> i % 8 & 1) * Value); });
+}
+inline Raw two_bits(Raw v, int at) {
+  return each<Raw>([&](int i) { return static_cast<uint8_t>(v.at[i] >> 2 * at & 3); });
+}
+inline Raw look_up(Raw codes, const uint8_t* values) {
+  return each<Raw>([&](int i) { return values[codes.at[i]]; });
 }
 inline Raw join6(Raw pairs, Raw high, int quad) {
   const Raw low = quad < 4 ? low_halves(pairs) : high_halves(pairs);

@@ -45,11 +45,25 @@ inline V fnma(V a, V b, V c) {
 inline V load_half(const uint8_t* p) {
   return four<V>([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
 }
-inline V load_unsigned(const uint8_t* p) {
-  const uint8x16_t bytes = vld1q_u8(p);
+inline V unsigned_of(uint8x16_t bytes) {
   const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
   return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_high_u16(low)),
            vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_high_u16(high))}};
+}
+inline V load_unsigned(const uint8_t* p) { return unsigned_of(vld1q_u8(p)); }
+inline V load_low(const uint8_t* p) { return unsigned_of(vandq_u8(vld1q_u8(p), vdupq_n_u8(15))); }
+inline V load_high(const uint8_t* p) { return unsigned_of(vshrq_n_u8(vld1q_u8(p), 4)); }
+// 2^(byte - 128): the smallest two are no normal floats.
+inline V load_exponents(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+  const uint32x4_t wide[4] = {vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)),
+                              vmovl_high_u16(high)};
+  return four<V>([&](int i) {
+    const int32x4_t e = vreinterpretq_s32_u32(wide[i]), one = vdupq_n_s32(1);
+    const int32x4_t small = vshlq_s32(vdupq_n_s32(0x00200000), vminq_s32(e, one));
+    return vreinterpretq_f32_s32(vmaxq_s32(vshlq_n_s32(vsubq_s32(e, one), 23), small));
+  });
 }
 inline V load_signed(const uint8_t* p) {
   const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(p));
@@ -70,15 +84,25 @@ inline Raw low_halves(Raw v) {
 inline Raw high_halves(Raw v) {
   return four<Raw>([&](int i) { return vshrq_n_u8(v.at[i], 4); });
 }
-// Codes of 4 bits, and one more bit of each in the 64 at p.
-inline Raw add_fifth_bits(Raw low, const uint8_t* p) {
+// Codes, and `Value` more where a bit of the 64 at p is 1.
+template <int Value>
+inline Raw add_bits(Raw low, const uint8_t* p) {
   const uint8x16_t bits = vreinterpretq_u8_u64(vld1q_dup_u64(reinterpret_cast<const uint64_t*>(p)));
   const uint8x16_t own = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
   return four<Raw>([&](int i) {
     const uint8x16_t bytes =
         vcombine_u8(vdup_n_u8(static_cast<uint8_t>(2 * i)), vdup_n_u8(static_cast<uint8_t>(2 * i + 1)));
-    return vorrq_u8(low.at[i], vandq_u8(vtstq_u8(vqtbl1q_u8(bits, bytes), own), vdupq_n_u8(16)));
+    return vorrq_u8(low.at[i], vandq_u8(vtstq_u8(vqtbl1q_u8(bits, bytes), own), vdupq_n_u8(Value)));
   });
+}
+// Bits 2·at and 2·at + 1 of each byte.
+inline Raw two_bits(Raw v, int at) {
+  const int8x16_t left = vdupq_n_s8(static_cast<int8_t>(-2 * at));
+  return four<Raw>([&](int i) { return vandq_u8(vshlq_u8(v.at[i], left), vdupq_n_u8(3)); });
+}
+inline Raw look_up(Raw codes, const uint8_t* values) {
+  const uint8x16_t table = vld1q_u8(values);
+  return four<Raw>([&](int i) { return vqtbl1q_u8(table, codes.at[i]); });
 }
 // Codes of 4 bits in either half of `pairs`, and two more bits of each in bits 2·(quad % 4) of `high`.
 inline Raw join6(Raw pairs, Raw high, int quad) {

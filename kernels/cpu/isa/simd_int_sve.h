@@ -76,6 +76,28 @@ inline V load_unsigned(const uint8_t* p) {
   return parts<V>(
       [&](int i) -> Floats { return svcvt_f32_u32_x(words(), svld1ub_u32(words(), p + i * kRegisterWords)); });
 }
+inline V load_low(const uint8_t* p) {
+  return parts<V>([&](int i) -> Floats {
+    const svuint32_t whole = svld1ub_u32(words(), p + i * kRegisterWords);
+    return svcvt_f32_u32_x(words(), svand_n_u32_x(words(), whole, 15));
+  });
+}
+inline V load_high(const uint8_t* p) {
+  return parts<V>([&](int i) -> Floats {
+    const svuint32_t whole = svld1ub_u32(words(), p + i * kRegisterWords);
+    return svcvt_f32_u32_x(words(), svlsr_n_u32_x(words(), whole, 4));
+  });
+}
+// 2^(byte - 128): the smallest two are no normal floats.
+inline V load_exponents(const uint8_t* p) {
+  return parts<V>([&](int i) -> Floats {
+    const svint32_t e = svreinterpret_s32_u32(svld1ub_u32(words(), p + i * kRegisterWords));
+    const svuint32_t least = svreinterpret_u32_s32(svmin_n_s32_x(words(), e, 1));
+    const svint32_t small = svlsl_s32_x(words(), svdup_s32(0x00200000), least);
+    const svint32_t normal = svlsl_n_s32_x(words(), svsub_n_s32_x(words(), e, 1), 23);
+    return svreinterpret_f32_s32(svmax_s32_x(words(), normal, small));
+  });
+}
 inline V load_signed(const uint8_t* p) {
   return parts<V>([&](int i) -> Floats {
     return svcvt_f32_s32_x(words(), svld1sb_s32(words(), reinterpret_cast<const int8_t*>(p) + i * kRegisterWords));
@@ -118,16 +140,27 @@ inline Raw low_halves(Raw v) {
 inline Raw high_halves(Raw v) {
   return parts<Raw>([&](int i) -> Bytes { return svlsr_n_u8_x(bytes(), v.at[i], 4); });
 }
-// Codes of 4 bits, and one more bit of each in the 64 at p.
-inline Raw add_fifth_bits(Raw low, const uint8_t* p) {
+// Codes, and `Value` more where a bit of the 64 at p is 1.
+template <int Value>
+inline Raw add_bits(Raw low, const uint8_t* p) {
   const svuint8_t place = svindex_u8(0, 1), bits = svld1_u8(svwhilelt_b8(0, 8), p);
   const svuint8_t own = svlsl_u8_x(bytes(), svdup_u8(1), svand_n_u8_x(bytes(), place, 7));
   const svuint8_t byte = svlsr_n_u8_x(bytes(), place, 3);
   return parts<Raw>([&](int i) -> Bytes {
     const svuint8_t mine = svtbl_u8(bits, svadd_n_u8_x(bytes(), byte, static_cast<uint8_t>(i * kRegisterBytes / 8)));
     const svbool_t set = svcmpne_n_u8(bytes(), svand_u8_x(bytes(), mine, own), 0);
-    return svorr_n_u8_m(set, low.at[i], 16);
+    return svorr_n_u8_m(set, low.at[i], Value);
   });
+}
+// Bits 2·at and 2·at + 1 of each byte.
+inline Raw two_bits(Raw v, int at) {
+  const uint8_t right = static_cast<uint8_t>(2 * at);
+  return parts<Raw>(
+      [&](int i) -> Bytes { return svand_n_u8_x(bytes(), svlsr_u8_x(bytes(), v.at[i], svdup_u8(right)), 3); });
+}
+inline Raw look_up(Raw codes, const uint8_t* values) {
+  const svuint8_t table = svld1_u8(svwhilelt_b8(0, 16), values);
+  return parts<Raw>([&](int i) -> Bytes { return svtbl_u8(table, codes.at[i]); });
 }
 // Codes of 4 bits in either half of `pairs`, and two more bits of each in bits 2·(quad % 4) of `high`.
 inline Raw join6(Raw pairs, Raw high, int quad) {

@@ -26,6 +26,16 @@ constexpr FormatRow kFormats[] = {
     {"q4_k", Format::kQ4K, 4, 256, 0, 320},
     {"q5_k", Format::kQ5K, 5, 256, 0, 320},
     {"q6_k", Format::kQ6K, 6, 256, 0, 288},
+    {"q3_k", Format::kQ3K, 3, 256, 0, 288},
+    {"q2_k", Format::kQ2K, 2, 256, 0, 320},
+    {"iq4_nl", Format::kIq4Nl, 4, 32, 0, 32},
+    {"mxfp4", Format::kMxfp4, 4, 32, 0, 16},
+    {"iq4_xs", Format::kIq4Xs, 4, 256, 0, 160},
+    {"iq3_s", Format::kIq3S, 4, 256, 0, 160},
+    {"iq3_xxs", Format::kIq3Xxs, 4, 256, 0, 160},
+    {"iq2_xxs", Format::kIq2Xxs, 3, 256, 0, 160},
+    {"iq2_xs", Format::kIq2Xs, 3, 256, 0, 288},
+    {"iq2_s", Format::kIq2S, 3, 256, 0, 288},
 };
 
 const FormatRow& row_of(const std::string& name) {
@@ -54,6 +64,7 @@ PackedSpec PackedSpec::make(const std::string& format, const std::string& activa
   spec.activation = activation_of(activation);
   const bool plain = spec.activation == Activation::kF32 || spec.activation == Activation::kBf16;
   require(row.bits > 8 ? format == activation : !plain, "activation " + activation + " does not go with it");
+  require(row.format <= Format::kQ6K || spec.activation != Activation::kA16, "activation a16 does not go with it");
   require(row.block || (group >= 32 && group <= 512 && group % 32 == 0),
           "group " + std::to_string(group) + " is no multiple of 32 up to 512");
   require(inputs >= 0 && !parts.empty(), "needs inputs and parts");

@@ -12,7 +12,31 @@ constexpr int64_t kFeatures = 16;       // output features of a panel
 constexpr int64_t kGroup = 32;          // inputs whose codes lie together, and share an activation's scale
 constexpr int64_t kChannelGroup = 128;  // those that share one where weights have scales a channel
 
-enum class Format { kF32, kBf16, kChannel8, kChannel4, kGroup8, kGroup4, kQ8_0, kQ4_0, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K };
+enum class Format {
+  kF32,
+  kBf16,
+  kChannel8,
+  kChannel4,
+  kGroup8,
+  kGroup4,
+  kQ8_0,
+  kQ4_0,
+  kQ5_0,
+  kQ5_1,
+  kQ4K,
+  kQ5K,
+  kQ6K,  // the last one that goes with a16
+  kQ3K,
+  kQ2K,
+  kIq4Nl,
+  kMxfp4,
+  kIq4Xs,
+  kIq3S,
+  kIq3Xxs,
+  kIq2Xxs,
+  kIq2Xs,
+  kIq2S,
+};
 enum class Activation { kF32, kBf16, kA8, kA16 };
 
 // allspan.kernels.packed_spec.PackedSpec, with what follows from it.

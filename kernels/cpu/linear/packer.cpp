@@ -22,6 +22,13 @@ int bits_of(Format format) {
       return 8;
     case Format::kQ6K:
       return 6;
+    case Format::kQ3K:
+    case Format::kIq2Xxs:
+    case Format::kIq2Xs:
+    case Format::kIq2S:
+      return 3;
+    case Format::kQ2K:
+      return 2;
     case Format::kQ5_0:
     case Format::kQ5_1:
     case Format::kQ5K:
@@ -56,6 +63,19 @@ void scatter_words(const char* row, int64_t words, uint8_t* panel, int64_t featu
 
 void put(uint8_t* at, int64_t index, uint32_t word) { std::memcpy(at + index * 4, &word, 4); }
 
+// Bits 0 and 1 of the codes, and bit 2 behind them.
+void put_few_bits(int bits, const uint32_t* quads, int64_t feature, uint8_t* group) {
+  for (int64_t half = 0; half < 2; ++half) {
+    uint32_t pairs = 0;
+    for (int64_t j = 0; j < 4; ++j) pairs |= (quads[half * 4 + j] & 0x03030303u) << (2 * j);
+    put(group, half * kFeatures + feature, pairs);
+  }
+  for (int64_t q = 0; bits == 3 && q < 8; ++q) {
+    const uint32_t four = (quads[q] >> 2 & 0x01010101u) * 0x01020408u >> 24;
+    group[128 + q * 8 + feature / 2] |= static_cast<uint8_t>(four << (feature % 2 * 4));
+  }
+}
+
 // 32 codes of a feature to where a panel has the feature's share of their group.
 void put_codes(int bits, const uint8_t* codes, int64_t feature, uint8_t* group) {
   uint32_t quads[8];
@@ -64,6 +84,7 @@ void put_codes(int bits, const uint8_t* codes, int64_t feature, uint8_t* group) 
     for (int64_t q = 0; q < 8; ++q) put(group, q * kFeatures + feature, quads[q]);
     return;
   }
+  if (bits < 4) return put_few_bits(bits, quads, feature, group);
   constexpr uint32_t kLow = 0x0f0f0f0f;
   for (int64_t q = 0; q < 4; ++q) put(group, q * kFeatures + feature, (quads[q] & kLow) | (quads[q + 4] & kLow) << 4);
   uint8_t* rest = group + 256;
@@ -250,8 +271,117 @@ void decode_q6k(const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes
   for (int64_t i = 0; i < 16; ++i) at[2 * kFeatures + i * kFeatures + feature] = raw[192 + i];
 }
 
+// Pairs of bits: of every 32 bytes all lowest ones first.
+void in_128s(const uint8_t* bytes, uint8_t* codes) {
+  for (int64_t i = 0; i < 256; ++i) codes[i] = bytes[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+}
+
+void put_scale(uint8_t* at, int64_t index, int64_t feature, int scale) {
+  at[2 * kFeatures + index * kFeatures + feature] = static_cast<uint8_t>(scale);
+}
+
+void decode_q3k(const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes) {
+  in_128s(raw + 32, codes);
+  for (int64_t i = 0; i < 256; ++i) codes[i] |= static_cast<uint8_t>((raw[i % 32] >> (i / 32) & 1) << 2);
+  put_half(raw + 108, at, 0, feature);
+  for (int64_t i = 0; i < 16; ++i) {
+    const int low = raw[96 + i % 8] >> (i / 8 * 4) & 15, high = raw[104 + i % 4] >> (i / 4 * 2) & 3;
+    put_scale(at, i, feature, (low | high << 4) - 32);
+  }
+}
+
+void decode_q2k(const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes) {
+  in_128s(raw + 16, codes);
+  put_half(raw + 80, at, 0, feature);
+  put_half(raw + 82, at, 1, feature);
+  for (int64_t i = 0; i < 16; ++i) at[4 * kFeatures + i * kFeatures + feature] = raw[i];
+}
+
+void decode_iq4xs(const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes) {
+  put_half(raw, at, 0, feature);
+  for (int64_t i = 0; i < 8; ++i) {
+    const int low = raw[4 + i / 2] >> (i % 2 * 4) & 15, high = raw[2 + i / 4] >> (i % 4 * 2) & 3;
+    put_scale(at, i, feature, (low | high << 4) - 32);
+    halves(raw + 8 + i * 16, 16, codes + i * 32);
+  }
+}
+
+uint32_t word_at(const uint8_t* bytes) {
+  uint32_t word;
+  std::memcpy(&word, bytes, 4);
+  return word;
+}
+
+// Seven signs of eight: the last one makes their number even.
+uint32_t with_parity(uint32_t seven) {
+  seven &= 127;
+  return seven | static_cast<uint32_t>(__builtin_parity(seven)) << 7;
+}
+
+// Scales of 4 bits, two a byte, of which 2 n + 1 counts.
+void put_odd_scales(const uint8_t* scales, int64_t count, int64_t feature, uint8_t* at) {
+  for (int64_t i = 0; i < count; ++i) put_scale(at, i, feature, 2 * (scales[i / 2] >> (i % 2 * 4) & 15) + 1);
+}
+
+// Types whose weights have their magnitudes together, four or eight of them, in a grid: `number(i)` and the signs
+// `eight(i)` are those of the weights from 8 i on; of grids of four, number(i, half).
+template <class Number, class Signs>
+void from_grid(const uint8_t* grid, int64_t weights, Number number, Signs eight, uint8_t* codes) {
+  const int64_t sign_bit = weights == 8 ? 2 : 3;
+  for (int64_t i = 0; i < 32; ++i) {
+    const uint32_t signs = eight(i);
+    for (int64_t j = 0; j < 8; ++j) {
+      const uint8_t code = grid[number(i, j / weights) * weights + j % weights];
+      codes[i * 8 + j] = static_cast<uint8_t>(code | (signs >> j & 1) << sign_bit);
+    }
+  }
+}
+
+void decode_iq3(Format format, const uint8_t* raw, const uint8_t* grid, int64_t feature, uint8_t* at, uint8_t* codes) {
+  put_half(raw, at, 0, feature);
+  const uint8_t* low = raw + 2;
+  if (format == Format::kIq3Xxs) {
+    for (int64_t i = 0; i < 8; ++i)
+      put_scale(at, i, feature, static_cast<int>(2 * (word_at(raw + 66 + i * 4) >> 28) + 1));
+    return from_grid(
+        grid, 4, [&](int64_t i, int64_t half) -> int64_t { return low[2 * i + half]; },
+        [&](int64_t i) { return with_parity(word_at(raw + 66 + i / 4 * 4) >> (i % 4 * 7)); }, codes);
+  }
+  put_odd_scales(raw + 106, 8, feature, at);
+  from_grid(
+      grid, 4,
+      [&](int64_t i, int64_t half) -> int64_t {
+        const int64_t n = 2 * i + half;
+        return low[n] | (raw[66 + n / 8] >> (n % 8) & 1) << 8;
+      },
+      [&](int64_t i) -> uint32_t { return raw[74 + i]; }, codes);
+}
+
+void decode_iq2(Format format, const uint8_t* raw, const uint8_t* grid, int64_t feature, uint8_t* at, uint8_t* codes) {
+  put_half(raw, at, 0, feature);
+  if (format == Format::kIq2Xxs) {
+    const auto words = [&](int64_t i) { return raw + 2 + i / 4 * 8; };
+    for (int64_t i = 0; i < 8; ++i)
+      put_scale(at, i, feature, static_cast<int>(2 * (word_at(words(i * 4) + 4) >> 28) + 1));
+    return from_grid(
+        grid, 8, [&](int64_t i, int64_t) -> int64_t { return words(i)[i % 4]; },
+        [&](int64_t i) { return with_parity(word_at(words(i) + 4) >> (i % 4 * 7)); }, codes);
+  }
+  if (format == Format::kIq2Xs) {
+    const auto word = [&](int64_t i) { return static_cast<uint32_t>(raw[2 + 2 * i] | raw[3 + 2 * i] << 8); };
+    put_odd_scales(raw + 66, 16, feature, at);
+    return from_grid(
+        grid, 8, [&](int64_t i, int64_t) -> int64_t { return word(i) & 511; },
+        [&](int64_t i) { return with_parity(word(i) >> 9); }, codes);
+  }
+  put_odd_scales(raw + 74, 16, feature, at);
+  from_grid(
+      grid, 8, [&](int64_t i, int64_t) -> int64_t { return raw[2 + i] | (raw[66 + i / 4] >> (i % 4 * 2) & 3) << 8; },
+      [&](int64_t i) -> uint32_t { return raw[34 + i]; }, codes);
+}
+
 // A block of a GGUF file: its scales to a panel's block `at`, and its codes.
-void decode(Format format, const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes) {
+void decode(Format format, const uint8_t* raw, const uint8_t* grid, int64_t feature, uint8_t* at, uint8_t* codes) {
   constexpr uint8_t kMinus = 128;
   switch (format) {
     case Format::kQ8_0:
@@ -259,6 +389,7 @@ void decode(Format format, const uint8_t* raw, int64_t feature, uint8_t* at, uin
       for (int64_t i = 0; i < 32; ++i) codes[i] = raw[2 + i] ^ 128;
       return;
     case Format::kQ4_0:
+    case Format::kIq4Nl:
       put_half(raw, at, 0, feature);
       return halves(raw + 2, 16, codes);
     case Format::kGroup4:
@@ -282,6 +413,22 @@ void decode(Format format, const uint8_t* raw, int64_t feature, uint8_t* at, uin
       if (format == Format::kQ5K)
         for (int64_t i = 0; i < 256; ++i) codes[i] |= static_cast<uint8_t>((raw[16 + i % 32] >> (i / 32) & 1) << 4);
       return;
+    case Format::kQ3K:
+      return decode_q3k(raw, feature, at, codes);
+    case Format::kQ2K:
+      return decode_q2k(raw, feature, at, codes);
+    case Format::kMxfp4:
+      at[feature] = raw[0];
+      return halves(raw + 1, 16, codes);
+    case Format::kIq4Xs:
+      return decode_iq4xs(raw, feature, at, codes);
+    case Format::kIq3S:
+    case Format::kIq3Xxs:
+      return decode_iq3(format, raw, grid, feature, at, codes);
+    case Format::kIq2Xxs:
+    case Format::kIq2Xs:
+    case Format::kIq2S:
+      return decode_iq2(format, raw, grid, feature, at, codes);
     default:
       return decode_q6k(raw, feature, at, codes);
   }
@@ -319,7 +466,7 @@ void pack_quantised(Pool& pool, const float* values, int64_t rows, int64_t colum
   });
 }
 
-void pack_blocks(Pool& pool, const uint8_t* blocks, int64_t rows, const PackTarget& target) {
+void pack_blocks(Pool& pool, const uint8_t* blocks, const uint8_t* grid, int64_t rows, const PackTarget& target) {
   const PackedSpec& spec = *target.spec;
   const int64_t bytes = gguf_block_bytes(spec.format), codes_at = scale_bytes(spec);
   each_panel(pool, rows, target, [&](uint8_t* panel, int64_t first, int64_t count) {
@@ -328,7 +475,7 @@ void pack_blocks(Pool& pool, const uint8_t* blocks, int64_t rows, const PackTarg
       const uint8_t* row = blocks + (first + f) * spec.blocks * bytes;
       for (int64_t block = 0; block < spec.blocks; ++block) {
         uint8_t* at = panel + block * spec.block_bytes;
-        decode(spec.format, row + block * bytes, f, at, codes);
+        decode(spec.format, row + block * bytes, grid, f, at, codes);
         put_block(spec, codes, f, at + codes_at);
       }
     }
@@ -353,9 +500,48 @@ int64_t gguf_block_bytes(Format format) {
       return 176;
     case Format::kQ6K:
       return 210;
+    case Format::kQ3K:
+    case Format::kIq3S:
+      return 110;
+    case Format::kQ2K:
+      return 84;
+    case Format::kIq4Nl:
+      return 18;
+    case Format::kMxfp4:
+      return 17;
+    case Format::kIq4Xs:
+      return 136;
+    case Format::kIq3Xxs:
+      return 98;
+    case Format::kIq2Xxs:
+      return 66;
+    case Format::kIq2Xs:
+      return 74;
+    case Format::kIq2S:
+      return 82;
     default:
       return 0;
   }
+}
+
+int64_t grid_entries(Format format) {
+  switch (format) {
+    case Format::kIq3Xxs:
+    case Format::kIq2Xxs:
+      return 256;
+    case Format::kIq3S:
+    case Format::kIq2Xs:
+      return 512;
+    case Format::kIq2S:
+      return 1024;
+    default:
+      return 0;
+  }
+}
+
+int64_t grid_weights(Format format) {
+  if (!grid_entries(format)) return 0;
+  return format == Format::kIq3S || format == Format::kIq3Xxs ? 4 : 8;
 }
 
 }  // namespace allspan

@@ -20,8 +20,13 @@ void pack_floats(Pool& pool, const void* values, int64_t rows, const PackTarget&
 void pack_quantised(Pool& pool, const float* values, int64_t rows, int64_t columns, int64_t before,
                     const PackTarget& target);
 
-// blocks [rows, spec.blocks * gguf_block_bytes(spec.format)].
-void pack_blocks(Pool& pool, const uint8_t* blocks, int64_t rows, const PackTarget& target);
+// blocks [rows, spec.blocks * gguf_block_bytes(spec.format)]. `grid`: the codes of magnitudes that weights of iq2 and
+// iq3 types have together, [grid_entries(spec.format), grid_weights(spec.format)].
+void pack_blocks(Pool& pool, const uint8_t* blocks, const uint8_t* grid, int64_t rows, const PackTarget& target);
+
+// 0 for a format without a grid.
+int64_t grid_entries(Format format);
+int64_t grid_weights(Format format);
 
 // Bytes in a GGUF file of what becomes one block; 0 for a format that no type of GGUF goes into.
 int64_t gguf_block_bytes(Format format);

@@ -139,7 +139,7 @@ def test_parts_of_other_types_are_weights_of_their_own() -> None:
     held = held_by(method, shape, layer)
     assert torch.cat((held["bias.0"], held["bias.1"])).tolist() == [1.0] * 20 + [2.0] * 7 + [3.0] * 9
     assert isinstance(method, PackedMethod)
-    assert [part.spec.format for part in method.packed(replace(shape, stored=("Q4_0", "F16", "IQ4_NL")))] == [
+    assert [part.spec.format for part in method.packed(replace(shape, stored=("Q4_0", "F16", "IQ1_S")))] == [
         "q4_0",
         "bf16",
     ]

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from allspan.protos.api.errors import CheckpointError
 from allspan.worker.load.registry import find_model
+from allspan.worker.quant.gguf import NATIVE
 from allspan.worker.weights.gguf_file import GgufFile
 from support.tiny_gguf import save_gguf
 from support.tiny_models import LLAMA3_SCALING, logits_on_ranks, prompt, reference_logits, relative_error, save_tiny
@@ -65,6 +66,35 @@ def test_native_blocks_give_nearly_the_decoded_weights_logits(
     for num_ranks in (1, 2, 3, 4):  # ranks whose inputs begin within a block, or that have no row for any id
         actual = logits_on_ranks(tmp_path / "model.gguf", num_ranks, [ids], dtype="float32")[0]
         assert 1e-4 < relative_error(actual, expected) < 0.06
+
+
+KEPT = sorted(set(NATIVE) - {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K"})
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_every_kept_type_on_ranks_that_split_its_blocks(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`o` and `down` are split within blocks of 256, which must change nothing but the sums' order and, within 32
+    inputs, their rounding; q and k are reordered, k and up are of another type, and the embedding is the head, too."""
+    other = KEPT[KEPT.index(kind) - 1]
+    model = save_tiny(tmp_path, "llama", **WIDE, rope_parameters=PLAIN_ROPE, tie_word_embeddings=True)
+    save_gguf(tmp_path / "model.gguf", model, Type[kind], kinds={"attn_k": Type[other], "ffn_up": Type[other]})
+    ids = prompt(24, 97)
+    expected = reference_logits(model, ids)
+    found = [logits_on_ranks(tmp_path / "model.gguf", ranks, [ids], dtype="float32")[0] for ranks in (1, 2, 3)]
+    for actual in found:
+        assert (actual - expected).std() / expected.std() < 0.06
+    assert relative_error(found[1], found[0]) < 1e-3  # halves of 256 inputs and of 512
+    assert "are decoded" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gguf
+import pytest
 import torch
 from torch import Tensor
 
+from allspan.worker.quant.gguf import NATIVE
 from allspan.worker.weights.random_weights import RandomWeights
 
 SHAPES = {"a.weight": (3000, 40), "b.weight": (3000, 40), "b.bias": (3000,), "input_norm.weight": (40,)}
@@ -31,3 +34,12 @@ def test_tensors_and_rows_differ_and_have_the_spread_of_an_initialised_model() -
     assert len({tuple(row) for row in a.tolist()}) == 3000
     assert abs(float(a.std()) - 0.02) < 0.001
     assert part(weights, "input_norm.weight", range(40)).eq(1).all()
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_blocks_of_every_kept_type_have_that_spread_too(kind: str) -> None:
+    weights = RandomWeights({"a.weight": (64, 512)}, {"a.weight": kind})
+    raw = weights.blocks("a.weight", range(64), range(512)).numpy()
+    decoded = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert 0.5 < decoded.std() / 0.02 < 2
+    assert abs(decoded.mean()) < 0.005

@@ -5,10 +5,10 @@
 
 namespace allspan {
 
-// Every quantised format, by Format - kChannel8, with a8 and a16.
-constexpr int kCodeFormats = 11;
+// Every quantised format, by Format - kChannel8, with a8, and those up to q6_k with a16.
+constexpr int kCodeFormats = 21, kA16Formats = 11;
 struct IntegerTable {
-  LinearKernels a8[kCodeFormats], a16[kCodeFormats];
+  LinearKernels a8[kCodeFormats], a16[kA16Formats];
 };
 
 extern const IntegerTable kIntegerGeneric;

@@ -54,7 +54,7 @@ inline const uint8_t* bytes_of(const uint8_t* codes, Size subs, uint8_t* to) {
   if (T::bits == 8 && subs == kSubs) return codes;
   for (Size s = 0; s < kSubs; ++s) {
     for (int quad = 0; quad < 8; ++quad, to += 64) {
-      _mm512_store_si512(to, s < subs ? quad_codes<T::bits>(codes + s * (64 * T::bits), quad) : zero_int());
+      _mm512_store_si512(to, s < subs ? quad_codes<T>(codes + s * (64 * T::bits), quad) : zero_int());
     }
   }
   return to - kCodeBytes;
