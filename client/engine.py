@@ -23,13 +23,7 @@ from allspan.client.process import ClusterProcess
 from allspan.client.transport.base import Connect
 from allspan.protos.api.batch_generate import AsyncWaits, BatchGenerate, wait_all_finished
 from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt
-from allspan.protos.api.errors import (
-    AllspanError,
-    CheckpointError,
-    ConfigError,
-    ModelNotFound,
-    Unavailable,
-)
+from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, ModelNotFound, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.prompts import (
     Params,
@@ -46,6 +40,8 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 from allspan.protos.config.settings import EngineOptions
+from allspan.protos.embeddings.calls import EmbeddingCalls
+from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
 from allspan.protos.text import Tokenizer, default_params, load_tokenizer
 
 STARTUP_TIMEOUT_S = 600.0
@@ -66,7 +62,7 @@ class ServeOptions(EngineOptions, total=False):
     quiet: bool
 
 
-class ClientEngine:
+class ClientEngine(EmbeddingCalls):
     """An engine on a cluster, with every method of `allspan.protos.api.engine.EngineProtocol`; safe from any thread.
 
         with ClientEngine("smollm2-135m-instruct", ranks=2) as engine:
@@ -177,6 +173,10 @@ class ClientEngine:
         """The parameters of a request that gives none: the model's own defaults and at most 128 tokens. Read from its
         files at first use; CheckpointError."""
         return default_params(self.cluster.model_path, self.model)
+
+    @functools.cached_property
+    def embedding_card(self) -> EmbeddingCard:
+        return embedding_card(self.cluster.model_path, self.model)
 
     def start_model(self) -> None:
         self._control("start_model", 0.0)

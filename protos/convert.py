@@ -64,6 +64,7 @@ def options_to_wire(options: RequestOptions, message: pb.StartRequestMessage) ->
     message.timeout_s = options.timeout_s or 0.0
     message.no_prefix_cache = not options.prefix_cache
     message.cache_salt = options.cache_salt
+    message.pooling = options.pooling
 
 
 def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
@@ -73,6 +74,7 @@ def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
         timeout_s=message.timeout_s or None,
         prefix_cache=not message.no_prefix_cache,
         cache_salt=message.cache_salt,
+        pooling=message.pooling,
     )
 
 
@@ -98,6 +100,8 @@ def output_to_wire(request_id: bytes, output: Output) -> pb.RequestOutput:
     if output.stop_token_id is not None:
         message.stop_token_id = output.stop_token_id
         message.has_stop_token_id = True
+    if output.vector:
+        message.vector = output.vector
     if output.timings is not None:
         message.timings.CopyFrom(pb.RequestTimings(**{name: getattr(output.timings, name) for name in _TIMINGS}))
     return message
@@ -117,6 +121,7 @@ def output_from_wire(message: pb.RequestOutput) -> Output:
         stop_token_id=message.stop_token_id if message.has_stop_token_id else None,
         timings=timings,
         prompt_logprobs=tuple(map(_logprob_from_wire, message.prompt_logprobs)),
+        vector=message.vector,
     )
 
 

@@ -11,7 +11,7 @@ class Ack(_message.Message):
     def __init__(self) -> None: ...
 
 class StartRequestMessage(_message.Message):
-    __slots__ = ("request_id", "client_id", "model", "prompt_token_ids", "sampling", "adapter", "cache_salt", "priority", "epoch", "timeout_s", "no_prefix_cache", "output_token_ids")
+    __slots__ = ("request_id", "client_id", "model", "prompt_token_ids", "sampling", "adapter", "cache_salt", "priority", "epoch", "timeout_s", "no_prefix_cache", "output_token_ids", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class StartRequestMessage(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     NO_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     client_id: str
     model: str
@@ -36,7 +37,8 @@ class StartRequestMessage(_message.Message):
     timeout_s: float
     no_prefix_cache: bool
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[bytes] = ..., client_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., epoch: _Optional[int] = ..., timeout_s: _Optional[float] = ..., no_prefix_cache: bool = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    pooling: str
+    def __init__(self, request_id: _Optional[bytes] = ..., client_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., epoch: _Optional[int] = ..., timeout_s: _Optional[float] = ..., no_prefix_cache: bool = ..., output_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class RequestIds(_message.Message):
     __slots__ = ("request_ids",)
@@ -63,7 +65,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_token_id", "has_stop_token_id", "error_code", "error_message", "timings", "prompt_logprobs")
+    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_token_id", "has_stop_token_id", "error_code", "error_message", "timings", "prompt_logprobs", "vector")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +76,7 @@ class RequestOutput(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
@@ -84,7 +87,8 @@ class RequestOutput(_message.Message):
     error_message: str
     timings: RequestTimings
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, request_id: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., has_stop_token_id: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., timings: _Optional[_Union[RequestTimings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    vector: bytes
+    def __init__(self, request_id: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., has_stop_token_id: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., timings: _Optional[_Union[RequestTimings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., vector: _Optional[bytes] = ...) -> None: ...
 
 class RequestTimings(_message.Message):
     __slots__ = ("queue_s", "ttft_s", "total_s", "prompt_tokens", "cached_tokens", "output_tokens", "arrived_at", "host_cached_tokens", "preemptions")

@@ -30,6 +30,8 @@ class Completion:
     total_s: float = 0.0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Log-probabilities of the prompt's tokens from its second on, if requested."""
+    vector: bytes = b""
+    """The result of a request with `RequestOptions.pooling`: float32, little-endian."""
     timings: RequestTimings | None = None
     """The request's statistics."""
 

@@ -9,6 +9,9 @@ from allspan.protos.api.errors import InvalidRequest
 
 MAX_TIMEOUT_S = 86_400.0
 MAX_CACHE_SALT_CHARS = 256
+POOLINGS = ("last", "mean", "cls", "score")
+"""What a request may ask for instead of tokens: the final hidden state of its last token, the mean over all tokens,
+that of its first token, or what the model's score head makes of the last one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class RequestOptions:
     """False: neither uses pages that the prefix cache holds nor leaves any there."""
     cache_salt: str = ""
     """A salt of the prefix cache: only requests of the same salt share cached pages; at most 256 characters."""
+    pooling: str = ""
+    """One of POOLINGS: the result is a vector, and nothing is sampled; "": the result is tokens."""
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -30,6 +35,10 @@ class RequestOptions:
         if not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest(f"priority is {self.priority}, must be from {-(2**31)} to {2**31 - 1}", "priority")
         self._check_timeout()
+        if self.pooling not in ("", *POOLINGS):
+            raise InvalidRequest(
+                f"pooling is {self.pooling!r}, must be one of {', '.join(POOLINGS)}, or empty for tokens", "pooling"
+            )
         if not isinstance(self.prefix_cache, bool):
             raise InvalidRequest(f"prefix_cache is {self.prefix_cache!r}, must be true or false", "prefix_cache")
         if not isinstance(self.cache_salt, str):

@@ -68,6 +68,8 @@ class Output:
     before any token."""
     hidden_state: tuple[float, ...] = ()
     """What the model's head read of the prompt's last token; empty unless requested."""
+    vector: bytes = b""
+    """The result of a request with `RequestOptions.pooling`, with its finish reason: float32, little-endian."""
 
     def merged(self, later: Output) -> Output:
         return Output(
@@ -78,6 +80,7 @@ class Output:
             later.timings or self.timings,
             self.prompt_logprobs + later.prompt_logprobs,
             self.hidden_state or later.hidden_state,
+            self.vector or later.vector,
         )
 
 

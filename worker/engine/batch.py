@@ -13,6 +13,7 @@ from torch import Tensor
 from allspan.protos.api.errors import InternalError
 from allspan.worker.engine.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.pooling import PooledStep, RowPool, pooled_step
 from allspan.worker.engine.rows import Ints, Longs, RowStates
 from allspan.worker.sampling.result import Sampled
 from allspan.worker.sampling.sampler import Sampler
@@ -41,7 +42,7 @@ class Batch:
         self._lifetimes = sizes.lifetimes
         self._has_adapters = has_adapters
         self._axis_names = axis_names(sizes.num_positions)
-        self._row_inputs = RowInputs(prompt_lengths=sizes.prompt_lengths)
+        self._row_inputs = RowInputs(prompt_lengths=sizes.prompt_lengths, scorer=sizes.scorer)
         self._max_model_len = sizes.max_model_len
         self._page_size = sizes.page_size
         self._sampler = sampler
@@ -52,6 +53,8 @@ class Batch:
         self._parked: dict[bytes, Ints] = {}
         """Tokens of preempted requests."""
         self._decodes: DecodeRun | None = None
+        self._pools: dict[int, RowPool] = {}
+        """Rows that get a vector instead of tokens."""
         self.tokens_hash = 0
 
     @property
@@ -85,11 +88,16 @@ class Batch:
             return BatchStep(plan.step, None, LogitsRows(nothing, nothing), self._rows.num_leaves)
         return self._begin(plan, newest)
 
-    def commit(self, step: BatchStep, sampled: Sampled | None, hidden: Tensor | None = None) -> StepResult:
+    def commit(
+        self, step: BatchStep, sampled: Sampled | None, hidden: Tensor | None = None, pooled: Tensor | None = None
+    ) -> StepResult:
         """Appends a step's tokens to their rows, the oldest step first; None when there were no logits. Rows that have
-        left since the step began are passed over."""
+        left since the step began are passed over. `pooled`: the hidden states of the step's rows with pooling."""
+        vectors: dict[int, bytes] = {}
+        if step.pooled is not None and pooled is not None:
+            vectors = step.pooled.commit(pooled.cpu().numpy())
         if sampled is None:
-            return StepResult(step.number, {}, tokens_hash=self.tokens_hash)
+            return StepResult(step.number, {}, tokens_hash=self.tokens_hash, vectors=vectors)
         wanted, tokens, logprobs = step.logits, sampled.tokens, sampled.logprobs
         rows, positions, targets = wanted.rows, wanted.positions, wanted.targets
         failed: dict[int, tuple[int, ...]] = {}
@@ -114,7 +122,8 @@ class Batch:
         if hidden is not None:
             rows_of_states = zip(step.hidden, hidden.tolist(), strict=True)
             states = {row: tuple(state) for row, state in rows_of_states if row in made}
-        return StepResult(step.number, made | failed, logprobs, self.tokens_hash, sampled.prompt_logprobs, states)
+        lists = sampled.prompt_logprobs, states, vectors
+        return StepResult(step.number, made | failed, logprobs, self.tokens_hash, *lists)
 
     def _begin(self, plan: StepPlan, newest: BatchStep | None) -> BatchStep:
         """The inputs of a plan's runs: rows with one token first, as kernels may need, and of those the rows whose
@@ -139,13 +148,14 @@ class Batch:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         if len(self._lifetimes) > 1:
             values |= self._more_groups(rows, values)
+        pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
         inputs = self.buffers.fill(self._rotary_rows(values, rows), common)
         if self._has_adapters:
             inputs.adapters = torch.from_numpy(np.repeat(state.adapters[rows], counts))
         if state.embeddings:
             inputs.embeddings = self._embeddings(rows, values)
         step = BatchStep(plan.step, inputs, logits, state.num_leaves, num_unknown)
-        step.drafted = tuple(row for row, _ in plan.drafts)
+        step.drafted, step.pooled = tuple(row for row, _ in plan.drafts), pooled
         if state.hidden:
             ended = state.hidden.intersection(logits.sampling.tolist())  # these prompts end in this step
             step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in ended}
@@ -158,6 +168,13 @@ class Batch:
             room = self._page_size - 1 - int((values["positions"] % self._page_size).max())
             self._decodes = DecodeRun(plan.runs, step, room)
         return step
+
+    def _pool(self, rows: Longs, values: dict[str, NDArray[Any]], num_sampled: int) -> PooledStep:
+        """What a step's rows pool of it; the tokens that they read go behind the `num_sampled` rows of logits."""
+        starts = self._rows.num_computed[rows]
+        tokens, pooled = pooled_step(self._pools, rows, starts, values["qo_indptr"], num_sampled)
+        values["logits_rows"] = np.concatenate((values["logits_rows"], tokens))
+        return pooled
 
     def _accept(self, row: int, sampled: list[int]) -> tuple[int, ...]:
         """The row's new tokens: drafts that agree with what was sampled, and the first that was sampled instead."""
@@ -184,6 +201,7 @@ class Batch:
         if request_id not in plan.drops:
             self._parked[request_id] = self._rows.tokens[row, : self._rows.num_tokens[row]].copy()
         self._rows.leave(row)
+        self._pools.pop(row, None)
         self._sampler.remove(row)
 
     def _join(self, join: Join, inbox: Inbox) -> None:
@@ -208,6 +226,9 @@ class Batch:
         if request.positions is not None:
             state.positions[row] = request.positions
         state.first_rotary_rows[row] = self._row_inputs.table_of(prompt_len) * self._max_model_len
+        if request.options.pooling:
+            scorer = self._row_inputs.scorer
+            self._pools[row] = RowPool(request.options.pooling, prompt_len, scorer.weight if scorer else None)
         if request.wants_hidden_state and not join.num_output:
             state.hidden.add(row)
         state.prompt_ends[row] = prompt_len - 1 if request.wants_prompt_logprobs else 0
@@ -298,16 +319,25 @@ class Batch:
         if not has_prompts and not self._rows.num_drafts[rows].any():
             lasts = qo_indptr[1:] - 1
             samples = positions[lasts] + 1 == num_tokens[rows]
+            if self._pools:
+                samples &= self._samples(rows)
             return lasts[samples], LogitsRows(rows[samples], num_tokens[rows[samples]])
         following = positions + 1
         is_known = positions < prompt_ends[token_rows]
-        chosen = np.flatnonzero(is_known | (following >= num_tokens[token_rows]))
+        samples = following >= num_tokens[token_rows]
+        if self._pools:
+            samples &= self._samples(token_rows)
+        chosen = np.flatnonzero(is_known | samples)
         rows, following = token_rows[chosen], following[chosen]
         if not has_prompts:
             return chosen, LogitsRows(rows, following)
         # The buffer's place behind the last token is there (the context leaves room for one), and not looked at.
         targets = np.where(is_known[chosen], self._rows.tokens[rows, following], -1).astype(np.int64)
         return chosen, LogitsRows(rows, following, targets)
+
+    def _samples(self, rows: Longs) -> NDArray[np.bool_]:
+        """Which of these rows get tokens."""
+        return ~np.isin(rows, list(self._pools))
 
 
 def _indptr(counts: Longs) -> Longs:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from allspan.worker.engine.pooling import PooledStep
 from allspan.worker.engine.rows import RowStates
 from allspan.worker.scheduler.plan import Run, StepPlan
 from allspan.worker.step.inputs import InputBuffers, StepInputs
@@ -49,6 +50,8 @@ class BatchStep:
     """Rows whose last tokens are drafts; the first of their rows of logits is that before the first draft."""
     hidden: dict[int, int] = field(default_factory=dict)
     """Row → its row of logits, where its hidden state is asked for."""
+    pooled: PooledStep | None = None
+    """What rows with pooling make of it; their hidden states lie behind the rows of logits that are sampled."""
 
 
 class DecodeRun:

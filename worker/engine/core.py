@@ -85,7 +85,7 @@ class EngineCore:
         sizes = batch_sizes(config, model.max_model_len, lifetimes, model.row_inputs)
         self._batch = Batch(sizes, sampler, parts.inputs, tiers, has_adapters=model.row_inputs.num_adapters > 0)
         depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
-        runner, lookahead = Runner(model, sampler, self._batch), Lookahead(depth, sampler.samples_ahead)
+        runner, lookahead = Runner(model, sampler, self._batch, self.is_leader), Lookahead(depth, sampler.samples_ahead)
         self._loop = StepLoop(runner, self._inbox, self._operate, channel, epoch, depth)
         prefix = PrefixSettings(
             config.cache.enable_prefix_caching, config.model.name, tiers.num_host_pages if tiers else 0

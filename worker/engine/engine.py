@@ -39,6 +39,8 @@ from allspan.protos.api.prompts import (
 )
 from allspan.protos.api.results import Output, RequestHandle, ResultQueue
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.embeddings.calls import EmbeddingCalls
+from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
 from allspan.protos.text.defaults import default_params
 from allspan.protos.text.tokenizers.loading import load_tokenizer
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
@@ -63,7 +65,7 @@ PROFILE_TIMEOUT_S = 20.0
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(EmbeddingCalls):
     """Every method of `allspan.protos.api.engine.EngineProtocol`, in this process; safe from any thread.
 
         with Engine("SmolLM2-135M-Instruct") as engine:
@@ -130,6 +132,11 @@ class Engine:
         """The parameters of a request that gives none: the model's own defaults and at most 128 tokens. Read from its
         files at first use; CheckpointError."""
         return default_params(self._model_path, self.model)
+
+    @functools.cached_property
+    def embedding_card(self) -> EmbeddingCard:
+        """What the model's files say of its embeddings and scores. Read at first use; CheckpointError."""
+        return embedding_card(self._model_path, self.model)
 
     def start_model(self) -> None:
         self._core.start_model()

@@ -30,6 +30,8 @@ class _Flight:
     """None: it samples nothing."""
     hidden: Tensor | None
     """The hidden states that its rows ask for."""
+    pooled: Tensor | None
+    """The hidden states that rows with pooling are made of."""
 
 
 class Runner:
@@ -41,7 +43,9 @@ class Runner:
     that is not read before it is written again, later on the same CUDA stream.
     """
 
-    def __init__(self, model: StepModel, sampler: Sampler, batch: Batch) -> None:
+    def __init__(self, model: StepModel, sampler: Sampler, batch: Batch, is_leader: bool = True) -> None:
+        """Only the leader takes hidden states for rows with pooling: every rank has the same."""
+        self._is_leader = is_leader
         self.model_s = 0.0
         """Seconds in the model: of launching it, where it runs on its own, and of waiting for it."""
         self._model = model
@@ -63,11 +67,13 @@ class Runner:
         wanted = step.logits
         self._sampler.prepare(wanted.rows, wanted.positions, wanted.targets)
         logits = self._forward(step.inputs)
+        pooled = self._pooled(step)
         if not len(wanted.rows):
-            return self._batch.commit(step, None)
+            return self._batch.commit(step, None, None, pooled)
         hidden = self._hidden(step)
+        logits = logits[: len(wanted.rows)] if step.pooled is not None else logits
         sampled = self._sampler.sample(logits, wanted.rows, wanted.positions, wanted.targets)
-        return self._batch.commit(step, sampled, hidden)
+        return self._batch.commit(step, sampled, hidden, pooled)
 
     def launch(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> None:
         """Begins a step behind those in flight."""
@@ -77,6 +83,7 @@ class Runner:
             operate(plan.operation)
         launched: Launched | None = None
         hidden: Tensor | None = None
+        pooled: Tensor | None = None
         if step.inputs is not None:
             if step.num_unknown:
                 if newest is None or newest.launched is None:
@@ -85,24 +92,31 @@ class Runner:
             wanted = step.logits
             self._sampler.prepare(wanted.rows, wanted.positions, wanted.targets)
             logits = self._forward(step.inputs)
-            hidden = self._hidden(step)
+            hidden, pooled = self._hidden(step), self._pooled(step)
             if len(wanted.rows):
+                logits = logits[: len(wanted.rows)] if step.pooled is not None else logits
                 launched = self._sampler.launch(logits, wanted.rows, wanted.positions, wanted.targets)
-        self._flights.append(_Flight(step, launched, hidden))
+        self._flights.append(_Flight(step, launched, hidden, pooled))
 
     def land(self) -> StepResult:
         """Waits for the oldest step in flight, if it samples."""
         flight = self._flights.popleft()
         if flight.launched is None:
-            return self._batch.commit(flight.step, None)
+            return self._batch.commit(flight.step, None, None, flight.pooled)
         before = time.perf_counter()
         sampled = flight.launched.result()
         self.model_s += time.perf_counter() - before
-        return self._batch.commit(flight.step, sampled, flight.hidden)
+        return self._batch.commit(flight.step, sampled, flight.hidden, flight.pooled)
 
     def _hidden(self, step: BatchStep) -> Tensor | None:
         """The hidden states that a step's rows ask for."""
         return self._model.hidden_states(tuple(step.hidden.values())) if step.hidden else None
+
+    def _pooled(self, step: BatchStep) -> Tensor | None:
+        """The hidden states that a step's rows with pooling are made of."""
+        if step.pooled is None or not self._is_leader:
+            return None
+        return self._model.hidden_states(step.pooled.rows)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         before = time.perf_counter()

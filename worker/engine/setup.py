@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
 from allspan.worker.load.loader import Prepared, load_model
+from allspan.worker.load.score_head import ScoreHead
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel
@@ -70,6 +71,7 @@ def load_engine(
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
+    head = _score_head(model, loaded, collectives.rank)
     await_others()
     lifetimes = [group.lifetime for group in loaded.cache_groups]
     sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs)
@@ -101,8 +103,17 @@ def load_engine(
     pages = [tensor for cache in kv for tensor in (*cache.keys, *cache.values)]
     pages += [tensor for tier in host for tensor in tier.tensors]
     weights = Weights(loaded, model, cache, collectives, pages, await_others, steps)
-    core.operations.on_operation = _on_operation(core, loaded, weights)
+    core.operations.on_operation = _on_operation(core, loaded, weights, head)
     return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
+
+
+def _score_head(config: ModelConfig, model: Model, rank: int) -> ScoreHead:
+    """Says what the model's files say of scores, and reads their head on the leader, which makes them."""
+    head = ScoreHead(config)
+    model.row_inputs = replace(model.row_inputs, scorer=head)
+    if rank == 0:
+        head.load()
+    return head
 
 
 def _check_room(config: WorkerConfig, prepared: Prepared, room: Room, ranks_on_node: int) -> None:
@@ -119,11 +130,17 @@ def ends_of(model: ModelConfig, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(sorted({*spec.eos_token_ids, *more}))
 
 
-def _on_operation(core: EngineCore, model: Model, weights: Weights) -> Callable[[Operation], None]:
+def _on_operation(core: EngineCore, model: Model, weights: Weights, head: ScoreHead) -> Callable[[Operation], None]:
     """What a rank does at an operation of a plan."""
+
+    def reload() -> None:
+        weights.reload(core.loop_progress.beat)
+        if core.is_leader:
+            head.load()
+
     actions: dict[Operation, Callable[[], None]] = {
         Operation.UNLOAD_WEIGHTS: weights.unload,
-        Operation.RELOAD_WEIGHTS: lambda: weights.reload(core.loop_progress.beat),
+        Operation.RELOAD_WEIGHTS: reload,
         Operation.START_PROFILE: model.start_profile,
         Operation.STOP_PROFILE: model.stop_profile,
     }

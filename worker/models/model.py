@@ -71,10 +71,13 @@ class Model:
             name: (group, make(MetaContext(backend, cache_groups[group].spec, limits, ops)))
             for name, (group, make) in decoder.bindings.metas.items()
         }
-        self._num_positions = decoder.bindings.num_positions
-        self._prompt_lengths = decoder.bindings.prompt_lengths(limits.max_model_len)
+        num_positions, size = decoder.bindings.num_positions, self.spec.hidden_size
+        lengths = decoder.bindings.prompt_lengths(limits.max_model_len)
+        self.row_inputs = RowInputs(0, size, size, num_positions=num_positions, prompt_lengths=lengths)
+        """Requests may bring embedding rows (what the model's embedding holds of token ids, or anything like it), and
+        ask for hidden states; with a multimodal rotary embedding, bring positions."""
         device, row_numbers = backend.capabilities.tensors, None
-        if self._num_positions > 1:
+        if num_positions > 1:
             row_numbers = torch.arange(limits.max_tokens, dtype=torch.int32, device=device)
         self._steps = StepRunner(self._executor, metas, len(cache_groups), collectives.check, row_numbers)
         self._hidden = decoder.hidden
@@ -89,18 +92,6 @@ class Model:
     def progress(self) -> int:
         """Counts up while a step runs; see `Interpreter.progress`."""
         return self._executor.progress
-
-    @property
-    def row_inputs(self) -> RowInputs:
-        """Requests may bring embedding rows (what the model's embedding holds of token ids, or anything like it), and
-        ask for hidden states; with a multimodal rotary embedding, bring positions."""
-        size = self.spec.hidden_size
-        return RowInputs(
-            embedding_size=size,
-            hidden_size=size,
-            num_positions=self._num_positions,
-            prompt_lengths=self._prompt_lengths,
-        )
 
     @property
     def step_metadata(self) -> tuple[StepMetadata, ...]:

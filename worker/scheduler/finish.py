@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from allspan.protos.api.errors import AllspanError
+from allspan.protos.api.errors import AllspanError, InternalError
 from allspan.protos.api.results import Output, RequestTimings
 from allspan.worker.sampling.failure import failure
 from allspan.worker.scheduler.plan import Run, StepResult
@@ -58,8 +59,8 @@ def outputs_of(request: Request, run: Run, end: End, result: StepResult, now: fl
     if tokens or end.reason or (prompt_logprobs and not end.error):
         times = timings(request, now) if end.reason or is_first else None
         logprobs = result.logprobs.get(run.row, ())[: end.count]
-        hidden = result.hidden_states.get(run.row, ())
-        outputs.append(Output(tokens, logprobs, end.reason, end.stop_token_id, times, prompt_logprobs, hidden))
+        more = result.hidden_states.get(run.row, ()), result.vectors.get(run.row, b"")
+        outputs.append(Output(tokens, logprobs, end.reason, end.stop_token_id, times, prompt_logprobs, *more))
     if end.error:
         outputs.append(end.error)
     return outputs
@@ -74,6 +75,13 @@ def finish(request: Request, eos_token_ids: Set[int]) -> tuple[str, int | None]:
     if params.stop_words_ids and len(output) >= params.min_tokens and _ends_with(output, params.stop_words_ids):
         return "stop", None
     return ("length" if len(output) >= request.max_tokens else ""), None
+
+
+def vector_end(vector: bytes) -> End:
+    """The end of a request with pooling, whose result has come."""
+    if all(map(math.isfinite, memoryview(vector).cast("f"))):
+        return End(0, "stop")
+    return End(0, error=InternalError("the model's hidden states for this prompt are not finite numbers"))
 
 
 def _ends_with(output: list[int], sequences: tuple[tuple[int, ...], ...]) -> bool:

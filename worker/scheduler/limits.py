@@ -82,7 +82,7 @@ class Limits:
         self._check_resumed(request)
         self._check_row_inputs(request)
         # The last token is sampled, never computed: it takes no place in the cache.
-        computed = len(ids) + request.max_tokens - 1
+        computed = len(ids) + (0 if request.options.pooling else request.max_tokens - 1)
         for group in self.groups():
             pages = group.most_pages(computed, self.page_size, self.max_num_batched_tokens)
             if pages > group.num_pages:
@@ -94,6 +94,16 @@ class Limits:
                 )
 
     def _check_row_inputs(self, request: Request) -> None:
+        pooling = request.options.pooling
+        if pooling and not self.row_inputs.hidden_size:
+            raise InvalidRequest(f"pooling is {pooling!r}, the model gives no hidden states: leave it out", "pooling")
+        scorer = self.row_inputs.scorer
+        if pooling == "score" and not (scorer and scorer.num_labels):
+            raise InvalidRequest(
+                "pooling is 'score', the model has no head for scores: use last, mean or cls", "pooling"
+            )
+        if not pooling and scorer is not None and not scorer.generates:
+            raise InvalidRequest("the model makes embeddings and generates no tokens: ask for embeddings", "pooling")
         if request.wants_hidden_state and not self.row_inputs.hidden_size:
             raise InvalidRequest("hidden_state is asked for, the model gives none: leave it out", "hidden_state")
         slots, size, embeddings = self.row_inputs.num_adapters, self.row_inputs.embedding_size, request.embeddings

@@ -75,8 +75,10 @@ class PageManager:
         return None if request.awaits else hit
 
     def looks_up(self, request: Request) -> bool:
-        """Whether the request may begin with cached pages; log-probabilities of its prompt need every position."""
-        return self._settings.enabled and request.options.prefix_cache and not request.wants_prompt_logprobs
+        """Whether the request may begin with cached pages; log-probabilities of its prompt and pooling that reads other
+        tokens than the last need every position."""
+        needs_all = request.wants_prompt_logprobs or request.options.pooling in ("mean", "cls")
+        return self._settings.enabled and request.options.prefix_cache and not needs_all
 
     def fits(self, request: Request, hit: PrefixHit, spare: int, others: Sequence[Request] = ()) -> bool:
         """Whether the request can join, with `spare` pages left in each group, once `others` have given theirs back."""

@@ -109,3 +109,6 @@ class StepResult:
     """Row → of the prompt tokens whose predecessors this step ran, of those rows that asked."""
     hidden_states: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """Row → what the head read of its last token, for those rows that asked."""
+    vectors: dict[int, bytes] = field(default_factory=dict)
+    """Row → the result of a request with pooling whose prompt has ended, as little-endian float32; on the leader
+    alone."""

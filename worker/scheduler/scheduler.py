@@ -22,7 +22,7 @@ from allspan.protos.api.results import Output
 from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.scheduler.counters import SchedulerCounters, Throughput
 from allspan.worker.scheduler.drafting import Drafting
-from allspan.worker.scheduler.finish import NO_TOKEN, ONE_TOKEN, append, outputs_of, timings
+from allspan.worker.scheduler.finish import NO_TOKEN, ONE_TOKEN, append, outputs_of, timings, vector_end
 from allspan.worker.scheduler.invariants import Standing, check_standing
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.lookahead import Lookahead
@@ -174,10 +174,12 @@ class Scheduler:
         before = self.counters.generated_tokens
         outcomes: list[Outcome] = []
         drafted, sampled, commit = dict(flight.plan.drafts), result.tokens, self.memory.commit_computed
+        vectors = result.vectors
         for run, request in zip(flight.plan.runs, flight.requests, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue
-            tokens, is_first, end = sampled.get(run.row, ()), not request.first_token_at, NO_TOKEN
+            tokens, is_first = sampled.get(run.row, ()), not request.first_token_at
+            end = vector_end(vectors[run.row]) if run.row in vectors else NO_TOKEN
             if tokens:
                 request.num_unknown -= 1
                 end = append(request, tokens, self._eos, now)
@@ -191,7 +193,7 @@ class Scheduler:
                 self.memory.retract(request)
             if end is ONE_TOKEN and not (is_first or result.prompt_logprobs):
                 outcomes.append((request, Output(tokens, result.logprobs.get(run.row, ())[:1])))
-            elif tokens or run.row in result.prompt_logprobs:
+            elif tokens or end is not NO_TOKEN or run.row in result.prompt_logprobs:
                 outcomes += [(request, news) for news in outputs_of(request, run, end, result, now)]
                 if end.reason or end.error:
                     self._end(request, RequestStatus.FAILED if end.error else RequestStatus.FINISHED)

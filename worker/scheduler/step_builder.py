@@ -32,11 +32,7 @@ class StepBuilder:
 
     def decode(self, request: Request, run: Run) -> None:
         """One token of a request, of which it is the last."""
-        self.runs.append(run)
-        self.requests.append(request)
-        self.sampled.append(request)
-        request.num_in_flight += 1
-        request.num_unknown += 1
+        self._add(request, run, samples=True)
         self.budget -= 1
         self.logits -= 1
 
@@ -80,14 +76,18 @@ class StepBuilder:
         self.runs.append(run)
         self.requests.append(request)
         request.num_in_flight += run.num_tokens
-        if samples:
+        if samples and not request.options.pooling:
             self.sampled.append(request)
             request.num_unknown += 1
 
 
 def _rows_of_logits(request: Request, count: int, pending: int) -> int:
     """Rows of logits for the request's next `count` of `pending` tokens: one to sample after its last token, one for
-    each prompt token that follows and whose log-probability is asked for."""
+    each prompt token that follows and whose log-probability is asked for. Pooling reads what the head would."""
+    if request.options.pooling == "mean":
+        return count
+    if request.options.pooling == "cls":
+        return int(not request.num_scheduled)
     rows = int(count >= pending)
     if request.wants_prompt_logprobs:
         start, last = request.num_scheduled, len(request.prompt_token_ids) - 1

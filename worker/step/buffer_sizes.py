@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
-from allspan.worker.step.row_inputs import RowInputs
+from allspan.worker.step.row_inputs import RowInputs, Scorer
 
 NO_ROW_INPUTS = RowInputs()
 LOGITS_ROWS = 64
@@ -42,6 +42,8 @@ class BatchSizes:
     """Positions of a token; see `RowInputs.num_positions`."""
     prompt_lengths: tuple[int, ...] = ()
     """See `RowInputs.prompt_lengths`."""
+    scorer: Scorer | None = None
+    """See `RowInputs.scorer`."""
 
 
 def most_logits_rows(max_num_seqs: int) -> int:
@@ -69,4 +71,5 @@ def batch_sizes(
         tuple(lifetimes),
         row_inputs.num_positions,
         row_inputs.prompt_lengths,
+        row_inputs.scorer,
     )

@@ -6,12 +6,29 @@ import hashlib
 import struct
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 POSITION_AXES = ("temporal", "height", "width")
 """The positions of a token in a model with a multimodal rotary embedding."""
+
+
+class Scorer(Protocol):
+    """A model's score head."""
+
+    @property
+    def weight(self) -> NDArray[np.float64] | None:
+        """[labels, hidden], on the leader."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether requests may ask for tokens, too."""
+
+    @property
+    def num_labels(self) -> int:
+        """Scores of a request; 0: the model makes embeddings alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +41,8 @@ class RowInputs:
     """Elements of an embedding row; 0: it takes none."""
     hidden_size: int = 0
     """Elements of a hidden state that a request may ask for; 0: it gives none."""
+    scorer: Scorer | None = None
+    """Makes scores of hidden states; None: the model gives none."""
     num_positions: int = 1
     """Positions of a token: 1, which is its index, or one for each of `POSITION_AXES`."""
     prompt_lengths: tuple[int, ...] = ()

@@ -27,6 +27,7 @@ class CompletionBuilder:
         self._prompt_logprobs: list[TokenLogprob] = []
         self._timings = RequestTimings()
         self._finish_reason = ""
+        self._vector = b""
 
     @property
     def is_finished(self) -> bool:
@@ -35,6 +36,7 @@ class CompletionBuilder:
     def add(self, output: Output) -> None:
         self._timings = output.timings or self._timings
         self._prompt_logprobs.extend(output.prompt_logprobs)
+        self._vector = self._vector or output.vector
         delta = self._stream.push(output)
         self._text.append(delta.text)
         self._token_ids.extend(delta.token_ids)
@@ -56,4 +58,5 @@ class CompletionBuilder:
             total_s=timings.total_s,
             prompt_logprobs=tuple(self._prompt_logprobs),
             timings=timings,
+            vector=self._vector,
         )
