@@ -18,6 +18,9 @@ from torch import Tensor
 
 from allspan.kernels.packed_spec import PackedSpec
 
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""What a gated product may apply to its first part."""
+
 T = TypeVar("T")
 """Tensor, or what stands for one while a program is built."""
 
@@ -96,6 +99,9 @@ class OpSet(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """residual += x, then out = rms_norm(residual). All [n, H]; `out` may be `x`."""
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """out[n, H] = c / sqrt(mean(c²) + eps) · weight, where c = x - mean(x). weight float32 [H]. Also in place."""
+
     def add(self, x: Tensor, residual: Tensor) -> None:
         """residual[n, H] += x[n, H]."""
 
@@ -118,9 +124,17 @@ class OpSet(Protocol):
         """Adds what packed_linear would write to what those columns of out hold."""
 
     def packed_gated_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: PackedSpec,
+        column: int,
+        activation: str,
+        out: Tensor,
     ) -> None:
-        """out[:, column : column + I] = silu(gate) · up, of a weight with two interleaved parts of I features each."""
+        """out[:, column : column + I] = activation(gate) · up, of a weight with two interleaved parts of I features
+        each; activations are those of `gated_mul`."""
 
     def packed_embedding(self, ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: int, out: Tensor) -> None:
         """out[n, K] = feature ids - first_row of a packed weight of one part where it has that feature, else 0.
@@ -214,8 +228,14 @@ class OpSet(Protocol):
         requests, cut into the tiles of their kernels.
         """
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """out[n, I] = silu(gate_up[:, :I]) · gate_up[:, I:]."""
+    def gated_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
+        """out[n, I] = activation(gate_up[:, :I]) · gate_up[:, I:].
+
+        Of `ACTIVATIONS`: silu(x) = x / (1 + exp(-x)); gelu_tanh(x) = x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))).
+        """
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """x[n, V] = cap · tanh(x / cap) in place; cap > 0."""
 
     def gather_rows(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[m, H] = x[rows]; rows int32 [m]."""

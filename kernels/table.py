@@ -47,6 +47,7 @@ REFERENCE = {
     "embedding": "allspan.kernels.reference.elementwise:embedding",
     "rms_norm": "allspan.kernels.reference.elementwise:rms_norm",
     "add_rms_norm": "allspan.kernels.reference.elementwise:add_rms_norm",
+    "layer_norm": "allspan.kernels.reference.elementwise:layer_norm",
     "add": "allspan.kernels.reference.elementwise:add",
     "linear": "allspan.kernels.reference.linear:linear",
     "head_norm": "allspan.kernels.reference.elementwise:head_norm",
@@ -55,7 +56,8 @@ REFERENCE = {
     "append_kv": "allspan.kernels.reference.attention:append_kv",
     "rotary_append": "allspan.kernels.reference.rotary_append:rotary_append",
     "attention": "allspan.kernels.reference.attention:attention",
-    "silu_mul": "allspan.kernels.reference.elementwise:silu_mul",
+    "gated_mul": "allspan.kernels.reference.elementwise:gated_mul",
+    "soft_cap": "allspan.kernels.reference.elementwise:soft_cap",
     "gather_rows": "allspan.kernels.reference.elementwise:gather_rows",
     "gather_columns": "allspan.kernels.reference.elementwise:gather_columns",
     "put_rows": "allspan.kernels.reference.elementwise:put_rows",
@@ -67,7 +69,7 @@ REFERENCE = {
 
 _COMPILED = (
     *("embedding", "rms_norm", "add_rms_norm", "add", "linear", "head_norm", "rotary", "hadamard", "append_kv"),
-    *("rotary_append", "attention", "silu_mul", "gather_rows"),
+    *("rotary_append", "attention", "gated_mul", "soft_cap", "layer_norm", "gather_rows"),
     *("packed_embedding", "packed_linear", "packed_linear_add", "packed_gated_linear"),
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
@@ -83,7 +85,9 @@ CUDA = {
     "add": "allspan.kernels.cuda.rows.elementwise:add",
     "rms_norm": "allspan.kernels.cuda.rows.rms_norm:rms_norm",
     "add_rms_norm": "allspan.kernels.cuda.rows.rms_norm:add_rms_norm",
-    "silu_mul": "allspan.kernels.cuda.rows.elementwise:silu_mul",
+    "layer_norm": "allspan.kernels.cuda.rows.rms_norm:layer_norm",
+    "gated_mul": "allspan.kernels.cuda.rows.elementwise:gated_mul",
+    "soft_cap": "allspan.kernels.cuda.rows.elementwise:soft_cap",
     "gather_rows": "allspan.kernels.cuda.rows.elementwise:gather_rows",
     "gather_columns": "allspan.kernels.cuda.rows.gather_columns:gather_columns",
     "put_rows": REFERENCE["put_rows"],

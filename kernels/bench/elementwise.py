@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
-from allspan.kernels.cuda.rows.elementwise import silu_mul
+from allspan.kernels.cuda.rows.elementwise import gated_mul
 from allspan.kernels.cuda.rows.rms_norm import add_rms_norm
 from allspan.kernels.cuda.rows.rotary_append import rotary_append
 from allspan.kernels.library.quantised_rows import add_rms_norm_quantised, silu_mul_quantised
@@ -124,11 +124,11 @@ def build_silu(tokens: int, device: str) -> Built:
     out = torch.empty(tokens, INNER, dtype=BF16, device=device)
 
     def ours(i: int) -> None:
-        silu_mul(gate_up[i], out)
+        gated_mul(gate_up[i], "silu", out)
 
     def check(name: str) -> None:
         right = torch.empty_like(out, dtype=torch.float32)
-        reference.silu_mul(gate_up[0].float(), right)
+        reference.gated_mul(gate_up[0].float(), "silu", right)
         ours(0)
         torch.testing.assert_close(out.float(), right, rtol=1e-2, atol=1e-2)
 
@@ -151,7 +151,7 @@ def build_silu_quantised(tokens: int, device: str) -> Built:
 
     def check(name: str) -> None:
         right = torch.empty(tokens, INNER, device=device)
-        reference.silu_mul(gate_up[0].float(), right)
+        reference.gated_mul(gate_up[0].float(), "silu", right)
         ours(0)
         _assert_codes(out, scales, right)
 

@@ -61,7 +61,12 @@ enum class Epilogue {
   kStore,      // out = product
   kAdd,        // out += product
   kGatedSilu,  // out = silu(first part) · second part, which are interleaved
+  kGatedGelu,  // out = gelu(first part) · second part, by tanh
 };
+
+constexpr bool is_gated(Epilogue epilogue) {
+  return epilogue == Epilogue::kGatedSilu || epilogue == Epilogue::kGatedGelu;
+}
 
 // A tile of a product's sums, and where they go.
 struct TileArgs {
@@ -90,6 +95,7 @@ struct Kernels {
   // residual (may be null): residual += x first, and its norm is taken.
   void (*rms_norm)(const float* x, float* residual, const float* weight, float eps, float* out, int64_t rows,
                    int64_t width);
+  void (*layer_norm)(const float* x, const float* weight, float eps, float* out, int64_t rows, int64_t width);
   void (*add)(const float* x, float* residual, int64_t count);
   // out[i] = parts[0][i] + parts[1][i] + …, in this order; `out` may be one of them. One part: a copy.
   void (*add_parts)(const float* const* parts, int64_t count, float* out, int64_t n);
@@ -97,7 +103,9 @@ struct Kernels {
                  int64_t rows);
   // center [heads, dim] or null.
   void (*hadamard)(float* x, int64_t heads, int64_t dim, const float* center, int64_t rows);
-  void (*silu_mul)(const float* gate_up, float* out, int64_t rows, int64_t width);
+  // activation: kGatedSilu or kGatedGelu.
+  void (*gated_mul)(const float* gate_up, Epilogue activation, float* out, int64_t rows, int64_t width);
+  void (*soft_cap)(float* x, float cap, int64_t count);
   void (*finish)(const TileArgs& tile);
 };
 

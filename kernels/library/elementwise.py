@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.rows.elementwise import silu_mul
+from allspan.kernels.cuda.rows.elementwise import gated_mul
 from allspan.kernels.cuda.rows.rms_norm import add_rms_norm, rms_norm
 from allspan.kernels.library.arrays import Array, tensor
 
@@ -42,7 +42,7 @@ def silu_and_mul(input: Array, out: Array | None = None, enable_pdl: bool | None
     """silu(input[..., :h]) · input[..., h:], of input [..., 2h]."""
     x = tensor("input", input)
     into = x.new_empty(*x.shape[:-1], x.shape[-1] // 2) if out is None else tensor("out", out)
-    silu_mul(x.reshape(-1, x.shape[-1]), _rows(into))
+    gated_mul(x.reshape(-1, x.shape[-1]), "silu", _rows(into))
     return into
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from allspan.kernels.ops import ACTIVATIONS
 
 
 def embedding(ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
@@ -33,6 +36,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
     out.copy_(_normed(residual, weight, eps))
 
 
+def layer_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """See `OpSet.layer_norm`."""
+    wide = x.float()
+    centered = wide - wide.mean(-1, keepdim=True)
+    out.copy_(centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight.float())
+
+
 def add(x: Tensor, residual: Tensor) -> None:
     """See `OpSet.add`."""
     residual.add_(x)
@@ -43,10 +53,25 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     x.copy_(_normed(x, weight, eps))
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """See `OpSet.silu_mul`."""
+def gated(gate: Tensor, activation: str, up: Tensor) -> Tensor:
+    """Returns activation(gate) · up."""
+    if activation == "silu":
+        return functional.silu(gate) * up
+    if activation == "gelu_tanh":
+        # As the other backends have it: torch's own cancels in float32 far below 0.
+        return gate * torch.sigmoid(gate * (1.5957691216057308 + 0.07135481282553515 * gate * gate)) * up
+    raise ValueError(f"activation: {activation!r} is none of {', '.join(ACTIVATIONS)}")
+
+
+def gated_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
+    """See `OpSet.gated_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    out.copy_(torch.nn.functional.silu(gate) * up)
+    out.copy_(gated(gate, activation, up))
+
+
+def soft_cap(x: Tensor, cap: float) -> None:
+    """See `OpSet.soft_cap`."""
+    torch.mul(torch.tanh(x / cap), cap, out=x)
 
 
 def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:

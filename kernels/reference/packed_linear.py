@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from allspan.kernels.packed_spec import FEATURES, PackedSpec
+from allspan.kernels.reference.elementwise import gated
 from allspan.kernels.row_layout import fields_of_rows, pack_rows
 
 Fields = Mapping[str, Tensor]
@@ -188,11 +189,11 @@ def packed_linear_add(
 
 
 def packed_gated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, activation: str, out: Tensor
 ) -> None:
     """See `OpSet.packed_gated_linear`."""
     gate, up = torch.split(_product(x, weight, bias, spec), list(spec.parts), 1)
-    out[:, column : column + spec.parts[0]] = functional.silu(gate) * up
+    out[:, column : column + spec.parts[0]] = gated(gate, activation, up)
 
 
 def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: int, out: Tensor) -> None:

@@ -90,7 +90,7 @@ class HighAndLow:
         program.op("linear", x, weights["low"], None, rest)
         program.op("add", rest, product)
         if epilogue is not Epilogue.STORE:
-            program.op("add" if epilogue is Epilogue.ADD else "silu_mul", product, out)
+            epilogue.finish(program, product, out)
 
     def emit_embedding(
         self,

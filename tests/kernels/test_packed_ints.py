@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from allspan.kernels.ops import ACTIVATIONS
 from allspan.kernels.packed_spec import FEATURES, FORMATS, PackedSpec
 from allspan.kernels.reference import packed_linear
 from allspan.kernels.table import op_set
@@ -148,15 +149,15 @@ def test_parts_biases_and_epilogues(backend: str, kind: tuple[str, str]) -> None
     spec = spec_of(kind, 70, 5, 40, 17)
     gated = replace(spec, parts=(37, 37), interleaved=True)
     x, ours, theirs = inputs_of(6, spec), op_set(backend), op_set("reference")
-    for op, of, width in [
+    for op, of, width, *activation in [
         ("packed_linear", spec, 62),
         ("packed_linear_add", spec, 62),
-        ("packed_gated_linear", gated, 37),
+        *(("packed_gated_linear", gated, 37, each) for each in ACTIVATIONS),
     ]:
         weight, bias = random_weight(of), torch.randn(of.features)
         outs = [torch.arange(6.0 * (width + 3)).reshape(6, width + 3) for _ in range(2)]
         for ops, out in zip((ours, theirs), outs, strict=True):
-            getattr(ops, op)(x, weight, bias, of, 2, out)
+            getattr(ops, op)(x, weight, bias, of, 2, *activation, out)
         assert_close(*outs)
 
 

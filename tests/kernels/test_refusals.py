@@ -60,11 +60,13 @@ REFUSALS: list[tuple[str, Callable[[], list[Any]], type[Exception], str]] = [
     ("linear", lambda: linear_with(3, poison(2, 4)), ValueError, r"linear: out has shape \[2, 4\], not \[2, 3\]"),
     ("rms_norm", lambda: [randn(2, 8), randn(7), 1e-5, poison(2, 8)], ValueError, "rms_norm: weight has shape"),
     (
-        "silu_mul",
-        lambda: [randn(2, 7), poison(2, 4)],
+        "gated_mul",
+        lambda: [randn(2, 7), "silu", poison(2, 4)],
         ValueError,
         r"gate_up has shape \[2, 7\], not \[2, 8\]",
     ),
+    ("gated_mul", lambda: [randn(2, 8), "relu", poison(2, 4)], ValueError, "activation must be silu or gelu_tanh"),
+    ("soft_cap", lambda: [randn(2, 8), 0.0], ValueError, "soft_cap: cap must be above 0"),
     ("gather_rows", lambda: [randn(2, 8), ints([0, 2]), poison(2, 8)], ValueError, r"rows\[1\] is 2, not in \[0, 2\)"),
     ("gather_rows", lambda: [randn(2, 8), torch.tensor([0]), poison(1, 8)], TypeError, "rows is torch.int64, not"),
     (

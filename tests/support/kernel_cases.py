@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allspan.kernels.ops import ACTIVATIONS
 from support import kernel_oracle
 
 NAN = float("nan")
@@ -187,12 +188,21 @@ def add(n: int, width: int) -> list[Any]:
     return [randn(n, width), randn(n, width, seed=2)]
 
 
-def silu_mul(n: int, width: int) -> list[Any]:
-    return [randn(n, 2 * width) * 8, poison(n, width)]
+def layer_norm(n: int, width: int) -> list[Any]:
+    return [randn(n, width) + 3, randn(width, seed=1), 1e-5, poison(n, width)]
 
 
-def silu_mul_far_out() -> list[Any]:
-    return [torch.tensor([[-200.0, 200.0, -88.0, 88.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]]), poison(1, 5)]
+def gated_mul(n: int, width: int, activation: str) -> list[Any]:
+    return [randn(n, 2 * width) * 8, activation, poison(n, width)]
+
+
+def gated_mul_far_out(activation: str) -> list[Any]:
+    return [torch.tensor([[-200.0, 200.0, -88.0, 88.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]]), activation, poison(1, 5)]
+
+
+def soft_cap(n: int, width: int, cap: float) -> list[Any]:
+    """Numbers far below the cap, near it and far above it."""
+    return [randn(n, width) * cap * 10.0 ** (torch.arange(width) % 7 - 4), cap]
 
 
 def head_norm(n: int, heads: int, dim: int) -> list[Any]:
@@ -286,8 +296,11 @@ def _cases() -> Iterator[Case]:
     yield from _sized("rms_norm", rms_norm, rows)
     yield from _sized("add_rms_norm", add_rms_norm, rows)
     yield from _sized("add", add, rows, 1e-6)
-    yield from _sized("silu_mul", silu_mul, rows)
-    yield Case("silu_mul", "far-out", silu_mul_far_out)
+    yield from _sized("layer_norm", layer_norm, [size for size in rows if size[1] > 1])
+    for activation in ACTIVATIONS:
+        yield from _sized("gated_mul", gated_mul, [(*size, activation) for size in rows])
+        yield Case("gated_mul", f"far-out-{activation}", gated_mul_far_out, (activation,))
+    yield from _sized("soft_cap", soft_cap, [(1, 576, 30.0), (7, 33, 50.0), (130, 160, 0.5), (0, 16, 30.0)], 1e-6)
     yield from _sized("head_norm", head_norm, [(1, 9, 64), (19, 3, 80), (65, 2, 48), (5, 1, 256), (0, 2, 8)])
     turns = [(1, 9, 3, 64, 64), (33, 5, 2, 80, 80), (7, 2, 1, 128, 32), (40, 3, 3, 48, 10), (0, 2, 2, 8, 8)]
     yield from _sized("rotary", rotary, turns)

@@ -147,9 +147,21 @@ def attention(
                 out[token, head] = logits.softmax(-1)[: seen - behind] @ values
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+def gated_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
     gate, up = gate_up.chunk(2, dim=-1)
-    out.copy_(gate / (1 + (-gate).exp()) * up)
+    if activation == "silu":
+        out.copy_(gate / (1 + (-gate).exp()) * up)
+    else:
+        out.copy_(gate / 2 * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up)
+
+
+def soft_cap(x: Tensor, cap: float) -> None:
+    x.copy_(cap * (x / cap).tanh())
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    centered = x - x.mean(-1, keepdim=True)
+    out.copy_(centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * weight)
 
 
 def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:

@@ -110,7 +110,7 @@ class Holding:
         self.method.emit(program, shape, weights, x, product)
         self.delta.emit(program, piece.name, shape, x, product)
         if epilogue is not Epilogue.STORE:
-            program.op("add" if epilogue is Epilogue.ADD else "silu_mul", product, out)
+            epilogue.finish(program, product, out)
 
     def emit_embedding(self, program: ProgramBuilder, ids: Slot, out: Slot) -> None:
         """Appends out = this rank's rows of the embedding, 0 for ids of others."""

@@ -69,7 +69,24 @@ class Epilogue(enum.Enum):
 
     STORE = "out = product"
     ADD = "out += product"
-    GATED = "out = silu(first part) · second part"
+    GATED_SILU = "out = silu(first part) · second part"
+    GATED_GELU_TANH = "out = gelu_tanh(first part) · second part"
+
+    @property
+    def activation(self) -> str:
+        """Of a gated product, as `allspan.kernels.ops.ACTIVATIONS` has it; else empty."""
+        return next((name for name, epilogue in GATED.items() if epilogue is self), "")
+
+    def finish(self, program: ProgramBuilder, product: Slot, out: Slot) -> None:
+        """Appends what it says, of a product that lies in a buffer of its own."""
+        if self is Epilogue.ADD:
+            program.op("add", product, out)
+        else:
+            program.op("gated_mul", product, self.activation, out)
+
+
+GATED = {"silu": Epilogue.GATED_SILU, "gelu_tanh": Epilogue.GATED_GELU_TANH}
+"""Epilogues by activation."""
 
 
 class LinearDelta(Protocol):

@@ -19,7 +19,7 @@ from allspan.worker.weights.held_tensor import HeldTensor
 _CHUNK = 1 << 20
 """Elements that are read at a time: bounds the temporaries and keeps them near the processor."""
 
-_OPS = {Epilogue.STORE: "packed_linear", Epilogue.ADD: "packed_linear_add", Epilogue.GATED: "packed_gated_linear"}
+_OPS = {Epilogue.STORE: "packed_linear", Epilogue.ADD: "packed_linear_add"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +134,16 @@ class PackedMethod(ABC):
         alone = len(packed) == 1
         product = out if alone or epilogue is Epilogue.STORE else program.scratch("product", out, shape.outputs)
         for part in packed:
-            op = _OPS[epilogue] if alone else "packed_linear"
+            op = _OPS.get(epilogue, "packed_gated_linear") if alone else "packed_linear"
+            activation = (epilogue.activation,) if alone and epilogue.activation else ()
             bias = weights[part.bias] if shape.has_bias else None
             seen = x
             if part.is_ordered:
                 seen = program.scratch("ordered", x, part.spec.inputs)
                 program.op("gather_columns", x, weights[part.order], seen)
-            program.op(op, seen, weights[part.weight], bias, part.spec, part.column, product)
+            program.op(op, seen, weights[part.weight], bias, part.spec, part.column, *activation, product)
         if product is not out:
-            program.op("add" if epilogue is Epilogue.ADD else "silu_mul", product, out)
+            epilogue.finish(program, product, out)
 
     def emit_embedding(
         self,

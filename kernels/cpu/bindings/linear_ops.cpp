@@ -13,15 +13,16 @@ Task linear(Runtime& runtime, OpArguments& args) {
   return {x.shape[0], [linear, &runtime](Worker& worker, int64_t rows) { runtime.linear(worker, linear, rows); }};
 }
 
-// x, weight, bias, spec, first column of out, out: out is wider than the product where several share it.
+// x, weight, bias, spec, first column of out, of a gated product its activation, out: out is wider than the product
+// where several share it.
 Task packed_product(Runtime& runtime, OpArguments& args, Epilogue epilogue) {
   const auto spec = std::make_shared<PackedSpec>(args.spec(3));
   const Tensor x = args.floats(args.at(0), "x", {kAny, spec->inputs});
   const Tensor weight = args.bytes(args.at(1), "weight", {spec->panels, spec->panel_bytes});
   const float* bias = args.is_none(2) ? nullptr : args.floats(args.at(2), "bias", {spec->features}).floats();
   const int64_t column = args.number<int64_t>(4);
-  const Tensor out = args.floats(args.at(5), "out", {x.shape[0], kAny});
-  const bool gated = epilogue == Epilogue::kGatedSilu;
+  const Tensor out = args.floats(args.at(is_gated(epilogue) ? 6 : 5), "out", {x.shape[0], kAny});
+  const bool gated = is_gated(epilogue);
   args.require(!gated || spec->interleaved, "a gated product needs interleaved parts");
   args.require(gated || !spec->interleaved, "interleaved parts need a gated product");
   const int64_t width = gated ? spec->parts[0] : spec->features;
@@ -48,7 +49,7 @@ Task packed_product(Runtime& runtime, OpArguments& args, Epilogue epilogue) {
 Task packed_linear_op(Runtime& runtime, OpArguments& args) { return packed_product(runtime, args, Epilogue::kStore); }
 Task packed_linear_add(Runtime& runtime, OpArguments& args) { return packed_product(runtime, args, Epilogue::kAdd); }
 Task packed_gated_linear(Runtime& runtime, OpArguments& args) {
-  return packed_product(runtime, args, Epilogue::kGatedSilu);
+  return packed_product(runtime, args, gated_epilogue(args, 5));
 }
 
 Task packed_embedding_op(Runtime& runtime, OpArguments& args) {
@@ -72,7 +73,7 @@ std::vector<OpRow> linear_ops() {
       {"linear", 4, linear},
       {"packed_linear", 6, packed_linear_op},
       {"packed_linear_add", 6, packed_linear_add},
-      {"packed_gated_linear", 6, packed_gated_linear},
+      {"packed_gated_linear", 7, packed_gated_linear},
       {"packed_embedding", 5, packed_embedding_op},
   };
 }

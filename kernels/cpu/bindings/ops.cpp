@@ -29,6 +29,12 @@ PackedSpec OpArguments::spec(int i) const {
                           number("group"), nb::cast<bool>(given.attr("interleaved")));
 }
 
+Epilogue gated_epilogue(const OpArguments& args, int i) {
+  const std::string name = nb::cast<std::string>(args.at(i));
+  args.require(name == "silu" || name == "gelu_tanh", "activation must be silu or gelu_tanh");
+  return name == "silu" ? Epilogue::kGatedSilu : Epilogue::kGatedGelu;
+}
+
 const Input* OpArguments::input(int i, const char* name, int64_t rows, int64_t limit) {
   const Tensor tensor = ints(at(i), name, {rows});
   if (limit) within(tensor, name, limit);

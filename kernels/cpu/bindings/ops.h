@@ -71,6 +71,9 @@ class OpArguments : public Arguments {
   std::unique_ptr<BatchInput> batch_;
 };
 
+// The epilogue of an activation's name, "silu" or "gelu_tanh".
+Epilogue gated_epilogue(const OpArguments& args, int i);
+
 struct Task {
   int64_t rows;  // of the tensors given
   // rows at most those.

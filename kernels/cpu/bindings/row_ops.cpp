@@ -45,6 +45,21 @@ Task add_rms_norm(Runtime& runtime, OpArguments& args) {
   return norm_rows(runtime, x, residual.floats(), weight, args.number<float>(3), out);
 }
 
+Task layer_norm(Runtime& runtime, OpArguments& args) {
+  const Tensor x = args.floats(args.at(0), "x", {kAny, kAny});
+  const Tensor weight = args.floats(args.at(1), "weight", {x.shape[1]});
+  const float eps = args.number<float>(2);
+  const Tensor out = args.floats(args.at(3), "out", {x.shape[0], x.shape[1]});
+  const int64_t width = x.shape[1];
+  const Kernels& kernels = runtime.kernels();
+  return {x.shape[0], [=, &kernels](Worker& worker, int64_t rows) {
+            worker.split(rows, rows_per_part(width), [&](int64_t begin, int64_t end) {
+              const int64_t at = begin * width;
+              kernels.layer_norm(x.floats() + at, weight.floats(), eps, out.floats() + at, end - begin, width);
+            });
+          }};
+}
+
 Task head_norm(Runtime& runtime, OpArguments& args) {
   const Tensor x = args.floats(args.at(0), "x", {kAny, kAny, kAny});
   const Tensor weight = args.floats(args.at(1), "weight", {x.shape[2]});
@@ -93,15 +108,29 @@ Task hadamard(Runtime& runtime, OpArguments& args) {
           }};
 }
 
-Task silu_mul(Runtime& runtime, OpArguments& args) {
-  const Tensor out = args.floats(args.at(1), "out", {kAny, kAny});
+Task gated_mul(Runtime& runtime, OpArguments& args) {
+  const Epilogue activation = gated_epilogue(args, 1);
+  const Tensor out = args.floats(args.at(2), "out", {kAny, kAny});
   const int64_t width = out.shape[1];
   const Tensor gate_up = args.floats(args.at(0), "gate_up", {out.shape[0], 2 * width});
   const Kernels& kernels = runtime.kernels();
   return {out.shape[0], [=, &kernels](Worker& worker, int64_t rows) {
             worker.split(rows, rows_per_part(width), [&](int64_t begin, int64_t end) {
-              kernels.silu_mul(gate_up.floats() + begin * 2 * width, out.floats() + begin * width, end - begin, width);
+              kernels.gated_mul(gate_up.floats() + begin * 2 * width, activation, out.floats() + begin * width,
+                                end - begin, width);
             });
+          }};
+}
+
+Task soft_cap(Runtime& runtime, OpArguments& args) {
+  const Tensor x = args.floats(args.at(0), "x", {kAny, kAny});
+  const float cap = args.number<float>(1);
+  args.require(cap > 0, "cap must be above 0");
+  const int64_t width = x.shape[1];
+  const Kernels& kernels = runtime.kernels();
+  return {x.shape[0], [=, &kernels](Worker& worker, int64_t rows) {
+            worker.split(rows * width, kGrain,
+                         [&](int64_t begin, int64_t end) { kernels.soft_cap(x.floats() + begin, cap, end - begin); });
           }};
 }
 
@@ -129,10 +158,18 @@ Task all_reduce(Runtime&, OpArguments& args) {
 
 std::vector<OpRow> row_ops() {
   return {
-      {"embedding", 4, embedding},   {"rms_norm", 4, rms_norm}, {"add_rms_norm", 5, add_rms_norm},
-      {"head_norm", 3, head_norm},   {"add", 2, add},           {"rotary", 4, rotary},
-      {"hadamard", 2, hadamard},     {"silu_mul", 2, silu_mul}, {"gather_rows", 3, gather_rows},
+      {"embedding", 4, embedding},
+      {"rms_norm", 4, rms_norm},
+      {"add_rms_norm", 5, add_rms_norm},
+      {"head_norm", 3, head_norm},
+      {"add", 2, add},
+      {"rotary", 4, rotary},
+      {"hadamard", 2, hadamard},
+      {"gated_mul", 3, gated_mul},
+      {"gather_rows", 3, gather_rows},
       {"all_reduce", 1, all_reduce},
+      {"layer_norm", 4, layer_norm},
+      {"soft_cap", 2, soft_cap},
   };
 }
 

@@ -38,7 +38,7 @@ Columns columns_of(const PackedSpec& spec, int64_t panel) {
 // Calls body(first panel, panels, columns) for each stretch of a tile's panels whose columns of out lie together.
 template <class Body>
 void for_stretches(const PackedLinearArgs& a, int64_t panel, int64_t panels, Body body) {
-  const int64_t step = a.epilogue == Epilogue::kGatedSilu ? 2 : 1;
+  const int64_t step = is_gated(a.epilogue) ? 2 : 1;
   for (int64_t p = 0; p < panels;) {
     const int64_t begin = p;
     Columns columns = columns_of(*a.spec, panel + p);

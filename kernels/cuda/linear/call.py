@@ -11,8 +11,10 @@ from torch.nn import functional
 from allspan.kernels.cuda.jit.modules import Gpu, gpu
 from allspan.kernels.packed_spec import PackedSpec
 
-STORE, ADD, GATED = 0, 1, 2
-"""Epilogues: out = product; out += product; out = silu(first half of the features) · second half."""
+STORE, ADD, GATED_SILU, GATED_GELU_TANH = 0, 1, 2, 3
+"""Epilogues: out = product; out += product; out = activation(first half of the features) · second half."""
+GATED = {"silu": GATED_SILU, "gelu_tanh": GATED_GELU_TANH}
+"""Epilogues by activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,13 @@ class Output:
     column: int
     epilogue: int
 
+    @property
+    def is_gated(self) -> bool:
+        return self.epilogue in GATED.values()
+
     def width(self, spec: PackedSpec) -> int:
         """Returns the number of columns that the op writes."""
-        return spec.parts[0] if self.epilogue == GATED else spec.features
+        return spec.parts[0] if self.is_gated else spec.features
 
     def view(self, spec: PackedSpec) -> Tensor:
         """Returns out[:, column : column + width]."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from allspan.kernels.cuda.jit.modules import Gpu, gpu
-from allspan.kernels.cuda.linear.call import ADD, GATED, LinearCall, is_float
+from allspan.kernels.cuda.linear.call import ADD, LinearCall, is_float
 from allspan.kernels.cuda.linear.dequantise import matrix_of
 from allspan.kernels.cuda.linear.epilogue import finish
 from allspan.kernels.cuda.linear.quantise_input import quantise_blocks, quantise_rows
@@ -45,7 +45,7 @@ def halves(call: LinearCall) -> None:
     """Multiplies in x's type; the weight is dequantised before."""
     x, bias, output = call.x, call.bias, call.output
     matrix, view = matrix_of(call), output.view(call.spec)
-    if output.epilogue == GATED or (bias is not None and is_float(output.out)):
+    if output.is_gated or (bias is not None and is_float(output.out)):
         finish(torch.mm(x, matrix.T), call)
     elif bias is not None:
         torch.addmm(_rounded(bias, x.dtype), x, matrix.T, out=view)

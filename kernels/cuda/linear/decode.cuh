@@ -42,8 +42,17 @@ __device__ __forceinline__ float scale_of(uint32_t qparams) {
 }
 __device__ __forceinline__ float offset_of(uint32_t qparams) { return FLOATS ? 0.0f : half_wide(qparams >> 16); }
 
-// What becomes of a product: it is stored, or added to what is there, or silu(first half) · second half is stored.
-constexpr int kAdd = 1, kGated = 2;
+// What becomes of a product: it is stored, or added to what is there, or, from kGatedSilu on, activation(first half) ·
+// second half is stored.
+constexpr int kAdd = 1, kGatedSilu = 2, kGatedGelu = 3;
+
+// gelu by tanh is x · logistic(2 · what tanh is of).
+__device__ __forceinline__ float logit_of(float gate, int epilogue) {
+  return epilogue == kGatedGelu ? gate * fmaf(gate * gate, 0.0713548163f, 1.59576912f) : gate;
+}
+__device__ __forceinline__ float gated(float gate, float up, int epilogue) {
+  return gate / (1.0f + __expf(-logit_of(gate, epilogue))) * up;
+}
 
 // The chunk's 8 inputs of a set: four pairs.
 __device__ __forceinline__ void decode(const uint4& chunk, int set, uint32_t* pairs) {

@@ -1,5 +1,5 @@
-// The pass behind products of many rows, which cuBLAS multiplies: scales, bias, SwiGLU, or the sum with what is there.
-// Bound by memory: 16 bytes a thread, one pass.
+// The pass behind products of many rows, which cuBLAS multiplies: scales, bias, SwiGLU or GeGLU, or the sum with what
+// is there. Bound by memory: 16 bytes a thread, one pass.
 //
 // Compiled with BITS and FLOATS (decode.cuh); FROM_CODES (sums of codes in int32, else 16-bit elements, or, with
 // FROM_BF16, bfloat16 whatever these are), SCALED (sums of e4m3 codes, which take the scales of their row and feature
@@ -92,7 +92,7 @@ __device__ __forceinline__ void put(float* values, void* out, long long to, bool
 extern "C" __global__ void __launch_bounds__(256)
     finish(const void* products, const float* scales, const float* sums, const void* qparams, const float* bias,
            void* out, int rows, int features, int epilogue, int out_floats, int out_stride, int column) {
-  const bool is_gated = epilogue == kGated;
+  const bool is_gated = epilogue >= kGatedSilu;
   const int outputs = is_gated ? features / 2 : features;
   const int feature = (blockIdx.x * blockDim.x + threadIdx.x) * WIDTH;
   if (feature >= outputs) return;
@@ -119,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(256)
         float factors[WIDTH];
         values_of(others[r], ups, scale, sum, factors);
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) values[e] = __fdividef(values[e], 1.0f + __expf(-values[e])) * factors[e];
+        for (int e = 0; e < WIDTH; ++e)
+          values[e] = __fdividef(values[e], 1.0f + __expf(-logit_of(values[e], epilogue))) * factors[e];
       }
       put(values, out, static_cast<long long>(row) * out_stride + column + feature, epilogue == kAdd, out_floats);
     }

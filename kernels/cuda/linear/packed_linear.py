@@ -17,6 +17,8 @@ So a row's bits depend on how many come with it, unlike on the CPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,7 @@ from allspan.kernels.cuda.linear.dispatch import choose
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import FLOATS
 
-EPILOGUES = {"packed_linear": STORE, "packed_linear_add": ADD, "packed_gated_linear": GATED}
-"""The epilogue of each op of this file."""
+_EPILOGUES = {"packed_linear": STORE, "packed_linear_add": ADD}
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor) -> None:
@@ -43,17 +44,19 @@ def packed_linear_add(
 
 
 def packed_gated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, activation: str, out: Tensor
 ) -> None:
     """See `OpSet.packed_gated_linear`."""
-    _run(LinearCall(x, weight, bias, spec, Output(out, column, GATED)))
+    _run(LinearCall(x, weight, bias, spec, Output(out, column, GATED[activation])))
 
 
 def kernel_name(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, *rest: Any
 ) -> str:
     """Returns the name of the kernel that runs one of these ops with these arguments."""
-    return choose(LinearCall(x, weight, bias, spec, Output(out, column, EPILOGUES[op]))).name
+    *activation, out = rest
+    epilogue = GATED[activation[0]] if activation else _EPILOGUES[op]
+    return choose(LinearCall(x, weight, bias, spec, Output(out, column, epilogue))).name
 
 
 def _run(call: LinearCall) -> None:
@@ -71,7 +74,7 @@ def _check(call: LinearCall) -> None:
         raise ValueError(f"x: {x.dtype} does not meet weights in {spec.format}; convert one of them")
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (spec.features,)):
         raise ValueError(f"bias: {bias.dtype} {list(bias.shape)} is not float32 [{spec.features}]")
-    if output.epilogue == GATED and (len(spec.parts) != 2 or spec.parts[0] != spec.parts[1]):
+    if output.is_gated and (len(spec.parts) != 2 or spec.parts[0] != spec.parts[1]):
         raise ValueError(f"weight: parts {spec.parts} are not two of one size")
     out, most = output.out, output.column + output.width(spec)
     dtypes = (torch.float32,) if output.epilogue == ADD else (torch.float32, x.dtype)

@@ -143,6 +143,10 @@ __device__ __forceinline__ float quotient(float x, float by, float inverse) {
 }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+// gelu by tanh is x · logistic(2 · what tanh is of).
+__device__ __forceinline__ float gelu(float x) {
+  return __fdividef(x, 1.0f + __expf(-x * fmaf(x * x, 0.0713548163f, 1.59576912f)));
+}
 
 // The bits of |x|: ordered as the numbers are, NaN above all.
 __device__ __forceinline__ unsigned size_bits(float x) { return __float_as_uint(x) & 0x7fffffff; }

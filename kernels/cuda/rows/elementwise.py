@@ -21,11 +21,12 @@ from allspan.kernels.cuda.rows.arguments import (
     type_number,
     unit_of,
 )
+from allspan.kernels.ops import ACTIVATIONS
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
 
-_OPS = {"plain": 0, "add": 1, "silu": 2, "gather": 3}
+_OPS = {"plain": 0, "add": 1, "silu": 2, "gather": 3, "gelu_tanh": 4, "soft_cap": 5}
 
 
 def embedding(ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
@@ -51,11 +52,19 @@ def add(x: Tensor, residual: Tensor) -> None:
     elementwise("add", residual, residual, addend=x)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """See `OpSet.silu_mul`."""
+def gated_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
+    """See `OpSet.gated_mul`."""
     check_gate_up(gate_up, out)
     check("out", out, FLOATS, (len(gate_up), out.shape[1]))
-    elementwise("silu", gate_up, out)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: {activation!r} is none of {', '.join(ACTIVATIONS)}")
+    elementwise(activation, gate_up, out)
+
+
+def soft_cap(x: Tensor, cap: float) -> None:
+    """See `OpSet.soft_cap`."""
+    check("x", x, FLOATS, (len(x), x.shape[1]))
+    elementwise("soft_cap", x, x, cap=cap)
 
 
 def check_gate_up(gate_up: Tensor, out: Tensor) -> None:
@@ -70,6 +79,7 @@ def elementwise(
     addend: Tensor | None = None,
     gather: tuple[Tensor, int] | None = None,
     scales: Tensor | None = None,
+    cap: float = 0.0,
 ) -> None:
     """Several thread blocks a row: see elementwise.cu. With `add`, out is the source. gather: ids and the first."""
     n, width = out.shape
@@ -82,8 +92,8 @@ def elementwise(
     threads = min(256, -(-units // 32) * 32)
     pieces = -(-units // threads)
     arguments = [
-        source, addend, ids, np.int32(first), np.int32(len(source)), out, scales, *strides_of(scales), np.int32(width),
-        np.int32(pieces),
+        source, addend, ids, np.int32(first), np.int32(len(source)), np.float32(cap), out, scales, *strides_of(scales),
+        np.int32(width), np.int32(pieces),
     ]  # fmt: skip
     launch(function, (n * pieces,), threads, arguments, is_early=EARLY)
 
@@ -93,13 +103,14 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     f32, bf16, _, e4m3, f16 = TYPES
     for whole in (0, 1):
         yield _elementwise_kernel("add", (f32, bf16, f32), whole)
-        yield _elementwise_kernel("silu", (bf16, None, bf16), whole)
+        yield from (_elementwise_kernel(op, (bf16, None, bf16), whole) for op in ACTIVATIONS)
+        yield _elementwise_kernel("soft_cap", (f32, None, f32), whole)
         yield from (_elementwise_kernel("gather", (bf16, None, dtype), whole) for dtype in (f32, bf16))
     yield _elementwise_kernel("gather", (f32, None, f32), 1)
     yield from (_elementwise_kernel(op, (bf16, None, e4m3), 1) for op in ("plain", "silu"))
     yield _elementwise_kernel("add", (f32, f16, f32), 1)
     yield from (_elementwise_kernel("gather", (f16, None, dtype), 1) for dtype in (f32, f16))
-    yield _elementwise_kernel("silu", (f16, None, f16), 1)
+    yield from (_elementwise_kernel(op, (f16, None, f16), 1) for op in ACTIVATIONS)
 
 
 def _elementwise_kernel(op: str, types: Types, whole: int) -> Kernel:

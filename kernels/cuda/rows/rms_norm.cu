@@ -1,20 +1,44 @@
-// What needs a whole row before its first element can be written: RMSNorm, alone or with the residual's sum, and a
-// scale for each row of int8 or fp8.
+// What needs a whole row before its first element can be written: RMSNorm, alone or with the residual's sum, LayerNorm,
+// and a scale for each row of int8 or fp8.
 //
 // A thread block has a row, in registers: it is read once, its sum goes through one barrier, and it is written once. So
 // memory bounds it: 12 bytes an element with a float32 residual, bfloat16 in and out. Which thread sums what depends on
 // the width alone, hence a row's bits on the row alone.
 //
-// OP: kPlain, kNorm or kSilu. SOURCE: the type of what is read (with ADDEND, a type, also written: source += addend);
-// OUT: of what is written, and GROUPED, whether scales are for a row or for 128 elements of it. WEIGHT: of the norm's
-// weight. UNITS: how many units a thread has, of THREADS at most.
+// OP: kPlain, kNorm, kSilu or kLayerNorm. SOURCE: the type of what is read (with ADDEND, a type, also written: source
+// += addend); OUT: of what is written, and GROUPED, whether scales are for a row or for 128 elements of it. WEIGHT: of
+// the norm's weight. UNITS: how many units a thread has, of THREADS at most.
 #include "rows/elements.cuh"
 
-enum Op { kPlain, kNorm, kSilu };
+enum Op { kPlain, kNorm, kSilu, kLayerNorm };
+constexpr bool kNorms = OP == kNorm || OP == kLayerNorm;
 constexpr bool kIsQuantised = OUT == kInt8 || OUT == kE4m3;
 // Neighbouring threads have neighbouring units: an access of a warp is one run of memory, of every type.
 constexpr int kUnit = SOURCE == kFloat32 || ADDEND == kFloat32 || OUT == kFloat32 ? 4 : 8;
 constexpr int kGroup = 128 / kUnit;  // lanes
+
+// Of all elements that a thread has: those behind a row's end are 0.
+__device__ __forceinline__ float sum_of(const float (*x)[kUnit]) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < UNITS; ++i)
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) sum += x[i][j];
+  return sum;
+}
+// Of all threads of a block.
+__device__ __forceinline__ float sum_of_block(float sum) {
+  __shared__ float parts[32];
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+  if (lane == 0) parts[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = lane < blockDim.x / 32 ? parts[lane] : 0;
+#pragma unroll
+  for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+  return sum;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     norm_rows(const void* addend, void* source, const void* weight, float eps, void* out, float* scales,
@@ -29,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int i = 0; i < UNITS; ++i) {
     const int at = (threadIdx.x + i * blockDim.x) * kUnit;
-    if constexpr (OP == kNorm)
+    if constexpr (kNorms)
       if (at < width) load<WEIGHT, kUnit>(weight, at, width - at, w[i]);
   }
   let_next_begin();
@@ -48,6 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int j = 0; j < kUnit; ++j) x[i][j] = silu(x[i][j]) * y[i][j];
     }
   }
+  if constexpr (OP == kLayerNorm) {
+    const float mean = sum_of_block(sum_of(x)) / width;
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i)
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) x[i][j] = (threadIdx.x + i * blockDim.x) * kUnit + j < width ? x[i][j] - mean : 0;
+  }
   float sum = 0;
   unsigned top = 0;
 #pragma unroll
@@ -59,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int j = 0; j < kUnit; ++j) x[i][j] = rounded<SOURCE>(x[i][j] + y[i][j]);
       store<SOURCE, kUnit>(source, first + at, width - at, x[i]);
     }
-    if constexpr (OP == kNorm) {
+    if constexpr (kNorms) {
 #pragma unroll
       for (int j = 0; j < kUnit; ++j) sum = fmaf(x[i][j], x[i][j], sum), x[i][j] *= w[i][j];
     }
@@ -70,17 +101,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 
   float by = 1;
-  if constexpr (OP == kNorm || !GROUPED) {
+  if constexpr (kNorms || !GROUPED) {
     __shared__ float sums[32];
     __shared__ unsigned tops[32];
-    if constexpr (OP == kNorm) {
+    if constexpr (kNorms) {
 #pragma unroll
       for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
     }
     if constexpr (kIsQuantised && !GROUPED) top = __reduce_max_sync(~0u, top);
     if (lane == 0) sums[warp] = sum, tops[warp] = top;
     __syncthreads();
-    if constexpr (OP == kNorm) {
+    if constexpr (kNorms) {
       sum = lane < warps ? sums[lane] : 0;
 #pragma unroll
       for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the residual's sum, on a GPU: rms_norm.cu. What the ops read and write is in ops.py.
+"""RMSNorm, alone or with the residual's sum, and LayerNorm, on a GPU: rms_norm.cu. What these read and write: ops.py.
 
 Every tensor of elements may be float32 or bfloat16, or float32 or float16, and so may norm weights; sums are float32
 (a residual of 16 bits is rounded before the norm sees it, as vLLM does). Rows may have any length and are fastest where
@@ -30,7 +30,7 @@ from allspan.kernels.cuda.rows.silu_rows import silu_rows
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
 
-_OPS = {"plain": 0, "norm": 1, "silu": 2}
+_OPS = {"plain": 0, "norm": 1, "silu": 2, "layer_norm": 3}
 _BLOCK, _MOST_BLOCK, _MOST_UNITS = 512, 1024, 8
 
 
@@ -46,6 +46,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
     check("out", out, FLOATS, (len(x), x.shape[1]))
     check_norm(x, residual, weight)
     norm_rows("norm", residual, x, (weight, eps), out)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """See `OpSet.layer_norm`."""
+    check("out", out, FLOATS, (len(x), x.shape[1]))
+    check_norm(x, x, weight)
+    norm_rows("layer_norm", x, None, (weight, eps), out)
 
 
 def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
@@ -108,6 +115,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         yield _norm_kernel(op, (bf16, None, None, out), each)
     for addend, each in itertools.product((None, f16), range(1, 5)):
         yield _norm_kernel("norm", (f32, addend, f32, f16), each)
+    yield from (_norm_kernel("layer_norm", (f32, None, f32, half), each) for half in (bf16, f16) for each in (1, 2))
     yield from (_norm_kernel("silu", (f16, None, None, out), 1) for out in (int8, e4m3))
     yield from (_norm_kernel("norm", (f16, addend, f16, f16), 1) for addend in (None, f16))
 

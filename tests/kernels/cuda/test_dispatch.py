@@ -9,7 +9,7 @@ import torch
 
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.modules import Gpu, shared_limit
-from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output
+from allspan.kernels.cuda.linear.call import ADD, GATED_SILU, STORE, LinearCall, Output
 from allspan.kernels.cuda.linear.dispatch import KERNELS, choose
 from allspan.kernels.cuda.linear.packed_linear import kernel_name, packed_linear
 from allspan.kernels.packed_spec import PackedSpec
@@ -21,20 +21,20 @@ O_PROJ, GATE_UP, HEAD = (3584, 3584), (37888, 3584), (152064, 8192)
 DECISIONS = {
     "gemv": [
         ("group4 a16", 1, O_PROJ, STORE, (9, 0)),
-        ("channel8 a8", 1, GATE_UP, GATED, (8, 0)),
+        ("channel8 a8", 1, GATE_UP, GATED_SILU, (8, 0)),
         ("fp8 e4m3", 1, O_PROJ, ADD, (8, 9)),
     ],
     "skinny": [
         ("bf16", 1, O_PROJ, STORE, (9, 0)),
         ("group8 a16", 1, HEAD, STORE, (9, 0)),  # larger than 256 MB
         ("group4 a16", 8, O_PROJ, STORE, (9, 0)),
-        ("bf16", 8, GATE_UP, GATED, (8, 0)),
+        ("bf16", 8, GATE_UP, GATED_SILU, (8, 0)),
         ("bf16", 70, (40, 0), STORE, (9, 0)),
     ],
-    "skinny_sm90": [("group4 a16", 33, O_PROJ, STORE, (9, 0)), ("channel4 a8", 64, GATE_UP, GATED, (9, 0))],
+    "skinny_sm90": [("group4 a16", 33, O_PROJ, STORE, (9, 0)), ("channel4 a8", 64, GATE_UP, GATED_SILU, (9, 0))],
     "skinny_shared": [
         ("group4 a16", 9, O_PROJ, STORE, (9, 0)),
-        ("group4 a16", 32, GATE_UP, GATED, (9, 0)),
+        ("group4 a16", 32, GATE_UP, GATED_SILU, (9, 0)),
         ("group4 a16", 64, O_PROJ, STORE, (8, 0)),
         ("group4 a16", 32, O_PROJ, STORE, (7, 5)),
         ("channel8 a8", 64, O_PROJ, STORE, (9, 0)),
@@ -42,15 +42,15 @@ DECISIONS = {
         ("fp8 e4m3", 64, O_PROJ, STORE, (8, 0)),
         ("fp8_block e4m3", 64, O_PROJ, STORE, (10, 0)),
     ],
-    "cublas_int8": [("channel8 a8", 65, O_PROJ, STORE, (9, 0)), ("channel8 a8", 4096, GATE_UP, GATED, (8, 0))],
-    "gemm_sm90_e4m3": [("fp8 e4m3", 4096, GATE_UP, GATED, (9, 0)), ("fp8 e4m3", 4096, O_PROJ, ADD, (9, 0))],
-    "cublas_e4m3": [("fp8 e4m3", 17, O_PROJ, STORE, (9, 0)), ("fp8 e4m3", 4096, GATE_UP, GATED, (8, 9))],
+    "cublas_int8": [("channel8 a8", 65, O_PROJ, STORE, (9, 0)), ("channel8 a8", 4096, GATE_UP, GATED_SILU, (8, 0))],
+    "gemm_sm90_e4m3": [("fp8 e4m3", 4096, GATE_UP, GATED_SILU, (9, 0)), ("fp8 e4m3", 4096, O_PROJ, ADD, (9, 0))],
+    "cublas_e4m3": [("fp8 e4m3", 17, O_PROJ, STORE, (9, 0)), ("fp8 e4m3", 4096, GATE_UP, GATED_SILU, (8, 9))],
     "cublas_e4m3_blocks": [("fp8_block e4m3", 17, O_PROJ, STORE, (9, 0))],
-    "gemm_sm90": [("bf16", 4096, GATE_UP, GATED, (9, 0)), ("group4 a16", 4096, GATE_UP, GATED, (9, 0))],
+    "gemm_sm90": [("bf16", 4096, GATE_UP, GATED_SILU, (9, 0)), ("group4 a16", 4096, GATE_UP, GATED_SILU, (9, 0))],
     "cublas": [
         ("bf16", 9, O_PROJ, STORE, (9, 0)),
         ("bf16", 4096, O_PROJ, ADD, (9, 0)),
-        ("bf16", 4096, GATE_UP, GATED, (8, 0)),
+        ("bf16", 4096, GATE_UP, GATED_SILU, (8, 0)),
         ("channel8 a16", 65, O_PROJ, STORE, (9, 0)),
         ("group4 a16", 33, O_PROJ, STORE, (7, 5)),
         ("fp8 e4m3", 65, O_PROJ, STORE, (8, 0)),
@@ -77,7 +77,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LinearCall]:
     ) -> LinearCall:
         monkeypatch.setattr(modules, "driver", lambda: AbsentGpu(capability))
         (name, _, activation), (features, inputs) = kind.partition(" "), sizes
-        parts = (features // 2, features // 2) if epilogue == GATED else (features,)
+        parts = (features // 2, features // 2) if epilogue == GATED_SILU else (features,)
         group = 128 if name.startswith("group") else 0
         spec = PackedSpec(name, activation or name, parts, inputs, group=group, memory="rows")
         x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.rows.elementwise import add, embedding, gather_rows, silu_mul
-from allspan.kernels.cuda.rows.rms_norm import add_rms_norm, rms_norm
+from allspan.kernels.cuda.rows.elementwise import add, embedding, gated_mul, gather_rows, soft_cap
+from allspan.kernels.cuda.rows.rms_norm import add_rms_norm, layer_norm, rms_norm
+from allspan.kernels.ops import ACTIVATIONS
 from support import kernel_oracle
 from support.cuda_rows import BF16, F16, F32, is_kept, poisoned, rows
 
@@ -86,42 +87,64 @@ def check_add(size: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], de
     assert is_kept(residual)
 
 
-def check_silu_mul(size: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
+def check_gated_mul(size: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
     n, width = size
     gate_up = rows(n, 2 * width, dtype=dtypes[0], device=device) * 8
     out = poisoned(n, width, dtype=dtypes[1], device=device)
-    silu_mul(gate_up, out)
     right = torch.empty(n, width, dtype=torch.float64, device=device)
-    kernel_oracle.silu_mul(gate_up.double(), right)
-    agrees(out, right)
+    for activation in ACTIVATIONS:
+        gated_mul(gate_up, activation, out)
+        kernel_oracle.gated_mul(gate_up.double(), activation, right)
+        agrees(out, right)
 
 
-def test_sums_and_swiglu_agree_with_float64(device: str) -> None:
+def test_sums_and_gated_products_agree_with_float64(device: str) -> None:
     check_add((3, 2056), (F32, BF16), device)
-    check_silu_mul((3, 2056), (BF16, BF16), device)
-    check_silu_mul((3, 33), (BF16, BF16), device)
-    check_silu_mul((3, 264), (F16, F16), device)
+    check_gated_mul((3, 2056), (BF16, BF16), device)
+    check_gated_mul((3, 33), (BF16, BF16), device)
+    check_gated_mul((3, 264), (F16, F16), device)
 
 
-def test_swiglu_far_out_is_finite(device: str) -> None:
+def test_activations_far_out_is_finite(device: str) -> None:
     gate = [-3e38, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 3e38]
     out = poisoned(1, 8, device=device)
-    silu_mul(torch.tensor([gate + [1.0] * 8], device=device).bfloat16(), out)
     expected = torch.tensor([[max(x, 0.0) for x in gate]], device=device).bfloat16()
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-30)
+    for activation in ACTIVATIONS:
+        gated_mul(torch.tensor([gate + [1.0] * 8], device=device).bfloat16(), activation, out)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-30)
+
+
+def test_soft_caps_agree_with_float64(device: str) -> None:
+    for n, width in ((3, 2056), (3, 33)):
+        x = poisoned(n, width, dtype=F32, device=device)
+        x.copy_(rows(n, width, dtype=F32, device=device) * 40)
+        right = x.double()
+        kernel_oracle.soft_cap(right, 30.0)
+        soft_cap(x, 30.0)
+        torch.testing.assert_close(x.double(), right, rtol=2e-6, atol=2e-6)
+        assert is_kept(x)
+
+
+def test_layer_norm_agrees_with_float64(device: str) -> None:
+    for n, width in ((3, 2056), (2, 4104), (3, 33)):
+        x, weight = rows(n, width, dtype=F32, device=device) + 3, rows(width, dtype=F32, device=device)
+        out, right = poisoned(n, width, device=device), torch.empty(n, width, dtype=torch.float64, device=device)
+        kernel_oracle.layer_norm(x.double(), weight.double(), EPS, right)
+        layer_norm(x, weight, EPS, out)
+        agrees(out, right)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("second", [F32, BF16])
 @pytest.mark.parametrize("first", [F32, BF16])
 @pytest.mark.parametrize("size", [*LARGE, (2, 18944), (70000, 8)])
-def test_sums_and_swiglu_of_every_width_agree_with_float64(
+def test_sums_and_gated_products_of_every_width_agree_with_float64(
     size: tuple[int, int], first: torch.dtype, second: torch.dtype
 ) -> None:
     for half in (BF16, F16):
         types = half if first is BF16 else first, half if second is BF16 else second
         check_add(size, types, "cuda")
-        check_silu_mul(size, types, "cuda")
+        check_gated_mul(size, types, "cuda")
 
 
 def check_embedding(width: int, dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
@@ -206,6 +229,6 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="residual: "):
         add(x, rows(64, 2, device=device).t())
     with pytest.raises(ValueError, match="gate_up: "):
-        silu_mul(x, x)
+        gated_mul(x, "silu", x)
     with pytest.raises(ValueError, match="ids: "):
         embedding(torch.zeros(2, dtype=torch.int64, device=device), x, 0, x)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.linear import packed_linear as linear
-from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output
+from allspan.kernels.cuda.linear.call import ADD, GATED, GATED_GELU_TANH, GATED_SILU, STORE, LinearCall, Output
 from allspan.kernels.cuda.linear.dispatch import choose
 from allspan.kernels.cuda.linear.gemm import gemm_sm90 as module
 from allspan.kernels.cuda.linear.gemm.gemm_sm90 import Scales, gemm_sm90
@@ -60,13 +60,13 @@ def check(
     if kind == E4M3:
         scales = Scales(random(rows) % 1 + 0.5, (random(features, 2) % 1 + 0.5) / depth**0.5)
         product *= scales.rows.double()[:, None] * scales.qparams[:, 0].double()
-    elif epilogue == GATED:
+    elif epilogue in GATED.values():
         matrix, product = (matrix.double() / depth**0.5).to(kind), product / depth**0.5
         product = x.double() @ matrix.double().T
     product += 0 if bias is None else bias
-    if epilogue == GATED:
+    if epilogue in GATED.values():
         gate, up = product.chunk(2, 1)
-        product = functional.silu(gate) * up
+        product = (functional.silu(gate) if epilogue == GATED_SILU else functional.gelu(gate, approximate="tanh")) * up
     outputs = product.shape[1]
     all_of = torch.full(
         (rows + 1, -(-outputs // 8) * 8 + 16), 0.5, dtype=torch.float32 if epilogue == ADD else of, device=device
@@ -79,7 +79,7 @@ def check(
     gemm_sm90(x, matrix, scales, bias, out, epilogue, band)
     tolerance, slack = 2e-3 if epilogue == ADD else 1e-2, 1.0
     if kind == E4M3 and device == "cuda":
-        tolerance, slack = 2e-2, 50.0 if epilogue == GATED else 15.0
+        tolerance, slack = 2e-2, 50.0 if epilogue in GATED.values() else 15.0
     atol = slack * tolerance * product.abs().mean().item()
     torch.testing.assert_close(out.double(), product, rtol=tolerance, atol=atol)
     out.fill_(0.5)
@@ -91,11 +91,11 @@ def check(
     [
         (BF16, STORE, (200, 328, 328), True),
         (BF16, ADD, (130, 264, 72), False),
-        (BF16, GATED, (300, 2 * 136, 200), False),
+        (BF16, GATED_SILU, (300, 2 * 136, 200), False),
         (E4M3, STORE, (70, 264, 144), True),
         (E4M3, ADD, (257, 300, 704), False),
-        (E4M3, GATED, (129, 2 * 136, 272), True),
-        (F16, GATED, (70, 2 * 136, 200), False),
+        (E4M3, GATED_GELU_TANH, (129, 2 * 136, 272), True),
+        (F16, GATED_GELU_TANH, (70, 2 * 136, 200), False),
     ],
 )
 def test_small_products_agree_with_float64(
@@ -110,7 +110,7 @@ def test_products_of_e4m3_in_half_precision_agree_with_float64(device: str) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("epilogue", [STORE, ADD, GATED])
+@pytest.mark.parametrize("epilogue", [STORE, ADD, GATED_SILU])
 @pytest.mark.parametrize(("kind", "of"), [(BF16, BF16), (F16, F16), (E4M3, BF16), (E4M3, F16)])
 def test_products_of_every_size_agree_with_float64(kind: torch.dtype, of: torch.dtype, epilogue: int) -> None:
     shapes = ((16, 16), (272, 48), (4608, 3584), (3584, 896), (9472, 512), (272, 18944))
@@ -157,7 +157,7 @@ def test_linear_ops_take_it_where_it_pays(kind: str, device: str, monkeypatch: p
         for does in (False, True):
             monkeypatch.setattr(module, "pays", lambda *_, does=does: does)
             out = torch.full((70, width + 8), 0.5, dtype=dtype, device=device)
-            op(x, weight, bias, spec, 8, out)
+            op(x, weight, bias, spec, 8, *(("silu",) if op is linear.packed_gated_linear else ()), out)
             found.append(out)
         torch.testing.assert_close(*found, rtol=2e-2, atol=5e-2)
         product = x.double().cpu() @ unpack(weight.cpu(), spec, torch.float64).T + bias.cpu()
@@ -172,22 +172,22 @@ def test_it_pays_where_it_saves_a_pass_and_fills_the_gpu(device: str) -> None:
     out = torch.zeros(2048, 4104, dtype=BF16, device=device)
 
     def chosen(features: int, epilogue: int, rows: int = 2048, column: int = 8, kind: str = "bf16") -> str:
-        parts = (features // 2, features // 2) if epilogue == GATED else (features,)
+        parts = (features // 2, features // 2) if epilogue == GATED_SILU else (features,)
         spec = PackedSpec(kind, {"bf16": "bf16", "fp8": "e4m3"}[kind], parts, 512, memory="rows")
         output = Output(out[:rows] if epilogue != ADD else out[:rows].float(), column, epilogue)
         return choose(LinearCall(x[:rows], weights[kind], None, spec, output)).name
 
-    assert chosen(4096, GATED) == "gemm_sm90"
+    assert chosen(4096, GATED_SILU) == "gemm_sm90"
     assert chosen(2048, STORE) == "cublas"  # which has no pass behind it
     assert chosen(2048, STORE, kind="fp8") == "gemm_sm90_e4m3"
-    assert chosen(4096, GATED, rows=64) == "cublas"
-    assert chosen(16, GATED, rows=257) == "cublas" or device == "cpu"
-    assert chosen(4096, GATED, column=4) == "cublas"  # not aligned
-    assert chosen(4088, GATED) == "cublas"  # what copies out would write past its columns
+    assert chosen(4096, GATED_SILU, rows=64) == "cublas"
+    assert chosen(16, GATED_SILU, rows=257) == "cublas" or device == "cpu"
+    assert chosen(4096, GATED_SILU, column=4) == "cublas"  # not aligned
+    assert chosen(4088, GATED_SILU) == "cublas"  # what copies out would write past its columns
     unaligned = torch.zeros(2048 * 512 + 1, dtype=BF16, device=device)[1:].view(2048, 512)
     spec = PackedSpec("bf16", "bf16", (2048, 2048), 512, memory="rows")
-    assert choose(LinearCall(unaligned, weights["bf16"], None, spec, Output(out, 8, GATED))).name == "cublas"
-    assert choose(LinearCall(x, weights["bf16"], None, spec, Output(out.float(), 8, GATED))).name == "cublas"
+    assert choose(LinearCall(unaligned, weights["bf16"], None, spec, Output(out, 8, GATED_SILU))).name == "cublas"
+    assert choose(LinearCall(x, weights["bf16"], None, spec, Output(out.float(), 8, GATED_SILU))).name == "cublas"
 
 
 @pytest.mark.gpu
@@ -200,7 +200,7 @@ def test_a_graph_replays_with_other_inputs() -> None:
     def chain(pause: Callable[[], None]) -> None:
         residual.zero_()
         for _ in range(10):
-            gemm_sm90(x, weights[0], None, None, hidden, GATED)
+            gemm_sm90(x, weights[0], None, None, hidden, GATED_SILU)
             pause()
             gemm_sm90(hidden, weights[1], None, None, residual, ADD)
             pause()
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         "x: .* are not torch.bfloat16": (x, matrix[:, :32], None, None, out, STORE),
         "x: .* are not torch.float8": (x, matrix, scales, None, out, STORE),
         "out: .* is not torch.float32": (x, matrix, None, None, out, ADD),
-        r"out: .* is not torch.bfloat16 \[70, 16\]": (x, matrix, None, None, out, GATED),
+        r"out: .* is not torch.bfloat16 \[70, 16\]": (x, matrix, None, None, out, GATED_SILU),
         "bias: ": (x, matrix, None, torch.zeros(31, device=device), out, STORE),
         "scales: ": (x.to(E4M3), matrix[:24].to(E4M3), scales, None, out[:, :24], STORE),
         "out: rows of 30 elements": (x, matrix[:30], None, None, out[:, :30], STORE),

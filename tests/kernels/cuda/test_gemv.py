@@ -11,7 +11,7 @@ import torch
 
 from allspan.kernels.cuda.jit.modules import Gpu, shared_limit
 from allspan.kernels.cuda.linear import packed_linear as linear
-from allspan.kernels.cuda.linear.call import GATED, STORE, Output
+from allspan.kernels.cuda.linear.call import GATED_SILU, STORE, Output
 from allspan.kernels.cuda.linear.gemm import gemv
 from allspan.kernels.cuda.linear.gemm.gemv import Form
 from allspan.kernels.packed_spec import ROW_FORMATS
@@ -74,7 +74,7 @@ def test_a_row_that_is_not_finite_gives_nothing_finite(name: str, device: str) -
 def test_weights_of_codes_that_fit_are_taken() -> None:
     """For what one of Qwen2.5-7B's layers has on an H200, blocks fit; its head is large."""
     hopper = Gpu(132, shared_limit((9, 0)), (9, 0))
-    output, gated = (Output(torch.empty(0), 0, epilogue) for epilogue in (STORE, GATED))
+    output, gated = (Output(torch.empty(0), 0, epilogue) for epilogue in (STORE, GATED_SILU))
     spec = spec_of("group4", 32, (18944, 18944), 3584)
     assert gemv.takes(spec, gated, hopper)
     assert gemv.takes(replace(spec, parts=(3584,), inputs=18944), output, hopper)

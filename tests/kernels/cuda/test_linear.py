@@ -264,7 +264,7 @@ def test_a_captured_chain_computes_with_what_the_one_ahead_has_written(
     def chain(pause: Callable[[], None]) -> None:
         out.zero_()
         for _ in range(20):
-            linear.packed_gated_linear(x, weights[0], None, gated, 0, hidden)
+            linear.packed_gated_linear(x, weights[0], None, gated, 0, "silu", hidden)
             pause()
             linear.packed_linear_add(hidden, weights[1], None, down, 0, out)
             pause()
@@ -359,10 +359,10 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     x, weight, bias, spec, _ = case.arguments
     out = case.out(torch.float32, 16)
     wrongs = {
-        "x: torch.float32": (x.float(), weight, bias, spec, 1, out),
-        "x: torch.float16 does not meet weights in bf16": (x.half(), weight, bias, spec, 1, out),
-        "x: .* is not bfloat16": (x[:, :32].contiguous(), weight, bias, spec, 1, out),
-        "weight: torch.uint8": (x, weight[:8], bias, spec, 1, out),
+        "x: torch.float32": (x.float(), weight, bias, spec, 1, "silu", out),
+        "x: torch.float16 does not meet weights in bf16": (x.half(), weight, bias, spec, 1, "silu", out),
+        "x: .* is not bfloat16": (x[:, :32].contiguous(), weight, bias, spec, 1, "silu", out),
+        "weight: torch.uint8": (x, weight[:8], bias, spec, 1, "silu", out),
         "weight: lies in panels": (
             x,
             torch.zeros(1, 2048, dtype=torch.uint8),
@@ -378,6 +378,6 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         with pytest.raises(ValueError, match=message):
             linear.packed_linear(*arguments)
     with pytest.raises(ValueError, match="two of one size"):
-        linear.packed_gated_linear(x, weight, bias, spec, 1, out)
+        linear.packed_gated_linear(x, weight, bias, spec, 1, "silu", out)
     with pytest.raises(ValueError, match=r"out: torch\.bfloat16"):
         linear.packed_linear_add(x, weight, bias, spec, 1, out.bfloat16())

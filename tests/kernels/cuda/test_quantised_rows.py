@@ -82,7 +82,7 @@ def check_silu_mul(size: tuple[int, int], to: To, device: str, of: torch.dtype =
     n, width = size
     gate_up = rows(n, 2 * width, dtype=of, device=device) * 4
     right = torch.empty(n, width, dtype=torch.float64, device=device)
-    kernel_oracle.silu_mul(gate_up.double(), right)
+    kernel_oracle.gated_mul(gate_up.double(), "silu", right)
     out, scales = buffers(size, *to, device)
     silu_mul_quantised(gate_up, out, scales)
     reads_as(out, scales, right)

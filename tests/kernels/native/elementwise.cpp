@@ -38,22 +38,25 @@ void check_norm(Checks& checks, int64_t rows, int64_t width) {
   }
 }
 
-void check_add_and_silu(Checks& checks, int64_t rows, int64_t width) {
+void check_add_and_gated(Checks& checks, int64_t rows, int64_t width) {
   Random random(width + 1);
   Floats gate_up = random.reals(rows * 2 * width, 16);
   gate_up[0] = -200;  // far out, where an exponential overflows or vanishes
   gate_up[gate_up.size() / 2] = 200;
-  Doubles active(rows * width), sums(rows * width);
+  Doubles active(rows * width), sums(rows * width), bent(rows * width);
   for (int64_t i = 0; i < rows * width; ++i) {
     const double gate = gate_up[i / width * 2 * width + i % width],
                  up = gate_up[(i / width * 2 + 1) * width + i % width];
     active[i] = gate / (1 + std::exp(-gate)) * up;
+    bent[i] = gate / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate))) * up;
     sums[i] = static_cast<double>(gate_up[i]) + gate_up[rows * width + i];
   }
-  checks.each(sized("silu_mul, add", {rows, width}), [&](Checks::Run& run) {
+  checks.each(sized("gated_mul, add", {rows, width}), [&](Checks::Run& run) {
     Floats out(rows * width, kPoison);
-    run.kernels().silu_mul(gate_up.data(), out.data(), rows, width);
+    run.kernels().gated_mul(gate_up.data(), Epilogue::kGatedSilu, out.data(), rows, width);
     checks.close(out, active, 1e-5);
+    run.kernels().gated_mul(gate_up.data(), Epilogue::kGatedGelu, out.data(), rows, width);
+    checks.close(out, bent, 1e-5);
     Floats residual(gate_up.begin() + rows * width, gate_up.end());
     run.kernels().add(gate_up.data(), residual.data(), rows * width);
     checks.close(residual, sums, 1e-6);
@@ -180,7 +183,7 @@ void check_embedding(Checks& checks, int64_t width) {
 void check_elementwise(Checks& checks) {
   for (const int64_t width : kWidths) {
     check_norm(checks, 3, width);
-    check_add_and_silu(checks, 3, width);
+    check_add_and_gated(checks, 3, width);
     check_embedding(checks, width);
   }
   for (const int64_t dim : {1, 2, 4, 12, 16, 20, 24, 33, 64, 80, 96}) check_hadamard(checks, 2, dim);

@@ -190,7 +190,7 @@ class Product {
 
   Floats product(Checks::Run& run, const float* x, int64_t rows, Epilogue epilogue, const float* bias,
                  float before = kPoison) {
-    const int64_t columns = epilogue == Epilogue::kGatedSilu ? spec_.parts[0] : spec_.features;
+    const int64_t columns = is_gated(epilogue) ? spec_.parts[0] : spec_.features;
     Floats out(rows * columns, before);
     const PackedLinearArgs args{&spec_,         &kernels(run), &run.kernels(), x,       spec_.inputs,
                                 weight_.data(), bias,          out.data(),     columns, epilogue};

@@ -157,8 +157,8 @@ def test_an_epilogue_is_in_the_op_where_the_layer_is_one_weight() -> None:
     alike, other = ("Q8_0", "Q8_0"), ("Q8_0", "Q4_0")
     names = {
         ("Q8_0",): {Epilogue.STORE: ["packed_linear"], Epilogue.ADD: ["packed_linear_add"]},
-        alike: {Epilogue.GATED: ["packed_gated_linear"]},
-        other: {Epilogue.GATED: ["packed_linear", "packed_linear", "silu_mul"]},
+        alike: {Epilogue.GATED_SILU: ["packed_gated_linear"]},
+        other: {Epilogue.GATED_GELU_TANH: ["packed_linear", "packed_linear", "gated_mul"]},
     }
     for kinds, wanted in names.items():
         layer = random_layer(*[16] * len(kinds), kinds=kinds)

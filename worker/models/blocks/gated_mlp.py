@@ -1,4 +1,4 @@
-"""The gated MLP of Llama: down(silu(gate(x)) · up(x))."""
+"""The gated MLP of Llama: down(activation(gate(x)) · up(x))."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece
-from allspan.worker.quant.base import Epilogue
+from allspan.worker.quant.base import GATED
 
 if TYPE_CHECKING:
     from allspan.worker.models.sublayer import Sublayer
@@ -19,6 +19,8 @@ class GatedMlp:
 
     intermediate_size: int
     bias: bool = False
+    activation: str = "silu"
+    """One of `allspan.kernels.ops.ACTIVATIONS`."""
 
     def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
         columns = Axis(self.intermediate_size, group=TP)
@@ -30,5 +32,5 @@ class GatedMlp:
 
     def emit(self, sub: Sublayer, x: Slot) -> None:
         gated = sub.buffer("mlp", len(sub.shard.units(Axis(self.intermediate_size, group=TP))))
-        sub.linear("gate_up", x, gated, Epilogue.GATED)
+        sub.linear("gate_up", x, gated, GATED[self.activation])
         sub.add_linear("down", gated)

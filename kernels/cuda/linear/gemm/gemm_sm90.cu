@@ -1,5 +1,5 @@
 // Products of many rows of x with a weight, and what becomes of them, for sm_90a: out = x · weightᵀ (· scales of rows
-// and features + bias), stored as 16-bit elements, added to float32, or silu(first half) · second half.
+// and features + bias), stored as 16-bit elements, added to float32, or activation(first half) · second half.
 //
 // A persistent block makes tiles of 128 rows by 256 features: one thread asks for tiles of x and weight ahead, a ring
 // of them; two warpgroups with 64 rows each multiply. What they have goes out through a little shared memory of each
@@ -20,7 +20,7 @@
 constexpr int kRows = 128, kFeatures = 256, kStages = 4, kLead = 2, kGroup = 128, kThreads = 3 * kGroup;
 constexpr int kTile = 128 * 128;                                    // bytes: 128 rows of 128, swizzled
 constexpr int kStage = (kRows + kFeatures) / 128 * kTile;           // of x, then of the weight
-constexpr int kAcross = EPILOGUE == kGated ? 128 : 256;             // outputs of a tile
+constexpr int kAcross = EPILOGUE >= kGatedSilu ? 128 : 256;         // outputs of a tile
 constexpr int kColumns = EPILOGUE == kAdd ? 32 : 64;                // outputs in 128 bytes
 constexpr int kPiece = 16 * 128;                                    // bytes that a warp stores at once: its 16 rows
 constexpr int kPieces = kAcross / kColumns, kTiles = kColumns / 8;  // and tiles of 8 features in a piece
@@ -29,7 +29,9 @@ constexpr int kPieces = kAcross / kColumns, kTiles = kColumns / 8;  // and tiles
 constexpr uint64_t kAlong = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32 | 1 << 16;
 __device__ __forceinline__ uint64_t matrix(uint32_t at) { return kAlong | (at & 0x3ffff) >> 4; }
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + power(x * -1.4426950408889634f)); }
+__device__ __forceinline__ float activated(float x) {
+  return __fdividef(x, 1.0f + power(logit_of(x, EPILOGUE) * -1.4426950408889634f));
+}
 
 struct Shared {
   uint32_t stages, pieces, full, empty, columns_full, columns_empty;  // barriers, of stages one each
@@ -89,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   wait_for_ahead();
   let_next_begin();
   const Tiles tiles = {(rows + kRows - 1) / kRows, (outputs + kAcross - 1) / kAcross, band};
-  const int second = EPILOGUE == kGated ? outputs : 128;  // features from one half of a tile's to the other
+  const int second = EPILOGUE >= kGatedSilu ? outputs : 128;  // features from one half of a tile's to the other
   const bool has_columns = E4M3 || bias;
 
   if (threadIdx.x < kGroup) {
@@ -213,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             float value[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-              value[e] = EPILOGUE == kGated ? silu(sums[e]) * sums[kFeatures / 4 + e] : sums[e];
+              value[e] = EPILOGUE >= kGatedSilu ? activated(sums[e]) * sums[kFeatures / 4 + e] : sums[e];
             const int to = h * 1024 + ((i ^ lane / 4) << 4) + lane % 4 * 4;
             *reinterpret_cast<uint32_t*>(row_at + to) = pack(value[0], value[1]);
           }

@@ -52,10 +52,10 @@ def gemm_sm90(
     epilogue: int,
     band: int = _BAND,
 ) -> None:
-    """out = x · matrixᵀ (· scales + bias), or what `epilogue` (STORE, ADD, GATED) makes of it.
+    """out = x · matrixᵀ (· scales + bias), or what `epilogue` (STORE, ADD or one of GATED) makes of it.
 
     x [n, depth] and matrix [features, depth] are both bfloat16 or float16, or e4m3 with `scales`; bias float32
-    [features]. out is of their type, with e4m3 of any 16 bits, [n, features], float32 for ADD; GATED has half as many.
+    [features]. out: of their type, with e4m3 of any 16 bits, [n, features], float32 for ADD; gated, [n, features/2].
     Rows may be apart, but begin at multiples of 16 bytes, and a row of out is whole 16 bytes. Sums are float32, those
     of e4m3 as the tensor cores have them (what cuBLAS calls fast accumulation).
 
@@ -117,7 +117,7 @@ def pays(sizes: tuple[int, int, int], dtype: torch.dtype, out: Tensor, epilogue:
     device, (rows, features, depth) = gpu(out.device), sizes
     if rows < _LEAST_ROWS or device.capability != CAPABILITY or dtype not in _FLOPS:
         return False
-    if dtype in HALVES and epilogue != GATED:
+    if dtype in HALVES and epilogue not in GATED.values():
         return False
     if out.dtype not in _outcomes(dtype, epilogue) or not _is_aligned(out) or _is_ragged(out):
         return False
@@ -129,7 +129,7 @@ def pays(sizes: tuple[int, int, int], dtype: torch.dtype, out: Tensor, epilogue:
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     if capability == CAPABILITY:
         for dtype in HALVES:
-            for inputs, epilogue in itertools.product((dtype, torch.float8_e4m3fn), (STORE, ADD, GATED)):
+            for inputs, epilogue in itertools.product((dtype, torch.float8_e4m3fn), (STORE, ADD, *GATED.values())):
                 yield _kernel(inputs, epilogue, torch.float32 if epilogue == ADD else dtype)
 
 
@@ -150,7 +150,7 @@ def _check(x: Tensor, matrix: Tensor, scales: Scales | None, bias: Tensor | None
     if x.dtype not in dtypes or matrix.dtype != x.dtype or x.shape[1] != matrix.shape[1] or x.shape[1] == 0:
         sides = f"x: {x.dtype} {list(x.shape)} and matrix {matrix.dtype} {list(matrix.shape)}"
         raise ValueError(f"{sides} are not {' or '.join(map(str, dtypes))}")
-    outputs = features // 2 if epilogue == GATED else features
+    outputs = features // 2 if epilogue in GATED.values() else features
     kinds = _outcomes(x.dtype, epilogue)
     if out.dtype not in kinds or tuple(out.shape) != (len(x), outputs):
         raise ValueError(

@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
          int inputs, int k_tiles, int groups, int group_shift, int epilogue, int out_floats, int column) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const bool is_gated = epilogue == kGated;
+  const bool is_gated = epilogue >= kGatedSilu;
   const int outputs = is_gated ? features / 2 : features;
   const auto share = [&](int block) { return static_cast<int>(static_cast<long long>(outputs) * block / gridDim.x); };
   const int begin = share(blockIdx.x), all = share(blockIdx.x + 1) - begin, own = is_gated ? 2 * all : all;
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       if (epilogue == kAdd) mine.before = adds_to(i);
     }
     float value = product(0, i, mine);
-    if (is_gated) value = value / (1.0f + __expf(-value)) * product(1, i, mine);
+    if (is_gated) value = gated(value, product(1, i, mine), epilogue);
     if (out_floats)
       static_cast<float*>(out)[column + begin + i] = value + mine.before;
     else

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch
-from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output, is_float
+from allspan.kernels.cuda.linear.call import LinearCall, Output, is_float
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, group_sets, groups, k_tiles
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import qparams_of
@@ -88,7 +88,7 @@ def form_of(spec: PackedSpec, output: Output, device: Gpu) -> Form | None:
 def _tiles(spec: PackedSpec, output: Output, device: Gpu) -> tuple[int, int]:
     """Returns the number of blocks, and of tiles of 16 features that one of them has at most."""
     blocks = min(device.multiprocessors, output.width(spec))
-    most = -(-output.width(spec) // blocks) * (2 if output.epilogue == GATED else 1)
+    most = -(-output.width(spec) // blocks) * (2 if output.is_gated else 1)
     return blocks, -(-most // 16)
 
 

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
            int out_stride, int column) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const bool is_gated = PARTS == 2 && epilogue == kGated;
+  const bool is_gated = PARTS == 2 && epilogue >= kGatedSilu;
   const int outputs = is_gated ? features / 2 : features;
   // This block's outputs, in passes of up to `wide`.
   const auto share = [&](int block) { return static_cast<int>(static_cast<long long>(outputs) * block / gridDim.x); };
@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           if (epilogue == kAdd) beside.before = static_cast<const float*>(out)[to];
         }
         float value = product(0, i, row, beside);
-        if (is_gated) value = value / (1.0f + __expf(-value)) * product(1, i, row, beside);
+        if (is_gated) value = gated(value, product(1, i, row, beside), epilogue);
         if (out_floats)
           static_cast<float*>(out)[to] = value + beside.before;
         else

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch, shared_limit
-from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output
+from allspan.kernels.cuda.linear.call import LinearCall, Output
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, groups_of_k_tile, k_tiles
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import qparams_of
@@ -75,7 +75,7 @@ class _Form:
 def _form(spec: PackedSpec, rows: int, output: Output, device: Gpu) -> _Form:
     """Returns the first form that fits: x as integers for integer weights, where it fits into shared memory."""
     each = -(-output.width(spec) // device.multiprocessors)
-    parts = 2 if output.epilogue == GATED or each > 16 else 1
+    parts = 2 if output.is_gated or each > 16 else 1
     for form in _forms(spec, parts):
         fits = form.shared_bytes(spec, rows) <= device.shared_bytes and rows <= form.tiles * (4 if form.whole else 8)
         if fits and (form.whole or form.resident == (each > 16 * parts)):

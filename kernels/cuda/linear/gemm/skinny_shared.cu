@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                   int x_stride, int out_stride, int column, int tiles, int steps, int waves, int rest) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const bool is_gated = epilogue == kGated;
+  const bool is_gated = epilogue >= kGatedSilu;
   const int outputs = is_gated ? features / 2 : features;
   const Epilogue target = {bias, out, rows, outputs, epilogue, out_floats, out_stride, column};
   const StreamK shares = {tiles, steps, waves, rest, static_cast<int>(gridDim.x)};

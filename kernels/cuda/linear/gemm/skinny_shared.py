@@ -10,7 +10,7 @@ import torch
 
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch, shared_limit
 from allspan.kernels.cuda.linear import cublas
-from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output
+from allspan.kernels.cuda.linear.call import LinearCall, Output
 from allspan.kernels.cuda.linear.gemm import skinny_reduce, skinny_sm90
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, groups_of_k_tile, k_tiles
 from allspan.kernels.packed_spec import PackedSpec
@@ -122,7 +122,7 @@ def _share(spec: PackedSpec, output: Output, shape: _Shape, multiprocessors: int
     The last tiles are split over all blocks if those without a tile would stand still for longer than partial sums take
     to go out and come back, and the kernel that adds them up to run.
     """
-    tiles = -(-output.width(spec) // (shape.features // 2 if output.epilogue == GATED else shape.features))
+    tiles = -(-output.width(spec) // (shape.features // 2 if output.is_gated else shape.features))
     steps = k_tiles(spec)
     blocks = multiprocessors * shape.blocks
     waves, rest = divmod(tiles, blocks)

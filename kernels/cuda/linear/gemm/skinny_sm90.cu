@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warps = blockDim.x / 32;
   const uint32_t base = (smem(memory) + 1023) / 1024 * 1024;
   char* const shared = memory + (base - smem(memory));
-  const bool is_gated = epilogue == kGated;
+  const bool is_gated = epilogue >= kGatedSilu;
   const int outputs = is_gated ? features / 2 : features;
   const int tile = blockIdx.x / splits, split = blockIdx.x % splits;
   const auto share = [](int all, int i, int of) { return static_cast<int>(static_cast<long long>(all) * i / of); };
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
 // A thread has 4 rows of an output. Bound by L2.
 extern "C" __global__ void skinny_sum(const float4* partial, const float* bias, void* out, int rows, int features,
                                       int epilogue, int out_floats, int out_stride, int column, int splits) {
-  const bool is_gated = epilogue == kGated;
+  const bool is_gated = epilogue >= kGatedSilu;
   const int outputs = is_gated ? features / 2 : features;
   const int at = blockIdx.x * blockDim.x + threadIdx.x, i = at % outputs, row0 = at / outputs * 4;
   let_next_begin();
@@ -254,7 +254,7 @@ extern "C" __global__ void skinny_sum(const float4* partial, const float* bias, 
     if (row0 + r >= rows) continue;
     const long long to = static_cast<long long>(row0 + r) * out_stride + column + i;
     float x = value[0][r];
-    if (is_gated) x = x / (1.0f + __expf(-x)) * value[1][r];
+    if (is_gated) x = gated(x, value[1][r], epilogue);
     if (!out_floats)
       static_cast<bf16*>(out)[to] = narrow(x);
     else

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch, shared_limit
-from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output, is_float
+from allspan.kernels.cuda.linear.call import LinearCall, Output, is_float
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, groups_of_k_tile, k_tiles
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import qparams_of
@@ -81,7 +81,7 @@ def cut_of(spec: PackedSpec, output: Output, device: Gpu) -> Cut:
     few bytes on their way.
     """
     multiprocessors = device.multiprocessors
-    halves = 2 if output.epilogue == GATED else 1
+    halves = 2 if output.is_gated else 1
     width = output.width(spec)
     best: tuple[float, Cut] | None = None
     for splits in range(1, min(8, max(1, k_tiles(spec) // 4)) + 1):
