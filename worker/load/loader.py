@@ -271,13 +271,18 @@ def own_quantization(source: ModelSource) -> str:
 def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", device: str = "cpu") -> str:
     """One of WEIGHT_DTYPES; "auto" is the checkpoint's, but float16 on CPUs, which have no kernels for it, is held as
     float32 (exact), and what is left of a model whose linear weights are quantised as bfloat16, unless a GPU holds it
-    as the float16 that it is."""
+    as the float16 that it is. A model whose activations float16 does not hold is bfloat16 there."""
     if wanted == "auto":
         if spec.dtype == "float16" and "float16" in open_backend(device).capabilities.row_dtypes:
-            return "float16"
+            return "bfloat16" if spec.leaves_float16 else "float16"
         return "bfloat16" if spec.dtype == "bfloat16" or quantization in COMPACT else "float32"
     if wanted not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype {wanted!r} is not known (auto, {', '.join(WEIGHT_DTYPES)})")
+    if wanted == "float16" and spec.leaves_float16:
+        raise ConfigError(
+            f"dtype 'float16' is not supported for {spec.family}, whose activations float16 cannot hold: use bfloat16 "
+            "or float32"
+        )
     return wanted
 
 

@@ -65,6 +65,8 @@ class _Decoder:
             "logits", Rows.LOGITS, len(holding.shard.part(head_of(spec).parts[0].rows)), is_exact=True
         )
         holding.emit(program, embedding_of(spec) if spec.tie_word_embeddings else head_of(spec), stream.x, logits)
+        if spec.final_soft_cap:
+            program.op("soft_cap", logits, spec.final_soft_cap)
         return Decoder(program.build(logits), builder.bindings, stream.x)
 
     def _sublayer(self, number: int, stream: Stream, is_attention: bool) -> Sublayer:

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 from allspan.worker.models.blocks.base import AttentionBlock, MlpBlock
 
+NORM_KINDS = ("rms", "layer")
+
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """An RMSNorm over the hidden size. Its weight is `scale` times the checkpoint's."""
+    """A norm over the hidden size. Its weight is `scale` times the checkpoint's."""
 
     eps: float
     scale: float = 1.0
+    kind: str = "rms"
+    """One of `NORM_KINDS`: RMSNorm, or LayerNorm without a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,10 @@ class ModelSpec:
     embedding_scale: float = 1.0
     """The embedding is held as so many times the checkpoint's."""
     tie_word_embeddings: bool = False
+    final_soft_cap: float = 0.0
+    """Logits become cap · tanh(logit / cap); 0: they are not capped."""
+    leaves_float16: bool = False
+    """Whether activations may be larger than float16 holds: then they never are in it."""
     dtype: str = "float32"
     """The checkpoint's dtype: "float32", "bfloat16" or "float16"."""
     bos_token_id: int | None = None

@@ -221,15 +221,17 @@ class StreamBuilder:
         return self._rotations[tables]
 
     def norm(self, x: Slot, name: str, norm: NormSpec, out: Slot) -> None:
-        self.program.op("rms_norm", x, self.program.named(name), norm.eps, out)
+        op = "layer_norm" if norm.kind == "layer" else "rms_norm"
+        self.program.op(op, x, self.program.named(name), norm.eps, out)
 
     def norm_stream(self, stream: Stream, name: str, norm: NormSpec) -> None:
         """x = the norm of the residual stream, to which x may first be added."""
-        if self.is_pending:
+        if self.is_pending and norm.kind == "rms":
             weight = self.program.named(name)
             self.program.op("add_rms_norm", stream.x, stream.residual, weight, norm.eps, stream.x)
             self.is_pending = False
         else:
+            self.flush(stream)
             self.norm(stream.residual, name, norm, stream.x)
 
     def flush(self, stream: Stream) -> None:

@@ -63,7 +63,7 @@ class Named:
     """An input of every step, and what its rows count; None: it stays where it is bound."""
 
 
-Value = Slot | PackedSpec | float | int | None
+Value = Slot | PackedSpec | float | int | str | None
 Argument = Value | tuple[Value, ...]
 
 

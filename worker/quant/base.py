@@ -74,11 +74,11 @@ class Epilogue(enum.Enum):
 
     @property
     def activation(self) -> str:
-        """Of a gated product, as `allspan.kernels.ops.ACTIVATIONS` has it; else empty."""
+        """The activation of a gated product, one of `allspan.kernels.ops.ACTIVATIONS`; else empty."""
         return next((name for name, epilogue in GATED.items() if epilogue is self), "")
 
     def finish(self, program: ProgramBuilder, product: Slot, out: Slot) -> None:
-        """Appends what it says, of a product that lies in a buffer of its own."""
+        """Appends the op that makes `out` of a product in a buffer of its own."""
         if self is Epilogue.ADD:
             program.op("add", product, out)
         else:

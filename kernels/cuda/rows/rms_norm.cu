@@ -26,9 +26,8 @@ __device__ __forceinline__ float sum_of(const float (*x)[kUnit]) {
     for (int j = 0; j < kUnit; ++j) sum += x[i][j];
   return sum;
 }
-// Of all threads of a block.
-__device__ __forceinline__ float sum_of_block(float sum) {
-  __shared__ float parts[32];
+// Of all threads of a block; parts: shared memory for 32 numbers.
+__device__ __forceinline__ float sum_of_block(float sum, float* parts) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
@@ -73,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   if constexpr (OP == kLayerNorm) {
-    const float mean = sum_of_block(sum_of(x)) / width;
+    __shared__ float parts[32];
+    const float mean = sum_of_block(sum_of(x), parts) / width;
 #pragma unroll
     for (int i = 0; i < UNITS; ++i)
 #pragma unroll

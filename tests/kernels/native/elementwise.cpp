@@ -3,6 +3,7 @@
 
 #include "check.h"
 
+using allspan::Epilogue;
 using allspan::LinearArgs;
 using allspan::Type;
 
