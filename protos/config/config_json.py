@@ -16,6 +16,7 @@ from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.settings import CHOICES, LIMITS, STEP_SIZES, ParallelConfig, WorkerConfig
 
 T = TypeVar("T")
@@ -85,6 +86,8 @@ def _check_field(key: str, name: str, value: Any) -> None:
     limits = RANK_LIMITS.get(name)
     if limits and not limits[0] <= value <= limits[1]:
         raise ConfigError(f"{key} is {value}, must be from {limits[0]:.15g} to {limits[1]:.15g}")
+    if name == "hf_overrides":
+        parse_overrides(value)
     if name in ("path", "name", "run_dir") and not value:
         raise ConfigError(f"{key} is empty")
 

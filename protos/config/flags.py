@@ -28,7 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster import logs
+from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.known_elsewhere import flag_hint
 
 T = TypeVar("T")
@@ -237,6 +239,10 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
+JSON_FIELDS = ("hf_overrides",)
+"""Fields whose value is the text of a JSON object."""
+
+
 def add_options(
     parser: argparse._ActionsContainer,
     cls: type,
@@ -271,8 +277,8 @@ def add_options(
         parser.add_argument(
             *names,
             dest=field.name,
-            type=_converter(kind, allowed, limits.get(field.name)),
-            metavar="|".join(map(str, allowed)) if allowed else _metavar(kind),
+            type=_json_object if field.name in JSON_FIELDS else _converter(kind, allowed, limits.get(field.name)),
+            metavar="JSON" if field.name in JSON_FIELDS else "|".join(map(str, allowed or ())) or _metavar(kind),
             action=_Repeated if get_origin(kind) is tuple else "store",
             required=required,
             default=default,
@@ -289,6 +295,15 @@ def build(cls: type[T], namespace: argparse.Namespace, **given: Any) -> T:
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values = {name: value for name, value in vars(namespace).items() if name in names}
     return cls(**(values | given))
+
+
+def _json_object(text: str) -> str:
+    """The text of a JSON object, as it is."""
+    try:
+        parse_overrides(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"is no JSON object: {error}") from None
+    return text
 
 
 def _plain(kind: Any) -> Any:

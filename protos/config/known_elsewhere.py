@@ -13,7 +13,7 @@ _NO_LORA = "LoRA adapters are not supported yet"
 _NO_DRAFTS = "speculative decoding is not supported yet"
 _NO_PIPELINE = "pipeline parallelism is not supported; --ranks splits each layer over processes"
 _NO_HOSTS = "all ranks of a model run on one host; several hosts are not supported yet"
-_NO_ROPE = "RoPE scaling is read from the model's own configuration"
+_ROPE = "--hf-overrides"
 _NO_IMAGES = "images, audio and video are not supported yet"
 _NO_EXPERTS = "mixture-of-experts models are not supported yet"
 _KERNELS = "the kernels are chosen for the processor or GPU; `allspan bench kernels` measures them"
@@ -46,8 +46,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--tokenizer-mode": "the tokenizer is the model's own",
         "--download-dir": "the variable ALLSPAN_HOME sets the folder of pulled models",
         "--trust-remote-code": _NO_CODE,
-        "--hf-overrides": "the model's own config.json applies; change it in a copy of the folder",
-        "--json-model-override-args": "the model's own config.json applies; change it in a copy of the folder",
+        "--json-model-override-args": "--hf-overrides",
         "-a": "--served-model-name",
         "--alias": "--served-model-name",
         "--quantize": "--quantization",
@@ -174,10 +173,10 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--no-mmap": "converted models are mapped, others are read: see `allspan convert`",
         "--mmap": "converted models are mapped, others are read: see `allspan convert`",
         "--context-shift": "a request ends at the end of its context; --max-model-len sets it",
-        "--rope-scaling": _NO_ROPE,
-        "--rope-freq-base": _NO_ROPE,
-        "--rope-freq-scale": _NO_ROPE,
-        "--rope-theta": _NO_ROPE,
+        "--rope-scaling": _ROPE,
+        "--rope-freq-base": _ROPE,
+        "--rope-freq-scale": _ROPE,
+        "--rope-theta": _ROPE,
         # kernels
         "-fa": _ALWAYS,
         "--flash-attn": _ALWAYS,

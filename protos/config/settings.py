@@ -23,6 +23,9 @@ class ModelConfig:
     weights it is bfloat16 (on GPUs float16 where the checkpoint is)."""
     max_model_len: int = 0
     """Limits the tokens of a request, prompt and output together; 0 takes the model's own limit."""
+    hf_overrides: str = ""
+    """Replaces values of the model's config.json: a JSON object, such as {"rope_parameters": {"rope_type": "yarn",
+    "factor": 4.0, "original_max_position_embeddings": 32768}}. Nested objects are merged, null removes a key."""
     quantization: str = "auto"
     """Sets how linear weights are held: "none" (as --dtype says), "int8" or "uint4" (weights only), "a8w8" or "a8w4"
     (activations in 8 bits too), "fp8" (weights and activations, on GPUs), "gguf" (the blocks of a GGUF file as they
@@ -162,6 +165,7 @@ class EngineOptions(TypedDict, total=False):
 
     dtype: str
     max_model_len: int
+    hf_overrides: str
     quantization: str
     quantization_group: int
     quantize_lm_head: bool

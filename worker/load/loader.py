@@ -13,6 +13,7 @@ from torch import Tensor
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packer import Packer
 from allspan.protos.api.errors import CheckpointError, ConfigError
+from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfig
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.spec import ITEM_BITS, CacheGroup
@@ -74,7 +75,7 @@ class Prepared:
 
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
     """Reads the model's config and settles what this rank holds. Raises as `load_model` does."""
-    source = find_model(config.path)
+    source = find_model(config.path, parse_overrides(config.hf_overrides))
     if config.load_format == "dummy":
         source = replace(source, quantised=None)
     if source.converted is not None:
@@ -319,5 +320,7 @@ def context_length(wanted: int, spec: ModelSpec) -> int:
     """`max_model_len`, or the model's own for 0."""
     limit = spec.max_position_embeddings
     if wanted < 0 or wanted > limit:
-        raise ConfigError(f"max_model_len {wanted} is not within 1 … {limit}, the model's context (0: all of it)")
+        raise ConfigError(
+            f"max_model_len {wanted} is not within 1 … {limit}, the model's context (0: all of it); --hf-overrides can lengthen it, by yarn for instance"
+        )
     return wanted or limit

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from allspan.protos.api.errors import CheckpointError, ModelNotFound
+from allspan.protos.api.errors import CheckpointError, ConfigError, ModelNotFound
 from allspan.protos.config.converted_manifest import MANIFEST, is_converted
+from allspan.protos.config.hf_overrides import overridden
 from allspan.protos.model_files.json_values import read_json_object, shown
 from allspan.protos.model_files.limits import MAX_MESSAGE_CHARS
 from allspan.protos.model_files.weight_files import format_of
@@ -81,22 +83,28 @@ class ModelSource:
         return {} if checkpoint is None else checkpoint.kinds()
 
 
-def find_model(path: str) -> ModelSource:
-    """A folder with config.json, a GGUF file, a folder with one, or a .json config alone (for random weights)."""
+def find_model(path: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> ModelSource:
+    """A folder with config.json, a GGUF file, a folder with one, or a .json config alone (for random weights).
+    `overrides` replace values of the config; ConfigError for those of a converted model."""
     place = Path(path).expanduser()
     if not place.exists():
         raise ModelNotFound(f"{place}: no such file or folder")
     if is_converted(place):
+        if overrides:
+            raise ConfigError(
+                f"hf_overrides: {place} is converted, its config as it was then: leave --hf-overrides out, or convert "
+                "the model again with it"
+            )
         return _from_converted(place)
     config = place / "config.json" if place.is_dir() else place
     if config.suffix == ".json" and config.is_file():
-        return _from_config(config)
-    return _from_gguf(_only_gguf(place) if place.is_dir() else place)
+        return _from_config(config, overrides)
+    return _from_gguf(_only_gguf(place) if place.is_dir() else place, overrides)
 
 
-def _from_config(source: Path) -> ModelSource:
+def _from_config(source: Path, overrides: Mapping[str, Any]) -> ModelSource:
     folder = source.parent
-    family, values = _family_of(read_json_object(source), str(source))
+    family, values = _family_of(overridden(read_json_object(source), overrides), str(source))
     quantised = _quantised(source, values)
     spec = family.read(ForeignConfig(values, str(source)))
     if not spec.tie_word_embeddings and _lacks_head(folder, family, quantised):
@@ -149,7 +157,7 @@ def _from_converted(folder: Path) -> ModelSource:
     return ModelSource(folder, _family(model.spec.family, str(folder / MANIFEST)), model.spec, None, model)
 
 
-def _from_gguf(path: Path) -> ModelSource:
+def _from_gguf(path: Path, overrides: Mapping[str, Any]) -> ModelSource:
     file = GgufFile(path)
     architecture = file.metadata.get("general.architecture")
     known = {name: family for family in FAMILIES.values() for name in family.gguf_architectures}
@@ -158,8 +166,8 @@ def _from_gguf(path: Path) -> ModelSource:
             f"{path}: GGUF architecture {shown(architecture)} is not supported (supported: {', '.join(known)})"
         )
     family = known[architecture]
-    config = ForeignConfig({**family.defaults, **gguf_values(file, family, str(path))}, str(path))
-    return ModelSource(path, family, family.read(config), file)
+    values = overridden({**family.defaults, **gguf_values(file, family, str(path))}, overrides)
+    return ModelSource(path, family, family.read(ForeignConfig(values, str(path))), file)
 
 
 def _family(model_type: object, source: str) -> Family:
