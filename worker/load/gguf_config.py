@@ -46,6 +46,8 @@ def gguf_values(file: GgufFile, family: Family, source: str) -> dict[str, Any]:
     values["attention_bias"] = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & {*names})
     values["attention_out_bias"] = "blk.0.attn_output.bias" in names
     values["mlp_bias"] = "blk.0.ffn_up.bias" in names
+    if not own.get("attention.sliding_window"):
+        values["sliding_window"] = None
     values["use_sliding_window"] = bool(own.get("attention.sliding_window"))
     values["gguf_sliding_window"] = own.get("attention.sliding_window", 0)
     values["max_window_layers"] = 0

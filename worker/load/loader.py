@@ -321,6 +321,7 @@ def context_length(wanted: int, spec: ModelSpec) -> int:
     limit = spec.max_position_embeddings
     if wanted < 0 or wanted > limit:
         raise ConfigError(
-            f"max_model_len {wanted} is not within 1 … {limit}, the model's context (0: all of it); --hf-overrides can lengthen it, by yarn for instance"
+            f"max_model_len {wanted} is not within 1 … {limit}, the model's context (0: all of it): --hf-overrides "
+            "with rope_parameters of yarn lengthens it"
         )
     return wanted or limit

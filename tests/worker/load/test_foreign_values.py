@@ -157,7 +157,7 @@ def longrope(long: Any, short: Any) -> dict[str, Any]:
         (
             "phi3, long",
             longrope([1.0] * 5, [1.0] * 8),
-            "5 long rope frequency factors for a head size of 16, must be 8",
+            "5 long rope frequency factors .* must be 8",
         ),
         ("phi3, long", longrope([1.0] * 8, 1.0), "short_factor must be a list of positive numbers"),
         ("phi3, long", longrope([0.0] * 8, [1.0] * 8), "long_factor must be a list of positive numbers"),

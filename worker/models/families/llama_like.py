@@ -10,7 +10,7 @@ from allspan.worker.models.foreign.common import alike, model_spec, read_context
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.family import Family
 from allspan.worker.models.foreign.rotary import read_rotary
-from allspan.worker.models.foreign.windows import read_windows
+from allspan.worker.models.foreign.windows import read_window, read_windows
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.weight_map import DENSE, in_layer
 
@@ -28,8 +28,7 @@ def _smollm3(config: ForeignConfig) -> ModelSpec:
         raise config.error(f"no_rope_layers must have 0 or 1 for each of {count} layers, got {shown(turns)}")
     rotary, bias = read_rotary(config, 32768), config.flag("attention_bias")
     context = read_context(config, rotary, 32768)
-    slides = config.flag("use_sliding_window") and config.get("sliding_window")
-    windows = read_windows(config, context, config.size("sliding_window") if slides else 0)
+    windows = read_windows(config, context, read_window(config) if config.flag("use_sliding_window") else 0)
     if config.get("layer_types") is None:
         windows = [0 if turn else window for turn, window in zip(turns, windows, strict=False)]
     attention = read_gqa(config, rotary, qkv_bias=bias, output_bias=bias)

@@ -6,7 +6,7 @@ from allspan.worker.models.foreign.common import alike, head_size, model_spec, r
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.family import Family
 from allspan.worker.models.foreign.rotary import read_rotary
-from allspan.worker.models.foreign.windows import read_windows
+from allspan.worker.models.foreign.windows import read_window, read_windows
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.weight_map import DENSE, in_layer
 
@@ -16,9 +16,8 @@ _CONTEXT = 4096
 def _read(config: ForeignConfig) -> ModelSpec:
     rotary = read_rotary(config, _CONTEXT, head_size(config))
     context = read_context(config, rotary, _CONTEXT)
-    window = config.size("sliding_window") if config.get("sliding_window") else 0
     bias = config.flag("attention_bias")
-    windows = read_windows(config, context, window)
+    windows = read_windows(config, context, read_window(config))
     layers = alike(config, read_gqa(config, rotary, qkv_bias=bias), read_gated_mlp(config), windows)
     return model_spec(config, "phi3", layers, context)
 

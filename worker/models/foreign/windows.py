@@ -21,6 +21,11 @@ def read_layer_types(config: ForeignConfig) -> list[str] | None:
     return [str(kind) for kind in kinds]
 
 
+def read_window(config: ForeignConfig) -> int:
+    """`sliding_window` in tokens; 0 where it is null or missing. Raises CheckpointError for one without a token."""
+    return 0 if config.get("sliding_window") is None else config.size("sliding_window")
+
+
 def same_window(config: ForeignConfig, context: int, window: int) -> list[int]:
     """The same window for each layer, 0 where a layer sees the whole context anyway."""
     return [window if window < context else 0] * config.size("num_hidden_layers")
