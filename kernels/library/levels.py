@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from allspan.kernels.library.decode_batch import BatchDecodeWithPagedKVCacheWrap
 from allspan.kernels.library.prefill_batch import BatchPrefillWithPagedKVCacheWrapper
 from allspan.kernels.library.run import Result
 from allspan.kernels.library.single import single_prefill_with_kv_cache
+from allspan.kernels.library.variant import Variant
 
 
 def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Tensor, Tensor]:
@@ -63,6 +65,7 @@ class MultiLevelCascadeAttentionWrapper:
             )
             for level in range(num_levels)
         ]  # fmt: skip
+        self._sinks: Array | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -81,8 +84,9 @@ class MultiLevelCascadeAttentionWrapper:
         **options: Any,
     ) -> None:
         """For each level as the paged prefill wrapper's plan. Raises ValueError for what knows positions, which tokens
-        of levels have none of: a window and rotary."""
+        of levels have none of: a window, rotary and ALiBi."""
         causal = options.pop("causal", False)
+        self._sinks = options.pop("sinks", None)
         for name, off in (("window_left", -1), ("pos_encoding_mode", "NONE")):
             if options.get(name, off) != off:
                 raise ValueError(f"{name}: {options[name]!r}; tokens of levels have no positions, leave it out")
@@ -97,9 +101,12 @@ class MultiLevelCascadeAttentionWrapper:
     def run(self, q: Array, paged_kv_cache: PagedCache) -> Tensor:
         """q and out: [queries, heads, head_dim]."""
         *shared, own = self._levels
-        out, lse = own.run_return_lse(q, paged_kv_cache)
-        for level in shared:
-            cascade.merge_state_in_place(out, lse, *level.run_return_lse(q, paged_kv_cache))
+        sinks = None if self._sinks is None else tensor("sinks", self._sinks).float().contiguous()
+        out, lse = own.run_return_lse(q, paged_kv_cache, sinks=None if shared else sinks)
+        for i, level in enumerate(shared, start=1):
+            of_all = sinks if i == len(shared) else None
+            other, other_lse = level.run_return_lse(q, paged_kv_cache)
+            cascade.merge_state_in_place(out, lse, other, other_lse, of_all)
         assert isinstance(out, Tensor)
         return out
 
@@ -109,11 +116,23 @@ class MultiLevelCascadeAttentionWrapper:
         """Nothing is left to be ended."""
 
 
-def _with_shared(q: Array, shared: tuple[Array, Array], layout: str, own: Result) -> Tensor:
-    """The state of each query's own tokens, merged with that of keys and values that all share."""
-    out, lse = own
+def _with_shared(
+    run_own: Callable[..., Result], variant: Variant, q: Array, shared: tuple[Array, Array], layout: str
+) -> Tensor:
+    """The state of each query's own tokens, merged with that of keys and values that all share; the variant is for
+    both, its sinks for what they make together."""
+    if variant.knows_places:
+        raise ValueError(
+            f"window_left: {variant.window_left}, pos_encoding_mode: {variant.pos_encoding_mode!r}; shared tokens have "
+            "no positions, leave both out"
+        )
+    names = ("sm_scale", "logits_soft_cap", "q_scale", "k_scale", "v_scale")
+    options = {name: getattr(variant, name) for name in names}
+    out, lse = run_own(sinks=None, **options)
     k, v = keys_and_values(*shared, layout)
-    cascade.merge_state_in_place(out, lse, *single_prefill_with_kv_cache(q, k, v, return_lse=True))
+    sinks = None if variant.sinks is None else tensor("sinks", variant.sinks).float().contiguous()
+    other, other_lse = single_prefill_with_kv_cache(q, k, v, return_lse=True, **options)
+    cascade.merge_state_in_place(out, lse, other, other_lse, sinks)
     return out
 
 
@@ -124,8 +143,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(BatchDecodeWithPagedKVCache
         self, q: Array, k_shared: Array, v_shared: Array, unique_kv_cache: PagedCache, **options: Any
     ) -> Tensor:
         """q and out: [requests, heads, head_dim]."""
-        own = self.run_return_lse(q, unique_kv_cache, **options)
-        return _with_shared(q, (k_shared, v_shared), self._layout, own)
+        run_own = functools.partial(self.run_return_lse, q, unique_kv_cache)
+        return _with_shared(run_own, self._variant.but(options), q, (k_shared, v_shared), self._layout)
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -135,5 +154,5 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(BatchPrefillWithPagedKVCac
         self, q: Array, k_shared: Array, v_shared: Array, unique_kv_cache: PagedCache, **options: Any
     ) -> Tensor:
         """q and out: [queries, heads, head_dim]."""
-        own = self.run_return_lse(q, unique_kv_cache, **options)
-        return _with_shared(q, (k_shared, v_shared), self._layout, own)
+        run_own = functools.partial(self.run_return_lse, q, unique_kv_cache)
+        return _with_shared(run_own, self._variant.but(options), q, (k_shared, v_shared), self._layout)

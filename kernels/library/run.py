@@ -17,14 +17,14 @@ Into = tuple[Tensor, Tensor | None]
 
 def run_decode(q: Tensor, kv: KV, table: PageTable, variant: Variant, into: Into, workspace: DecodeWorkspace) -> Result:
     """One query a request."""
-    paged_decode(q, kv, table, variant.scores(q.shape[2]), *into, workspace)
+    paged_decode(q, kv, table, variant.scores(q), *into, workspace)
     return _result(into, variant)
 
 
 def run_prefill(q: Tensor, kv: KV, table: PageTable, plan: PrefillPlan, variant: Variant, into: Into) -> Result:
     """Any number of queries a request; on Hopper by its own kernel where that takes them."""
-    scores = variant.scores(q.shape[2])
-    is_hopper = gpu(q.device).capability == CAPABILITY and not why_not(kv, q.shape[2], scores)
+    scores = variant.scores(q)
+    is_hopper = gpu(q.device).capability == CAPABILITY and not why_not(kv, q.shape[2])
     run = paged_prefill_sm90 if is_hopper else paged_prefill
     run(q, kv, table, plan, scores, variant.causal, *into)
     return _result(into, variant)

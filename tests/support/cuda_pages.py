@@ -38,7 +38,8 @@ def random_queries(count: int, heads: int, dim: int, device: str, dtype: torch.d
 def expected(
     q: Tensor, pages: Pages, queries: list[int], scale: float | Scores, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """In float32: outputs and base-2 logarithms of the sums, for so many queries of each request."""
+    """In float64, then float32: outputs and base-2 logarithms of the sums, for so many queries of each request. What no
+    query sees may hold anything."""
     keys, values, table = pages
     of = Scores.of(scale)
     kv_heads, dim = keys.shape[1], q.shape[2]
@@ -53,19 +54,25 @@ def expected(
         if length == 0 or count == 0:
             continue
         held = table.indices[table.indptr[r] : table.indptr[r + 1]].long()
-        k, v = (c[held].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].float() for c in (keys, values))
+        k, v = (c[held].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].double() for c in (keys, values))
         k, v = k[kv_head_of], v[kv_head_of]
-        scores = torch.einsum("qhd,hnd->qhn", q[begin:end].float(), k) * of.scale
+        scores = torch.einsum("qhd,hnd->qhn", q[begin:end].double(), k) * of.scale
         if of.soft_cap:
             scores = of.soft_cap * (scores / of.soft_cap).tanh()
         last = length - count + torch.arange(count, device=q.device)[:, None]
         tokens = torch.arange(length, device=q.device)
+        if of.slopes is not None:
+            scores += of.slopes.double()[:, None] * (tokens - last)[:, None]
         if is_causal:
             scores.masked_fill_((tokens > last)[:, None], -math.inf)
         if of.window_left >= 0:
             scores.masked_fill_((tokens < last - of.window_left)[:, None], -math.inf)
-        out[begin:end] = torch.einsum("qhn,hnd->qhd", scores.softmax(-1), v)
-        lse[begin:end] = scores.logsumexp(-1) * math.log2(math.e)
+        if of.sinks is not None:
+            scores = torch.cat((scores, of.sinks.double()[:, None].expand(count, -1, 1)), -1)
+        weights = scores.softmax(-1)[..., :length]
+        seen = (weights > 0).any(1).any(0)
+        out[begin:end] = torch.einsum("qhn,hnd->qhd", weights[..., seen], v[:, seen]).float()
+        lse[begin:end] = scores.logsumexp(-1).float() * math.log2(math.e)
     return out, lse
 
 

@@ -24,9 +24,16 @@ def turned(x: Tensor, positions: Tensor, scale: float = 1.0, theta: float = 1e4)
 
 
 def attended(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, window: int = -1, cap: float = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int = -1,
+    cap: float = 0,
+    bent: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and logarithms of queries, the last of the tokens."""
+    """Outputs and logarithms of queries, the last of the tokens; `bent`: slopes and sinks."""
     group, (count, _, dim), tokens = q.shape[1] // k.shape[1], q.shape, len(k)
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,nhd->qhn", q.double(), k) * (dim**-0.5 if scale is None else scale)
@@ -36,8 +43,14 @@ def attended(
     hidden = (behind < 0 if causal else torch.zeros_like(behind, dtype=torch.bool)) | (
         (behind > window) if window >= 0 else False
     )
+    slopes, sinks = bent
+    if slopes is not None:
+        scores -= slopes.double()[:, None] * behind[:, None].to(q.device)
     scores.masked_fill_(hidden[:, None].to(q.device), -torch.inf)
-    return torch.einsum("qhn,nhd->qhd", scores.softmax(-1).nan_to_num(), v), scores.logsumexp(-1) * LOG2E
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None].expand(count, -1, 1)), -1)
+    weights = scores.softmax(-1).nan_to_num()[..., :tokens]
+    return torch.einsum("qhn,nhd->qhd", weights, v), scores.logsumexp(-1) * LOG2E
 
 
 def close(found: Any, right: Any, tolerance: float = 2e-3) -> None:

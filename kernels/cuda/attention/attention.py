@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ class StepAttention:
 
     decodes: PageTable | None
     prefills: tuple[PageTable, PrefillPlan] | None
-    scale: Scores | float
+    scores: Scores
+    """All but the sinks, which are each layer's own."""
     workspace: DecodeWorkspace
     shared: tuple[CascadeLevel, CascadeWorkspace] | None = None
     """Tokens that the decodes share: their table has the others alone."""
@@ -42,22 +43,21 @@ def attention(
     out: Tensor,
 ) -> None:
     """See `allspan.kernels.ops.OpSet.attention`. q and out of 16 bits; rows of `out` that no request has are left."""
-    if sinks is not None:
-        raise ValueError("sinks: the CUDA kernels have none; run the model on the CPU")
+    scores = meta.scores if sinks is None else replace(meta.scores, sinks=sinks)
     cache = k_cache, v_cache, k_scales, v_scales
     if meta.decodes is not None:
         count = len(meta.decodes.kv_lens)
         if meta.shared is None:
-            paged_decode(q[:count], cache, meta.decodes, meta.scale, out[:count], None, meta.workspace)
+            paged_decode(q[:count], cache, meta.decodes, scores, out[:count], None, meta.workspace)
         else:
             level, workspace = meta.shared
-            paged_cascade(q[:count], cache, [level], meta.decodes, meta.scale, out[:count], None, workspace)
+            paged_cascade(q[:count], cache, [level], meta.decodes, scores, out[:count], None, workspace)
     if meta.prefills is not None:
         table, plan = meta.prefills
         if _runs_on_hopper(k_cache, q.device):
-            paged_prefill_sm90(q, (k_cache, v_cache), table, plan, meta.scale, True, out, None)
+            paged_prefill_sm90(q, (k_cache, v_cache), table, plan, scores, True, out, None)
         else:
-            paged_prefill(q, cache, table, plan, meta.scale, True, out, None)
+            paged_prefill(q, cache, table, plan, scores, True, out, None)
 
 
 def runs(head_dim: int, group: int, pages: str) -> bool:

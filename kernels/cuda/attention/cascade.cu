@@ -1,6 +1,7 @@
 // Merging of attention states: what queries make of parts of their tokens, with the logarithm to base 2 of the sum of
 // each (-inf: of none). Bounded by memory: all is read once. Compiled with WIDE_IN and WIDE_OUT, 1 for float32, 0 for
 // 16 bits. A thread takes 8 elements of a head.
+#include "attention/scores.cuh"
 #include "ptx/ptx.cuh"
 
 #ifndef WIDE_IN
@@ -26,10 +27,11 @@ __device__ __forceinline__ void load8(float* x, const void* from, long long at) 
 
 // State i of a row is at v + i * state_stride + row * row_stride elements, heads one after the other, and its logarithm
 // likewise, in heads instead of elements. With own, own_lse (out's rows, or null) that is one more state; they may be
-// out and lse.
+// out and lse. With sinks ([heads], to base e, or null) a row that saw anything has one more, without a value.
 extern "C" __global__ void __launch_bounds__(256)
     merge_states(const void* v, const float* s, long long state_stride, long long row_stride, int states,
-                 const void* own, const float* own_lse, void* out, float* lse, int rows, int heads, int dim) {
+                 const void* own, const float* own_lse, void* out, float* lse, int rows, int heads, int dim,
+                 const float* sinks) {
   const int eighths = dim / 8, each = 256 / eighths;  // heads of a block, whole ones
   const long long place = static_cast<long long>(blockIdx.x) * each + threadIdx.x / eighths;  // of a row and a head
   const int column = threadIdx.x % eighths * 8;
@@ -44,8 +46,7 @@ extern "C" __global__ void __launch_bounds__(256)
   float top = mine;
 #pragma unroll 4
   for (int i = 0; i < states; ++i) top = fmaxf(top, s[first + i * state_stride]);
-  const float base = top == -kInf ? 0 : top;
-  float total = 0, sum[8] = {};
+  float base = top == -kInf ? 0 : top, total = 0, sum[8] = {};
   if (own && mine != -kInf) {  // what nothing was seen of may hold anything
     total = power(mine - base);
     load8<WIDE_OUT>(sum, own, place * dim + column);
@@ -61,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum[e] += part == -kInf ? 0 : x[e] * by;
   }
-  const float once = total == 0 ? 0 : 1.0f / total;
+  const float keep = sinks && total != 0 ? join_sink(sinks[place % heads], base, total) : 1;
+  const float once = total == 0 ? 0 : keep / total;
 #pragma unroll
   for (int e = 0; e < 8; ++e) sum[e] *= once;
   if (WIDE_OUT) {

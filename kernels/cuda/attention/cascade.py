@@ -7,7 +7,7 @@ arXiv:2402.05099): `merge_state` and `merge_states` are as FlashInfer has them, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,13 +94,14 @@ def paged_cascade(
     """`paged_decode` over each row's tokens of every level and its own; row i is request i of `own`, which has no
     `rows`, and may have no token of its own.
 
-    For captured graphs as `paged_decode`, as long as plans and parts stay. Raises ValueError for what does not fit and
-    for a sliding window (no level knows where its tokens stand), BackendUnavailable without CuPy.
+    A row's tokens are those of the levels in their order, then its own: slopes go by these places. For captured graphs
+    as `paged_decode`, as long as plans and parts stay. Raises ValueError for what does not fit and for a sliding
+    window, BackendUnavailable without CuPy.
     """
     kv, scores = kv_of(cache, q.shape[2]), Scores.of(scale)
     rows, heads, dim = out.shape
     if scores.window_left >= 0:
-        raise ValueError(f"scale: a window of {scores.window_left} tokens; shared tokens have no places")
+        raise ValueError(f"scale: a window of {scores.window_left} tokens; a level is seen by its rows as a whole")
     if own.rows is not None:
         raise ValueError("own: rows are given; row i is request i")
     parts = sum(level.parts for level in levels)
@@ -109,18 +110,31 @@ def paged_cascade(
     states = workspace.states[: parts * rows * heads * dim].view(parts, rows, heads, dim)
     state_lse = workspace.state_lse[: parts * rows * heads].view(parts, rows, heads)
     lse = workspace.lse[: rows * heads].view(rows, heads) if lse is None else lse
-    is_hopper = gpu(q.device).capability == CAPABILITY and not why_not(kv, dim, scores)
+    scores.check(heads)
+    of_part = replace(scores, sinks=None) if levels else scores
+    run = attend_sm90 if gpu(q.device).capability == CAPABILITY and not why_not(kv, dim) else attend
     done = 0
-    for level in levels:
+    for level, after in zip(levels, _after(levels, own, scores), strict=True):
         check_rows(q, kv.heads, level.table, out, None)
         check_plan(level.plan, q, kv.heads, level.table, out)
         into = states[done : done + level.parts], state_lse[done : done + level.parts]
-        run = attend_sm90 if is_hopper else attend
-        run(q, kv, level.table, level.plan, scores, False, into, level.parts)
+        run(q, kv, level.table, level.plan, of_part, False, into, after)
         done += level.parts
-    paged_decode(q, cache, own, scores, out, lse, workspace.decode)
+    paged_decode(q, cache, own, of_part, out, lse, workspace.decode)
     if parts:
-        _merge((states, state_lse), (rows * heads, heads), (out, lse), (out, lse))
+        _merge((states, state_lse), (rows * heads, heads), (out, lse), (out, lse), scores.sinks)
+
+
+def _after(levels: Sequence[CascadeLevel], own: PageTable, scores: Scores) -> list[Tensor | None]:
+    """For each level how many tokens of each row come after its own; None where nothing asks for places."""
+    if scores.slopes is None:
+        return [None] * len(levels)
+    after = [own.kv_lens]
+    for level in reversed(levels[1:]):
+        rows = torch.arange(len(own.kv_lens), dtype=torch.int32, device=own.kv_lens.device)
+        group = torch.searchsorted(level.plan.qo_indptr, rows, right=True) - 1
+        after.append(after[-1] + level.table.kv_lens[group])
+    return [*reversed(after)] if levels else []
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,13 +148,15 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     return out, lse
 
 
-def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor) -> None:
-    """`merge_state` into the first one."""
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, sinks: Tensor | None = None) -> None:
+    """`merge_state` into the first one; with sinks (`Scores.sinks`) these join what is merged last."""
     _check(v, s)
     _check(v_other, s_other)
     if v.shape != v_other.shape or v.dtype is not v_other.dtype:
         raise ValueError(f"v_other: {v_other.dtype} {tuple(v_other.shape)} is not {v.dtype} {tuple(v.shape)}, as v is")
-    _merge((v_other[None], s_other[None]), (0, v.shape[1]), (v, s), (v, s))
+    if sinks is not None:
+        Scores(1.0, sinks=sinks).check(v.shape[1])
+    _merge((v_other[None], s_other[None]), (0, v.shape[1]), (v, s), (v, s), sinks)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,6 +181,7 @@ def _merge(
     strides: tuple[int, int],
     own: tuple[Tensor, Tensor] | None,
     into: tuple[Tensor, Tensor],
+    sinks: Tensor | None = None,
 ) -> None:
     """states: v [states, rows, heads, dim] and s; strides: from state to state and from row to row, in heads."""
     v, s = states
@@ -175,7 +192,7 @@ def _merge(
     blocks = -(-rows * heads // (_THREADS // (dim // 8)))
     arguments = [
         v, s, *map(np.int64, strides), np.int32(len(v)), *(own or (None, None)), out, lse, np.int32(rows),
-        np.int32(heads), np.int32(dim),
+        np.int32(heads), np.int32(dim), sinks,
     ]  # fmt: skip
     launch(_kernel(v.dtype, out.dtype), (blocks,), _THREADS, arguments, is_early=True)
 

@@ -32,14 +32,14 @@ struct Cursor {
 // first_heads: [kv_heads + 1], null: as many query heads for each. out: [rows, heads, D]; lse:
 // [rows, heads] or null, base 2. partial: [grid * 2][kPart]. counters: [requests * kv_heads], zero before and after.
 // window: tokens before its own that a query sees, -1: all. Scores times scale are logarithms to base 2; with a cap,
-// cap * tanh(scores * scale).
+// cap * tanh(scores * scale). slopes, sinks: [heads], to base e.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     decode(const bf16* q_, long long q_stride, const char* k_, const char* v_, const float* k_scales,
            const float* v_scales, long long page_stride, long long head_stride, long long token_stride,
            const int* indptr, const int* indices, const int* kv_lens, const int* rows, const int* first_heads,
            bf16* out, float* lse, float* partial, int* counters, int requests, int kv_heads, int heads, int page_shift,
-           int window, float scale, float cap) {
-  const Result result = {out, lse};
+           int window, float scale, float cap, const float* slopes, const float* sinks) {
+  const Result result = {out, lse, sinks, heads};
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   char* const tiles = shared + warp * kWarpBytes;
@@ -231,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   bool is_begun = false;
   int pairs = 0, piece_begin = 0;
   const auto begin_pair = [&] {
-    const int group = first_head[at.kv_head + 1] - first_head[at.kv_head];
-    queries.take(query_slots + pairs % kStages * kQuerySlot, group, scale);
+    const int first = first_head[at.kv_head], group = first_head[at.kv_head + 1] - first;
+    queries.take(query_slots + pairs % kStages * kQuerySlot, group, scale, slopes + first);
     state.clear();
     is_begun = true, piece_begin = at.unit, ++pairs;
   };

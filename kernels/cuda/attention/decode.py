@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.cache.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
+from allspan.kernels.cuda.cache.pages import BENT, KV, PLAIN, Cache, PageTable, Scores, check_rows, kv_of, pitch
 from allspan.kernels.cuda.jit.modules import Kernel, element_macro, gpu, kernel, launch, shared_limit
 
 LEAST_CAPABILITY = (7, 5)
@@ -67,14 +67,16 @@ def paged_decode(
     group = heads // kv.heads if table.first_heads is None else table.most_heads
     _check(q, kv.heads, group, workspace, table)
     device = gpu(q.device)
-    halves, capped = 1 + (group > 8), int(scores.soft_cap > 0)
+    scores.check(heads)
+    halves = 1 + (group > 8)
     shape = _shape(kv.format, kv.is_scaled, dim, halves, device.shared_bytes)
-    kind = element_macro(q.dtype, kv.tensors[0].dtype)
-    function = _kernel(kv.format, kv.is_scaled, dim, shape, halves, capped, kind)
+    kind = scores.macros() | element_macro(q.dtype, kv.tensors[0].dtype)
+    function = _kernel(kv.format, kv.is_scaled, dim, shape, halves, kind)
     arguments = [
         q, np.int64(q.stride(0)), *kv.arguments(), table.indptr, table.indices, table.kv_lens, table.rows,
         table.first_heads, out, lse, workspace.partial, workspace.counters, np.int32(requests), np.int32(kv.heads),
         np.int32(heads), np.int32(kv.page_size.bit_length() - 1), *scores.arguments(),
+        scores.slopes, scores.sinks,
     ]  # fmt: skip
     shared = max(shape.shared + (4 * requests + kv.heads + 2) * 4, shape.least_shared)
     launch(function, (device.multiprocessors * shape.blocks,), shape.warps * 32, arguments, shared, is_early=True)
@@ -86,8 +88,9 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dim in (64, 128, 256):
         for form in range(3) if dim < 256 else range(1):
             for halves in (1, 2) if form == 0 else (1,):
-                yield _kernel(form, form > 0, dim, _shape(form, form > 0, dim, halves, limit), halves, 0, {})
-        yield _kernel(0, False, dim, _shape(0, False, dim, 1, limit), 1, 0, element_macro(torch.float16))
+                yield _kernel(form, form > 0, dim, _shape(form, form > 0, dim, halves, limit), halves, PLAIN)
+        for kind in (PLAIN | element_macro(torch.float16), *BENT):
+            yield _kernel(0, False, dim, _shape(0, False, dim, 1, limit), 1, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +127,11 @@ def _shape(form: int, is_scaled: bool, dim: int, halves: int, limit: int) -> _Sh
     raise AssertionError
 
 
-def _kernel(
-    form: int, is_scaled: bool, dim: int, shape: _Shape, halves: int, soft_cap: int, kind: dict[str, int]
-) -> Kernel:
+def _kernel(form: int, is_scaled: bool, dim: int, shape: _Shape, halves: int, kind: dict[str, int]) -> Kernel:
     return kernel(
         "attention/decode.cu", "decode",
         HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), STAGES=shape.stages, TILE=shape.tile,
-        WARPS=shape.warps, BLOCKS=shape.blocks, HALVES=halves, SOFT_CAP=soft_cap, **kind,
+        WARPS=shape.warps, BLOCKS=shape.blocks, HALVES=halves, **kind,
     )  # fmt: skip
 
 

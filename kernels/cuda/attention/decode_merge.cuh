@@ -1,6 +1,7 @@
 // Parts of a pair of a request and a KV head: what the warps of a block have of it, and what several blocks have.
 #ifndef ALLSPAN_DECODE_MERGE
 #define ALLSPAN_DECODE_MERGE
+#include "attention/scores.cuh"
 #include "ptx/ptx.cuh"
 
 constexpr int kPart = 16 * (D + 2);  // floats: 16 rows, then the top and the total of each
@@ -8,6 +9,16 @@ constexpr int kPart = 16 * (D + 2);  // floats: 16 rows, then the top and the to
 struct Result {
   bf16* out;   // [rows, heads, D]
   float* lse;  // [rows, heads] or null, base 2
+  const float* sinks;
+  int heads;
+
+  // Four elements from `col` on of a row's head, which is seen whole: the weighted sum of them, and of the weights.
+  __device__ __forceinline__ void write(long long head, int col, float4 sum, float top, float total) const {
+    const float keep = SINKS ? join_sink(sinks[head % heads], top, total) : 1, by = keep / total;
+    *reinterpret_cast<uint2*>(out + head * D + col) =
+        make_uint2(pack(sum.x * by, sum.y * by), pack(sum.z * by, sum.w * by));
+    if (lse && col == 0) lse[head] = top + log2f(total);
+  }
 };
 
 // Of `group` rows of every warp, which lie in a stage of each: out from `head` on, or this block's part of it.
@@ -33,10 +44,7 @@ __device__ __forceinline__ void merge_warps(const Result& to, float* part, const
       sum.x += x.x * by, sum.y += x.y * by, sum.z += x.z * by, sum.w += x.w * by;
     }
     if (is_whole) {
-      const float by = 1.0f / total;
-      *reinterpret_cast<uint2*>(to.out + (head + row) * D + col) =
-          make_uint2(pack(sum.x * by, sum.y * by), pack(sum.z * by, sum.w * by));
-      if (to.lse && col == 0) to.lse[head + row] = base + log2f(total);
+      to.write(head + row, col, sum, base, total);
     } else {
       *reinterpret_cast<float4*>(part + row * D + col) = sum;
       if (col == 0) *reinterpret_cast<float2*>(part + 16 * D + row * 2) = make_float2(base, total);
@@ -98,12 +106,7 @@ __device__ __forceinline__ void merge_blocks(const Result& to, const float* part
         sum.z = sum.z * keep + x.z * by, sum.w = sum.w * keep + x.w * by;
       }
     }
-    if (way == 0 && slot < slots) {
-      const float by = 1.0f / total;
-      *reinterpret_cast<uint2*>(to.out + (head + row) * D + col) =
-          make_uint2(pack(sum.x * by, sum.y * by), pack(sum.z * by, sum.w * by));
-      if (to.lse && col == 0) to.lse[head + row] = top + log2f(total);
-    }
+    if (way == 0 && slot < slots) to.write(head + row, col, sum, top, total);
   }
 }
 #endif

@@ -13,12 +13,10 @@
 #ifndef ALLSPAN_DECODE_TILE
 #define ALLSPAN_DECODE_TILE
 #include "attention/kv.cuh"
+#include "attention/scores.cuh"
 
 #ifndef HALVES
 #define HALVES 2
-#endif
-#ifndef SOFT_CAP
-#define SOFT_CAP 0
 #endif
 #ifndef TILE
 #define TILE (FORMAT == 0 ? 16 : 32)
@@ -82,12 +80,18 @@ __device__ __forceinline__ uint32_t chunks_on(uint32_t at, int c) { return (at ^
 // Query heads of a KV head: heads lane / 4 and + 8, in the order in which a lane meets the elements of keys.
 struct Queries {
   uint32_t x[kHalves][kSteps][2];
-  float by;                // of what is multiplied, to make scores of it
-  float sums[kHalves][2];  // of heads lane % 4 * 2 and + 1, in units of what is multiplied
+  float by;                  // of what is multiplied, to make scores of it
+  float sums[kHalves][2];    // of heads lane % 4 * 2 and + 1, in units of what is multiplied
+  float slopes[kHalves][2];  // of those heads, to base 2
 
-  // `group` rows of shared memory.
-  __device__ __forceinline__ void take(const char* slot, int group, float scale) {
+  // `group` rows of shared memory; the slopes of their heads.
+  __device__ __forceinline__ void take(const char* slot, int group, float scale, const float* of_heads) {
     const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        slopes[h][e] = SLOPES && h * 8 + t * 2 + e < group ? of_heads[h * 8 + t * 2 + e] * kLog2E : 0;
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int head = h * 8 + lane / 4;
@@ -212,29 +216,31 @@ struct State {
   __device__ __forceinline__ void add(Product (*s)[kSixteens], const Queries& q, const char* keys, int there,
                                       float cap) {
     const int lane = threadIdx.x % 32;
-    float lack[kSixteens][2], once[kSixteens][2];  // of values: zeros; 1 / (scale * 2^kLift)
-    if (kScaled) scale_scores(s, q, reinterpret_cast<const float*>(keys + 2 * kTileBytes), lack, once, cap);
-#if SOFT_CAP
-    if (!kScaled) {
+    float lack[kSixteens][2], once[kSixteens][2];                      // of values: zeros; 1 / (scale * 2^kLift)
+    const float from_own = lane / 4 * (kIsCodes ? 4 : 1) + 1 - there;  // from the query to this lane's first token
+    if (kScaled) scale_scores(s, q, reinterpret_cast<const float*>(keys + 2 * kTileBytes), lack, once, from_own, cap);
+    if (!kScaled && kIsBent) {
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h)
+      for (int j = 0; j < kSixteens; ++j)
 #pragma unroll
-        for (int j = 0; j < kSixteens; ++j)
+        for (int e = 0; e < 4; ++e) {
+          const float distance = from_own + token_of(j, e / 2, 0);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) s[h][j][e] = cap * tanh_of(s[h][j][e] * q.by);
+          for (int h = 0; h < kHalves; ++h) s[h][j][e] = logit_of(s[h][j][e], q.by, cap, q.slopes[h][e % 2], distance);
+        }
     }
-#endif
     if (there < kTile) {
 #pragma unroll
       for (int j = 0; j < kSixteens; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           if (token_of(j, e / 2, lane / 4) >= there) {
+            if (kScaled) lack[j][e / 2] = once[j][e / 2] = 0;  // a page's tokens to come have any scale
 #pragma unroll
             for (int h = 0; h < kHalves; ++h) s[h][j][e] = -kInf;
           }
     }
-    const float by = kScaled || SOFT_CAP ? 1 : q.by;
+    const float by = kScaled || kIsBent ? 1 : q.by;
     uint32_t weights[kHalves][kSixteens][2];
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -318,7 +324,7 @@ struct State {
  private:
   // Scores to base 2, the logarithm of the values' scales in them.
   static __device__ __forceinline__ void scale_scores(Product (*s)[kSixteens], const Queries& q, const float* scales,
-                                                      float (*lack)[2], float (*once)[2], float cap) {
+                                                      float (*lack)[2], float (*once)[2], float from_own, float cap) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < kSixteens; j += 2) {
@@ -334,7 +340,7 @@ struct State {
         const int sixteen = (j + i / 2) % kSixteens, half = i % 2;
         const float zero = of(0) + kBias, factor = of(1) * q.by;
         const float scale = fabsf(of(3)) < 1e-30f ? 1e-30f : of(3);  // NaN remains
-        const float more = logarithm(scale);
+        const float more = logarithm(scale), distance = from_own + token_of(sixteen, half, 0);
         lack[sixteen][half] = of(2) + kBias, once[sixteen][half] = reciprocal(scale * kLifted);
 #pragma unroll
         for (int h = 0; h < kHalves; ++h)
@@ -342,7 +348,7 @@ struct State {
           for (int e = 0; e < 2; ++e) {
             float& x = s[h][sixteen][half * 2 + e];
             x = fmaf(-zero, q.sums[h][e], x);
-            x = SOFT_CAP ? cap * tanh_of(x * factor) + more : fmaf(x, factor, more);
+            x = kIsBent ? logit_of(x, factor, cap, q.slopes[h][e], distance) + more : fmaf(x, factor, more);
           }
       }
     }

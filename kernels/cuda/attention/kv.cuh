@@ -38,9 +38,4 @@ __device__ __forceinline__ uint32_t rows_on(uint32_t at, int rows) {
   constexpr int kMask = kPitch >= 128 ? 7 : kPitch / 16 - 1, kShift = kPitch >= 128 ? 0 : kPitch == 64 ? 1 : 2;
   return (at ^ ((rows >> kShift & kMask) << 4)) + rows * kPitch;
 }
-
-// Of a soft cap. Differences from 1 are what it costs near 0: 1e-7.
-__device__ __forceinline__ float tanh_of(float x) {
-  return 1.0f - __fdividef(2.0f, 1.0f + power(x * 2.885390081777927f));
-}
 #endif

@@ -1,14 +1,12 @@
 // Prefill attention over paged KV, for sm_80 and later: FlashAttention-2 (T. Dao, arXiv:2307.08691) with the heads of a
 // group in the rows of one tile, so that they share its keys and values. Bounded by the tensor cores (mma.sync).
-// Compiled with what kv.cuh names, SOFT_CAP (1: logits are capped), PARTIAL (1: float32 states of parts of the
-// tokens, to be merged) and SMALL_PAGES (1: tokens that a warp copies may lie in several pages). One barrier a tile of
+// Compiled with what kv.cuh and scores.cuh name, PARTIAL (1: float32 states of parts of the tokens, to be merged) and
+// SMALL_PAGES (1: tokens that a warp copies may lie in several pages). One barrier a tile of
 // tokens: keys and values are in two buffers, those of the next tile on their way while this one is computed. Codes
 // come the same way and are made bfloat16 once for all rows.
 #include "attention/kv.cuh"
+#include "attention/scores.cuh"
 
-#ifndef SOFT_CAP
-#define SOFT_CAP 0
-#endif
 #ifndef PARTIAL
 #define PARTIAL 0
 #endif
@@ -114,13 +112,15 @@ __device__ __forceinline__ void widen(char* to, const char* codes, const float* 
 // tiles: [tiles][2]: request (-1: none), and first row of the tile; row i of a request is query i / group, head
 // i % group of the KV head's. first_heads: [kv_heads + 1], or null: as many query heads for each. The tiles of
 // heads_at_once KV heads come one after the other, then those of the next ones. Part y of a tile's tokens goes to out_
-// and lse from row y * q_rows on.
+// and lse from row y * q_rows on. slopes, sinks: [heads], to base e. after: [q_rows], how many tokens come after those
+// that are here for queries that all see the same ones, up to and with their own; null: queries are the last tokens.
 extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     prefill(const bf16* q, long long q_stride, const char* k_cache, const char* v_cache, const float* k_scales,
             const float* v_scales, long long page_stride, long long head_stride, long long token_stride,
             const int* tiles, const int* qo_indptr, const int* page_indptr, const int* indices, const int* kv_lens,
             const int* first_heads, void* out, float* lse, int q_rows, int heads, int kv_heads, int heads_at_once,
-            int page_shift, int is_causal, int window, float scale, float cap) {
+            int page_shift, int is_causal, int window, float scale, float cap, const float* slopes, const float* sinks,
+            const int* after) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   wait_for_ahead();
@@ -144,7 +144,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
 
   const int before = length - queries;  // tokens that the first query sees beside itself
   const int last_row = min(row0 + kRows, rows) - 1;
-  int begin = window < 0 ? 0 : max(0, before + row0 / group - window) / kTokens * kTokens;
+  const int first_seen = window < 0 ? 0 : max(0, before + row0 / group - window);
+  __shared__ volatile int least;  // as a register for each thread it has others spilled
+  least = first_seen;             // pages before its own may be another request's
+  int begin = first_seen / kTokens * kTokens;
   int end = is_causal ? min(length, before + last_row / group + 1) : length;
   const int stride = ((end - begin + kTokens - 1) / kTokens + gridDim.y - 1) / gridDim.y * kTokens;
   begin += blockIdx.y * stride, end = min(end, begin + stride);
@@ -162,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
   const int first = warp * kWarpTokens;   // of this warp's tokens of a tile
   const auto look_up = [&](int token0) {  // the page of this warp's tokens, or of its own token for every lane
     const int token = token0 + first + (SMALL_PAGES ? lane % kWarpTokens : 0);
-    return token < end ? __ldg(pages + (token >> page_shift)) : 0;
+    return token < end && token >> page_shift >= least >> page_shift ? __ldg(pages + (token >> page_shift)) : 0;
   };
   const int in_page = (1 << page_shift) - 1, my_row = lane / kChunks, my_chunk = lane % kChunks;
   const auto ask = [&](int token0, int page) {
@@ -176,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
 #pragma unroll
       for (int row = 0; row < kWarpTokens; row += kAtOnce) {
         if (SMALL_PAGES) place = __shfl_sync(~0u, from, row + my_row) + my_chunk * 16;
-        const bool is_there = all_there || token0 + first + my_row + row < end;
+        const int token = token0 + first + my_row + row;
+        const bool is_there = all_there || (token < end && token >= least);
         if (kAtOnce * kChunks == 32 || my_row < kAtOnce) {
           copy16(rows_on<kPitchHere>(at, row), k + (is_there ? place : 0), is_there);
           copy16(rows_on<kPitchHere>(at, row) + kBytes, v + (is_there ? place : 0), is_there);
@@ -184,13 +188,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
         if (!SMALL_PAGES) place += kAtOnce * token_stride;
       }
     };
-    if (token0 + kTokens <= end)
+    if (token0 + kTokens <= end && token0 >= least)
       ask_rows(true);
     else
       ask_rows(false);
     if (kScaled && lane < kWarpTokens) {
       const int token = token0 + first + lane;
-      const bool is_there = token < end;
+      const bool is_there = token < end && token >= least;
       const long long zero = (static_cast<long long>(page) * kv_heads + kv_head << 1) << page_shift;
       const uint32_t scales = to + 2 * kBytes + (first + lane) * 4;
 #pragma unroll
@@ -216,11 +220,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
   // Row of a fragment's lane: q is read as 16 x 16 tiles, keys as 16 tokens x 16 elements, values transposed.
   const int q_row = warp * kWarpRows + lane % 16, q_half = lane / 16;
   const int k_row = lane % 8 + lane / 16 * 8, k_half = lane / 8 % 2;
-#if SOFT_CAP
-  const float by = 1;
-#else
-  const float by = scale;
-#endif
+  const float by = kIsBent ? 1 : scale;
+  float slope[kMatrices][2];  // of this lane's rows, to base 2
+  int own[kMatrices][2];      // the query's place, less that of this lane's first token of a tile
+#pragma unroll
+  for (int m = 0; SLOPES && m < kMatrices; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = min(row0 + warp * kWarpRows + m * 16 + h * 8 + lane / 4, rows - 1), query = row / group;
+      slope[m][h] = slopes[first_head + row % group] * kLog2E;
+      own[m][h] = (after ? length - 1 + after[first_query + query] : before + query) - lane % 4 * 2;
+    }
 
   for (int token0 = begin; token0 < end; token0 += kTokens) {
     const int parity = (token0 - begin) / kTokens % 2;
@@ -259,14 +269,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
         }
       }
     }
-#if SOFT_CAP
+    if (kIsBent) {
 #pragma unroll
-    for (int m = 0; m < kMatrices; ++m)
+      for (int m = 0; m < kMatrices; ++m)
 #pragma unroll
-      for (int n = 0; n < kScores; ++n)
+        for (int h = 0; h < 2; ++h) {
+          const float from_own = SLOPES ? token0 - own[m][h] : 0;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[m][n][e] = cap * tanh_of(s[m][n][e] * scale);
-#endif
+          for (int n = 0; n < kScores; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float& x = s[m][n][h * 2 + e];
+              x = logit_of(x, scale, cap, slope[m][h], from_own + (n * 8 + e));
+            }
+        }
+    }
     if (token0 + kTokens > min(all_see, end) || token0 < all_from) {
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m)
@@ -339,7 +356,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int row = row0 + warp * kWarpRows + m * 16 + h * 8 + lane / 4;
       if (row >= rows) continue;
-      const float once = sum == 0 ? 0 : 1.0f / sum;
+      const float keep = SINKS && !PARTIAL && sum != 0 ? join_sink(sinks[first_head + row % group], top[m][h], sum) : 1;
+      const float once = sum == 0 ? 0 : keep / sum;
       const long long q_row = static_cast<long long>(blockIdx.y) * q_rows + first_query + row / group;
       const long long head = q_row * heads + first_head + row % group;
 #pragma unroll

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allspan.kernels.cuda.cache.pages import KV, Cache, PageTable, Scores, check_rows, kv_of, pitch
+from allspan.kernels.cuda.cache.pages import BENT, KV, PLAIN, Cache, PageTable, Scores, check_rows, kv_of, pitch
 from allspan.kernels.cuda.jit.modules import Kernel, element_macro, kernel, launch
 
 LEAST_CAPABILITY = (7, 5)
@@ -110,10 +110,11 @@ def paged_prefill(
     head is read by up to plan.group query heads, and that the cache may be `dense` tensors. Rows of requests that have
     no tiles are left alone. Raises ValueError for what does not fit, BackendUnavailable without CuPy.
     """
-    kv = kv_of(cache, q.shape[2])
+    kv, scores = kv_of(cache, q.shape[2]), Scores.of(scale)
     check_rows(q, kv.heads, table, out, lse)
     check_plan(plan, q, kv.heads, table, out)
-    attend(q, kv, table, plan, Scores.of(scale), is_causal, (out, lse), 1)
+    scores.check(out.shape[1])
+    attend(q, kv, table, plan, scores, is_causal, (out, lse))
 
 
 def attend(
@@ -124,23 +125,25 @@ def attend(
     scores: Scores,
     is_causal: bool,
     into: tuple[Tensor, Tensor | None],
-    parts: int,
+    after: Tensor | None = None,
 ) -> None:
     """The launch alone. With a float32 out of [parts, rows, heads, head_dim], and lse likewise, each holds the state of
-    one part of the tokens."""
+    one part of the tokens, without sinks. after: int32 [rows], how many tokens of a query's, its own included, come
+    after those of the table, which are no row's last; None: the queries are the last tokens."""
     out, lse = into
     heads, dim = out.shape[-2:]
+    parts = len(out) if out.dtype is torch.float32 else 1
     if len(plan.tiles) == 0:
         return
     arguments = [
         q, np.int64(q.stride(0)), *kv.arguments(), plan.tiles, plan.qo_indptr, table.indptr, table.indices,
         table.kv_lens, table.first_heads, out, lse, np.int32(len(q)), np.int32(heads), np.int32(kv.heads),
         np.int32(heads_at_once(len(plan.tiles), kv.heads)), np.int32(kv.page_size.bit_length() - 1),
-        np.int32(is_causal), *scores.arguments(),
+        np.int32(is_causal), *scores.arguments(), scores.slopes, scores.sinks, after,
     ]  # fmt: skip
-    capped, partial = int(scores.soft_cap > 0), int(out.dtype is torch.float32)
-    kind, is_small = element_macro(q.dtype, kv.tensors[0].dtype), kv.page_size < _warp_tokens(dim)
-    function = _kernel(kv.format, kv.is_scaled, dim, capped, partial, is_small, kind)
+    kind = scores.macros() | element_macro(q.dtype, kv.tensors[0].dtype)
+    partial, is_small = int(out.dtype is torch.float32), kv.page_size < _warp_tokens(dim)
+    function = _kernel(kv.format, kv.is_scaled, dim, partial, is_small, kind)
     blocks = (len(plan.tiles) * kv.heads, parts)
     launch(function, blocks, 128 if dim <= 128 else 256, arguments, _shared(kv.format, kv.is_scaled, dim), True)
 
@@ -150,10 +153,11 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dim in (64, 128):
         for form in range(3):
             for partial in (0, 1):
-                yield _kernel(form, form > 0, dim, 0, partial, False, {})
-    yield _kernel(0, False, 256, 0, 0, False, {})
+                yield _kernel(form, form > 0, dim, partial, False, PLAIN)
+    yield _kernel(0, False, 256, 0, False, PLAIN)
     for dim in (64, 128, 256):
-        yield _kernel(0, False, dim, 0, 0, False, element_macro(torch.float16))
+        for kind in (PLAIN | element_macro(torch.float16), *BENT):
+            yield _kernel(0, False, dim, 0, False, kind)
 
 
 def _warp_tokens(dim: int) -> int:
@@ -167,11 +171,8 @@ def _shared(form: int, is_scaled: bool, dim: int) -> int:
     return _ROWS * row + (form != 0) * 2 * tokens * row + 2 * stage
 
 
-def _kernel(
-    form: int, is_scaled: bool, dim: int, soft_cap: int, partial: int, has_small_pages: bool, kind: dict[str, int]
-) -> Kernel:
+def _kernel(form: int, is_scaled: bool, dim: int, partial: int, has_small_pages: bool, kind: dict[str, int]) -> Kernel:
     return kernel(
         "attention/prefill.cu", "prefill",
-        HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), SOFT_CAP=soft_cap, PARTIAL=partial,
-        SMALL_PAGES=int(has_small_pages), **kind,
+        HEAD_DIM=dim, FORMAT=form, SCALED=int(is_scaled), PARTIAL=partial, SMALL_PAGES=int(has_small_pages), **kind,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 // others have 64 rows each and take turns, so that the tensor cores multiply for one while the other is at its softmax.
 // Within one, too, the scores of a tile are multiplied while the values of the tile before are. Bound by the tensor
 // cores; next come exponentials (16 a cycle: half the time of the products at a head_dim of 128). Compiled with
-// HEAD_DIM (64 or 128) and PARTIAL (1: float32 states of parts of the tokens, to be merged).
+// HEAD_DIM (64 or 128), PARTIAL (1: float32 states of parts of the tokens, to be merged) and what scores.cuh names.
+#include "attention/scores.cuh"
 #include "ptx/ptx.cuh"
 #include "ptx/ptx_sm90.cuh"
 
@@ -108,13 +109,14 @@ struct Pages {
 // tiles: [cut][2]: request (-1: none), and first row of the tile, those that see most first; row i of a request is
 // query i / group and head i % group of the KV head's. first_heads: [kv_heads + 1], or null: as many query heads for
 // each. The tiles of heads_at_once KV heads come before those of the next ones. Part i of a tile's tokens goes to out
-// and lse from row i * q_rows on.
+// and lse from row i * q_rows on. slopes, sinks and after: see prefill.cu.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefill_sm90(const bf16* q, long long q_stride, const char* k_cache, const char* v_cache, long long page_stride,
                  long long head_stride, long long token_stride, const int* tiles, const int* qo_indptr,
                  const int* page_indptr, const int* indices, const int* kv_lens, const int* first_heads, void* out,
                  float* lse, int parts, int q_rows, int heads, int kv_heads, int heads_at_once, int cut, int page_shift,
-                 int is_causal, int window, float scale_log2) {
+                 int is_causal, int window, float scale, float cap, const float* slopes, const float* sinks,
+                 const int* after) {
   DYNAMIC_SHARED(memory);
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -153,14 +155,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       int end = is_causal ? min(length, before + last_row / group + 1) : length;
       const int all_see = is_causal ? min(end, before + row0 / group + 1) : length;
       const int all_from = window < 0 ? 0 : before + last_row / group - window;
+      const int least = window < 0 ? 0 : max(0, before + row0 / group - window);  // pages before may be another's
       int count = max(1, (end + kTokens - 1) / kTokens);
-      int begin = window < 0 ? 0 : min(max(0, before + row0 / group - window) / kTokens, count - 1);
+      int begin = min(least / kTokens, count - 1);
       if (PARTIAL) {
         const int each = (count - begin + parts - 1) / parts;
         begin += part * each, count = min(count, begin + each), end = min(end, count * kTokens);
         if (begin >= count) begin = 0, count = 1, end = 0;  // a part of none
       }
       const int* pages = indices + page_indptr[request];
+      const int look_from = least >> page_shift << page_shift;
       const long long lane_offset =
           kv_head * head_stride + copies.row_of_lane * token_stride + copies.chunk_of_lane * 16;
 
@@ -169,12 +173,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int token = tile * kTokens + copies.first - copies.row_of_lane + half * 16;
-          found.of[half] = token >= 0 && token < end ? __ldg(pages + (token >> page_shift)) : 0;
+          found.of[half] = token >= look_from && token < end ? __ldg(pages + (token >> page_shift)) : 0;
         }
         return found;
       };
       const auto copy = [&](const char* cache, int tile, const Pages& from) {
         barrier_wait(shared.empty + ring.slot * 8, ring.parity ^ 1);
+        const unsigned seen = max(0, end - least);
         const uint32_t to = smem(shared.slots) + ring.slot * kTile;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -183,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           const char* row = cache + (from.of[half] * page_stride + in_page * token_stride + lane_offset);
 #pragma unroll
           for (int step = 0; step < kChunks / 2; ++step) {
-            const bool is_there = token + step * kAtOnce < end;
+            const bool is_there = static_cast<unsigned>(token - least + step * kAtOnce) < seen;
             copy16(copies.place(to, half * (kChunks / 2) + step), is_there ? row : cache, is_there);
             row += kAtOnce * token_stride;
           }
@@ -263,12 +268,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         seen[h] = max(0, (is_causal ? min(item.end, at + 1) : item.end) - from[h]);
         from[h] -= lane % 4 * 2;
       }
+      const float scale_log2 = kIsBent ? 1 : scale;
+      float slope[2];  // of these rows, to base 2
+      int own[2];      // the query's place, less this lane's first column
+#pragma unroll
+      for (int h = 0; SLOPES && h < 2; ++h) {
+        const int row = min(my_row + h * 8, item.rows - 1), query = row / item.group;
+        const int last = item.before + item.rows / item.group - 1;
+        slope[h] = slopes[item.head0 + row % item.group] * kLog2E;
+        own[h] = (after ? last + after[item.first_query + query] : item.before + query) - lane % 4 * 2;
+      }
       float top[2] = {-kInf, -kInf}, total[2] = {0, 0}, keep[2];
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) o[i] = 0;
 
       // Of the scores s of a tile: hides what a row may not see, and makes of them weights, raising `top`.
       const auto soften = [&](int tile) {
+        if (kIsBent) {
+#pragma unroll
+          for (int i = 0; i < kTokens / 2; ++i) {
+            const int h = i / 2 % 2, column = i / 4 * 8 + i % 2;
+            s[i] = logit_of(s[i], scale, cap, slope[h], static_cast<float>(tile * kTokens - own[h]) + column);
+          }
+        }
         if ((tile + 1) * kTokens > item.all_see || tile * kTokens < item.all_from) {
 #pragma unroll
           for (int i = 0; i < kTokens / 2; ++i) {
@@ -359,7 +381,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         sum += __shfl_xor_sync(~0u, sum, 2);
         const int row = my_row + h * 8;
         if (row >= item.rows) continue;
-        const float by = sum > 0 ? 1.0f / sum : 0;
+        top[h] *= scale_log2;
+        const float kept =
+            SINKS && !PARTIAL && sum > 0 ? join_sink(sinks[item.head0 + row % item.group], top[h], sum) : 1;
+        const float by = sum > 0 ? kept / sum : 0;
         const long long head = (item.first_out + row / item.group) * heads + item.head0 + row % item.group;
 #pragma unroll
         for (int n = 0; n < D / 8; ++n) {
@@ -370,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           else
             *reinterpret_cast<uint32_t*>(static_cast<bf16*>(out) + at) = pack(x, y);
         }
-        if (lse && lane % 4 == 0) lse[head] = sum > 0 ? top[h] * scale_log2 + log2f(sum) : -kInf;
+        if (lse && lane % 4 == 0) lse[head] = sum > 0 ? top[h] + log2f(sum) : -kInf;
       }
     }
     if (side == 0) turn_wait(my_turn, 2 * kGroup);

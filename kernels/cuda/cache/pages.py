@@ -38,13 +38,18 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of q · k before the softmax; wherever one is wanted, its scale alone will do."""
+    """What becomes of q · k before and in the softmax; wherever one is wanted, its scale alone will do."""
 
     scale: float
     window_left: int = -1
     """Tokens before its own that a query sees; -1: all."""
     soft_cap: float = 0.0
     """The logits are cap · tanh(q · k · scale / cap); 0: they are not capped."""
+    slopes: Tensor | None = None
+    """float32 [heads]: slope · (token's place - query's place) is added to the logits, after the cap (ALiBi)."""
+    sinks: Tensor | None = None
+    """float32 [heads]: a logit that joins the softmax of every query that sees a token, and has no value. It counts in
+    the sums and their logarithms."""
 
     @classmethod
     def of(cls, scale: Scores | float) -> Scores:
@@ -54,6 +59,24 @@ class Scores:
         """What the kernels take: window, factor of q · k, cap; logits are in powers of 2."""
         inner = self.scale / self.soft_cap if self.soft_cap else self.scale * LOG2E
         return [np.int32(self.window_left), np.float32(inner), np.float32(self.soft_cap * LOG2E)]
+
+    def macros(self) -> dict[str, int]:
+        """The macros of scores.cuh: a kernel does what it is compiled for, and no more."""
+        wanted = {"SOFT_CAP": self.soft_cap > 0, "SLOPES": self.slopes is not None, "SINKS": self.sinks is not None}
+        return {macro: int(is_on) for macro, is_on in wanted.items()}
+
+    def check(self, heads: int) -> None:
+        """Raises ValueError for slopes and sinks that are not one of each query head."""
+        for name, values in (("slopes", self.slopes), ("sinks", self.sinks)):
+            if values is None:
+                continue
+            if values.dtype is not torch.float32 or values.shape != (heads,) or not values.is_contiguous():
+                raise ValueError(f"{name}: {values.dtype} {tuple(values.shape)} is not contiguous float32 ({heads},)")
+
+
+PLAIN = Scores(1.0).macros()
+BENT = tuple({**PLAIN, macro: 1} for macro in PLAIN)
+"""`Scores.macros` of each feature that some models have; of several at once, kernels are compiled when they come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,13 @@
 // those lanes have EACH heads of one token, with one look at its angles, all on their way before the first is turned.
 //
 // FORMAT: the type of the pages, kUint4, or kNothing for no pages. PLAIN: WHOLE heads of 16 LANES elements turn, all of
-// them, and no more becomes of them before pages are written: the program is a sixth as long.
+// them, and no more becomes of them before pages are written: the program is a sixth as long. QUERY_SCALE: queries are
+// multiplied with a factor of their position after they have turned.
 #include "rows/elements.cuh"
 
+#ifndef QUERY_SCALE
+#define QUERY_SCALE 0
+#endif
 constexpr int kUint4 = 5;
 constexpr int kLanes = LANES, kRuns = 2, kThreads = 128, kRows = kThreads / kLanes, kMostDim = kLanes * kRuns * 8;
 
@@ -181,8 +185,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
                   int heads, int key_heads, int value_heads, int dim, const float* q_norm, const float* k_norm,
                   float eps, const int* positions, const float* cos_sin, int rot, float hadamard_scale,
                   const float* center, void* k_cache, void* v_cache, float* k_scales, float* v_scales,
-                  long long page_stride, long long head_stride, long long token_stride, int page_size,
-                  const int* slots) {
+                  long long page_stride, long long head_stride, long long token_stride, int page_size, const int* slots,
+                  const float* q_scales) {
   __shared__ bf16 staged[kRows][kMostDim];
   const int lane = threadIdx.x % kLanes;
   // Values come last: they are not turned, so their warps have less to do.
@@ -203,7 +207,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
   let_next_begin();
   wait_for_ahead();
   const bool turns = (PLAIN || rot) && is_there && !is_value, is_near = PLAIN || (WHOLE && rot == kLanes * 16);
-  const int position = turns ? positions[token] : 0;
+  const bool is_scaled = QUERY_SCALE && is_query && is_there;
+  const int position = turns || is_scaled ? positions[token] : 0;
+  const float q_scale = is_scaled ? q_scales[position] : 1;
 
   Words words[EACH];
   const auto read = [&](int e) {
@@ -227,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
     load<kFloat32, 8>(angles, kLanes * 8 + lane * 8, 8, sine);
   }
 
-  if ((PLAIN || q_norm || k_norm || rot || hadamard_scale != 0) && __any_sync(~0u, is_there && !is_value)) {
+  if ((PLAIN || QUERY_SCALE || q_norm || k_norm || rot || hadamard_scale != 0) &&
+      __any_sync(~0u, is_there && !is_value)) {
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
       Row x;
@@ -256,6 +263,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, EACH == 1 ? 8 : 4)
         turn_far(x, angles, rot, lane, staged[threadIdx.x / kLanes]);
       }
       round(x, words[e]);
+      if (is_scaled) {
+        open(words[e], x);
+        for_all(x, [&](float& value, int, int) { value *= q_scale; });
+        round(x, words[e]);
+      }
       if (!PLAIN && hadamard_scale != 0) {
         open(words[e], x);
         if (center && is_key && e < count) {

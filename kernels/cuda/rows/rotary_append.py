@@ -84,8 +84,6 @@ def rotary_append(
     kv_heads, rest = divmod(qkv.shape[1] - num_heads, 2)
     if rest or kv_heads < 1:
         raise ValueError(f"qkv: {qkv.shape[1]} heads are not {num_heads} of queries and as many values as keys")
-    if rotation.q_scales is not None:
-        raise ValueError("q_scales: the CUDA kernels do not scale queries by position; run the model on the CPU")
     q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], 1)
     _run(_Heads(q, k, v), norms, rotation, hadamard, (pages, slots))
 
@@ -132,7 +130,7 @@ def _run(
     counts = [0 if x is None else x.shape[1] for x in parts]
     if n * sum(counts) == 0:
         return
-    positions, cos_sin = _checked_rotation(rotation, n, dim)
+    positions, cos_sin, q_scales = _checked_rotation(rotation, n, dim)
     weights = norms.q_weight, norms.k_weight
     for weight in weights:
         if weight is not None:
@@ -153,29 +151,33 @@ def _run(
         *parts, *(np.int64(0 if x is None else x.stride(0)) for x in parts), np.int32(n), *map(np.int32, counts),
         np.int32(dim), *weights, np.float32(norms.eps), positions, cos_sin, np.int32(rot),
         np.float32((dim & -dim) ** -0.5 if is_hadamard else 0), center, *pages, *map(np.int64, strides),
-        np.int32(page_size), slots,
+        np.int32(page_size), slots, q_scales,
     ]  # fmt: skip
     each = _EACH if whole and n * sum(counts) >= _MANY_ROWS else 1
     blocks = -(-n * sum(-(-count // each) for count in counts) * lanes // _THREADS)
     kind = element_macro(*(x.dtype for x in (*parts, pages[0]) if x is not None))
-    is_plain = each > 1 and rot == lanes * 16 and not is_hadamard and all(weight is None for weight in weights)
-    launch(
-        _kernel(lanes, format_, int(whole), kind, each, int(is_plain)), (blocks,), _THREADS, arguments, is_early=EARLY
-    )
+    more = (*weights, q_scales)
+    is_plain = each > 1 and rot == lanes * 16 and not is_hadamard and all(one is None for one in more)
+    function = _kernel(lanes, format_, int(whole), kind | {"QUERY_SCALE": int(q_scales is not None)}, each, is_plain)
+    launch(function, (blocks,), _THREADS, arguments, is_early=EARLY)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for format_ in (*_FORMATS.values(), NOTHING):
         if format_ != _FORMATS[torch.float32]:
-            yield _kernel(_LANES[0], format_, 0, {})  # heads that are no multiple of 8; larger ones compile when used
+            yield _kernel(_LANES[0], format_, 0, _UNSCALED)  # no multiple of 8; larger heads compile when used
             for lanes in _LANES:
-                yield _kernel(lanes, format_, 1, {})
-            yield from (_kernel(_LANES[1], format_, 1, {}, _EACH, plain) for plain in (0, 1))
+                yield _kernel(lanes, format_, 1, _UNSCALED)
+            yield from (_kernel(_LANES[1], format_, 1, _UNSCALED, _EACH, plain) for plain in (False, True))
     for format_ in (_FORMATS[torch.float16], NOTHING):
-        yield _kernel(_LANES[1], format_, 1, element_macro(torch.float16))
+        yield _kernel(_LANES[1], format_, 1, _UNSCALED | element_macro(torch.float16))
+    yield _kernel(_LANES[1], _FORMATS[torch.bfloat16], 1, {"QUERY_SCALE": 1})
 
 
-def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int], each: int = 1, plain: int = 0) -> Kernel:
+_UNSCALED = {"QUERY_SCALE": 0}
+
+
+def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int], each: int = 1, plain: bool = False) -> Kernel:
     return kernel(
         "rows/rotary_append.cu",
         "rotary_append",
@@ -183,21 +185,25 @@ def _kernel(lanes: int, format_: int, whole: int, kind: dict[str, int], each: in
         FORMAT=format_,
         WHOLE=whole,
         EACH=each,
-        PLAIN=plain,
+        PLAIN=int(plain),
         **kind,
     )
 
 
-def _checked_rotation(rotation: Rotation[Tensor] | None, n: int, dim: int) -> tuple[Tensor | None, Tensor | None]:
+def _checked_rotation(
+    rotation: Rotation[Tensor] | None, n: int, dim: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if rotation is None:
-        return None, None
-    positions, cos_sin = rotation.positions, rotation.cos_sin
+        return None, None, None
+    positions, cos_sin, q_scales = rotation
     check("positions", positions, [torch.int32], (n,))
     rot = cos_sin.shape[1]
     check("cos_sin", cos_sin, [torch.float32], (len(cos_sin), rot))
     if rot % 2 or rot > dim:
         raise ValueError(f"cos_sin: {rot} elements that turn are not an even number up to head_dim {dim}")
-    return positions, cos_sin
+    if q_scales is not None:
+        check("q_scales", q_scales, [torch.float32], (len(cos_sin),))
+    return positions, cos_sin, q_scales
 
 
 def _checked_pages(

@@ -204,6 +204,54 @@ def test_levels_are_one_attention(device: str) -> None:
     close(out, torch.cat(right))
 
 
+def test_alibi_and_sinks(device: str) -> None:
+    """Slopes as FlashInfer has them, also of six heads; a sink counts once, whatever the levels."""
+    batch, counts, heads = Batch([40, 0, 9], device), [3, 0, 2], 6
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3], device=device)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0, 1.0, 30.0], device=device)
+    bent: dict[str, Any] = {"pos_encoding_mode": "ALIBI", "sinks": sinks}
+    q = randn(5, heads, 64, device=device)
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    prefill.plan(torch.tensor([0, 3, 3, 5]), *batch.table, heads, 2, 64, 8, causal=True, **bent)
+    found = prefill.run(q, batch.cache, return_lse=True)
+    right = batch.expected(q, counts, causal=True, bent=(slopes, sinks))
+    close(found[0], right[0])
+    close(found[1], right[1])
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    decode.plan(*batch.table, heads, 2, 64, 8, **bent)
+    out, lse = decode.run(q[:3], batch.cache, return_lse=True)
+    right = batch.expected(q[[0, 2]], [1, 0, 1], bent=(slopes, sinks))
+    close(out[[0, 2]], right[0])
+    close(lse[[0, 2]], right[1])
+    assert not out[1].any()
+    assert lse[1].isneginf().all()
+
+
+def test_sinks_and_caps_of_levels(device: str) -> None:
+    """A request without tokens of its own has its sink, too."""
+    shared, own = Batch([16], device), Batch([5, 0], device)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0], device=device)
+    cache, tables = torch.cat((shared.cache, own.cache)), [x.clone() for x in own.table]
+    tables[1] += len(shared.cache)
+    q, (k, v) = randn(2, 4, 64, device=device), shared.kv(0)
+    pairs = [own.kv(r) for r in range(2)]
+    for cap in (0.0, 2.0):
+        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(device))
+        levels = [list(pair) for pair in zip(shared.table, tables, strict=True)]
+        starts = [torch.tensor([0, 2]), torch.tensor([0, 1, 2])]
+        wrapper.plan(starts, *levels, 4, 2, 64, 8, sinks=sinks, logits_soft_cap=cap)
+        two = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device))
+        two.begin_forward(*own.table, 4, 2, 64, 8)
+        right = [
+            attended(x[None], torch.cat((k, mine[0])), torch.cat((v, mine[1])), cap=cap, bent=(None, sinks))[0]
+            for x, mine in zip(q, pairs, strict=True)
+        ]
+        close(wrapper.run(q, cache), torch.cat(right))
+        close(two.forward(q, k, v, own.cache, sinks=sinks, logits_soft_cap=cap), torch.cat(right))
+    with pytest.raises(ValueError, match=r"pos_encoding_mode: 'ALIBI'.* no positions"):
+        two.forward(q, k, v, own.cache, pos_encoding_mode="ALIBI")
+
+
 def test_states_merge_in_any_order(device: str) -> None:
     v, s = randn(3, 4, 2, 64, device=device), randn(3, 4, 2, device=device, dtype=torch.float32)
     out, lse = flashinfer.merge_states(v, s)
@@ -234,8 +282,13 @@ def test_what_the_kernels_do_not_do_is_refused(device: str) -> None:
         ("q: torch.float32 is not float16 or bfloat16; convert", ValueError, lambda: decode(q.float(), k, v)),
         ("bfloat16 and float16 in one call", ValueError, lambda: decode(q.bfloat16(), k, v)),
         ("kv_layout: 'NDH'", ValueError, lambda: decode(q, k, v, "NDH")),
-        ("pos_encoding_mode: 'ALIBI'", ValueError, lambda: decode(q, k, v, pos_encoding_mode="ALIBI")),
-        ("sinks: the kernels do not know it", ValueError, lambda: decode(q, k, v, sinks=q)),
+        ("pos_encoding_mode: 'LINEAR'", ValueError, lambda: decode(q, k, v, pos_encoding_mode="LINEAR")),
+        ("custom_mask: the kernels do not know it", ValueError, lambda: decode(q, k, v, custom_mask=q)),
+        (
+            r"sinks: torch.float32 \(4, 64\) is not contiguous float32 \(4,\)",
+            ValueError,
+            lambda: decode(q, k, v, sinks=q),
+        ),
         ("scale: there is no such argument", TypeError, lambda: decode(q, k, v, scale=1.0)),
         (
             "causal: 12 queries are more than 9 tokens",

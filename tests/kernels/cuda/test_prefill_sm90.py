@@ -105,7 +105,7 @@ def test_parts_of_the_tokens_add_up(is_causal: bool, window: int, device: str) -
     keys, values, table = pages = random_pages(lengths, 2, 64, 16, device)
     made = plan_prefill(queries, [max(x) for x in zip(queries, lengths, strict=True)], 2, device)
     out, lse = torch.full((parts, *q.shape), math.nan, device=device), torch.empty(parts, *q.shape[:2], device=device)
-    attend_sm90(q, kv_of((keys, values), 64), table, made, scores, is_causal, (out, lse), parts)
+    attend_sm90(q, kv_of((keys, values), 64), table, made, scores, is_causal, (out, lse))
     right, right_lse = expected(q, pages, queries, scores, is_causal)
     weights = (lse * math.log(2)).softmax(0).nan_to_num(0)
     torch.testing.assert_close((out * weights[..., None]).sum(0), right, rtol=1e-2, atol=8e-3)
@@ -192,7 +192,6 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
             paged_prefill_sm90(q, (keys, values), table, plan, scale, True, torch.empty_like(q), None)
 
     run(q, 8, 0.1, "pages of 8 tokens are below 16")
-    run(q, 16, Scores(0.1, soft_cap=30.0), "a soft cap is not known")
     run(q[..., :80].contiguous(), 16, 0.1, "head_dim 80 is not one of")
     run(random_queries(10, 4, 128, device), 16, 0.1, "plan: made for")
 

@@ -151,7 +151,13 @@ def write(k: Tensor, v: Tensor, to: list[Any], slots: Tensor) -> None:
 
 
 def check_fused(
-    shape: Shape, dtype: torch.dtype, device: str, rotation: str, has_norms: bool, of: torch.dtype = BF16
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str,
+    rotation: str,
+    has_norms: bool,
+    of: torch.dtype = BF16,
+    q_scales: Tensor | None = None,
 ) -> None:
     """The bits are those of the single ops."""
     n, heads, kv_heads, dim = shape.tokens, shape.heads, shape.kv_heads, shape.dim
@@ -165,6 +171,8 @@ def check_fused(
         if norm is not None:
             head_norm(x, norm, EPS)
     rotary(q, k, *turning)
+    if q_scales is not None:
+        q.mul_(q_scales[turning[0].long()][:, None, None])
     if rotation != "plain":
         hadamard(q, None)
         hadamard(k, center)
@@ -174,12 +182,29 @@ def check_fused(
     ours, held = poisoned(*qkv.shape, dtype=of, device=device), pages(shape, dtype, device)
     ours.copy_(qkv)
     rotated = HadamardRotation(rotation != "plain", center)
-    rotary_append(ours, heads, HeadNorms(*norms, EPS), Rotation(*turning), rotated, KvPages(*held), slots)  # type: ignore[arg-type]
+    turned = Rotation(*turning, q_scales)
+    rotary_append(ours, heads, HeadNorms(*norms, EPS), turned, rotated, KvPages(*held), slots)  # type: ignore[arg-type]
     assert same(ours, torch.cat((q, k, v), 1))
     assert is_kept(ours)
     for one, other in zip(held, right, strict=True):
         assert same(one, other)
         assert one is None or is_kept(one)
+
+
+@pytest.mark.parametrize(("shape", "rotation", "has_norms"), [(SMALL[0], "plain", False), (SMALL[2], "hadamard", True)])
+def test_queries_are_scaled_by_their_positions(shape: Shape, rotation: str, has_norms: bool, device: str) -> None:
+    """After they have turned; keys are left as they are."""
+    factors = 1 + torch.arange(512, device=device).log1p() / 3
+    check_fused(shape, BF16, device, rotation, has_norms, q_scales=factors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
+def test_queries_of_every_shape_are_scaled_by_their_positions(dtype: torch.dtype) -> None:
+    factors = 1 + torch.arange(512, device="cuda").log1p() / 3
+    for shape in LARGE:
+        if not (dtype is U4 and shape.dim % 2):
+            check_fused(shape, dtype, "cuda", "plain", True, q_scales=factors)
 
 
 def check_many(shape: Shape, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

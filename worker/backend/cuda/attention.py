@@ -14,7 +14,6 @@ from allspan.kernels.cuda.attention.cascade_rule import CascadeRule, tile_token
 from allspan.kernels.cuda.attention.decode import decode_workspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, Tiling
 from allspan.kernels.cuda.cache.pages import PageTable, Scores
-from allspan.protos.api.errors import ConfigError
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.step.backend import AttentionHeads
 from allspan.worker.step.buffer_sizes import ModelLimits
@@ -26,14 +25,12 @@ class CudaMetadata:
     others, which come in tiles."""
 
     def __init__(self, heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, device: torch.device) -> None:
-        if heads.soft_cap or heads.slopes is not None:
-            found = "capped scores" if heads.soft_cap else "ALiBi slopes"
-            raise ConfigError(f"device: the CUDA kernels have no {found}; run the model with --device cpu")
         kv_heads, dim, most = heads.num_kv_heads, heads.head_dim, limits.max_requests
         first_heads = np.searchsorted(np.asarray(heads.kv_head_of), np.arange(kv_heads + 1)).astype(np.int32)
         self._first_heads = torch.from_numpy(first_heads).to(device)
         self._group = int(np.diff(first_heads).max())
-        self._scores = Scores(heads.scale, heads.window - 1)
+        slopes = None if heads.slopes is None else torch.tensor(heads.slopes, dtype=torch.float32, device=device)
+        self._scores = Scores(heads.scale, heads.window - 1, heads.soft_cap, slopes)
         self._workspace = decode_workspace(most, kv_heads, dim, device)
         self.cascade_rule: CascadeRule | None = None
         """When the rows of a decode step read what they share as one; None: never."""

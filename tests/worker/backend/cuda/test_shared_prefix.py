@@ -16,7 +16,7 @@ from allspan.kernels.cuda.attention.cascade import CascadeLevel, cascade_workspa
 from allspan.kernels.cuda.attention.cascade_rule import MOST_GROUPS, TILE_TOKEN, CascadeRule, tile_token
 from allspan.kernels.cuda.attention.decode import decode_workspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan
-from allspan.kernels.cuda.cache.pages import PageTable
+from allspan.kernels.cuda.cache.pages import PageTable, Scores
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.modules import Gpu
 from allspan.worker.backend.cuda.attention import CudaMetadata
@@ -185,7 +185,7 @@ def check_step(device: str) -> None:
     workspace = cascade_workspace(8, (4, 2), 64, 2, device)
     workspace.states.fill_(math.nan)
     plan = CascadeLevel(level, PrefillPlan(tiles, qo_indptr, 8, 3), 2)
-    meta = StepAttention(own, None, 0.1, decode_workspace(8, 2, 64, device), (plan, workspace))
+    meta = StepAttention(own, None, Scores(0.1), decode_workspace(8, 2, 64, device), (plan, workspace))
     out = torch.full_like(q, math.nan)
     attention(q, keys, values, None, None, None, meta, out)
     whole = PageTable(*on_device(indptr, indices, lengths), first_heads=first_heads, most_heads=3)
