@@ -25,6 +25,8 @@ _MOST_BYTES = {
     "added_tokens.json": MAX_CONFIG_BYTES,
     "tokenizer.json": MAX_TOKENIZER_BYTES,
     "tokenizer.model": MAX_TOKENIZER_BYTES,
+    "qwen.tiktoken": MAX_TOKENIZER_BYTES,
+    "tekken.json": MAX_TOKENIZER_BYTES,
     "vocab.json": MAX_TOKENIZER_BYTES,
     "merges.txt": MAX_TOKENIZER_BYTES,
     "chat_template.jinja": MAX_TEMPLATE_BYTES,
@@ -64,7 +66,9 @@ def check_tokenizer(model: Path) -> None:
     from allspan.protos.text import load_tokenizer  # takes a part of a second
 
     gguf = gguf_of(model)
-    if "tokenizer.ggml.tokens" in read_header(gguf).metadata if gguf else is_there(model / "tokenizer.json"):
+    files = ("tokenizer.json", "tokenizer.model", "qwen.tiktoken", "tekken.json")
+    has_one = any(is_there(model / name) for name in files)
+    if "tokenizer.ggml.tokens" in read_header(gguf).metadata if gguf else has_one:
         load_tokenizer(model)
 
 

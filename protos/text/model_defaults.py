@@ -14,6 +14,7 @@ from allspan.protos.model_files.limits import MAX_VOCABULARY
 from allspan.protos.model_files.regular_file import is_there
 from allspan.protos.text.tokenizers.gguf_ends import end_ids
 from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata
+from allspan.protos.text.vendors.families import end_ids as family_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,20 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
 
 
 def folder_defaults(folder: Path) -> GenerationDefaults:
-    """Returns what a folder's generation_config.json says; empty when there is none. CheckpointError."""
+    """Returns what a folder's generation_config.json says, and the ids that end an answer of its family's publisher.
+    CheckpointError."""
     file = folder / GENERATION_CONFIG
+    ends = family_ends(folder)
     if not is_there(file):
-        return GenerationDefaults()
+        return GenerationDefaults(eos_token_ids=ends)
     values = read_json_object(file)
     try:
         sampling = sampling_of(values)
     except InvalidRequest as error:
         message = error.message.replace("max_tokens", "max_new_tokens", 1)  # its name in that file
         raise CheckpointError(f"{file}: {message}") from error
-    return GenerationDefaults(eos_token_ids=_ids(file, values.get("eos_token_id")), **sampling)
+    ids = dict.fromkeys((*_ids(file, values.get("eos_token_id")), *ends))
+    return GenerationDefaults(eos_token_ids=tuple(ids), **sampling)
 
 
 def gguf_defaults(file: Path, metadata: Mapping[str, Any]) -> GenerationDefaults:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, SupportsIndex
 
+CUT = "\ue000cut\ue001"
+"""A template's own mark between two stretches that are encoded each by itself; it is no text."""
 _RUN = re.compile(b"\1+")
 _REASONING_TAGS = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
 _PERCENT = re.compile(r"%(.)", re.DOTALL)
@@ -155,6 +157,19 @@ def with_own(text: str, own: Iterable[Iterable[int]]) -> Written:
 def with_tags(text: str) -> Written:
     """An assistant's earlier answer, in which the tags of its reasoning are the model's own."""
     return with_own(text, (match.span() for match in _REASONING_TAGS.finditer(text)))
+
+
+def stretches(text: Written) -> list[Written]:
+    """The text between its template's CUTs, in order."""
+    parts: list[Written] = []
+    start = at = 0
+    while (at := str.find(text, CUT, at)) >= 0:
+        end = at + len(CUT)
+        if text._mask[at:end] == b"\1" * len(CUT):
+            parts.append(text[start:at])
+            start = end
+        at = end
+    return [*parts, text[start:]]
 
 
 def mask_of(text: str) -> bytes:

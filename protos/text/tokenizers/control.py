@@ -13,7 +13,7 @@ from typing import Protocol
 
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text.any_of import AnyOf
-from allspan.protos.text.written import Written
+from allspan.protos.text.written import Written, stretches
 
 FRAME = f"<{secrets.token_hex(16)}>"
 BREAK = f"<{secrets.token_hex(16)}>"
@@ -59,13 +59,17 @@ def is_control_text(text: str) -> bool:
 
 
 def written_ids(codec: FramedCodec, text: Written) -> list[int]:
-    """The ids of a text whose control tokens count only where they are wholly its template's own. InvalidRequest when
-    the vocabulary cannot spell the rest of it."""
+    """The ids of a text whose control tokens count only where they are wholly its template's own, and which is encoded
+    anew behind each CUT. InvalidRequest when the vocabulary cannot spell the rest of it."""
+    return [token_id for stretch in stretches(text) for token_id in _stretch_ids(codec, stretch)]
+
+
+def _stretch_ids(codec: FramedCodec, text: Written) -> list[int]:
     control = codec.control
     meant = [span for start, end in text.own for span in control.find(text, start, end)]
     allowed = [control.ids[str.__getitem__(text, slice(*span))] for span in meant]
     if control.find(text) == meant:
-        ids = codec.encode(str.__str__(text), True)
+        ids = codec.encode(str.__str__(text), True) if text else []
         if control.are_among(ids, allowed):
             return ids
     for separator in ("", BREAK):  # as it is read; else letter by letter

@@ -26,6 +26,10 @@ from allspan.protos.text.tokenizers.framed_backend import framed_backend
 from allspan.protos.text.tokenizers.library_errors import is_panic, library_errors
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 from allspan.protos.text.tokenizers.transformers_backend import converted_backend
+from allspan.protos.text.vendors.conversion import kept
+from allspan.protos.text.vendors.families import Family, family_of, ranked_vocabulary
+from allspan.protos.text.vendors.folder import format_of, load_sentencepiece
+from allspan.protos.text.vendors.ranks import read_tekken
 
 # Folders with vocab.json and merges.txt alone that need no transformers: what their class does to text before merging.
 _RULES_BY_CLASS = {"Qwen2Tokenizer": "qwen2", "Qwen2TokenizerFast": "qwen2", "GPT2Tokenizer": "gpt-2"}
@@ -38,7 +42,14 @@ def load_folder(path: Path) -> Tokenizer:
     """The tokenizer of a model folder. Raises CheckpointError naming the file that is missing or bad."""
     config = _read_json(path / "tokenizer_config.json")
     named = _named_tokens(path, config)
-    backend, added = _backend(path, config)
+    source = _template_source(path, config)
+    template = None if source is None else _template(source, named)
+    family = family_of(path, config)
+    if family is not None and not family.is_ranked:
+        made = load_sentencepiece(path, family, config, template)
+        _check_size(path, made.vocab_size, made.vocab_size)
+        return made
+    backend, added = _backend(path, config, family)
     codec = FolderCodec(backend, added, path)
     bos, eos = (backend.token_to_id(named[key]) if key in named else None for key in ("bos_token", "eos_token"))
     with library_errors(f"{path}: the tokenizer cannot encode a text"):
@@ -49,7 +60,8 @@ def load_folder(path: Path) -> Tokenizer:
                 f"{path}: the tokenizer puts {len(affix)} tokens {name} every prompt, must be at most {MAX_AFFIXES}"
             )
     ends = ([] if eos is None else [eos]) + list(generation_defaults(path).eos_token_ids)
-    source = _template_source(path, config)
+    if template is None and family is not None:
+        template = format_of(path, family, lambda token_id: backend.id_to_token(token_id) or "")
     return Tokenizer(
         codec=codec if is_known(backend) else ApartCodec(codec, backend.to_str()),
         name=path.name,
@@ -59,7 +71,7 @@ def load_folder(path: Path) -> Tokenizer:
         prefix=prefix,
         suffix=suffix,
         strips_leading_space=codec.strips_leading_space,
-        chat_template=None if source is None else _template(source, named),
+        chat_template=template,
     )
 
 
@@ -126,34 +138,47 @@ def _described(decoder: decoders.Decoder | None) -> dict[str, Any] | None:
     return description
 
 
-def _backend(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[int, AddedToken]]:
+def _backend(path: Path, config: Mapping[str, Any], family: Family | None) -> tuple[Backend, dict[int, AddedToken]]:
     file = path / "tokenizer.json"
     if is_there(file):
+        backend = _read_backend(read_regular(file, MAX_TOKENIZER_BYTES), str(file))
+    elif family is not None:
+        file = path / family.file
+        backend = _read_backend(*kept(path, lambda: ranked_vocabulary(path, family).tokenizer_json(str(file))))
+    elif is_there(file := path / "tekken.json"):
         data = read_regular(file, MAX_TOKENIZER_BYTES)
-        check_rules(data, str(file))
-        with library_errors(f"{file} cannot be read"):
-            backend = Backend.from_buffer(data)
-        _check_added(file, data, backend)
+        backend = _read_backend(*kept(path, lambda: read_tekken(data, str(file)).tokenizer_json(str(file))))
     else:
         backend = _from_vocab_and_merges(path, config)
     backend.no_truncation()
     backend.no_padding()
-    _check_size(path, backend)
+    sizes = (max(backend.get_vocab(with_added_tokens=added).values(), default=-1) + 1 for added in (False, True))
+    _check_size(path, *sizes)
     _add_tokens(path, backend, config)
     return backend, dict(backend.get_added_tokens_decoder())
 
 
-def _check_size(path: Path, backend: Backend) -> None:
+def _read_backend(data: bytes, source: str) -> Backend:
+    """The tokenizer of a tokenizer.json; `source` is what messages name."""
+    check_rules(data, source)
+    with library_errors(f"{source} cannot be read"):
+        backend = Backend.from_buffer(data)
+    _check_added(source, data, backend)
+    return backend
+
+
+def _check_size(path: Path, found: int, with_added: int) -> None:
     """A vocabulary larger than the model's is another model's. Added tokens do not count: some models have one or two
     that only their own media encoders make."""
     config = _read_json(path / "config.json")
     text = config.get("text_config")
-    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    size = size if type(size) is int else MAX_VOCABULARY
-    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    if largest >= MAX_VOCABULARY:
-        raise CheckpointError(f"{path}: the tokenizer has a token with id {largest}, must be below {MAX_VOCABULARY}")
-    found = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+    sizes = [config.get("vocab_size"), config.get("padded_vocab_size")]
+    sizes += [text.get("vocab_size")] if isinstance(text, dict) else []
+    size = next((size for size in sizes if type(size) is int and size > 0), MAX_VOCABULARY)
+    if with_added > MAX_VOCABULARY:
+        raise CheckpointError(
+            f"{path}: the tokenizer has a token with id {with_added - 1}, must be below {MAX_VOCABULARY}"
+        )
     if found > size:
         raise CheckpointError(
             f"{path}: the tokenizer has {found} tokens, config.json says vocab_size {size}: "
@@ -171,7 +196,7 @@ def _from_vocab_and_merges(path: Path, config: Mapping[str, Any]) -> Backend:
                 f"{path} holds no model: neither config.json nor tokenizer.json; give a folder in Hugging Face's "
                 "layout, or a GGUF file"
             )
-        return converted_backend(path)
+        return _read_backend(*kept(path, lambda: converted_backend(path).to_str().encode()))
     for file in (vocab, merges):
         check_regular(file, MAX_TOKENIZER_BYTES)
     with library_errors(f"{vocab} and {merges} cannot be read"):
@@ -211,7 +236,7 @@ def _add_tokens(path: Path, backend: Backend, config: Mapping[str, Any]) -> None
             )
 
 
-def _check_added(file: Path, data: bytes, backend: Backend) -> None:
+def _check_added(source: str, data: bytes, backend: Backend) -> None:
     """Raises CheckpointError for an added token whose id lies beyond the vocabulary: the library gives it another."""
     if (begin := _ADDED.search(data)) is None:
         return
@@ -220,7 +245,7 @@ def _check_added(file: Path, data: bytes, backend: Backend) -> None:
     for entry in json.JSONDecoder().raw_decode(text)[0]:
         if entry["id"] >= size and entry["id"] != backend.token_to_id(entry["content"]):
             raise CheckpointError(
-                f"{file}: added token {shown(entry['content'])} has id {entry['id']}, beyond the {size} tokens"
+                f"{source}: added token {shown(entry['content'])} has id {entry['id']}, beyond the {size} tokens"
             )
 
 

@@ -51,8 +51,16 @@ _ANY_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
 _SIGNS_AND_PATHS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
+
+
+def tiktoken_expression(most_digits: int) -> str:
+    """The expression of tiktoken's cl100k_base, which many models took over, but for the digits that a number has."""
+    digits = r"\p{N}" if most_digits == 1 else rf"\p{{N}}{{1,{most_digits}}}"
+    return rf"{_ANY_CASE}|{_WORDS}|{digits}|{_SIGNS}"
+
+
 _OF_FOLDERS = (
-    *(rf"{_ANY_CASE}|{_WORDS}|{digits}|{_SIGNS}" for digits in (r"\p{N}", r"\p{N}{1,2}", r"\p{N}{1,3}")),
+    *map(tiktoken_expression, (1, 2, 3)),
     rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
     rf"|{_LINES_AND_SPACES}",
     rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SIGNS_AND_PATHS}",

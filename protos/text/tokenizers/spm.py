@@ -7,19 +7,30 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 SPACE = "▁"
 
 
 class SpmModel:
-    """Vocabulary with scores; characters without a token fall back to their UTF-8 bytes ("<0x0A>")."""
+    """Vocabulary with scores; characters without a token fall back to their UTF-8 bytes ("<0x0A>").
 
-    def __init__(self, tokens: Sequence[str], scores: Sequence[float]) -> None:
+    `byte_ids`: the tokens of those bytes, where their texts are no tokens. `unknown`: the token of a character whose
+    bytes have none; nothing stands for it by default.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[str],
+        scores: Sequence[float],
+        byte_ids: Mapping[int, int] | None = None,
+        unknown: int | None = None,
+    ) -> None:
         self._ids = {text: token_id for token_id, text in enumerate(tokens)}
         self._scores = list(scores)
-        self._bytes = [self._ids.get(f"<0x{byte:02X}>") for byte in range(256)]
+        found = [self._ids.get(f"<0x{byte:02X}>") if byte_ids is None else byte_ids.get(byte) for byte in range(256)]
+        self._bytes = [unknown if token_id is None else token_id for token_id in found]
         # Where no token has a space inside, merges never cross from a word to the next: words can be done one by one.
         inner = re.compile(f"[^{SPACE}]{SPACE}")
         self._by_words = not any(inner.search(text) for text in tokens)

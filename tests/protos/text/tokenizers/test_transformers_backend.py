@@ -16,6 +16,13 @@ from support.hf_folders import byte_level
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home where nothing is kept yet."""
+    monkeypatch.setenv("ALLSPAN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
     """A byte-level vocabulary in the files of CodeGen's tokenizer, which this project has no rule for."""
@@ -69,3 +76,24 @@ def test_a_folder_without_any_vocabulary_is_refused(tmp_path: Path, family: str)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json, .*save_pretrained"):
         load_tokenizer(tmp_path)
+
+
+def test_the_conversion_is_kept_until_a_file_changes(slow: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(file.name for file in slow.iterdir())
+    made = load_tokenizer(slow)
+    (kept,) = (home / "tokenizers").iterdir()
+    assert sorted(file.name for file in slow.iterdir()) == before
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    again = load_tokenizer(slow)
+    assert again.encode("hello <|im_end|> world") == made.encode("hello <|im_end|> world")
+    kept.write_text("{")
+    with pytest.raises(CheckpointError, match=r"remove .*tokenizers"):
+        load_tokenizer(slow)
+    (slow / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(CheckpointError, match="transformers"):
+        load_tokenizer(slow)
+
+
+def test_a_home_that_cannot_be_written_only_costs_the_time(slow: Path, home: Path) -> None:
+    home.write_text("a file")
+    assert load_tokenizer(slow).encode("hello")
