@@ -61,8 +61,17 @@ class CacheDemand:
     """Tokens of a step: a window's pages hold those beside what the first of them sees."""
 
     def context_pages(self, num_tokens: int, page_size: int) -> tuple[int, ...]:
-        """The most pages that one request of `num_tokens` tokens holds in each group."""
-        return tuple(group.lifetime.most_pages(num_tokens, page_size, self.max_step_tokens) for group in self.groups)
+        """The pages in each group without which a request of `num_tokens` tokens cannot run, in steps as short as they
+        may be."""
+        return tuple(
+            lifetime.most_pages(num_tokens, page_size, lifetime.shortest_step(page_size, self.max_step_tokens))
+            for lifetime in (group.lifetime for group in self.groups)
+        )
+
+    def most_pages(self, page_size: int) -> tuple[int, ...]:
+        """The most pages that one request of a full context holds in each group, in steps as long as they may be."""
+        most = self.max_model_len, page_size, self.max_step_tokens
+        return tuple(group.lifetime.most_pages(*most) for group in self.groups)
 
     def bytes_of(self, pages: Sequence[int]) -> int:
         """The bytes of so many pages of each group."""
@@ -107,7 +116,7 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> tuple[int, ...]:
             f"the KV cache of one context of {demand.max_model_len} tokens takes {_size(needed)} on this rank, but "
             f"{source}: {way_out}kv_cache_bytes to at least {needed}"
         )
-    pages = _share(budget, demand, least, _most(cache, demand, least))
+    pages = _share(budget, demand, least, _most(cache, demand))
     wanted = demand.bytes_of(pages) * demand.ranks
     if 0 < demand.room.available < wanted:
         place, most = demand.room.place, demand.room.available // demand.ranks
@@ -118,11 +127,11 @@ def num_kv_pages(cache: CacheConfig, demand: CacheDemand) -> tuple[int, ...]:
     return pages
 
 
-def _most(cache: CacheConfig, demand: CacheDemand, context: Sequence[int]) -> list[int]:
-    """The most pages that each group may get; `context`: those of one full context."""
+def _most(cache: CacheConfig, demand: CacheDemand) -> list[int]:
+    """The most pages that each group may get."""
     keeps_all = any(group.lifetime.keeps_all for group in demand.groups)
     most = []
-    for group, pages in zip(demand.groups, context, strict=True):
+    for group, pages in zip(demand.groups, demand.most_pages(cache.page_size), strict=True):
         limit = MOST_SLOTS // cache.page_size
         if keeps_all and not group.lifetime.keeps_all:
             limit = min(limit, demand.max_num_seqs * pages)

@@ -66,6 +66,11 @@ class PageLifetime:
         pages = -(-num_tokens // page_size)
         return min(pages, -(-(self.window - 1 + step_tokens) // page_size) + 1) if self.window else pages
 
+    def shortest_step(self, page_size: int, step_tokens: int) -> int:
+        """The tokens of a request in a step of `step_tokens` where memory is short: a window's pages hold them beside
+        what the first of them sees, so that long steps would take more than the window itself."""
+        return min(step_tokens, max(page_size, self.window // 8)) if self.window else step_tokens
+
 
 ALL_TOKENS = PageLifetime()
 

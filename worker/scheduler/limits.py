@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.api.prompts import check_ids, check_length
 from allspan.protos.config.settings import WorkerConfig
-from allspan.worker.cache.budget import context_tokens
+from allspan.worker.cache.budget import context_tokens, pages_of
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.buffer_sizes import most_logits_rows
@@ -46,9 +46,12 @@ class Limits:
     row_inputs: RowInputs = field(default_factory=RowInputs)
     max_logits_rows: int = field(init=False)
     """Most rows of logits of a step: every running row's, or those of a chunk whose log-probabilities are asked."""
+    max_chunk_tokens: int = field(init=False)
+    """Most tokens of one request in a step: fewer than the step's where a window has no pages for more."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_logits_rows", most_logits_rows(self.max_num_seqs))
+        object.__setattr__(self, "max_chunk_tokens", self.max_num_batched_tokens)
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, int) and value < 1:
@@ -58,6 +61,13 @@ class Limits:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request may need a token in each step"
             )
+        whole = pages_of(self.max_model_len, self.page_size)
+        rooms = [
+            (group.num_pages - 1) * self.page_size - group.lifetime.window + 1
+            for group in self.groups()
+            if group.lifetime.window and group.num_pages < whole
+        ]
+        object.__setattr__(self, "max_chunk_tokens", max(1, min([self.max_num_batched_tokens, *rooms])))
 
     def groups(self, num_host_pages: int = 0) -> tuple[GroupLimits, ...]:
         """All cache groups; `num_host_pages`: the first one's."""
@@ -65,8 +75,11 @@ class Limits:
 
     def context_tokens(self, pages: Sequence[int]) -> tuple[int, ...]:
         """Returns for each cache group the tokens that so many pages of it hold; see `budget.context_tokens`."""
-        most = self.max_model_len, self.page_size, self.max_num_batched_tokens
-        context = [group.most_pages(*most) for group in self.groups()]
+        size, step = self.page_size, self.max_num_batched_tokens
+        context = [
+            group.most_pages(self.max_model_len, size, group.lifetime.shortest_step(size, step))
+            for group in self.groups()
+        ]
         return context_tokens(pages, context, self.max_model_len, self.page_size)
 
     def admit(self, request: Request) -> None:
@@ -84,7 +97,7 @@ class Limits:
         # The last token is sampled, never computed: it takes no place in the cache.
         computed = len(ids) + (0 if request.options.pooling else request.max_tokens - 1)
         for group in self.groups():
-            pages = group.most_pages(computed, self.page_size, self.max_num_batched_tokens)
+            pages = group.most_pages(computed, self.page_size, self.max_chunk_tokens)
             if pages > group.num_pages:
                 raise InvalidRequest(
                     f"prompt_token_ids ({len(ids)}) and max_tokens ({request.max_tokens}) need {pages} pages of "

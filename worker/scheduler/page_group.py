@@ -16,7 +16,7 @@ class PageGroup:
     """Not thread-safe."""
 
     def __init__(self, index: int, limits: GroupLimits, page_size: int, step_tokens: int) -> None:
-        """`step_tokens`: most tokens of a step."""
+        """`step_tokens`: most tokens of a request in a step."""
         self.index = index
         self.limits = limits
         self.cache = PrefixCache(limits.num_pages, limits.num_host_pages, index)

@@ -44,7 +44,7 @@ class PageManager:
     def __init__(self, limits: Limits, settings: PrefixSettings) -> None:
         groups = limits.groups(settings.num_host_pages if settings.enabled else 0)
         self.groups = tuple(
-            PageGroup(i, group, limits.page_size, limits.max_num_batched_tokens) for i, group in enumerate(groups)
+            PageGroup(i, group, limits.page_size, limits.max_chunk_tokens) for i, group in enumerate(groups)
         )
         self._keeps_all = len(self.groups) == 1 and self.groups[0].keeps_all
         self._windows = tuple(group for group in self.groups if group.limits.lifetime.window)

@@ -261,7 +261,8 @@ class Scheduler:
             if step.is_full:
                 return
             # It may have been preempted for a decode. In a window its pages are those of the chunks before.
-            if request.row >= 0 and self._make_room(request, min(request.num_pending, step.budget), step):
+            most = min(request.num_pending, step.budget, step.most_chunk)
+            if request.row >= 0 and self._make_room(request, most, step):
                 step.prefill(request)
         self._admit(step, None)
 

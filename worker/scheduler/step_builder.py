@@ -8,12 +8,13 @@ from allspan.worker.scheduler.request import Request
 
 
 class StepBuilder:
-    """`budget` tokens and `logits` rows of logits are left."""
+    """`budget` tokens and `logits` rows of logits are left; a request gets `most_chunk` tokens at most."""
 
     def __init__(self, limits: Limits, is_ahead: bool = False) -> None:
         """`is_ahead`: other steps are in flight."""
         self.is_ahead = is_ahead
         self.budget = limits.max_num_batched_tokens
+        self.most_chunk = limits.max_chunk_tokens
         self.logits = limits.max_logits_rows
         self.runs: list[Run] = []
         self.requests: list[Request] = []
@@ -39,7 +40,7 @@ class StepBuilder:
     def prefill(self, request: Request) -> None:
         """Adds as many of the request's tokens as the budgets allow, if any."""
         pending = request.num_pending
-        count = min(pending, self.budget)
+        count = min(pending, self.budget, self.most_chunk)
         rows = _rows_of_logits(request, count, pending)
         while count > 0 and rows > self.logits:
             count -= rows - self.logits

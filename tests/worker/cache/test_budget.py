@@ -7,7 +7,8 @@ import pytest
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import CacheConfig
 from allspan.worker.cache.budget import GPU_RESERVE, CacheDemand, GroupDemand, Room, check_weights_fit, num_kv_pages
-from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.cache.spec import CacheSpec, PageLifetime
+from allspan.worker.scheduler.limits import GroupLimits, Limits
 
 MIB = 2**20
 
@@ -91,10 +92,10 @@ def two_groups(available=64 * MIB, context=1000, seqs=4, window=100, step=60):
 
 
 def test_groups_get_the_pages_of_a_context_and_then_equally_many_more():
-    least = (63, 11)  # 1000 tokens; 99 of the window's and 60 of a step, wherever the first page begins
-    needed = 63 * 2**10 + 11 * 3 * 2**10
+    least = (63, 9)  # 1000 tokens; 99 of the window's and a page's of a step, wherever the first page begins
+    needed = 63 * 2**10 + 9 * 3 * 2**10
     assert num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=needed), two_groups()) == least
-    assert num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=needed + 20 * 2**12), two_groups()) == (83, 31)
+    assert num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=needed + 20 * 2**12), two_groups()) == (83, 29)
 
 
 def test_a_window_gets_no_more_than_all_rows_can_hold_beside_a_group_of_all_tokens():
@@ -111,10 +112,24 @@ def test_the_longest_context_counts_the_pages_of_every_group():
     with pytest.raises(ConfigError) as caught:
         num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=budget), two_groups(context=4000))
     fits = int(re.search(r"max_model_len to at most (\d+)", caught.value.message).group(1))
-    assert fits == (100 - 33) * 16
+    assert fits == (100 - 27) * 16
     num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=budget), two_groups(context=fits))
     with pytest.raises(ConfigError):
         num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=budget), two_groups(context=fits + 1))
+
+
+@pytest.mark.parametrize("step", [512, 8192])
+def test_a_context_of_32k_of_gemma_3_27b_fits_3_gib(step):
+    """10 of 62 layers keep all tokens, 52 the last 1024: 15.5 GiB if all did."""
+    layer = CacheSpec(16, 1, 16, 128, "bfloat16").bytes_per_page
+    groups = GroupDemand(10 * layer), GroupDemand(52 * layer, PageLifetime(1024))
+    need = CacheDemand(groups, 32768, 1, Room(2**40), max_step_tokens=step)
+    pages = num_kv_pages(CacheConfig(page_size=16, kv_cache_bytes=3 * GIB), need)
+    assert pages[0] >= 2048
+    assert (pages[1] - 1) * 16 >= 1023 + 128
+    limits = Limits(9, 32768, 16, pages[0], 1, step, 1, more_groups=(GroupLimits(pages[1], PageLifetime(1024)),))
+    assert 128 <= limits.max_chunk_tokens < 256
+    assert min(limits.context_tokens(pages)) >= 32768
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read():
