@@ -21,6 +21,12 @@ def attention_with(**changes: Any) -> list[Any]:
     return arguments
 
 
+def with_sinks(sinks: torch.Tensor) -> list[Any]:
+    arguments = attention(16, 16, [(2, 20), (1, 3)], [0, 1])
+    arguments[5] = sinks
+    return arguments
+
+
 def linear_with(position: int, value: Any) -> list[Any]:
     arguments = linear(2, 8, 3, bias=True)
     arguments[position] = value
@@ -103,6 +109,9 @@ REFUSALS: list[tuple[str, Callable[[], list[Any]], type[Exception], str]] = [
         r"k_cache has shape \[2, 1, 4, 8\], not \[any, 1, any, 4\]",
     ),
     ("append_kv", lambda: append_with(k_cache=quantised(8, torch.int32)), TypeError, "k_cache is torch.int32, not"),
+    ("attention", lambda: attention_with(slopes=randn(3)), ValueError, r"slopes has shape \[3\], not \[2\]"),
+    ("attention", lambda: attention_with(soft_cap=-1.0), ValueError, "soft_cap is negative"),
+    ("attention", lambda: with_sinks(randn(3)), ValueError, r"sinks has shape \[3\], not \[2\]"),
     ("attention", lambda: attention_with(kv_head_of=ints([0, 2])), ValueError, r"kv_head_of\[1\] is 2"),
     ("attention", lambda: attention_with(page_indices=ints([0, 1, 9])), ValueError, r"page_indices\[2\] is 9"),
     ("attention", lambda: attention_with(kv_lens=ints([33, 3])), ValueError, "kv_lens has a request with more tokens"),

@@ -69,6 +69,22 @@ def test_it_has_the_bits_of_the_single_ops(backend: str, hadamard: str, has_norm
             assert all(same(one, other) for one, other in zip(held, expected, strict=True)), shape
 
 
+@pytest.mark.parametrize("backend", backends())
+def test_queries_alone_are_scaled_by_their_position_behind_the_rotation(backend: str) -> None:
+    for shape in SHAPES:
+        _, heads, *_ = shape
+        qkv, positions, cos_sin, cache, slots = case(shape, F32)
+        q_scales = 1 + torch.arange(len(cos_sin)) / 7
+        norms: HeadNorms[Tensor] = HeadNorms(None, None, 1e-6)
+        plain, scaled = qkv.clone(), qkv.clone()
+        for x, rotation in ((plain, Rotation(positions, cos_sin)), (scaled, Rotation(positions, cos_sin, q_scales))):
+            op_set(backend).rotary_append(
+                x, heads, norms, rotation, HadamardRotation(False, None), KvPages(*cache), slots
+            )
+        plain[:, :heads] *= q_scales[positions.long()][:, None, None]
+        assert same(scaled, plain), shape
+
+
 @pytest.mark.parametrize("backend", [name for name in backends() if name.startswith("cpu/")])
 def test_what_would_lead_outside_is_refused(backend: str) -> None:
     qkv, positions, cos_sin, cache, slots = case((5, 4, 2, 16, 16), F32)
@@ -78,6 +94,9 @@ def test_what_would_lead_outside_is_refused(backend: str) -> None:
     pages, rotation = KvPages(*cache), Rotation(positions, cos_sin)
     with pytest.raises(ValueError, match="slots"):
         ops.rotary_append(qkv, 4, norms, rotation, hadamard, pages, slots + 10_000)
+    short = Rotation(positions, cos_sin, randn(len(cos_sin) - 1))
+    with pytest.raises(ValueError, match="q_scales"):
+        ops.rotary_append(qkv, 4, norms, short, hadamard, pages, slots)
     with pytest.raises(ValueError, match="values as keys"):
         ops.rotary_append(qkv, 3, norms, rotation, hadamard, pages, slots)
     with pytest.raises(ValueError, match="cos_sin"):

@@ -94,6 +94,7 @@ DENSE = WeightMap(
         Entry("layers.{i}.v", _LAYER + "self_attn.v_proj", "blk.{i}.attn_v"),
         Entry("layers.{i}.q_norm", _LAYER + "self_attn.q_norm", "blk.{i}.attn_q_norm"),
         Entry("layers.{i}.k_norm", _LAYER + "self_attn.k_norm", "blk.{i}.attn_k_norm"),
+        Entry("layers.{i}.sinks", Foreign(_LAYER + "self_attn.sinks", has_suffix=False), "blk.{i}.attn_sinks"),
         Entry("layers.{i}.o", _LAYER + "self_attn.o_proj", "blk.{i}.attn_output"),
         Entry("layers.{i}.mlp_norm", _LAYER + "post_attention_layernorm", "blk.{i}.ffn_norm"),
         Entry("layers.{i}.gate", _LAYER + "mlp.gate_proj", "blk.{i}.ffn_gate"),

@@ -72,7 +72,7 @@ class Gqa:
         if self.qk_norm_eps:
             one_head = Axis(1, self.head_dim)
             norms = tuple(Vector(f"{prefix}{x}_norm.weight", one_head, rotary_dim=self._rotary_dim) for x in "qk")
-        sinks = (Vector(prefix + "sinks", Axis(self.num_heads, 1, TP)),) if self.has_sinks else ()
+        sinks = (Vector(prefix + "sinks.weight", Axis(self.num_heads, 1, TP)),) if self.has_sinks else ()
         output = Linear(prefix + "o", (Part(prefix + "o", hidden),), self.heads, self.output_bias)
         return (self._qkv(prefix, hidden), *norms, *sinks, output)
 
@@ -112,7 +112,7 @@ class Gqa:
         another mask has one of its own."""
         own = self.on_rank(sub.shard)
         meta = sub.meta("attention", own, lambda context: context.attention(own))
-        sinks = sub.weight("sinks") if self.has_sinks else None
+        sinks = sub.weight("sinks.weight") if self.has_sinks else None
         sub.program.op("attention", qkv, *pages, sinks, meta, out)
 
     def project(self, sub: Sublayer, attended: Slot) -> None:
@@ -141,9 +141,17 @@ class Gqa:
         return tuple(slopes[head] for head in shard.units(self.heads))
 
     def _query_scales(self, sub: Sublayer) -> Slot | None:
-        if self.query_scale is None:
+        """The factors of queries by position; where the prompt's length chooses a rotary table, once for each of them,
+        as positions count the rows of all tables then."""
+        if (scale := self.query_scale) is None:
             return None
-        return sub.constant("q_scales", self.query_scale, functools.partial(query_scale_table, self.query_scale))
+        rotary = self.rotary
+
+        def table(max_positions: int) -> Tensor:
+            count = 1 if rotary is None else len(rotary.prompt_lengths(max_positions)) + 1
+            return query_scale_table(scale, max_positions).repeat(count)
+
+        return sub.constant("q_scales", (scale, rotary), table)
 
     @property
     def _rotary_dim(self) -> int:
