@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
     float value = sums[i * kPitch + row] + (bias ? bias[begin + i] : 0);
     if (is_gated) {
       const float up = sums[(width + i) * kPitch + row] + (bias ? bias[outputs + begin + i] : 0);
-      value = value / (1.0f + __expf(-value)) * up;
+      value = gated(value, up, epilogue);
     }
     if (!out_floats)
       static_cast<bf16*>(out)[to] = narrow(value);
