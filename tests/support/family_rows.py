@@ -42,6 +42,8 @@ class FamilyRow:
     is_permuted: bool = False
     """The converter has put a half-split head's pairs side by side."""
     max_model_len: int = 0
+    norm_offset: float = 0.0
+    """How much larger norms are in the GGUF file than in the folder."""
     tensors: Mapping[str, list[float]] = field(default_factory=dict)
     """Further tensors of the GGUF file."""
 
@@ -62,6 +64,12 @@ GRANITE = {
     "rope_parameters": ROPE,
 }
 HALF = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "attention_bias": True}
+
+TWO_ROPES = {
+    "sliding_attention": ROPE | {"rope_theta": 1000.0},
+    "full_attention": ROPE | {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+}
+EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 
 FAMILIES: dict[str, FamilyRow] = {
     "llama": FamilyRow("llama", {"rope_parameters": ROPE}, "llama", is_permuted=True),
@@ -123,6 +131,33 @@ FAMILIES: dict[str, FamilyRow] = {
     "ernie4_5": FamilyRow("ernie4_5", {"rope_parameters": ROPE | {"rope_theta": 5e5}, "use_bias": False}, "ernie4_5"),
     "ernie4_5, biases": FamilyRow("ernie4_5", {"rope_parameters": ROPE, "use_bias": True}),
     "helium": FamilyRow("helium", {"rope_parameters": ROPE}),
+    "gemma": FamilyRow("gemma", {"rope_parameters": ROPE, "num_key_value_heads": 1}, "gemma", norm_offset=1.0),
+    "gemma2": FamilyRow(
+        "gemma2",
+        {
+            "rope_parameters": ROPE,
+            "sliding_window": 40,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+        },
+        "gemma2",
+        {"attention.sliding_window": 40, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+        norm_offset=1.0,
+    ),
+    "gemma3": FamilyRow(
+        "gemma3_text",
+        {"rope_parameters": TWO_ROPES, "sliding_window": 40, "query_pre_attn_scalar": 16, "layer_types": EVERY_SECOND},
+        "gemma3",
+        {
+            "attention.sliding_window": 40,
+            "attention.sliding_window_pattern": [True, False, True, False],
+            "rope.freq_base_swa": 1000.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+        norm_offset=1.0,
+    ),
 }
 """Name of a case → its row: a model type, and what sets the case apart from others of it."""
 
@@ -167,6 +202,7 @@ def save_family_gguf(path: Path, model: Any, row: FamilyRow) -> None:
         stored = permuted(values, heads[role]) if row.is_permuted and role in heads else values
         foreign = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert foreign is not None, name
+        stored = stored + np.float32(row.norm_offset) if "norm" in name else stored
         writer.add_tensor(foreign, np.ascontiguousarray(stored))
     for name, floats in row.tensors.items():
         writer.add_tensor(name, np.array(floats, np.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.load.loader import load_model
 from allspan.worker.models.model import Model
-from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.inputs import GroupInputs, StepInputs
 from support.threads import ThreadWorld
 
 LLAMA3_SCALING = {
@@ -117,12 +118,14 @@ def prefill(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[
     numbers = list(range(sum(counts) + 3))
     random.Random(7).shuffle(numbers)
     pages = [[numbers.pop() for _ in range(count)] for count in counts]
-    model.bind_cache(KVCache(model.cache_groups[0].spec, sum(counts) + 3))
+    model.bind_cache(*(KVCache(group.spec, sum(counts) + 3) for group in model.cache_groups))
     collected: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         live = [r for r, ids in enumerate(prompts) if len(ids) > start]
         new = [prompts[r][start : start + chunk] for r in live]
-        logits = model.forward(step_inputs(new, [start] * len(live), [pages[r] for r in live], size))
+        inputs = step_inputs(new, [start] * len(live), [pages[r] for r in live], size)
+        same = GroupInputs(inputs.slots, inputs.page_indptr, inputs.page_indices)
+        logits = model.forward(replace(inputs, groups=(same,) * (len(model.cache_groups) - 1)))
         for r, part in zip(live, torch.split(logits.clone(), [len(ids) for ids in new]), strict=True):
             collected[r].append(part)
     return [torch.cat(parts) for parts in collected]

@@ -18,6 +18,7 @@ from allspan.protos.model_files.weight_files import format_of
 from allspan.worker.load.converted import ConvertedModel
 from allspan.worker.load.foreign_values import completed, nested
 from allspan.worker.load.gguf_config import gguf_values
+from allspan.worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from allspan.worker.models.families.glm import GLM, GLM4
 from allspan.worker.models.families.granite import GRANITE, GRANITE_HYBRID
 from allspan.worker.models.families.llama import LLAMA
@@ -57,6 +58,9 @@ FAMILIES: dict[str, Family] = {
         SEED_OSS,
         ERNIE,
         HELIUM,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
     )
 }
 """model_type → family. A new family is one file and one name here."""

@@ -16,6 +16,7 @@ from allspan.worker.models.foreign.rotary import check_factors
 from allspan.worker.models.rope import RotarySpec
 from allspan.worker.models.spec import LayerSpec, ModelSpec, Norms, NormSpec
 
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
 
@@ -77,10 +78,11 @@ def read_gqa(config: ForeignConfig, rotary: RotarySpec | None, head_dim: int = 0
 
 def read_gated_mlp(config: ForeignConfig, bias: bool = False) -> GatedMlp:
     """Raises CheckpointError for another activation than the kernels have."""
-    activation = config.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise config.error(f"hidden_act {shown(activation)} is not supported (supported: silu)")
-    return GatedMlp(config.size("intermediate_size"), bias)
+    key = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
+    activation = config.text(key, "silu")
+    if activation not in _ACTIVATIONS:
+        raise config.error(f"{key} {shown(activation)} is not supported (supported: {', '.join(_ACTIVATIONS)})")
+    return GatedMlp(config.size("intermediate_size"), bias, _ACTIVATIONS[activation])
 
 
 def read_context(config: ForeignConfig, rotary: RotarySpec, default: int) -> int:

@@ -38,3 +38,17 @@ def read_windows(config: ForeignConfig, context: int, window: int, first: int = 
     if kinds is None:
         return [each if layer >= first else 0 for layer, each in enumerate(windows)]
     return [each if kind == SLIDING else 0 for each, kind in zip(windows, kinds, strict=True)]
+
+
+def read_pattern(config: ForeignConfig, key: str) -> list[str]:
+    """The kind of each layer by `layer_types`, or by the pattern under `key`, 6 where it is missing: every so many'th
+    layer sees all tokens; or a list of whether each layer has the window."""
+    kinds, count, pattern = read_layer_types(config), config.size("num_hidden_layers"), config.get(key)
+    if kinds is not None:
+        return kinds
+    if isinstance(pattern, list):
+        if len(pattern) != count or not all(isinstance(slides, bool) for slides in pattern):
+            raise config.error(f"{key} must be a number, or have true or false for each layer, got {shown(pattern)}")
+        return [SLIDING if slides else FULL for slides in pattern]
+    every = config.size(key, 6)
+    return [SLIDING if (layer + 1) % every else FULL for layer in range(count)]
