@@ -18,6 +18,7 @@ from allspan.protos.model_files.weight_files import format_of
 from allspan.worker.load.converted import ConvertedModel
 from allspan.worker.load.foreign_values import completed, nested
 from allspan.worker.load.gguf_config import gguf_values
+from allspan.worker.load.refused import why_refused
 from allspan.worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from allspan.worker.models.families.glm import GLM, GLM4
 from allspan.worker.models.families.granite import GRANITE, GRANITE_HYBRID
@@ -167,7 +168,8 @@ def _from_gguf(path: Path, overrides: Mapping[str, Any]) -> ModelSource:
     known = {name: family for family in FAMILIES.values() for name in family.gguf_architectures}
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
-            f"{path}: GGUF architecture {shown(architecture)} is not supported (supported: {', '.join(known)})"
+            f"{path}: GGUF architecture {shown(architecture)} is not supported{why_refused(architecture)} "
+            f"(supported: {', '.join(known)})"
         )
     family = known[architecture]
     values = overridden({**family.defaults, **gguf_values(file, family, str(path))}, overrides)
@@ -176,8 +178,10 @@ def _from_gguf(path: Path, overrides: Mapping[str, Any]) -> ModelSource:
 
 def _family(model_type: object, source: str) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise CheckpointError(f"{source}: model_type {shown(model_type)} is not supported (supported: {supported})")
+        supported, why = ", ".join(FAMILIES), why_refused(model_type)
+        raise CheckpointError(
+            f"{source}: model_type {shown(model_type)} is not supported{why} (supported: {supported})"
+        )
     return FAMILIES[model_type]
 
 

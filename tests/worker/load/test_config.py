@@ -31,6 +31,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 2,
 }
+GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 2}
 SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -143,7 +144,13 @@ def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, r"model_type 'gemma3' .*supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mamba2"}, r"model_type 'mamba2' is not supported \(supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gemma4"}, r"model_type 'gemma4' is not supported: it needs two head sizes.*supported: llama"),
+        ({"model_type": "gemma3"}, r"text_config must be an object, got None"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, r"use_bidirectional_attention is not supported"),
+        (GEMMA3 | {"layer_types": None, "sliding_window_pattern": [1, 0]}, r"sliding_window_pattern must be a number"),
+        (GEMMA3 | {"sliding_window": -4}, r"sliding_window must be a positive integer, got -4"),
+        (GEMMA3 | {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping must be a positive number, got -1.0"),
         ({"model_type": None}, r"model_type None is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"'LlamaForSequenceClassification'.*LlamaForCausalLM"),
         (
@@ -158,7 +165,7 @@ def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> Non
         ({"rope_scaling": {"type": "linear"}}, r"factor must be a positive number, got None"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"each kind of layer"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5 is not supported"),
-        ({"hidden_act": "gelu"}, r"hidden_act 'gelu' is not supported \(supported: silu\)"),
+        ({"hidden_act": "gelu"}, r"hidden_act 'gelu' is not supported \(supported: silu, swish, gelu_pytorch_tanh\)"),
         ({"num_key_value_heads": 3}, r"num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ({"hidden_size": 66}, r"hidden_size 66 is no multiple of num_attention_heads 4"),
         ({"hidden_size": "64"}, r"hidden_size must be a positive integer, got '64'"),
@@ -208,6 +215,30 @@ def test_a_config_file_of_any_name_is_a_model_too(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, LLAMA)
     (tmp_path / "config.json").rename(tmp_path / "shape-7b.json")
     assert find_model(str(tmp_path / "shape-7b.json")).spec == spec
+
+
+def test_sparse_gemma_3_beside_images_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    nested = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [1, 106]}
+    spec = spec_of(tmp_path, nested)
+    sizes = spec.vocab_size, spec.max_position_embeddings, spec.bos_token_id, spec.eos_token_ids
+    assert sizes == (262208, 131072, 2, (1, 106))
+    assert spec.tie_word_embeddings
+    blocks = [layer.attention for layer in spec.layers if isinstance(layer.attention, Gqa)]
+    assert [block.window for block in blocks[:12]] == [*[1024] * 5, 0, *[1024] * 5, 0]
+    assert blocks[0].rotary == RotarySpec(1e4)
+    assert blocks[5].rotary == RotarySpec(1e6, "linear", factor=8.0)
+    assert {(block.num_heads, block.num_kv_heads, block.head_dim, block.scale) for block in blocks} == {
+        (8, 4, 256, 1 / 16)
+    }
+
+
+def test_gemma_is_never_in_float16(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LLAMA | GEMMA3 | {"dtype": "float16"})
+    assert weight_dtype("auto", spec, device="cuda") == "bfloat16"
+    with pytest.raises(ConfigError, match=r"dtype 'float16' is not supported for gemma3_text.*use bfloat16 or float32"):
+        weight_dtype("float16", spec, device="cuda")
 
 
 def test_auto_dtype_is_the_checkpoints_with_float16_held_as_float32_on_cpus(tmp_path: Path) -> None:
