@@ -57,6 +57,16 @@ class InferenceStub(object):
                 request_serializer=allspan_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=allspan_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/allspan.v1.Inference/Embed',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/allspan.v1.Inference/Score',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/allspan.v1.Inference/Tokenize',
                 request_serializer=allspan_dot_protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -113,6 +123,20 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Vectors of texts or token ids, all computed together.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """How well documents fit queries; ordered by their scores, a reranking.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Token ids of a text or a conversation, without running it.
         """
@@ -155,6 +179,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=allspan_dot_protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=allspan_dot_protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -227,6 +261,60 @@ class Inference(object):
             '/allspan.v1.Inference/Generate',
             allspan_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             allspan_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/Embed',
+            allspan_dot_protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/Score',
+            allspan_dot_protos_dot_inference__pb2.ScoreRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,6 +86,8 @@ class LimitsConfig:
     """Limits the bytes of all headers of an HTTP request together."""
     max_prompts: int = 64
     """Limits the prompts of one completions request."""
+    max_embedding_inputs: int = 2048
+    """Limits the texts of one request for embeddings or scores."""
     max_n: int = 8
     """Limits the choices of one prompt (n)."""
     max_best_of: int = 8
@@ -112,6 +114,7 @@ class LimitsConfig:
             "grammar_memory_bytes": (2**24, 2**36),
             "max_connections": (1, 1 << 20),
             "max_prompts": (1, 65536),
+            "max_embedding_inputs": (1, 65536),
             "max_n": (1, 65536),
             "max_best_of": (1, 65536),
             "max_stop_sequences": (0, MAX_STOP_STRINGS),
@@ -129,6 +132,9 @@ class ChatConfig:
 
     chat_template: str = ""
     """Uses this Jinja file (or the template itself) instead of the model's chat template."""
+    rerank_template: str = ""
+    """Uses this text file instead of a reranker's own prompt; it has the places {query}, {document} and perhaps
+    {instruction}."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "generic"] = "auto"
     """Sets how the model writes tool calls; auto finds it out from the chat template."""
     enable_auto_tool_choice: bool = True

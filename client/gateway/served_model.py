@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
-from allspan.protos.api.errors import ModelNotFound
+from allspan.protos.api.errors import ConfigError, InvalidRequest, ModelNotFound
 from allspan.protos.cluster.cluster_file import ClusterInfo
+from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
+from allspan.protos.embeddings.rerank import check_template
 from allspan.protos.text import SamplingDefaults, sampling_defaults
 
 
@@ -30,11 +33,29 @@ class ServedModel:
     """Differs for another model, version or length."""
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
+    card: EmbeddingCard = field(default_factory=EmbeddingCard)
+    """How it embeds and scores."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names that requests may use, `name` first."""
         return (self.name, *self.aliases)
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """The things that requests may ask of it."""
+        return (
+            *(("completion",) if self.card.generates else ()),
+            "embedding",
+            *(("rerank",) if self.card.head else ()),
+        )
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest for a model that makes vectors alone."""
+        if not self.card.generates:
+            raise InvalidRequest(
+                f"model {self.name!r} makes embeddings and generates no text: use /v1/embeddings", "model"
+            )
 
     def check_name(self, name: str) -> None:
         """Raises ModelNotFound for a name that is none of the served ones; "" is the served one."""
@@ -69,7 +90,21 @@ class ServedModel:
             created=int(time.time()),
             fingerprint=f"fp_{hashlib.sha256(repr(known).encode()).hexdigest()[:10]}",
             aliases=tuple(aliases),
+            card=_card(info, config),
         )
+
+
+def _card(info: ClusterInfo, config: GatewayConfig) -> EmbeddingCard:
+    card, file = embedding_card(info.model_path, info.model), config.chat.rerank_template
+    if not file:
+        return card
+    if card.head is None:
+        raise ConfigError(f"--rerank-template is given, {info.model} is no reranker: leave it out")
+    try:
+        template = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--rerank-template is {file!r}, which cannot be read: {error}") from error
+    return replace(card, head=replace(card.head, template=check_template(template)))
 
 
 def _plain(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -166,6 +167,9 @@ class FakeEngine:
             self.asked[handle.request_id].released = True
 
     async def _run(self, asked: Asked) -> None:
+        if asked.options.pooling:
+            await self._pool(asked)
+            return
         if asked.params.prompt_logprobs is not None:
             for half in _halves(asked.prompt[1:]):  # a long prompt's come over several steps
                 entries = tuple(prompt_logprob(token, asked.params.prompt_logprobs) for token in half)
@@ -180,6 +184,21 @@ class FakeEngine:
             else:
                 asked.queue.put(self._step(asked))
                 asked.steps += 1
+
+    async def _pool(self, asked: Asked) -> None:
+        """A vector of the prompt's length and its first id; with `endless`, none until it is stopped."""
+        while self.endless and not asked.stopped:
+            await asyncio.sleep(self.step_s)
+        await asyncio.sleep(self.step_s)
+        if asked.stopped:
+            asked.queue.put(Output(finish_reason="cancelled"))
+            return
+        if self.fail_after is not None:
+            asked.queue.fail(self.failure)
+            return
+        timings = RequestTimings(0.0004, 0.0, 0.002, len(asked.prompt), 2, 0, asked.arrived_at)
+        vector = struct.pack("<2f", len(asked.prompt), asked.prompt[0])
+        asked.queue.put(Output(finish_reason="stop", timings=timings, vector=vector))
 
     def _step(self, asked: Asked) -> Output:
         ended = asked.steps >= len(self.tokens) and not self.endless

@@ -38,6 +38,8 @@ class ActiveRequest:
         self.num_prompt_tokens = len(prompt)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.vector = b""
+        """The result of a request with pooling."""
         self.prompt_logprobs: list[PromptLogprob] = []
         """Log-probabilities of the prompt that have come so far; the first is the prompt's second token's."""
         self._engine = engine
@@ -83,6 +85,7 @@ class ActiveRequest:
         if output.prompt_logprobs:
             ids = self._prompt[len(self.prompt_logprobs) + 1 :]
             self.prompt_logprobs += zip(ids, output.prompt_logprobs, strict=False)
+        self.vector = self.vector or output.vector
         delta = self._stream.push(output)
         self.num_output_tokens += len(delta.token_ids)
         self._record.output(len(delta.token_ids))  # what is measured: here for each output, and at the `end`

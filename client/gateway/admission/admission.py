@@ -123,6 +123,8 @@ class Admission:
 
     async def start(self, jobs: Sequence[Job], origin: Origin) -> list[ActiveRequest]:
         """Starts all jobs or none; the caller must `end` them. QueueFull, Unavailable, or what the engine says."""
+        if any(job.options is None or not job.options.pooling for job in jobs):
+            self._model.check_generates()
         self._admit(len(jobs))
         self._starting.add(origin)
         started: list[ActiveRequest] = []

@@ -17,6 +17,7 @@ from allspan.client.gateway.admission.admission import Job, caller_error, jobs_p
 from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.auth.caller import current_caller
 from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.grpc.embeddings import embed_reply, score_reply
 from allspan.client.gateway.grpc.messages import (
     messages_of,
     options_of,
@@ -105,6 +106,8 @@ class InferenceService:
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.generate, _leniently(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
             ),
+            "Embed": self._timed("Embed", embed_reply, pb.EmbedRequest),
+            "Score": self._timed("Score", score_reply, pb.ScoreRequest),
             "Tokenize": self._unary("Tokenize", self.tokenize, pb.TokenizeRequest),
             "Detokenize": self._unary("Detokenize", self.detokenize, pb.DetokenizeRequest),
             "ListModels": self._unary("ListModels", self.list_models, pb.ListModelsRequest),
@@ -120,6 +123,22 @@ class InferenceService:
                 reply = await method(_parsed(request, kind))
             except Exception as error:
                 await self._refuse(context, _origin(name, request, context), error)
+            self._context.telemetry.grpc_calls[name, "OK"] += 1
+            return reply
+
+        return grpc.unary_unary_rpc_method_handler(handle, _leniently(kind), _serialized)
+
+    def _timed(
+        self, name: str, method: Callable[..., Awaitable[Message]], kind: type[Request]
+    ) -> grpc.RpcMethodHandler:
+        """A unary method that runs requests: it knows its call, and the time that this leaves."""
+
+        async def handle(request: Request | None, context: grpc.aio.ServicerContext) -> Message:
+            origin = _origin(name, request, context)
+            try:
+                reply = await method(self._context, _parsed(request, kind), origin, context.time_remaining())
+            except Exception as error:
+                await self._refuse(context, origin, error)
             self._context.telemetry.grpc_calls[name, "OK"] += 1
             return reply
 

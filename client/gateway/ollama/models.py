@@ -65,7 +65,9 @@ class ModelCards:
         }
 
     def _capabilities(self) -> Iterable[str]:
-        yield "completion"
+        if self.context.model.card.generates:
+            yield "completion"
+        yield "embedding"
         if self.context.tokenizer.has_chat_template:
             yield "tools"
         if self.context.prompts.chat.tags is not None:

@@ -30,6 +30,7 @@ MODEL = object_of(
     owned_by=TEXT,
     root=TEXT,
     max_model_len=COUNT,
+    capabilities=list_of(TEXT),
     sampling_defaults={"type": "object", "additionalProperties": {"type": "number"}},
     sampling_defaults_source=TEXT,
 )

@@ -25,7 +25,7 @@ async def plan_completion(context: GatewayContext, body: bytes) -> Plan:
 async def completion_plan(context: GatewayContext, request: CompletionRequest, most_tokens: int | None) -> Plan:
     """Returns the plan of a checked request. `most_tokens`: the length of the output where the request sets none (or
     what the context has left if that is less); None: the rest of the context."""
-    prompts = read_prompts(request.prompt, context.config.limits)
+    prompts = read_prompts(request.prompt, context.config.limits.max_prompts)
     fields = context.sampling.fields(_sampling(request))
     options, reading = request.options(), request.prompt_options()
     text = replace(request.text_options(), only_prompt=_only_prompt(request))

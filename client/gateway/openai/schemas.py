@@ -219,33 +219,33 @@ def _checked(validate: Callable[[Any], Body], body: Any, limits: LimitsConfig) -
     return request
 
 
-def read_prompts(value: Any, limits: LimitsConfig) -> list[Prompt]:
+def read_prompts(value: Any, most: int, field: str = "prompt") -> list[Prompt]:
     """Returns the prompts from one text, texts, token ids, or lists of token ids; InvalidRequest names the place of an
     invalid one."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         what = "missing" if value is None else f"a {type(value).__name__}"
-        raise InvalidRequest(f"prompt is {what}, must be a string, a list of strings, or token ids", "prompt")
+        raise InvalidRequest(f"{field} is {what}, must be a string, a list of strings, or token ids", field)
     if not value:
-        raise InvalidRequest("prompt is an empty list, must hold at least one prompt", "prompt")
+        raise InvalidRequest(f"{field} is an empty list, must hold at least one {field}", field)
     if not isinstance(value[0], (str, list)):
-        return [_token_ids("prompt", value)]
-    if len(value) > limits.max_prompts:
-        raise InvalidRequest(f"prompt holds {len(value)} prompts, at most {limits.max_prompts} a request", "prompt")
+        return [_token_ids(field, value, field)]
+    if len(value) > most:
+        raise InvalidRequest(f"{field} holds {len(value)} {field}s, at most {most} a request", field)
     kind = type(value[0])
     for i, item in enumerate(value):
         if not isinstance(item, kind):
-            raise InvalidRequest(f"prompt[{i}] is {_short(item)}, the prompts before it are of another kind", "prompt")
-    return value if kind is str else [_token_ids(f"prompt[{i}]", item) for i, item in enumerate(value)]
+            raise InvalidRequest(f"{field}[{i}] is {_short(item)}, the {field}s before it are of another kind", field)
+    return value if kind is str else [_token_ids(f"{field}[{i}]", item, field) for i, item in enumerate(value)]
 
 
-def _token_ids(place: str, values: list[Any]) -> list[int]:
+def _token_ids(place: str, values: list[Any], field: str) -> list[int]:
     if set(map(type, values)) == {int}:  # millions are seen through without holding up the event loop
         return values
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequest(f"{place}[{i}] is {_short(value)}, must be a token id", "prompt")
+            raise InvalidRequest(f"{place}[{i}] is {_short(value)}, must be a token id", field)
     return values
 
 

@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.http.endpoint import Endpoint
-from allspan.client.gateway.http.errors import HttpError
 from allspan.client.gateway.http.turns import TurnAnswers
 from allspan.client.gateway.ollama.models import ModelCards
 from allspan.client.gateway.ollama.plans import plan_chat, plan_generate
@@ -61,9 +60,6 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
     async def version() -> Response:
         return JSONResponse({"version": VERSION})
 
-    async def embed() -> Response:
-        raise HttpError(501, "embeddings are not supported here yet: this server generates text")
-
     return [
         Endpoint(
             *("POST", "/api/chat", chat, "Answers a conversation, as Ollama does."),
@@ -88,6 +84,4 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
             *("GET", "/api/version", version, "Gives the version of Ollama whose API is answered."),
             answer=object_of(version=TEXT),
         ),
-        Endpoint("POST", "/api/embed", embed, "Refuses to embed.", is_described=False),
-        Endpoint("POST", "/api/embeddings", embed, "Refuses to embed.", is_described=False),
     ]

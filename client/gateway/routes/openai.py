@@ -30,6 +30,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
             "root": model.root,
             "parent": None,
             "max_model_len": model.max_model_len,
+            "capabilities": list(model.capabilities),
             "sampling_defaults": model.defaults.described(),
             "sampling_defaults_source": model.defaults.source,
         }

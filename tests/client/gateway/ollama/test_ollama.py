@@ -164,7 +164,7 @@ async def test_models_are_listed_and_shown(tmp_path: Path, monkeypatch: pytest.M
         assert first.details is not None
         assert (first.details.family, first.details.format) == ("llama", "safetensors")
         shown = await client.show("ORG/tiny")
-        assert shown.capabilities == ["completion", "tools", "thinking"]
+        assert shown.capabilities == ["completion", "embedding", "tools", "thinking"]
         assert shown.template == TEMPLATE
         assert (shown.modelinfo or {})["llama.context_length"] == 4096
         assert [model.context_length for model in (await client.ps()).models] == [4096, 4096]
@@ -190,7 +190,6 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/api/generate", {"prompt": 7}, 400, "prompt is 7"),
     ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "fill-in-the-middle"),
     ("/api/generate", {"prompt": "x", "images": ["aGk="]}, 400, "images has 1 images"),
-    ("/api/embed", {"input": "x"}, 501, "embeddings are not supported"),
     ("/api/pull", {"model": "x"}, 404, "no such endpoint"),
     ("/v1/api/chat", {}, 404, "it is /api/chat: the client's base URL must not contain /v1"),
 ]

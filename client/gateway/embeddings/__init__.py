@@ -1,0 +1,1 @@
+"""Embeddings, scores and reranking: requests whose results are vectors."""
