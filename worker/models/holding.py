@@ -67,8 +67,10 @@ class Holding:
         )
 
     def _kind(self, piece: Linear | Table, name: str) -> str:
-        """How the checkpoint has stored a canonical tensor; a table that is scaled is read as floats."""
-        if isinstance(piece, Table) and piece.scale != 1.0:
+        """How the checkpoint has stored a canonical tensor; one that is scaled or normalised is read as
+        floats."""
+        is_scaled = isinstance(piece, Table) and piece.scale != 1.0
+        if is_scaled or (isinstance(piece, Linear) and piece.has_unit_rows):
             return ""
         foreign = (self.weights.foreign(name, naming) for naming in ("gguf", "hugging_face"))
         return next((self.stored[each] for each in foreign if each in self.stored), "")

@@ -28,7 +28,8 @@ def embedding_of(spec: ModelSpec) -> Table:
 
 def head_of(spec: ModelSpec) -> Linear:
     """The head of a model whose embeddings are not tied."""
-    return Linear("lm_head", (Part("lm_head", _vocabulary(spec)),), Axis(spec.hidden_size))
+    rows, inputs = Part("lm_head", _vocabulary(spec)), Axis(spec.hidden_size)
+    return Linear("lm_head", (rows,), inputs, has_unit_rows=spec.has_normalised_head)
 
 
 def _vocabulary(spec: ModelSpec) -> Axis:

@@ -52,6 +52,8 @@ class Linear:
     """Two parts of one size (gate and up), whose outputs are used pair by pair."""
     experts: Axis | None = None
     """Every expert has such a layer: its tensors get a leading dimension, this rank's experts."""
+    has_unit_rows: bool = False
+    """Each row of the weight is held divided by its Euclidean norm; its inputs are not split."""
 
     @property
     def sums_ranks(self) -> bool:

@@ -15,6 +15,10 @@ from allspan.worker.weights.checkpoint import BlockCheckpoint, Checkpoint, Quant
 from allspan.worker.weights.weight_map import WeightMap
 
 
+_LEAST_NORM = 1e-12
+"""What shorter rows are divided by, as torch has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Rows to read of a checkpoint's tensor, and which of those are wanted, in order (None: all, as they come)."""
@@ -55,6 +59,11 @@ class PieceSource:
 
     def floats(self, part: int, rows: range, inputs: range, out: Tensor) -> None:
         name, found = self._find(part, rows)
+        if isinstance(self.piece, Linear) and self.piece.has_unit_rows:
+            values = torch.empty(out.shape)
+            self._read(name, [found.read, range(self.piece.inputs.size)], found.order, values)
+            out.copy_(torch.nn.functional.normalize(values, dim=1, eps=_LEAST_NORM))
+            return
         self._read(name, [found.read, inputs], found.order, out)
         if isinstance(self.piece, Table) and self.piece.scale != 1.0:
             out.mul_(self.piece.scale)

@@ -57,6 +57,8 @@ class ModelSpec:
     """Logits become cap · tanh(logit / cap); 0: they are not capped."""
     leaves_float16: bool = False
     """Whether activations may be larger than float16 holds: then they never are in it."""
+    has_normalised_head: bool = False
+    """The head's rows are held as vectors of length 1; not with tied embeddings."""
     dtype: str = "float32"
     """The checkpoint's dtype: "float32", "bfloat16" or "float16"."""
     bos_token_id: int | None = None
