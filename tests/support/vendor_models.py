@@ -3,15 +3,153 @@ ChatGLM2 and 3, Qwen 1, Baichuan 1 and 2. Weights have the names of the vendors'
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 
 Floats = NDArray[np.float64]
 Weights = Mapping[str, Floats]
 Config = Mapping[str, Any]
+
+
+_CHATGLM = {
+    "model_type": "chatglm",
+    "architectures": ["ChatGLMModel"],
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 6,
+    "kv_channels": 12,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "ffn_hidden_size": 53,
+    "padded_vocab_size": 131,
+    "seq_length": 160,
+    "layernorm_epsilon": 1e-5,
+    "add_qkv_bias": True,
+    "add_bias_linear": False,
+}
+_QWEN = {
+    "model_type": "qwen",
+    "architectures": ["QWenLMHeadModel"],
+    "num_hidden_layers": 4,
+    "hidden_size": 60,
+    "num_attention_heads": 5,
+    "kv_channels": 12,
+    "intermediate_size": 74,
+    "vocab_size": 97,
+    "seq_length": 40,
+    "max_position_embeddings": 160,
+    "rotary_emb_base": 10000,
+    "layer_norm_epsilon": 1e-6,
+    "use_dynamic_ntk": True,
+    "use_logn_attn": True,
+    "no_bias": True,
+}
+_BAICHUAN = {
+    "model_type": "baichuan",
+    "architectures": ["BaichuanForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 60,
+    "num_attention_heads": 5,
+    "intermediate_size": 37,
+    "vocab_size": 97,
+    "model_max_length": 160,
+    "rms_norm_eps": 1e-6,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "chatglm3": _CHATGLM,
+    "chatglm2-32k": _CHATGLM | {"rope_ratio": 16, "_name_or_path": "THUDM/chatglm2-6b-32k"},
+    "glm-4": _CHATGLM | {"rope_ratio": 500, "layernorm_epsilon": 1.5625e-7, "add_bias_linear": True},
+    "qwen": _QWEN,
+    "qwen-72b": _QWEN | {"use_logn_attn": False, "use_dynamic_ntk": False, "seq_length": 160, "no_bias": False},
+    "baichuan-7b": _BAICHUAN | {"max_position_embeddings": 160, "architectures": ["BaiChuanForCausalLM"]},
+    "baichuan-13b": _BAICHUAN,
+    "baichuan2-13b": _BAICHUAN | {"vocab_size": 125696, "hidden_size": 20, "intermediate_size": 24},
+}
+
+
+def save_vendor(
+    folder: Path, name: str, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> tuple[Config, Weights]:
+    """Writes a random checkpoint of CONFIGS[name], whose norms and biases are random too. Returns its config, and its
+    weights as `dtype` rounds them."""
+    config = CONFIGS[name] | overrides
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for tensor, shape in _shapes(config).items():
+        is_norm = len(shape) == 1 and not tensor.endswith(".bias")
+        values = torch.randn(shape, generator=generator) * 0.15 + (1.0 if is_norm else 0.0)
+        tensors[tensor] = values.to(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return config, {tensor: values.double().numpy() for tensor, values in tensors.items()}
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if config["model_type"] == "chatglm":
+        start, count, inner = "transformer.encoder.layers.", config["num_layers"], config["ffn_hidden_size"]
+        q = heads * config["kv_channels"]
+        qkv = q + 2 * config["multi_query_group_num"] * config["kv_channels"]
+        linears = {
+            "self_attention.query_key_value": (qkv, hidden, config["add_qkv_bias"]),
+            "self_attention.dense": (hidden, q, config["add_bias_linear"]),
+            "mlp.dense_h_to_4h": (2 * inner, hidden, config["add_bias_linear"]),
+            "mlp.dense_4h_to_h": (hidden, inner, config["add_bias_linear"]),
+        }
+        norms, names = (
+            ("input_layernorm", "post_attention_layernorm"),
+            (
+                "transformer.embedding.word_embeddings",
+                "transformer.encoder.final_layernorm",
+                "transformer.output_layer",
+            ),
+        )
+        vocab = config["padded_vocab_size"]
+    elif config["model_type"] == "qwen":
+        start, count, inner = "transformer.h.", config["num_hidden_layers"], config["intermediate_size"] // 2
+        q, has_bias = heads * config["kv_channels"], not config["no_bias"]
+        linears = {
+            "attn.c_attn": (3 * q, hidden, True),
+            "attn.c_proj": (hidden, q, has_bias),
+            "mlp.w1": (inner, hidden, has_bias),
+            "mlp.w2": (inner, hidden, has_bias),
+            "mlp.c_proj": (hidden, inner, has_bias),
+        }
+        norms, names = ("ln_1", "ln_2"), ("transformer.wte", "transformer.ln_f", "lm_head")
+        vocab = config["vocab_size"]
+    else:
+        start, count, inner = "model.layers.", config["num_hidden_layers"], config["intermediate_size"]
+        linears = {
+            "self_attn.W_pack": (3 * hidden, hidden, False),
+            "self_attn.o_proj": (hidden, hidden, False),
+            "mlp.gate_proj": (inner, hidden, False),
+            "mlp.up_proj": (inner, hidden, False),
+            "mlp.down_proj": (hidden, inner, False),
+        }
+        norms, names = ("input_layernorm", "post_attention_layernorm"), ("model.embed_tokens", "model.norm", "lm_head")
+        vocab = config["vocab_size"]
+    embedding, norm, head = names
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{embedding}.weight": (vocab, hidden),
+        f"{norm}.weight": (hidden,),
+        f"{head}.weight": (vocab, hidden),
+    }
+    for layer in range(count):
+        shapes |= {f"{start}{layer}.{name}.weight": (hidden,) for name in norms}
+        for name, (rows, columns, has_bias) in linears.items():
+            shapes[f"{start}{layer}.{name}.weight"] = rows, columns
+            if has_bias:
+                shapes[f"{start}{layer}.{name}.bias"] = (rows,)
+    return shapes
 
 
 def vendor_hidden(config: Config, weights: Weights, ids: Sequence[int], prompt_len: int | None = None) -> Floats:

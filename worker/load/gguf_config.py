@@ -14,6 +14,7 @@ _REFUSED = (
     "expert_count",
     "attention.clamp_kqv",
     "attention.scale",
+    "attention.temperature_scale",
     "attention.logit_softcapping",
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -117,9 +118,10 @@ def _rope_scaling(own: dict[str, Any], prefix: str, source: str) -> dict[str, An
         "rope.scaling.yarn_beta_slow": "beta_slow",
     }
     scaling.update({theirs: own[ours] for ours, theirs in names.items() if ours in own})
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+    if multiplier := own.get("rope.scaling.yarn_log_multiplier"):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         value = own.get(f"rope.scaling.{key}")
-        neutral = (None, 0.0) if key == "yarn_log_multiplier" else (None, 1.0)
-        if value not in neutral:
+        if value not in (None, 1.0):
             raise CheckpointError(f"{source}: {prefix}rope.scaling.{key} = {shown(value)} is not supported")
     return scaling

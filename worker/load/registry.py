@@ -19,13 +19,16 @@ from allspan.worker.load.converted import ConvertedModel
 from allspan.worker.load.foreign_values import completed, nested
 from allspan.worker.load.gguf_config import gguf_values
 from allspan.worker.load.refused import why_refused
+from allspan.worker.models.families.baichuan import BAICHUAN
+from allspan.worker.models.families.chatglm import CHATGLM
 from allspan.worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from allspan.worker.models.families.glm import GLM, GLM4
 from allspan.worker.models.families.granite import GRANITE, GRANITE_HYBRID
 from allspan.worker.models.families.llama import LLAMA
 from allspan.worker.models.families.llama_like import ERNIE, HELIUM, SEED_OSS, SMOLLM3
-from allspan.worker.models.families.mistral import MISTRAL
+from allspan.worker.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from allspan.worker.models.families.phi3 import PHI3
+from allspan.worker.models.families.qwen import QWEN
 from allspan.worker.models.families.qwen2 import QWEN2
 from allspan.worker.models.families.qwen3 import QWEN3
 from allspan.worker.models.foreign.config import ForeignConfig
@@ -40,6 +43,7 @@ logger = logging.getLogger(__name__)
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where old tools described quantised weights, and by which method those are if it does not say."""
 
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _ARCHITECTURES = 64
 """Names that a config may list."""
 
@@ -62,6 +66,11 @@ FAMILIES: dict[str, Family] = {
         GEMMA,
         GEMMA2,
         GEMMA3,
+        MINISTRAL,
+        MINISTRAL3,
+        QWEN,
+        CHATGLM,
+        BAICHUAN,
     )
 }
 """model_type → family. A new family is one file and one name here."""
@@ -112,22 +121,31 @@ def _from_config(source: Path, overrides: Mapping[str, Any]) -> ModelSource:
     family, values = _family_of(overridden(read_json_object(source), overrides), str(source))
     quantised = _quantised(source, values)
     spec = family.read(ForeignConfig(values, str(source)))
-    if not spec.tie_word_embeddings and _lacks_head(folder, family, quantised):
-        logger.warning("%s: the weights have no head: the embedding is the head, too", folder)
-        spec = replace(spec, tie_word_embeddings=True)
+    has_dtype = any(values.get(key) is not None for key in ("dtype", "torch_dtype"))
+    spec = _as_in_weights(spec, folder, family, quantised, has_dtype)
     return ModelSource(folder, family, spec, None, quantised=quantised)
 
 
-def _lacks_head(folder: Path, family: Family, quantised: QuantisedFolder | None) -> bool:
-    """Whether a folder has an embedding and no head, as one of tied embeddings is saved, whatever its config says."""
+def _as_in_weights(
+    spec: ModelSpec, folder: Path, family: Family, quantised: QuantisedFolder | None, has_dtype: bool
+) -> ModelSpec:
+    """The spec with what the weights say and the config does not. A folder with an embedding and no head is one of tied
+    embeddings; without a dtype in the config, that of the embedding counts."""
     if format_of(folder) is None:
-        return False
+        return spec
     try:
-        names = (quantised or TensorFolder(folder)).names()
+        weights = quantised or TensorFolder(folder)
     except CheckpointError:  # said when the weights are opened, if they are
-        return False
+        return spec
     head, embedding = (family.weights.foreign(f"{name}.weight", "hugging_face") for name in ("lm_head", "embedding"))
-    return embedding in names and head not in names
+    if embedding not in weights.names():
+        return spec
+    if not has_dtype and isinstance(weights, TensorFolder):
+        spec = replace(spec, dtype=_DTYPES.get(weights.dtype(embedding), spec.dtype))
+    if head not in weights.names() and not spec.tie_word_embeddings:
+        logger.warning("%s: the weights have no head: the embedding is the head, too", folder)
+        spec = replace(spec, tie_word_embeddings=True)
+    return spec
 
 
 def _family_of(values: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:
@@ -159,7 +177,9 @@ def _family_of(values: dict[str, Any], source: str) -> tuple[Family, dict[str, A
 
 def _from_converted(folder: Path) -> ModelSource:
     model = ConvertedModel(folder)
-    return ModelSource(folder, _family(model.spec.family, str(folder / MANIFEST)), model.spec, None, model)
+    family = _family(model.spec.family, str(folder / MANIFEST))
+    family = replace(family, weights=family.weights.in_gguf(model.manifest.stored))
+    return ModelSource(folder, family, model.spec, None, model)
 
 
 def _from_gguf(path: Path, overrides: Mapping[str, Any]) -> ModelSource:
@@ -173,6 +193,7 @@ def _from_gguf(path: Path, overrides: Mapping[str, Any]) -> ModelSource:
         )
     family = known[architecture]
     values = overridden({**family.defaults, **gguf_values(file, family, str(path))}, overrides)
+    family = replace(family, weights=family.weights.in_gguf(file.names()))
     return ModelSource(path, family, family.read(ForeignConfig(values, str(path))), file)
 
 
@@ -210,4 +231,9 @@ def _only_gguf(folder: Path) -> Path:
         return files[0]
     if files:
         raise CheckpointError(f"{folder}: {len(files)} GGUF files: name one, such as {files[0]}")
+    if (folder / "params.json").is_file():
+        raise CheckpointError(
+            f"{folder}: params.json is of Mistral's own layout, which is not supported: take the model in Hugging "
+            "Face's layout (config.json and model*.safetensors, mostly in the same repository), or a GGUF file"
+        )
     raise CheckpointError(f"{folder}: no config.json and no *.gguf file in this folder")

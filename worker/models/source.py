@@ -14,7 +14,6 @@ from allspan.worker.models.shard import Shard
 from allspan.worker.weights.checkpoint import BlockCheckpoint, Checkpoint, QuantisedCheckpoint
 from allspan.worker.weights.weight_map import WeightMap
 
-
 _LEAST_NORM = 1e-12
 """What shorter rows are divided by, as torch has it."""
 

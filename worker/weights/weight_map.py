@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -44,6 +44,18 @@ class WeightMap:
         """Another map, in which these are instead of those of the same names, or new."""
         merged = self._entries | {entry.name: entry for entry in entries}
         return WeightMap(merged.values(), self._interleaved | frozenset(interleaved))
+
+    def in_gguf(self, names: Collection[str]) -> WeightMap:
+        """The map for a GGUF file with tensors of these names: q, k and v may be one, and so may gate and up."""
+        fused = {}
+        if "blk.0.attn_qkv.weight" in names:
+            fused = dict.fromkeys("qkv", "attn_qkv")
+        if "blk.0.ffn_up.weight" in names and "blk.0.ffn_gate.weight" not in names:
+            fused["gate"] = "ffn_up"
+        entries = {role: self._entries["layers.{i}." + role] for role in fused}
+        return self.with_entries(
+            *(Entry(entry.name, entry.hugging_face, "blk.{i}." + fused[role]) for role, entry in entries.items())
+        )
 
     def is_interleaved(self, naming: str) -> bool:
         return naming in self._interleaved
