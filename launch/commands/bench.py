@@ -11,6 +11,7 @@ from typing import Any
 from allspan.client.bench.benchmark import Benchmark
 from allspan.client.bench.engine import kernels as kernel_bench
 from allspan.client.bench.engine.compare import COMPARE
+from allspan.client.bench.engine.embeddings import EMBEDDINGS
 from allspan.client.bench.engine.grammar import GRAMMAR
 from allspan.client.bench.engine.kernel_tables import markdown, read_report
 from allspan.client.bench.engine.latency import LATENCY
@@ -30,7 +31,7 @@ from allspan.protos.config.flags import Parser, add_options, build, fail, neares
 
 BENCHMARKS: dict[str, Benchmark] = {
     row.name: row
-    for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, SERVE, STREAMING, OVERLOAD, SOAK, GRAMMAR)
+    for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, SERVE, STREAMING, OVERLOAD, SOAK, GRAMMAR, EMBEDDINGS)
 }
 
 KERNELS = "kernels"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.config import LimitsConfig
 from allspan.client.gateway.embeddings.embed import EmbedCall
@@ -12,6 +14,18 @@ from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.embeddings.calls import text_pairs
 
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1, "pattern": "^[^\\x00]*$"}
+_IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_INPUTS: dict[str, Any] = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "minItems": 1, "items": _TEXT},
+        _IDS,
+        {"type": "array", "minItems": 1, "items": _IDS},
+    ]
+}
+"""One input or many, for the OpenAPI document."""
+_OR_NULL: dict[str, Any] = {"anyOf": [*_INPUTS["anyOf"], {"type": "null"}]}
 _OPTIONS = ("priority", "timeout_s", "prefix_cache", "cache_salt")
 
 
@@ -31,7 +45,7 @@ class PooledRequest(RequestBody):
 class EmbeddingRequest(PooledRequest):
     """POST /v1/embeddings."""
 
-    input: Any = None
+    input: Any = Field(None, json_schema_extra=_INPUTS)
     encoding_format: str | None = None
     dimensions: int | None = None
     normalize: bool | None = None
@@ -62,7 +76,7 @@ class EmbeddingRequest(PooledRequest):
 class OllamaEmbedRequest(RequestBody):
     """POST /api/embed."""
 
-    input: Any = None
+    input: Any = Field(None, json_schema_extra=_INPUTS)
     truncate: bool | None = None
     dimensions: int | None = None
     options: dict[str, Any] | None = None
@@ -81,7 +95,7 @@ class OllamaEmbedRequest(RequestBody):
 class OllamaPromptRequest(RequestBody):
     """POST /api/embeddings, the older one: a single text, whose vector is not normalised."""
 
-    prompt: str = ""
+    prompt: str = Field("", json_schema_extra={"title": "Prompt"})
     options: dict[str, Any] | None = None
     keep_alive: Any = None
 
@@ -93,8 +107,8 @@ class OllamaPromptRequest(RequestBody):
 class LlamaEmbedRequest(RequestBody):
     """llama-server's POST /embedding. `embd_normalize` is 2 for vectors of length 1, negative for none."""
 
-    content: Any = None
-    input: Any = None
+    content: Any = Field(None, json_schema_extra=_OR_NULL)
+    input: Any = Field(None, json_schema_extra=_OR_NULL)
     embd_normalize: int | None = None
 
     def call(self, limits: LimitsConfig) -> EmbedCall:
