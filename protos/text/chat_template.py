@@ -12,7 +12,7 @@ from typing import Any
 
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text.helper_process import HelperEnded, HelperPool
-from allspan.protos.text.written import Written, with_own
+from allspan.protos.text.written import CUT, Written, with_own
 
 MAX_RENDERED_CHARS = 4 * 2**20
 RENDER_S = 5.0
@@ -40,6 +40,11 @@ class ChatTemplate:
         self.source = source
         self._id = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
         self._specials = {**(extra or {}), "bos_token": bos_token, "eos_token": eos_token}
+
+    @property
+    def published(self) -> str:
+        """The source as others may read it: without the marks that only this program knows."""
+        return self.source.replace(CUT, "")
 
     @cached_property
     def error(self) -> str | None:

@@ -16,6 +16,8 @@ from allspan.protos.model_files.regular_file import is_there
 from allspan.protos.text.known_defaults import known_defaults
 from allspan.protos.text.model_defaults import FIELDS, GENERATION_CONFIG, folder_defaults, gguf_defaults, sampling_of
 from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata
+from allspan.protos.text.vendors.chat_formats import has_format
+from allspan.protos.text.vendors.families import family_of
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 MAX_TOKENS = 128
@@ -126,4 +128,6 @@ def _folder_names(path: Path) -> tuple[str, list[str]]:
 
 def _has_chat_template(folder: Path) -> bool:
     files = [file for name in ("chat_template.json", "tokenizer_config.json") if is_there(file := folder / name)]
-    return is_there(folder / "chat_template.jinja") or any(read_json_object(f).get("chat_template") for f in files)
+    if is_there(folder / "chat_template.jinja") or any(read_json_object(f).get("chat_template") for f in files):
+        return True
+    return has_format(folder, family_of(folder))

@@ -69,6 +69,28 @@ KNOWN: tuple[FamilyDefaults, ...] = (
     FamilyDefaults(r"mistral-small|devstral", {"temperature": 0.15}, "the model card of Mistral-Small"),
     # docs.mistral.ai: the default temperature of open-mistral-7b in Mistral's API
     FamilyDefaults(r"mistral", {"temperature": 0.7}, "the default of Mistral's API", architecture="mistral"),
+    # huggingface.co/google/gemma-3-4b-it, generation_config.json
+    FamilyDefaults(
+        r"gemma-?3",
+        {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+        "the generation_config.json of gemma-3-4b-it",
+        architecture="gemma3",
+    ),
+    # huggingface.co/THUDM/GLM-Z1-9B-0414, "Model Usage Guidelines"
+    FamilyDefaults(r"glm-?z1", {"temperature": 0.6, "top_p": 0.95, "top_k": 40}, "the model card of GLM-Z1"),
+    # huggingface.co/THUDM/glm-4-9b-chat, generation_config.json; the same in the code of ChatGLM2 and 3
+    FamilyDefaults(
+        r"chatglm|\bglm-?4\b",
+        {"temperature": 0.8, "top_p": 0.8},
+        "the generation_config.json of glm-4-9b-chat",
+        architecture="chatglm",
+    ),
+    # huggingface.co/LGAI-EXAONE/EXAONE-4.0-32B, "Usage Guideline", reasoning
+    FamilyDefaults(r"exaone-?4", {"temperature": 0.6, "top_p": 0.95}, "the model card of EXAONE-4.0"),
+    # huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct, "Model Usage"
+    FamilyDefaults(r"seed-?oss", {"temperature": 1.1, "top_p": 0.95}, "the model card of Seed-OSS"),
+    # huggingface.co/CohereLabs/c4ai-command-r-v01, "Usage"
+    FamilyDefaults(r"command-?r|\baya\b", {"temperature": 0.3}, "the model card of Command R"),
     # huggingface.co/meta-llama/Llama-3.1-8B-Instruct and Llama-2-7b-chat-hf, generation_config.json
     FamilyDefaults(
         r"llama-?[23]", {"temperature": 0.6, "top_p": 0.9}, "the generation_config.json of Llama-3.1-8B-Instruct"

@@ -41,7 +41,7 @@ from allspan.worker.models.spec_json import spec_json
 from allspan.worker.process import host
 from allspan.worker.weights.rank_file import new_rank_file
 
-_COPIED = (".json", ".jinja", ".txt", ".model")
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Suffixes of the files that are copied: configs, tokenizers, chat templates."""
 _MARGIN_BYTES = 1 << 20
 

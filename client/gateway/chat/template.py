@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from allspan.client.gateway.chat.formats import CallFormat
@@ -32,6 +32,9 @@ RESERVED = frozenset(
 )
 """The template's variables that no request can set."""
 
+_PYTHON_CALLS = "tool_call("
+"""What templates have whose models write calls as Python (ChatGLM3): no format reads those, so such a model is taught
+ours."""
 PROBE_S = 2.0
 """Most seconds that the rendering of a probe may take."""
 _END = "\ue000the end\ue001"
@@ -78,7 +81,8 @@ class Traits:
 def traits_of(template: ChatTemplate) -> Traits:
     """Finds a template's features by rendering small conversations; none of one that takes too long over them."""
     try:
-        return _probed(template)
+        traits = _probed(template)
+        return replace(traits, tools=False, calls=False) if _PYTHON_CALLS in template.source else traits
     except TemplateTooSlow as error:
         logger.warning("tools and calls are described in plain messages: %s", error)
         return Traits(tools=False, calls=False, system=False)

@@ -45,7 +45,7 @@ class ModelCards:
         return {
             "modelfile": "",
             "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
-            "template": template.source if template is not None else "",
+            "template": template.published if template is not None else "",
             "details": self._details,
             "model_info": info,
             "capabilities": list(self._capabilities()),

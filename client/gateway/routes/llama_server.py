@@ -33,7 +33,7 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
                 "total_slots": most,
                 "model_alias": context.model.name,
                 "model_path": context.model.root,
-                "chat_template": template.source if template is not None else "",
+                "chat_template": template.published if template is not None else "",
                 "bos_token": _text(context, tokenizer.bos_token_id),
                 "eos_token": _text(context, next(iter(tokenizer.eos_token_ids), None)),
                 "modalities": {"vision": False, "audio": False},

@@ -132,7 +132,7 @@ def _described(tokenizer: Tokenizer) -> dict[str, Any]:
         "bos_token": text(tokenizer.bos_token_id),
         "eos_token": text(tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None),
         "add_bos_token": bool(tokenizer.prefix),
-        "chat_template": tokenizer.chat_template.source if tokenizer.chat_template else None,
+        "chat_template": tokenizer.chat_template.published if tokenizer.chat_template else None,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 SPM_BOS, SPM_EOS = 1, 2  # of a SentencePiece vocabulary that does not say
 # Texts that end a turn in the chat formats of the supported families; a file may leave their ids out of its metadata.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|observation|>", "<turn|>")
 
 
 class TokenType(IntEnum):

@@ -56,7 +56,7 @@ def load_gguf(path: Path) -> Tokenizer:
             raise CheckpointError(f"{path}: pre-tokenizer {name!r} is not supported; supported are {known}")
         return _tokenizer(path, metadata, BpeCodec(path, metadata, rule), rule.add_bos, False)
     if kind == "llama":
-        add_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        add_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", not _is_baichuan2(metadata)))
         return _tokenizer(path, metadata, SpmCodec(metadata, add_space), True, add_space)
     raise CheckpointError(f"{path}: tokenizer model {kind!r} is not supported; supported are 'gpt2' and 'llama'")
 
@@ -196,6 +196,11 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any], codec: Codec, add_bos: b
         strips_leading_space=strips_space,
         chat_template=template,
     )
+
+
+def _is_baichuan2(metadata: Mapping[str, Any]) -> bool:
+    """Its texts begin without a space, which no converter writes down; the first Baichuan's have one."""
+    return metadata.get("general.architecture") == "baichuan" and len(metadata["tokenizer.ggml.tokens"]) > 64_000
 
 
 def _id(metadata: Mapping[str, Any], key: str, default: int | None) -> int | None:

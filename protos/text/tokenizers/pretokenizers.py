@@ -23,10 +23,17 @@ _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
     rf"|{_LINES_AND_SPACES}"
 )
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))*((?=[\p{L}])([^A-Z]))+"
-    r"|[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))+((?=[\p{L}])([^A-Z]))*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
+_UPPER_FIRST = r"[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))*((?=[\p{L}])([^A-Z]))+"
+_UPPER_ONLY = r"[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))+((?=[\p{L}])([^A-Z]))*"
+_TEKKEN = rf"{_UPPER_FIRST}|{_UPPER_ONLY}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
+_GPT4O = (
+    rf"{_UPPER_FIRST}{_CONTRACTIONS}?|{_UPPER_ONLY}{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
+    rf"|{_LINES_AND_SPACES}"
+)
+_SEED = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}"
+_BAILING = (
+    rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -59,6 +66,7 @@ def tiktoken_expression(most_digits: int) -> str:
     return rf"{_ANY_CASE}|{_WORDS}|{digits}|{_SIGNS}"
 
 
+_COHERE = rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SIGNS_AND_PATHS}"
 _OF_FOLDERS = (
     *map(tiktoken_expression, (1, 2, 3)),
     rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
@@ -91,14 +99,25 @@ class Rule:
 
 
 _RULES: dict[tuple[str, ...], Rule] = {
-    ("gpt-2", "phi-2", "gigachat", "mpt", "olmo", "jais", "trillion", "exaone4", "a.x-4.0", "mellum"): Rule((_GPT2,)),
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): Rule((r"\p{N}", _GPT2)),
+    (
+        *("gpt-2", "phi-2", "gigachat", "mpt", "olmo", "jais", "trillion", "exaone4", "a.x-4.0", "mellum"),
+        *("granite-docling", "modern-bert"),
+    ): Rule((_GPT2,)),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"): Rule(
+        (r"\p{N}", _GPT2)
+    ),
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): Rule(
         (_LLAMA3,), ignore_merges=True, add_bos=True
     ),
     ("dbrx", "smaug-bpe", "chatglm-bpe"): Rule((_LLAMA3,)),
-    ("glm4",): Rule((_LLAMA3,), ignore_merges=True),
-    ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "grok-2", "kormo"): Rule((_QWEN2,)),
+    ("glm4", "glm5"): Rule((_LLAMA3,), ignore_merges=True),
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "grok-2", "kormo", "f2llmv2"): Rule(
+        (_QWEN2,)
+    ),
+    ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): Rule((_GPT4O,)),
+    ("tiny_aya", "cohere2moe"): Rule((r"\d{1,3}(?=(?:\d{3})*\b)", _COHERE)),
+    ("seed-coder",): Rule((_SEED,)),
+    ("bailingmoe", "bailingmoe2", "llada-moe"): Rule((_BAILING,)),
     ("qwen35",): Rule((_QWEN35,)),
     ("tekken",): Rule((_TEKKEN,), ignore_merges=True, add_bos=True),
     ("deepseek-llm",): Rule(

@@ -14,6 +14,7 @@ from typing import Any
 from allspan.protos.model_files.json_values import read_json_object
 from allspan.protos.model_files.limits import MAX_VOCABULARY
 from allspan.protos.model_files.regular_file import is_there
+from allspan.protos.text.vendors.families import Family
 from allspan.protos.text.written import CUT
 
 _REFUSED = "{{ raise_exception('a message of the role ' ~ message.role ~ ' has no place here in this chat format') }}"
@@ -70,9 +71,12 @@ _CHATGLM3 = """{{- '[gMASK]<sop>' -}}
 {%- endif -%}
 {%- for call in message.tool_calls or [] -%}
 {{ '<|assistant|>' ~ call.function.name ~ '\\nCUT' ~ '```python\\ntool_call(' }}
+{%- if call.function.arguments is mapping -%}
 {%- for name, value in call.function.arguments.items() -%}
 {{ (', ' if not loop.first else '') ~ name ~ '=' ~ (value | tojson) }}
 {%- endfor -%}
+{%- else -%}{{ call.function.arguments }}
+{%- endif -%}
 {{ ')\\n```' }}
 {%- endfor -%}
 {%- else -%}REFUSE
@@ -153,3 +157,8 @@ FORMATS: Mapping[str, ChatFormat] = {
     "baichuan": ChatFormat(_made(_BAICHUAN), _ids_of_roles),
 }
 """The formats by the names of families (`families`)."""
+
+
+def has_format(folder: Path, family: Family | None) -> bool:
+    """Whether the folder's model is one for chat, in its family's format."""
+    return family is not None and FORMATS[family.name].names(folder, str) is not None

@@ -8,6 +8,8 @@ import pytest
 
 from allspan.protos.api.errors import CheckpointError, ModelNotFound
 from allspan.protos.text import generation_defaults, load_tokenizer
+from allspan.protos.text.tokenizers import pretokenizers
+from allspan.protos.text.tokenizers.byte_level import BYTES
 from allspan.protos.text.tokenizers.gguf_metadata import read_metadata
 from support.gguf_files import CONTROL, SPACE, UNUSED, USER_DEFINED, G, byte_level_gguf, sentencepiece_gguf, write_gguf
 
@@ -173,6 +175,30 @@ def test_sentencepiece_without_the_space_prefix(path: Path) -> None:
     tokenizer = load_tokenizer(sentencepiece_gguf(path, pieces, add_space_prefix=False, add_bos_token=False))
     assert tokenizer.encode("a a") == [261, 260]
     assert tokenizer.decode([260, 260]) == " a a"
+
+
+def test_only_the_second_baichuan_begins_without_a_space(path: Path) -> None:
+    for count, begins in ((5, True), (64_000, False)):
+        pieces = {SPACE: -1.0, "a": -2.0, **{f"p{i}": -9.0 for i in range(count)}}
+        tokenizer = load_tokenizer(sentencepiece_gguf(path, pieces, **{"general.architecture": "baichuan"}))
+        assert tokenizer.encode("a")[1:] == ([259, 260] if begins else [260])
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-4o", ["Hello", "World'S", " x", "123", "4", "/\n\n", " ", " y"]),
+        ("seed-coder", ["HelloWorld", "'S", " x", "1", "2", "3", "4", "/", "\n\n", " ", " y"]),
+        ("bailingmoe", ["HelloWorld", "'S", " x", "1", "2", "3", "4", "/\n\n", " ", " y"]),
+        ("tiny_aya", ["Hello", "World'S", " x", "1", "234", "/\n\n", " ", " y"]),
+        ("glm5", ["HelloWorld", "'S", " x", "123", "4", "/\n\n", " ", " y"]),
+    ],
+)
+def test_rules_cut_as_published(pre: str, words: list[str]) -> None:
+    found = pretokenizers.rule(pre)
+    assert found is not None
+    cut = found.pre_tokenizer().pre_tokenize_str("HelloWorld'S x1234/\n\n  y")
+    assert ["".join(bytes([BYTES[c] for c in word]).decode()) for word, _ in cut] == words
 
 
 def test_sentencepiece_writes_unknown_characters_as_bytes(path: Path) -> None:

@@ -18,6 +18,7 @@ from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text import Tokenizer, generation_defaults, load_tokenizer
 from allspan.protos.text.written import CUT
 from support import vendor_folders
+from support.gateway import fake_engine, gateway
 
 Encode = Callable[[str], list[int]]
 HOSTILE = ("<reserved_106>", "<|user|>", "<|im_start|>", "<|im_end|>", "[gMASK]", "<sop>", "</s>", "<|observation|>")
@@ -162,10 +163,21 @@ def test_conversations_with_tools_and_continued_answers_render(tokenizer: Tokeni
     use = read_tools([TOOL], None, None)
     messages = read_messages(said("x"))
     text = setup.render(messages, Rendering(tools=use.for_template))
-    assert '"f"' in text or '"name": "f"' in text
+    assert '"name": "f"' in text
+    assert "<tool_call>" in text, "the format that the server reads is taught"
     continued = setup.render(read_messages(said("x", "hel")), Rendering(continues=True))
     assert continued.replace(CUT, "").endswith("hel")
     assert len(tokenizer.encode(continued, False)) > 0
+
+
+async def test_chats_and_tokens_go_over_http(tokenizer: Tokenizer) -> None:
+    async with gateway(fake_engine(vocab_size=1000), tokenizer) as server:
+        answered = (await server.post("/tokenize", messages=said("<|user|> hello"))).json()
+        assert answered["tokens"] == tokenizer.encode_chat(said("<|user|> hello"))
+        assert (await server.post("/v1/chat/completions", messages=said("hello"), max_tokens=2)).status_code == 200
+        back = (await server.post("/detokenize", tokens=tokenizer.encode("hello 你好", False))).json()
+        assert back["prompt"] == "hello 你好"
+        assert CUT not in (await server.http.get("/tokenizer_info")).json()["chat_template"]
 
 
 def literal(tokenizer: Tokenizer) -> Encode:
