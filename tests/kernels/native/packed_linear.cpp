@@ -1,7 +1,9 @@
 #include "linear/packed_spec.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "check.h"
 #include "linear/packed_linear.h"
@@ -44,8 +46,17 @@ uint16_t random_half(Random& random, int exponent) {
 
 // Numbers of some size before the codes, so that products are of a size too; and codes of any kind.
 void fill_scales(const PackedSpec& spec, Random& random, uint8_t* block) {
-  const bool has_offsets = spec.format != Format::kQ8_0 && spec.format != Format::kQ4_0 &&
-                           spec.format != Format::kQ5_0 && spec.format != Format::kQ6K;
+  if (spec.format == Format::kMxfp4) {  // exponents, one in sixteen of them of a subnormal scale
+    for (int64_t i = 0; i < kFeatures; ++i) {
+      const uint64_t bits = random.next();
+      block[i] = static_cast<uint8_t>(bits >> 32 & 15 ? 120 + (bits >> 40 & 7) : bits >> 40 & 1);
+    }
+    return;
+  }
+  constexpr Format kWithOffsets[] = {Format::kGroup8, Format::kGroup4, Format::kQ5_1,
+                                     Format::kQ4K,    Format::kQ5K,    Format::kQ2K};
+  const bool has_offsets =
+      std::find(std::begin(kWithOffsets), std::end(kWithOffsets), spec.format) != std::end(kWithOffsets);
   for (int64_t i = 0; i < kFeatures * (has_offsets ? 2 : 1); ++i) {
     // Offsets are some eight times a scale; those of super-blocks are multiplied by integers, and smaller.
     const uint16_t half = random_half(random, i < kFeatures ? 8 : 11);
@@ -264,6 +275,8 @@ std::vector<Scheme> schemes() {
     for (const char* format : {"group8", "group4"})
       for (const int64_t group : {32, 96}) all.push_back({format, activation, group});
   }
+  for (const char* format : {"q3_k", "q2_k", "iq4_nl", "mxfp4", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_xxs", "iq2_s"})
+    all.push_back({format, "a8", 0});
   return all;
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import gguf
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +19,10 @@ from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.shard import split
 from allspan.worker.program.program import ProgramBuilder, Rows
 from allspan.worker.quant.base import Epilogue, LinearMethod, LinearShape
+from allspan.worker.quant.gguf import NATIVE as KEPT
 from allspan.worker.quant.packed import PackedMethod
 from allspan.worker.quant.table import METHODS
+from support.gguf_blocks import random_blocks
 
 BITS = {"none": 0, "int8": 8, "a8w8": 8, "uint4": 4, "a8w4": 4}
 NATIVE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -41,10 +46,18 @@ class Layer:
     def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
         kind = gguf.GGMLQuantizationType[self.kinds[part]]
         elements, size = gguf.GGML_QUANT_SIZES[kind]
-        raw = torch.from_numpy(gguf.quantize(self.weights[part].numpy(), kind))
+        raw = torch.from_numpy(_raw(self.weights[part], kind))
         first = self.first[part]
         columns = slice(inputs.start // elements * size, -(-inputs.stop // elements) * size)
         return raw[first + rows.start : first + rows.stop, columns].contiguous()
+
+
+def _raw(weight: Tensor, kind: gguf.GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+    """The weight quantised, or random blocks of a type that the `gguf` package only reads."""
+    try:
+        return gguf.quantize(weight.numpy(), kind)
+    except NotImplementedError:
+        return random_blocks(kind, *weight.shape, 0.1)
 
 
 def random_layer(*rows: int, inputs: int = 192, kinds: Sequence[str] = ()) -> Layer:
@@ -116,6 +129,16 @@ def test_ranks_hold_slices_of_what_one_holds(name: str, group: int, ranks: int) 
         for inputs in split(101, ranks):  # not at the beginning, nor to the end
             inputs = range(inputs.start + 5, inputs.stop + 5)
             assert torch.equal(meaning(method, shape_of(layer, inputs), layer), whole[:, inputs])
+
+
+@pytest.mark.parametrize("kind", sorted(KEPT))
+def test_ranks_hold_their_slice_of_the_files_values_wherever_a_split_falls(kind: str) -> None:
+    """Bit for bit, of blocks of 32 and 256: splits within them, and on every side of their groups of 16 and 32."""
+    layer, method = random_layer(18, inputs=768, kinds=(kind,)), METHODS["gguf"](torch.float32, 0)
+    types = gguf.GGMLQuantizationType[kind]
+    whole = torch.from_numpy(gguf.dequantize(_raw(layer.weights[0], types), types))
+    for start, stop in itertools.pairwise((0, 1, 16, 47, 130, 256, 300, 511, 513, 768)):
+        assert torch.equal(meaning(method, shape_of(layer, range(start, stop)), layer), whole[:, start:stop])
 
 
 @pytest.mark.parametrize("kind", NATIVE)
