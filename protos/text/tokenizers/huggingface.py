@@ -43,8 +43,10 @@ def load_folder(path: Path) -> Tokenizer:
     config = _read_json(path / "tokenizer_config.json")
     named = _named_tokens(path, config)
     source = _template_source(path, config)
-    template = None if source is None else _template(source, named)
     family = family_of(path, config)
+    if source is not None and family is not None and "<sop>" in family.appended:
+        source = source.replace("[gMASK]sop", "[gMASK]<sop>")  # as ChatGLM3's template spells that token
+    template = None if source is None else _template(source, named)
     if family is not None and not family.is_ranked:
         made = load_sentencepiece(path, family, config, template)
         _check_size(path, made.vocab_size, made.vocab_size)

@@ -90,6 +90,16 @@ def test_chatglm3_encodes_metadata_and_texts_by_themselves(tmp_path: Path) -> No
     assert made.encode_chat(messages, add_generation_prompt=False) == expected
 
 
+def test_chatglm3s_own_template_gives_the_same_ids(tmp_path: Path) -> None:
+    folder = vendor_folders.chatglm3(tmp_path / "m")
+    expected = load_tokenizer(folder).encode_chat(said("hello", "the sop", "你好"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% if loop.first %}[gMASK]sop{% endif %}<|{{ message['role'] }}|>\n "
+        "{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert load_tokenizer(folder).encode_chat(said("hello", "the sop", "你好")) == expected
+
+
 def test_chatglm3_lists_tools_in_the_system_message(tmp_path: Path) -> None:
     made = load_tokenizer(vendor_folders.chatglm3(tmp_path / "m"))
     listed = json.dumps([TOOL["function"]], indent=4, ensure_ascii=False)
