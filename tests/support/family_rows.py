@@ -81,6 +81,7 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         max_model_len=150,
     ),
+    "mistral": FamilyRow("mistral", {"rope_parameters": ROPE, "sliding_window": 40}),
     "qwen2": FamilyRow("qwen2", {"rope_parameters": ROPE}, "qwen2"),
     "qwen3": FamilyRow("qwen3", {"rope_parameters": ROPE}, "qwen3"),
     "phi3, long": FamilyRow(
