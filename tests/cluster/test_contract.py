@@ -162,6 +162,16 @@ async def test_generate_has_an_asynchronous_twin(engine: EngineProtocol) -> None
     assert [one.token_ids for one in both] == [one.token_ids for one in alone]
 
 
+def test_vectors_are_the_final_hidden_states_of_last_tokens(engine: Any, checkpoint: Checkpoint) -> None:
+    checkpoint.model.load_state_dict(checkpoint.first)
+    prompts = [PROMPT[:7], PROMPT]
+    with torch.no_grad():
+        rows = [checkpoint.model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in prompts]
+    expected = torch.nn.functional.normalize(torch.stack(rows), dim=1)
+    torch.testing.assert_close(torch.from_numpy(engine.embed(prompts)), expected, atol=1e-5, rtol=0)
+    assert engine.score("one", ["one", "two"])[0] == pytest.approx(1.0)
+
+
 def test_a_stopped_request_keeps_its_tokens_and_a_released_one_ends(engine: EngineProtocol) -> None:
     handle, queue = engine.start_request(PROMPT, ENDLESS)
     wait_until(lambda: queue.num_tokens > 2, what="tokens")

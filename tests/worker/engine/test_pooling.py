@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,17 @@ def test_a_reranker_gives_the_probability_of_yes_over_no(tmp_path: Path) -> None
         assert [each.index for each in ranked] == [int(np.argmax(found))]
 
 
-def test_a_folder_for_embeddings_alone_refuses_to_generate(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen3")
-    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer", "path": ""}]')
+def test_a_folder_for_embeddings_alone_pools_as_its_files_say_and_refuses_to_generate(tmp_path: Path) -> None:
+    """Laid out as Qwen3-Embedding: a Qwen3Model, whose names have no prefix, with sentence-transformers' files."""
+    reference = save_tiny(tmp_path / "whole", "qwen3")
+    reference.model.save_pretrained(tmp_path)
+    modules = [{"type": "models.Transformer", "path": ""}, {"type": "models.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    ids = prompt(40, reference.config.vocab_size, 5)
     with Engine(tmp_path, **SIZES) as engine:
-        assert engine.embed([1, 2]).shape == (1, 60)
+        np.testing.assert_allclose(engine.embed(ids)[0], hidden(reference, ids).mean(0), atol=1e-5)
         with pytest.raises(InvalidRequest, match="makes embeddings and generates no tokens"):
             engine.generate([1, 2], SamplingParams(max_tokens=1))
 
