@@ -132,6 +132,17 @@ FAMILIES: dict[str, FamilyRow] = {
     "ernie4_5": FamilyRow("ernie4_5", {"rope_parameters": ROPE | {"rope_theta": 5e5}, "use_bias": False}, "ernie4_5"),
     "ernie4_5, biases": FamilyRow("ernie4_5", {"rope_parameters": ROPE, "use_bias": True}),
     "helium": FamilyRow("helium", {"rope_parameters": ROPE}),
+    "exaone4": FamilyRow(
+        "exaone4",
+        {"rope_parameters": ROPE, "sliding_window": 40, "sliding_window_pattern": 2},
+        "exaone4",
+        {"attention.sliding_window": 40, "attention.sliding_window_pattern": [True, False, True, False]},
+    ),
+    "exaone4, no window": FamilyRow(
+        "exaone4",
+        {"rope_parameters": ROPE, "sliding_window": None, "layer_types": ["full_attention"] * 4},
+        "exaone4",
+    ),
     "gemma": FamilyRow("gemma", {"rope_parameters": ROPE, "num_key_value_heads": 1}, "gemma", norm_offset=1.0),
     "gemma2": FamilyRow(
         "gemma2",

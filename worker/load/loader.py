@@ -85,6 +85,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization, config.device)
     memory = memory_of(config.device, dtype)
+    _check_norms(source.spec, memory)
     if quantization in ROWS_ONLY and memory != "rows" and quantization != own_quantization(source):
         raise ConfigError(
             f"quantization {quantization!r} is for models of 16 bits on GPUs; device is {config.device}, dtype {dtype}"
@@ -285,6 +286,16 @@ def weight_dtype(wanted: str, spec: ModelSpec, quantization: str = "none", devic
             "or float32"
         )
     return wanted
+
+
+def _check_norms(spec: ModelSpec, memory: str) -> None:
+    """Blocks of a GPU read 16 bits, which the norm before them makes of the residual stream."""
+    norms = [norm for layer in spec.layers for norm in (layer.attention_norms, layer.mlp_norms)]
+    if memory == "rows" and any(norm.before is None for norm in norms):
+        raise ConfigError(
+            f"{spec.family} has no norm before its blocks, which the kernels of a GPU need in 16 bits: use "
+            "--device cpu, or --dtype float32"
+        )
 
 
 def memory_of(device: str, dtype: str) -> str:

@@ -21,6 +21,7 @@ from allspan.worker.load.gguf_config import gguf_values
 from allspan.worker.load.refused import why_refused
 from allspan.worker.models.families.baichuan import BAICHUAN
 from allspan.worker.models.families.chatglm import CHATGLM
+from allspan.worker.models.families.exaone4 import EXAONE4
 from allspan.worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from allspan.worker.models.families.glm import GLM, GLM4
 from allspan.worker.models.families.granite import GRANITE, GRANITE_HYBRID
@@ -66,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA,
         GEMMA2,
         GEMMA3,
+        EXAONE4,
         MINISTRAL,
         MINISTRAL3,
         QWEN,

@@ -233,6 +233,15 @@ def test_sparse_gemma_3_beside_images_is_what_transformers_makes_of_it(tmp_path:
     }
 
 
+def test_blocks_without_a_norm_before_them_are_refused_on_gpus(tmp_path: Path) -> None:
+    values = LLAMA | {"model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LG"}
+    blocks = [layer.attention for layer in spec_of(tmp_path, values).layers if isinstance(layer.attention, Gqa)]
+    assert [(block.window, block.rotary is None) for block in blocks] == [(4096, False), (0, True)]
+    config = ModelConfig(str(tmp_path), "x", device="cuda", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="exaone4 has no norm before its blocks"):
+        prepare(config, CacheConfig(), 0, 1)
+
+
 def test_gemma_is_never_in_float16(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, LLAMA | GEMMA3 | {"dtype": "float16"})
     assert weight_dtype("auto", spec, device="cuda") == "bfloat16"
