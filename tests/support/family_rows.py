@@ -70,6 +70,16 @@ TWO_ROPES = {
     "full_attention": ROPE | {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
 }
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
+LATE_WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2, "rope_parameters": ROPE}
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 FAMILIES: dict[str, FamilyRow] = {
     "llama": FamilyRow("llama", {"rope_parameters": ROPE}, "llama", is_permuted=True),
@@ -84,6 +94,22 @@ FAMILIES: dict[str, FamilyRow] = {
     "mistral": FamilyRow("mistral", {"rope_parameters": ROPE, "sliding_window": 40}),
     "qwen2": FamilyRow("qwen2", {"rope_parameters": ROPE}, "qwen2"),
     "qwen3": FamilyRow("qwen3", {"rope_parameters": ROPE}, "qwen3"),
+    "qwen2, window": FamilyRow("qwen2", LATE_WINDOW),
+    "qwen3, window": FamilyRow("qwen3", LATE_WINDOW),
+    "ministral": FamilyRow("ministral", {"sliding_window": 40, "rope_parameters": ROPE, "layer_types": EVERY_SECOND}),
+    "ministral3": FamilyRow(
+        "ministral3",
+        {"rope_parameters": MINISTRAL3_ROPE},
+        "mistral3",
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.1,
+        },
+        is_permuted=True,
+    ),
     "phi3, long": FamilyRow(
         "phi3",
         PHI4_MINI,

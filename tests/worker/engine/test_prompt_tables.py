@@ -17,7 +17,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 24,
     "page_size": 16,
 }
-PARAMS = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=25, temperature=0.0, ignore_eos=True)
 PROMPTS = [prompt(length, 97, 5) for length in (38, 41, 79, 81, 130)]
 """Beginnings of one text, in all of the three tables; the first one's answer goes past the original context."""
 
@@ -34,6 +34,12 @@ def test_tokens_are_the_vendors_with_chunks_prefix_hits_and_preemption(pages: in
     config, weights = save_vendor(tmp_path, "qwen")
     few = {"kv_cache_bytes": pages * 16 * 2 * 4 * 5 * 12 * 4} if pages else {}
     with Engine(tmp_path, **SETTINGS, **few) as engine:
+        preemptions, cached = 0, 0
         for _ in range(2):  # the second time from cached pages
             for ids, output in zip(PROMPTS, engine.generate(PROMPTS, PARAMS), strict=True):
                 check(config, weights, ids, tuple(output.token_ids))
+                assert output.timings is not None
+                preemptions += output.timings.preemptions
+                cached += output.timings.cached_tokens
+    assert cached > 0
+    assert (preemptions > 0) == (pages > 0)
