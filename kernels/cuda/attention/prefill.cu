@@ -145,8 +145,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
   const int before = length - queries;  // tokens that the first query sees beside itself
   const int last_row = min(row0 + kRows, rows) - 1;
   const int first_seen = window < 0 ? 0 : max(0, before + row0 / group - window);
+#if WINDOW
   __shared__ volatile int least;  // as a register for each thread it has others spilled
   least = first_seen;             // pages before its own may be another request's
+#else
+  constexpr int least = 0;
+#endif
+  const auto is_behind = [&](int token) { return WINDOW && token < least; };
   int begin = first_seen / kTokens * kTokens;
   int end = is_causal ? min(length, before + last_row / group + 1) : length;
   const int stride = ((end - begin + kTokens - 1) / kTokens + gridDim.y - 1) / gridDim.y * kTokens;
@@ -165,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
   const int first = warp * kWarpTokens;   // of this warp's tokens of a tile
   const auto look_up = [&](int token0) {  // the page of this warp's tokens, or of its own token for every lane
     const int token = token0 + first + (SMALL_PAGES ? lane % kWarpTokens : 0);
-    return token < end && token >> page_shift >= least >> page_shift ? __ldg(pages + (token >> page_shift)) : 0;
+    return token < end && !(WINDOW && token >> page_shift < least >> page_shift) ? __ldg(pages + (token >> page_shift))
+                                                                                 : 0;
   };
   const int in_page = (1 << page_shift) - 1, my_row = lane / kChunks, my_chunk = lane % kChunks;
   const auto ask = [&](int token0, int page) {
@@ -180,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
       for (int row = 0; row < kWarpTokens; row += kAtOnce) {
         if (SMALL_PAGES) place = __shfl_sync(~0u, from, row + my_row) + my_chunk * 16;
         const int token = token0 + first + my_row + row;
-        const bool is_there = all_there || (token < end && token >= least);
+        const bool is_there = all_there || (token < end && !is_behind(token));
         if (kAtOnce * kChunks == 32 || my_row < kAtOnce) {
           copy16(rows_on<kPitchHere>(at, row), k + (is_there ? place : 0), is_there);
           copy16(rows_on<kPitchHere>(at, row) + kBytes, v + (is_there ? place : 0), is_there);
@@ -188,13 +194,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
         if (!SMALL_PAGES) place += kAtOnce * token_stride;
       }
     };
-    if (token0 + kTokens <= end && token0 >= least)
+    if (token0 + kTokens <= end && !is_behind(token0))
       ask_rows(true);
     else
       ask_rows(false);
     if (kScaled && lane < kWarpTokens) {
       const int token = token0 + first + lane;
-      const bool is_there = token < end && token >= least;
+      const bool is_there = token < end && !is_behind(token);
       const long long zero = (static_cast<long long>(page) * kv_heads + kv_head << 1) << page_shift;
       const uint32_t scales = to + 2 * kBytes + (first + lane) * 4;
 #pragma unroll

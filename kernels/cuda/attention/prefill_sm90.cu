@@ -188,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           const char* row = cache + (from.of[half] * page_stride + in_page * token_stride + lane_offset);
 #pragma unroll
           for (int step = 0; step < kChunks / 2; ++step) {
-            const bool is_there = static_cast<unsigned>(token - least + step * kAtOnce) < seen;
+            const bool is_there =
+                WINDOW ? static_cast<unsigned>(token - least + step * kAtOnce) < seen : token + step * kAtOnce < end;
             copy16(copies.place(to, half * (kChunks / 2) + step), is_there ? row : cache, is_there);
             row += kAtOnce * token_stride;
           }

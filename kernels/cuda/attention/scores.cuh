@@ -1,10 +1,13 @@
 // What becomes of scores before and in the softmax, beside their scale. Compiled with macros that are 1 where a model
-// has the feature: SOFT_CAP (logits are capped), SLOPES (ALiBi: a head's slope times the distance is added), SINKS (a
-// head's logit without a value joins the softmax).
+// has the feature: WINDOW (a query sees its last tokens alone), SOFT_CAP (logits are capped), SLOPES (ALiBi: a head's
+// slope times the distance is added), SINKS (a head's logit without a value joins the softmax).
 #ifndef ALLSPAN_SCORES
 #define ALLSPAN_SCORES
 #include "ptx/ptx.cuh"
 
+#ifndef WINDOW
+#define WINDOW 0
+#endif
 #ifndef SOFT_CAP
 #define SOFT_CAP 0
 #endif

@@ -62,7 +62,12 @@ class Scores:
 
     def macros(self) -> dict[str, int]:
         """The macros of scores.cuh: a kernel does what it is compiled for, and no more."""
-        wanted = {"SOFT_CAP": self.soft_cap > 0, "SLOPES": self.slopes is not None, "SINKS": self.sinks is not None}
+        wanted = {
+            "WINDOW": self.window_left >= 0,
+            "SOFT_CAP": self.soft_cap > 0,
+            "SLOPES": self.slopes is not None,
+            "SINKS": self.sinks is not None,
+        }
         return {macro: int(is_on) for macro, is_on in wanted.items()}
 
     def check(self, heads: int) -> None:
