@@ -24,6 +24,9 @@ _ALIASES = {"search_query": "query", "search_document": "document", "passage": "
 MAX_PROMPTS = 256
 MAX_PROMPT_CHARS = 16384
 
+_WITH_HEAD = ("LMHeadModel", "ChatGLMModel")
+"""How the names of classes end that generate, though those of models without a head end in "Model", too."""
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCard:
@@ -119,7 +122,7 @@ def _of_folder(folder: Path) -> tuple[EmbeddingCard, list[str]]:
     made_for = config.get("architectures")
     classes = [str(each) for each in made_for] if isinstance(made_for, list) else []
     card = EmbeddingCard(
-        generates=not classes or any(not each.endswith("Model") or "LMHead" in each for each in classes),
+        generates=not classes or any(not each.endswith("Model") or each.endswith(_WITH_HEAD) for each in classes),
         size=size if isinstance(size, int) else 0,
         is_matryoshka=bool(config.get("is_matryoshka")) or bool(dimensions),
         dimensions=dimensions,

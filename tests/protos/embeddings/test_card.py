@@ -35,6 +35,14 @@ def test_a_plain_model_takes_the_last_token_and_generates(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("architecture", "generates"),
+    [("Qwen3Model", False), ("ChatGLMModel", True), ("QWenLMHeadModel", True), ("BaichuanForCausalLM", True)],
+)
+def test_a_class_with_a_head_generates_whatever_its_name(architecture: str, generates: bool, tmp_path: Path) -> None:
+    assert embedding_card(write(tmp_path, config={"architectures": [architecture]})).generates is generates
+
+
+@pytest.mark.parametrize(
     ("pooling", "expected"),
     [
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
