@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,8 @@ def quantise_folder(folder: Path, form: Form, config: dict[str, Any], kept: tupl
     the name that they had."""
     path, decoded = folder / "model.safetensors", {}
     tensors = load_file(path)
-    for name in [each for each in tensors if "_proj.weight" in each and not any(part in each for part in kept)]:
+    matrices = [each for each, values in tensors.items() if re.search(r"\.\d+\..*\.weight$", each) and values.ndim == 2]
+    for name in [each for each in matrices if not any(part in each for part in kept)]:
         stored, decoded[name] = form(tensors.pop(name).float())
         made = {name.removesuffix("weight") + suffix: value for suffix, value in stored.items()}
         tensors = made | tensors  # a bias that the layer has stays

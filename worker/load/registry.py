@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where old tools described quantised weights, and by which method those are if it does not say."""
 
+_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
+"""Keys by which old configs tell that method without its name."""
+
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _ARCHITECTURES = 64
 """Names that a config may list."""
@@ -219,10 +222,13 @@ def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | Non
             return None
         source, described = beside[0], {"quant_method": _BESIDE[beside[0].name]} | read_json_object(beside[0])
     method = (described.get("quant_method") or described.get("quant_type")) if isinstance(described, dict) else None
+    if method is None and isinstance(described, dict) and any(described.get(key) for key in _BITSANDBYTES):
+        method = "bitsandbytes"
     if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
             f"{source}: quantised checkpoint ({str(method or 'unnamed method')[:MAX_MESSAGE_CHARS]}) is not "
-            f"supported (supported: {', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF)"
+            f"supported (supported: {', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF): "
+            "take the model that is not quantised, and quantise it with --quantization a16w4 or a8w8"
         )
     return QuantisedFolder(folder, described, str(source)) if format_of(folder) else None
 
