@@ -30,9 +30,15 @@ def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     are meant for it."""
     text, values = values.get("text_config"), dict(values)
     if isinstance(text, Mapping):
-        inside = {key: value for key, value in overrides.items() if key not in values}
+        named = overrides.get("text_config")
+        beside = {key: value for key, value in overrides.items() if key not in values}
+        inside = beside | dict(named) if isinstance(named, Mapping) else beside
         values["text_config"] = overridden(text, inside) if inside else text
-        overrides = {key: value for key, value in overrides.items() if key not in inside}
+        overrides = {
+            key: value
+            for key, value in overrides.items()
+            if key not in beside and not (key == "text_config" and isinstance(value, Mapping))
+        }
     given = next((key for key in (_ROPE, _OLD_ROPE) if key in overrides), None)
     if given is not None:
         overrides = {_ROPE if key == given else key: value for key, value in overrides.items()}
@@ -42,9 +48,16 @@ def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _rope(found: Any, given: Any) -> Any:
-    """What is kept of a rotary embedding beside the one that is given."""
+    """What is kept of a rotary embedding beside the one that is given. Raises ConfigError for one where each kind of
+    layer has its own."""
     if not isinstance(found, Mapping) or not isinstance(given, Mapping):
         return found
+    layers = [key for key, value in found.items() if isinstance(value, Mapping)]
+    if layers and "rope_type" in given:
+        raise ConfigError(
+            f"hf_overrides: rope_parameters of this model are by kind of layer ({', '.join(layers)}): name one, as "
+            f'{{"rope_parameters": {{"{layers[0]}": {{…}}}}}}'
+        )
     kinds = [each.get("rope_type", each.get("type")) for each in (found, given)]
     if kinds[1] is None or kinds[0] == kinds[1]:
         return found

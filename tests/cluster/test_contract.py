@@ -303,7 +303,7 @@ def truncate(checkpoint: Checkpoint) -> str:
 
 def remove(checkpoint: Checkpoint) -> str:
     checkpoint.file.unlink()
-    return r"no \*.safetensors file"
+    return r"no \*\.safetensors and no"
 
 
 def widen(checkpoint: Checkpoint) -> str:

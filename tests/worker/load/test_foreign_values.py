@@ -120,6 +120,21 @@ def test_tensors_of_images_are_skipped_by_the_families_own_list(tmp_path: Path) 
     assert relative_error(logits_on_ranks(tmp_path, 1, [IDS])[0], expected) < 1e-6
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_a_nested_config_takes_rope_overrides_however_they_are_spelled(key: str) -> None:
+    values = {"text_config": {"rope_scaling": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4}}}
+    found = overridden(values, {"text_config": {key: YARN}})["text_config"]
+    assert found == {"rope_parameters": {"rope_theta": 5e4} | YARN}
+
+
+def test_rope_by_kind_of_layer_is_overridden_by_kind() -> None:
+    values = {"rope_parameters": {kind: {"rope_theta": 7.0} for kind in ("full_attention", "sliding_attention")}}
+    found = overridden(values, {"rope_parameters": {"full_attention": YARN}})
+    assert found["rope_parameters"]["full_attention"] == {"rope_theta": 7.0} | YARN
+    with pytest.raises(ConfigError, match=r"by kind of layer \(full_attention, sliding_attention\): name one"):
+        overridden(values, {"rope_parameters": YARN})
+
+
 def test_overrides_are_merged_into_the_config(tmp_path: Path) -> None:
     by_hand = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
     by_hand["rope_parameters"] = YARN | {"rope_theta": 500000.0}
