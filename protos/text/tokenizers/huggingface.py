@@ -25,11 +25,11 @@ from allspan.protos.text.tokenizers.decoding import PieceDecoder, piece_decoder
 from allspan.protos.text.tokenizers.framed_backend import framed_backend
 from allspan.protos.text.tokenizers.library_errors import is_panic, library_errors
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
-from allspan.protos.text.tokenizers.transformers_backend import converted_backend
 from allspan.protos.text.vendors.conversion import kept
 from allspan.protos.text.vendors.families import Family, family_of, ranked_vocabulary
 from allspan.protos.text.vendors.folder import format_of, load_sentencepiece
 from allspan.protos.text.vendors.ranks import read_tekken
+from allspan.protos.text.vendors.transformers_backend import converted_backend
 
 # Folders with vocab.json and merges.txt alone that need no transformers: what their class does to text before merging.
 _RULES_BY_CLASS = {"Qwen2Tokenizer": "qwen2", "Qwen2TokenizerFast": "qwen2", "GPT2Tokenizer": "gpt-2"}
