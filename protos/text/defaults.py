@@ -15,9 +15,10 @@ from allspan.protos.model_files.json_values import read_json_object
 from allspan.protos.model_files.regular_file import is_there
 from allspan.protos.text.known_defaults import known_defaults
 from allspan.protos.text.model_defaults import FIELDS, GENERATION_CONFIG, folder_defaults, gguf_defaults, sampling_of
-from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, read_metadata
+from allspan.protos.text.tokenizers.gguf_metadata import gguf_of, names_of, read_metadata
 from allspan.protos.text.vendors.chat_formats import has_format
 from allspan.protos.text.vendors.families import family_of
+from allspan.protos.text.vendors.gguf import gguf_format
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 MAX_TOKENS = 128
@@ -100,8 +101,8 @@ def _automatic(path: Path, name: str) -> SamplingDefaults:
     if gguf := gguf_of(path):
         metadata = read_metadata(gguf)
         own, source = gguf_defaults(gguf, metadata).sampling(), "the model's GGUF metadata"
-        architecture, names = _gguf_names(metadata)
-        can_chat = bool(metadata.get("tokenizer.chat_template"))
+        architecture, names = str(metadata.get("general.architecture", "")), names_of(metadata)
+        can_chat = bool(metadata.get("tokenizer.chat_template") or gguf_format(metadata, [*names, path.stem]))
     else:
         own, source = folder_defaults(path).sampling(), f"the model's {GENERATION_CONFIG}"
         architecture, names = _folder_names(path)
@@ -110,13 +111,6 @@ def _automatic(path: Path, name: str) -> SamplingDefaults:
         return SamplingDefaults(own, source)
     known = known_defaults([*names, path.stem if gguf else path.name, name], architecture, can_chat)
     return SamplingDefaults({**known.values, **own}, known.source)
-
-
-def _gguf_names(metadata: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The architecture, and the names that the file gives its model: in full, and as basename, finetune and size."""
-    parts = [metadata.get(f"general.{key}") for key in ("basename", "finetune", "size_label")]
-    names = [metadata.get("general.name"), "-".join(str(part) for part in parts if part)]
-    return str(metadata.get("general.architecture", "")), [each for each in names if isinstance(each, str)]
 
 
 def _folder_names(path: Path) -> tuple[str, list[str]]:

@@ -1,4 +1,7 @@
-"""The sampling values that publishers recommend for families of models, for files that do not carry them."""
+"""The sampling values that publishers recommend for families of models, for files that do not carry them.
+
+The rows were written from memory of the pages that they name: docs/http.md, "Sampling defaults", says so.
+"""
 
 from __future__ import annotations
 

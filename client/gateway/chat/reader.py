@@ -24,6 +24,8 @@ class Reading:
     """The names of the tools that may be called."""
     parallel: bool = True
     """False: of several calls the first counts."""
+    lead: str = ""
+    """What may stand before the answer and is no part of it, as far as it is there."""
 
 
 class MessageReader:
@@ -31,10 +33,12 @@ class MessageReader:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
+        self._lead = reading.lead
         self._think = ThinkReader(reading.tags, reading.opened) if reading.tags else None
         self._calls = CallReader(reading.form, reading.names) if reading.form else None
 
     def push(self, text: str) -> list[Piece]:
+        text = self._led(text) if self._lead else text
         if not text:
             return []
         thinking, answer = ("", text) if self._think is None else self._think.push(text)
@@ -44,6 +48,14 @@ class MessageReader:
         thinking, answer = ("", "") if self._think is None else self._think.finish()
         rest = self._answered(answer)
         return self._thought(thinking) + rest + (self._sieve(self._calls.finish()) if self._calls else [])
+
+    def _led(self, text: str) -> str:
+        """The text without what there is of the lead."""
+        same = 0
+        while same < min(len(text), len(self._lead)) and text[same] == self._lead[same]:
+            same += 1
+        self._lead = self._lead[same:] if same == len(text) else ""
+        return text[same:]
 
     def _thought(self, text: str) -> list[Piece]:
         return [Reasoning(text)] if text and self._reading.tell_reasoning else []

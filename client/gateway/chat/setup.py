@@ -16,7 +16,7 @@ from allspan.client.gateway.offload import BoundedThreads
 from allspan.protos.api.errors import ConfigError, InvalidRequest
 from allspan.protos.text import Tokenizer
 from allspan.protos.text.chat_template import CHILDREN, RENDER_S
-from allspan.protos.text.written import Written, written
+from allspan.protos.text.written import CUT, Written, written
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -42,6 +42,8 @@ class ChatSetup:
     """The model may decide by itself to call a tool."""
     variables: frozenset[str]
     """The template's variables that a request may set."""
+    lead: str = ""
+    """What the model writes before every answer, and is no part of it."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ChatConfig) -> ChatSetup:
@@ -63,7 +65,9 @@ class ChatSetup:
             text = "chat: %s describes tools to the model; its calls are parsed as %s; its reasoning %s"
             logger.info(text, place, form.name, marks)
         variables = frozenset(config.allow_chat_template_kwargs)
-        return cls(tokenizer, conversations, form, tags, config.enable_auto_tool_choice, variables)
+        space = " " if tokenizer.strips_leading_space else ""  # of a text that is encoded by itself
+        lead = traits.lead.replace(CUT, space) if traits is not None else ""
+        return cls(tokenizer, conversations, form, tags, config.enable_auto_tool_choice, variables, lead)
 
     def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering, within_s: float = RENDER_S) -> Written:
         """The prompt's text. InvalidRequest for what the template does not take."""

@@ -12,7 +12,8 @@ from typing import Any
 from allspan.client.gateway.chat.formats import CallFormat
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text.chat_template import RENDER_S, ChatTemplate, TemplateTooSlow
-from allspan.protos.text.written import Written, joined, with_tags, written
+from allspan.protos.text.vendors.chat_formats import GLM4_CALLS
+from allspan.protos.text.written import CUT, Written, joined, with_tags, written
 
 logger = logging.getLogger("allspan.gateway")
 
@@ -32,9 +33,9 @@ RESERVED = frozenset(
 )
 """The template's variables that no request can set."""
 
-_PYTHON_CALLS = "tool_call("
-"""What templates have whose models write calls as Python (ChatGLM3): no format reads those, so such a model is taught
-ours."""
+_UNREAD_CALLS = ("tool_call(", GLM4_CALLS)
+"""What templates have whose models write calls as Python (ChatGLM3), or as a name above an object (GLM-4): no format
+reads those, so such a model is taught ours."""
 PROBE_S = 2.0
 """Most seconds that the rendering of a probe may take."""
 _END = "\ue000the end\ue001"
@@ -76,13 +77,18 @@ class Traits:
     """Whether it expects a call's arguments as JSON text rather than as an object."""
     empty_is_none: bool = False
     """Whether it recognises a message with calls by its content, which must be none."""
+    lead: str = ""
+    """What it puts before an answer that its prompt does not end with, where that is a line break (ChatGLM3, GLM-4):
+    the model writes it first."""
 
 
 def traits_of(template: ChatTemplate) -> Traits:
     """Finds a template's features by rendering small conversations; none of one that takes too long over them."""
     try:
         traits = _probed(template)
-        return replace(traits, tools=False, calls=False) if _PYTHON_CALLS in template.source else traits
+        if any(mark in template.source for mark in _UNREAD_CALLS):
+            traits = replace(traits, tools=False, calls=False)
+        return replace(traits, lead=_lead(template))
     except TemplateTooSlow as error:
         logger.warning("tools and calls are described in plain messages: %s", error)
         return Traits(tools=False, calls=False, system=False)
@@ -116,6 +122,22 @@ def _probed(template: ChatTemplate) -> Traits:
             if shows(_NAME, f'"{_VALUE}"', _RESULT, messages=conversation):
                 return Traits(tools, True, system, as_text, empty is None)
     return Traits(tools, False, system)
+
+
+def _lead(template: ChatTemplate) -> str:
+    """See `Traits.lead`."""
+    user = {"role": "user", "content": "Hi"}
+    try:
+        prompt = template.render([user], True, within_s=PROBE_S)
+        answered = template.render([user, {"role": "assistant", "content": _RESULT}], False, within_s=PROBE_S)
+    except TemplateTooSlow:
+        raise
+    except InvalidRequest:
+        return ""
+    lead, found, _ = str.partition(answered, _RESULT)
+    is_added = bool(found) and lead.startswith(prompt)
+    lead = lead[len(prompt) :]
+    return lead if is_added and not lead.replace(CUT, "").strip() and "\n" in lead else ""
 
 
 class Conversations:

@@ -93,6 +93,7 @@ class Chat:
             form=setup.form if self.use.functions else None,
             names=self.use.names,
             parallel=self.use.parallel,
+            lead="" if self.rendering.continues else setup.lead,
         )
 
 

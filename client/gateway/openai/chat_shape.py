@@ -38,7 +38,7 @@ class ChatShape:
         self._with_prompt_logprobs = with_prompt_logprobs
         self._with_token_ids = with_token_ids
         self._choices: dict[int, _Choice] = {}
-        self._is_plain = not (reading.tags or reading.form or with_logprobs or with_token_ids)
+        self._is_plain = not (reading.tags or reading.form or reading.lead or with_logprobs or with_token_ids)
 
     def opening(self, index: int, generation: ActiveRequest) -> list[Json]:
         content = None if self._reading.tags or self._reading.form else ""

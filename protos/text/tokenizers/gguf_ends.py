@@ -10,6 +10,9 @@ SPM_BOS, SPM_EOS = 1, 2  # of a SentencePiece vocabulary that does not say
 # Texts that end a turn in the chat formats of the supported families; a file may leave their ids out of its metadata.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|observation|>", "<turn|>")
 
+_GLM = ("chatglm", "glm4")
+"""The architectures whose answers end where the next role begins."""
+
 
 class TokenType(IntEnum):
     """`tokenizer.ggml.token_type`."""
@@ -31,7 +34,7 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     if metadata.get("tokenizer.ggml.model") == "llama":
         found.setdefault("eos_token_id", SPM_EOS)
     ids = list(found.values())
-    turn_ends = set(_TURN_ENDS)
+    turn_ends = {*_TURN_ENDS, *(("<|user|>",) if metadata.get("general.architecture") in _GLM else ())}
     ids += [i for i, text in enumerate(tokens) if text in turn_ends and types[i] == TokenType.CONTROL]
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < len(tokens)))
 

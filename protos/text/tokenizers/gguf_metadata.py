@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -57,6 +57,13 @@ class GgufHeader:
 def read_metadata(path: Path) -> dict[str, Any]:
     """The key-value part alone; raises as `read_header` does."""
     return read_header(path).metadata
+
+
+def names_of(metadata: Mapping[str, Any]) -> list[str]:
+    """The names that a file gives its model: in full, and as basename, finetune and size."""
+    parts = [metadata.get(f"general.{key}") for key in ("basename", "finetune", "size_label")]
+    names = [metadata.get("general.name"), "-".join(str(part) for part in parts if part)]
+    return [each for each in names if isinstance(each, str)]
 
 
 def metadata_part(path: Path) -> bytes:

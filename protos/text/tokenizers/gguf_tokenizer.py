@@ -16,11 +16,12 @@ from allspan.protos.text.chat_template import ChatTemplate
 from allspan.protos.text.tokenizers import pretokenizers
 from allspan.protos.text.tokenizers.byte_level import token_to_bytes
 from allspan.protos.text.tokenizers.gguf_ends import SPM_BOS, SPM_EOS, TokenType, end_ids, token_types
-from allspan.protos.text.tokenizers.gguf_metadata import read_metadata
+from allspan.protos.text.tokenizers.gguf_metadata import names_of, read_metadata
 from allspan.protos.text.tokenizers.library_errors import library_errors
 from allspan.protos.text.tokenizers.special import NO_TOKEN, SpecialTokens
 from allspan.protos.text.tokenizers.spm import SpmModel
 from allspan.protos.text.tokenizers.tokenizer import Codec, Tokenizer
+from allspan.protos.text.vendors.gguf import gguf_format
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # What the keys must hold: a type, or for a list the type of its entries.
@@ -182,9 +183,11 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any], codec: Codec, add_bos: b
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and bos is not None
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and eos is not None
     source = metadata.get("tokenizer.chat_template")
-    template = None
+    template: ChatTemplate | None
     if source:
         template = ChatTemplate(source, "" if bos is None else tokens[bos], "" if eos is None else tokens[eos])
+    else:
+        template = gguf_format(metadata, [*names_of(metadata), path.stem])
     return Tokenizer(
         codec=codec,
         name=path.stem,

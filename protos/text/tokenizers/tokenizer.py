@@ -110,13 +110,23 @@ class Tokenizer:
         """The prompt that the model's chat template makes of messages ({"role", "content"}, the oldest first), a string
         that knows what of it the template wrote.
 
-        Further arguments are seen by the template. Raises InvalidRequest when there is no template, or it refuses them.
+        Further arguments are seen by the template. Raises InvalidRequest when there is no template, it refuses them, or
+        it leaves out the `tools` that it is given.
         """
         if self.chat_template is None:
             raise InvalidRequest(
                 f"model {self.name} has no chat template; use completions or give --chat-template FILE", "messages"
             )
-        return self.chat_template.render(messages, add_generation_prompt, **kwargs)
+        text = self.chat_template.render(messages, add_generation_prompt, **kwargs)
+        if kwargs.get("tools") and text == self.chat_template.render(
+            messages, add_generation_prompt, **{**kwargs, "tools": None}
+        ):
+            raise InvalidRequest(
+                f"the chat format of model {self.name} does not list tools; leave them out, say them in a message, "
+                "or send them to /v1/chat/completions, which does so",
+                "tools",
+            )
+        return text
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

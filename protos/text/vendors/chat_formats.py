@@ -17,6 +17,8 @@ from allspan.protos.model_files.regular_file import is_there
 from allspan.protos.text.vendors.families import Family
 from allspan.protos.text.written import CUT
 
+GLM4_CALLS = "在调用上述函数时，请使用 Json 格式表示调用的参数。"
+"""How GLM-4's system message asks for the arguments of calls."""
 _REFUSED = "{{ raise_exception('a message of the role ' ~ message.role ~ ' has no place here in this chat format') }}"
 
 _CHATML = """{%- if messages and messages[0].role == 'system' -%}
@@ -85,16 +87,33 @@ _CHATGLM3 = """{{- '[gMASK]<sop>' -}}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"""
 """Role tokens; a message's metadata and its text are encoded each by itself."""
 
-_GLM4 = """{{- '[gMASK]<sop>' -}}
+_GLM4 = """{%- macro listed(tools) -%}
+{{ '<|system|>\\nCUT' ~ '你是一个名为 ChatGLM 的人工智能助手。你是基于智谱AI训练的语言模型 GLM-4 模型开发的，' ~
+ '你的任务是针对用户的问题和要求提供适当的答复和支持。\\n\\n# 可用工具' }}
+{%- for tool in tools -%}
+{%- set function = tool.function or tool -%}
+{{ '\\n\\n## ' ~ function.name ~ '\\n\\n' ~ (function | tojson(indent=4)) ~ '\\nGLM4_CALLS' }}
+{%- endfor -%}
+{%- endmacro -%}
+{{- '[gMASK]<sop>' -}}
+{%- if tools -%}{{ listed(tools) }}{%- endif -%}
 {%- for message in messages -%}
+{%- if message.tools -%}{{ listed(message.tools) }}{%- endif -%}
 {%- if message.role == 'tool' -%}
 {{ '<|observation|>\\nCUT' ~ message.content }}
 {%- elif message.role in ['system', 'user', 'assistant', 'observation'] -%}
+{%- if message.content or not (message.tools or message.tool_calls) -%}
 {{ '<|' ~ message.role ~ '|>' ~ (message.metadata or '') ~ '\\nCUT' ~ message.content }}
+{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{%- set given = call.function.arguments -%}
+{{ '<|assistant|>' ~ call.function.name ~ '\\nCUT' ~ (given if given is string else given | tojson) }}
+{%- endfor -%}
 {%- else -%}REFUSE
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"""
+"""Role tokens as ChatGLM3's; the tools are a system message of their own, before all others."""
 
 _BAICHUAN = """{%- for message in messages -%}
 {%- if message.role == 'system' and loop.first -%}
@@ -146,7 +165,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _made(source: str) -> str:
-    return source.replace("REFUSE", _REFUSED).replace("CUT", CUT)
+    return source.replace("REFUSE", _REFUSED).replace("GLM4_CALLS", GLM4_CALLS).replace("CUT", CUT)
 
 
 FORMATS: Mapping[str, ChatFormat] = {

@@ -46,10 +46,10 @@ def test_ids_of_plain_conversations_are_those_of_transformers(tmp_path: Path, na
                 try:
                     text = ours.render_chat(messages, prompted, tools=tools)
                 except InvalidRequest:
-                    continue  # as many templates do with calls
+                    continue  # as many templates do with calls; ours does with tools that the template leaves out
                 rendered += 1
                 options = {"add_generation_prompt": prompted, "tools": tools}
                 assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
                 ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
                 assert ours.encode_chat(messages, prompted, tools=tools) == ids
-    assert rendered >= 16
+    assert rendered >= 8

@@ -18,7 +18,8 @@ from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text import Tokenizer, generation_defaults, load_tokenizer
 from allspan.protos.text.written import CUT
 from support import vendor_folders
-from support.gateway import fake_engine, gateway
+from support.gateway import events, fake_engine, gateway
+from support.gguf_files import CONTROL, USER_DEFINED, byte_level_gguf, sentencepiece_gguf
 
 Encode = Callable[[str], list[int]]
 HOSTILE = ("<reserved_106>", "<|user|>", "<|im_start|>", "<|im_end|>", "[gMASK]", "<sop>", "</s>", "<|observation|>")
@@ -113,6 +114,30 @@ def test_chatglm3_lists_tools_in_the_system_message(tmp_path: Path) -> None:
     ]
 
 
+def test_glm4_lists_tools_in_a_system_message_of_its_own(tmp_path: Path) -> None:
+    made = load_tokenizer(vendor_folders.glm4(tmp_path / "m"))
+    listed = (
+        "你是一个名为 ChatGLM 的人工智能助手。你是基于智谱AI训练的语言模型 GLM-4 模型开发的，"
+        "你的任务是针对用户的问题和要求提供适当的答复和支持。\n\n# 可用工具\n\n## f\n\n"
+        f"{json.dumps(TOOL['function'], indent=4)}\n在调用上述函数时，请使用 Json 格式表示调用的参数。"
+    )
+    tools = [*special(made, "<|system|>"), *literal(made)("\n"), *literal(made)(listed)]
+    messages = [{"role": "system", "content": "the"}, *said("x")]
+    expected = [*made.prefix, *tools, *made.encode_chat(messages)[2:]]
+    assert made.encode_chat(messages, tools=[TOOL]) == expected
+    call = {"function": {"name": "f", "arguments": {"a": "x"}}}
+    called = made.render_chat([*said("x"), {"role": "assistant", "content": "", "tool_calls": [call]}], False)
+    assert called.replace(CUT, "") == '[gMASK]<sop><|user|>\nx<|assistant|>f\n{"a": "x"}'
+
+
+@pytest.mark.parametrize("name", ["qwen", "chatglm2", "baichuan"])
+def test_formats_without_tools_refuse_them_by_name(tmp_path: Path, name: str) -> None:
+    made = load_tokenizer(vendor_folders.FOLDERS[name](tmp_path / name))
+    with pytest.raises(InvalidRequest, match=f"model {name} does not list tools"):
+        made.encode_chat(said("x"), tools=[TOOL])
+    assert made.encode_chat(said("x"), tools=[]) == made.encode_chat(said("x"))
+
+
 def test_glm4_and_baichuan_have_roles_before_texts(tmp_path: Path) -> None:
     glm = load_tokenizer(vendor_folders.glm4(tmp_path / "g"))
     expected = [*glm.prefix, *special(glm, "<|user|>"), 10, *literal(glm)("\n\n hello"), *special(glm, "<|assistant|>")]
@@ -181,13 +206,68 @@ def test_conversations_with_tools_and_continued_answers_render(tokenizer: Tokeni
 
 
 async def test_chats_and_tokens_go_over_http(tokenizer: Tokenizer) -> None:
-    async with gateway(fake_engine(vocab_size=1000), tokenizer) as server:
+    async with gateway(fake_engine(vocab_size=1000, max_model_len=8192), tokenizer) as server:
         answered = (await server.post("/tokenize", messages=said("<|user|> hello"))).json()
         assert answered["tokens"] == tokenizer.encode_chat(said("<|user|> hello"))
         assert (await server.post("/v1/chat/completions", messages=said("hello"), max_tokens=2)).status_code == 200
+        asked = await server.post("/v1/chat/completions", messages=said("hello"), max_tokens=2, tools=[TOOL])
+        assert asked.status_code == 200
+        prompt = tokenizer.decode(server.engine.last.prompt, skip_special_tokens=False)
+        assert '"name": "f"' in prompt
+        assert "<tool_call>" in prompt, "the format that the server reads is taught"
         back = (await server.post("/detokenize", tokens=tokenizer.encode("hello 你好", False))).json()
         assert back["prompt"] == "hello 你好"
         assert CUT not in (await server.http.get("/tokenizer_info")).json()["chat_template"]
+
+
+@pytest.mark.parametrize("name", ["chatglm3", "glm4"])
+@pytest.mark.parametrize("metadata", ["\n", ""])
+async def test_the_line_break_before_an_answer_is_no_part_of_it(tmp_path: Path, name: str, metadata: str) -> None:
+    made = load_tokenizer(vendor_folders.FOLDERS[name](tmp_path / name))
+    wrote = [*literal(made)(metadata), *literal(made)("hello\n\nx")]
+    async with gateway(fake_engine(tokens=wrote, vocab_size=1000), made) as server:
+        body = {"messages": said("a"), "max_tokens": 99}
+        answer = (await server.post("/v1/chat/completions", **body)).json()["choices"][0]["message"]["content"]
+        assert answer == "hello\n\nx"
+        streamed = events((await server.post("/v1/chat/completions", **body, stream=True)).text)
+        deltas = [event["choices"][0]["delta"] for event in streamed if event != "[DONE]" and event["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == answer
+    if metadata:
+        whole = made.encode_chat(said("a", answer, "b"))
+        before = [*made.encode_chat(said("a")), *wrote]
+        assert whole[: len(before)] == before, "what was computed for the first turn counts for the second"
+
+
+@pytest.mark.parametrize("start", ["<sop>", "sop"])
+@pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "glm4", "qwen"])
+def test_gguf_files_without_a_template_have_their_familys_format(tmp_path: Path, name: str, start: str) -> None:
+    roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"] * (name != "chatglm2")
+    texts = ["<|im_start|>", "<|im_end|>"] if name == "qwen" else ["[gMASK]", start, *roles]
+    values = {"general.architecture": "qwen" if name == "qwen" else "chatglm", "general.name": f"{name} Chat"}
+    file, known = tmp_path / "m.gguf", dict.fromkeys(texts, CONTROL)
+    if name in ("qwen", "glm4"):
+        made = load_tokenizer(byte_level_gguf(file, special=known, **values))
+    else:
+        made = load_tokenizer(sentencepiece_gguf(file, {}, known, **values))
+    folder = load_tokenizer(vendor_folders.FOLDERS[name](tmp_path / name))
+    rendered = str(folder.render_chat(said("x", "y", "<|user|> z"))).replace("<sop>", start)
+    assert made.render_chat(said("x", "y", "<|user|> z")) == rendered
+    ids = made.encode_chat(said("x", "y", "<|user|> [gMASK] <|im_start|>"))
+    steering = [i for i in ids if i in made.codec.control.ids.values()]
+    assert steering == [i for i in made.encode_chat(said("x", "y", "z")) if i in made.codec.control.ids.values()]
+    assert len(steering) >= 2
+    if "<|user|>" in texts:
+        assert special(made, "<|user|>")[0] in made.eos_token_ids
+
+
+@pytest.mark.parametrize(("architecture", "texts"), [("baichuan", ["<reserved_106>"]), ("qwen", ["<|im_start|>"])])
+def test_gguf_files_that_say_nothing_of_chat_refuse_it_by_name(
+    tmp_path: Path, architecture: str, texts: list[str]
+) -> None:
+    values = {"general.architecture": architecture, "special": dict.fromkeys(texts, USER_DEFINED)}
+    made = load_tokenizer(sentencepiece_gguf(tmp_path / "my-base.gguf", {}, **values))
+    with pytest.raises(InvalidRequest, match="model my-base has no chat template"):
+        made.encode_chat(said("x"))
 
 
 def literal(tokenizer: Tokenizer) -> Encode:
