@@ -8,6 +8,7 @@ from typing import Any
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.model_files.json_values import parse_object
 
+_EMBEDDING_KEYS = ("is_matryoshka", "matryoshka_dimensions", "classifier_from_token", "is_original_qwen3_reranker")
 _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
 _KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """What a rotary embedding keeps when its kind is replaced."""
@@ -18,9 +19,15 @@ def parse_overrides(text: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        return parse_object(text.encode(errors="surrogatepass"), "hf_overrides")
+        values = parse_object(text.encode(errors="surrogatepass"), "hf_overrides")
     except CheckpointError as error:
         raise ConfigError(f"{error}; write it as '{{\"KEY\": VALUE}}', with the keys of config.json") from None
+    if found := [key for key in _EMBEDDING_KEYS if key in values]:
+        raise ConfigError(
+            f"hf_overrides: {found[0]} says how the model embeds, which the gateway reads in config.json: write it "
+            "there"
+        )
+    return values
 
 
 def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.settings import ModelConfig
 from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
 from allspan.protos.text.tokenizers.loading import load_tokenizer
@@ -41,7 +42,7 @@ class ScoreHead:
         """Reads the two rows from the checkpoint. CheckpointError, ConfigError."""
         if self.card.head is None:
             return
-        source = find_model(self._config.path)
+        source = find_model(self._config.path, parse_overrides(self._config.hf_overrides))
         if source.converted is not None:
             raise ConfigError(f"{self._config.path} is converted: scores need the model that it was made from")
         spec = source.spec

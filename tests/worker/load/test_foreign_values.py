@@ -158,6 +158,8 @@ def test_overrides_are_merged_into_the_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "7", "{", '{"a": 1, "a": 2}', "rope=yarn", '{"a": NaN}'])
 def test_overrides_that_are_no_object_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="hf_overrides: is_matryoshka says how the model embeds"):
+        parse_overrides('{"is_matryoshka": true}')
     with pytest.raises(ConfigError, match=r"hf_overrides .*KEY"):
         parse_overrides(text)
 
