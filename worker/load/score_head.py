@@ -10,7 +10,6 @@ from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.settings import ModelConfig
 from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
-from allspan.protos.text.tokenizers.loading import load_tokenizer
 from allspan.worker.load.loader import open_checkpoint
 from allspan.worker.load.registry import find_model
 from allspan.worker.models.layout import embedding_of, head_of
@@ -42,6 +41,8 @@ class ScoreHead:
         """Reads the two rows from the checkpoint. CheckpointError, ConfigError."""
         if self.card.head is None:
             return
+        from allspan.protos.text.tokenizers.loading import load_tokenizer  # no other model's ranks need it
+
         source = find_model(self._config.path, parse_overrides(self._config.hf_overrides))
         if source.converted is not None:
             raise ConfigError(f"{self._config.path} is converted: scores need the model that it was made from")
