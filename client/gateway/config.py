@@ -135,7 +135,7 @@ class ChatConfig:
     rerank_template: str = ""
     """Uses this text file instead of a reranker's own prompt; it has the places {query}, {document} and perhaps
     {instruction}."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "generic"] = "auto"
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "granite", "generic"] = "auto"
     """Sets how the model writes tool calls; auto finds it out from the chat template."""
     enable_auto_tool_choice: bool = True
     """Lets the model decide whether to call tools that a request offers. Switched off, only requests that require a

@@ -64,6 +64,7 @@ _HERMES = Region("<tool_call>", "</tool_call>")
 HERMES = CallFormat("hermes", (_HERMES,))
 LLAMA3_JSON = CallFormat("llama3_json", (_BARE, Region("<|python_tag|>")), arguments="parameters", separator="; ")
 MISTRAL = CallFormat("mistral", (Region("[TOOL_CALLS]"),))
+GRANITE = CallFormat("granite", (Region("<|tool_call|>"), Region("<tool_call>")))
 GENERIC = CallFormat(
     "generic",
     (
@@ -76,7 +77,7 @@ GENERIC = CallFormat(
     ),
 )
 
-FORMATS: Mapping[str, CallFormat] = {row.name: row for row in (HERMES, LLAMA3_JSON, MISTRAL, GENERIC)}
+FORMATS: Mapping[str, CallFormat] = {row.name: row for row in (HERMES, LLAMA3_JSON, MISTRAL, GRANITE, GENERIC)}
 """The formats by the name that `--tool-call-parser` takes."""
 
 
@@ -85,6 +86,8 @@ def format_of_template(source: str, renders_tools: bool) -> CallFormat:
     prompt teaches."""
     if "[TOOL_CALLS]" in source:
         return MISTRAL
+    if "<|tool_call|>" in source:
+        return GRANITE
     if "<tool_call>" in source or not renders_tools:
         return HERMES
     if "<|python_tag|>" in source or '"parameters"' in source:

@@ -75,6 +75,8 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("llama3_json", f"\n[{LLAMA}]", None, one('{"city": "Paris"}')),
     ("mistral", f"[TOOL_CALLS] [{WEATHER}, {WEATHER}]", None, 2 * one(ARGUMENTS)),
     ("mistral", f"[TOOL_CALLS]{WEATHER}", None, one(ARGUMENTS)),
+    ("granite", f"<|tool_call|>[{WEATHER}, {WEATHER}]", None, 2 * one(ARGUMENTS)),
+    ("granite", f"See. <tool_call>[{WEATHER}]", "See.", one(ARGUMENTS)),
     ("generic", WEATHER, None, one(ARGUMENTS)),
     ("generic", f"```json\n{WEATHER}\n```\nthere", "there", one(ARGUMENTS)),
     ("generic", f"[TOOL_CALLS] [{WEATHER}]", None, one(ARGUMENTS)),

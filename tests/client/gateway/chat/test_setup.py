@@ -82,11 +82,12 @@ def test_traits_are_found_out_by_trying(template: str, traits: Traits) -> None:
         (QWEN, "hermes", None),
         (LLAMA, "llama3_json", None),
         (PLAIN + "[TOOL_CALLS]", "mistral", None),
+        (LISTED + PLAIN + "{# <|tool_call|> #}", "granite", None),
         (LISTED + PLAIN, "generic", None),
         (DEEPSEEK, "hermes", "<think>"),
         (PLAIN + "{# [THINK] #}", "hermes", "[THINK]"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_formats_are_those_that_the_template_shows(template: str, form: str, opening: str | None) -> None:
     made = setup(template)
