@@ -13,6 +13,7 @@ from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.worker.load.registry import FAMILIES as FAMILY_TABLE
 from support.family_rows import FAMILIES, save_family
 from support.tiny_models import prompt, reference_logits
+from support.vendor_models import save_vendor, vendor_logits
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 DEVICES = ("CPU", "CUDA, emulated", "GPU")
@@ -24,7 +25,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 """Weights and pages alike."""
 CLOSE = {"float32": 0.001, "bf16": 0.1, "int8": 0.2, "uint4": 1.5}
-"""How far the log probability of a token may be from transformers', at the median: by format."""
+"""How far the log probability of a token may be from the reference's, at the median: by format."""
 SETTINGS: dict[str, Any] = {
     "max_model_len": 160,
     "max_num_seqs": 2,
@@ -33,14 +34,21 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_bytes": 4_000_000,
 }
 IDS = prompt(80, 97)
-MODEL_TYPES = {row.model_type: name for name, row in reversed(FAMILIES.items()) if row.model_type in FAMILY_TABLE}
+_ROWS = {row.model_type: name for name, row in reversed(FAMILIES.items())}
 """Model type → the first row of it."""
+_HEADS = {"hidden_size": 64, "num_attention_heads": 4}
+_VENDORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen": ("qwen", {**_HEADS, "kv_channels": 16, "intermediate_size": 176}),
+    "chatglm": ("glm-4", {**_HEADS, "kv_channels": 16, "ffn_hidden_size": 88}),
+    "baichuan": ("baichuan-13b", {**_HEADS, "intermediate_size": 88}),
+}
+"""Model type that transformers has no class for → its config, and what differs here."""
+MODEL_TYPES = tuple(FAMILY_TABLE)
 
 
 def cell(folder: Path, model_type: str, on: dict[str, Any]) -> str:
     """The formats that run, or why one does not; AssertionError for one that runs and is wrong."""
-    row = FAMILIES[MODEL_TYPES[model_type]]
-    likely = reference_logits(save_family(folder, row), IDS).log_softmax(1)[range(len(IDS) - 1), IDS[1:]]
+    likely = _logits(folder, model_type).log_softmax(1)[range(len(IDS) - 1), IDS[1:]]
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     found = []
     for name, settings in FORMATS.items():
@@ -55,6 +63,15 @@ def cell(folder: Path, model_type: str, on: dict[str, Any]) -> str:
         assert off < CLOSE[name], f"{model_type} in {name}: log probabilities are {off:.3f} off"
         found.append(name)
     return ", ".join(found)
+
+
+def _logits(folder: Path, model_type: str) -> torch.Tensor:
+    """Writes a tiny model of the family; what transformers, or its vendor's formulas, make of IDS."""
+    if model_type not in _VENDORS:
+        return reference_logits(save_family(folder, FAMILIES[_ROWS[model_type]]), IDS)
+    name, changes = _VENDORS[model_type]
+    config, weights = save_vendor(folder, name, **changes)
+    return torch.from_numpy(vendor_logits(config, weights, IDS)).float()
 
 
 def written(model_type: str, device: str) -> str:
