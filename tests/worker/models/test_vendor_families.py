@@ -10,11 +10,43 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.config.settings import ModelConfig, ServiceConfig, WorkerConfig
 from allspan.worker.load.registry import find_model
-from support.tiny_models import logits_on_ranks, prompt, relative_error
+from allspan.worker.tools.convert import convert
+from support.family_rows import FAMILIES, save_family
+from support.tiny_models import logits_on_ranks, prompt, reference_logits, relative_error
 from support.vendor_models import CONFIGS, save_vendor, vendor_logits
+
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+CHATGLM_NAMES = {
+    "transformer.embedding.word_embeddings": "token_embd",
+    "transformer.encoder.final_layernorm": "output_norm",
+    "transformer.output_layer": "output",
+    "transformer.encoder.layers.": "blk.",
+    "input_layernorm": "attn_norm",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+QWEN_NAMES = {
+    "transformer.wte": "token_embd",
+    "transformer.ln_f": "output_norm",
+    "lm_head": "output",
+    "transformer.h.": "blk.",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.w1": "ffn_up",
+    "mlp.w2": "ffn_gate",
+    "mlp.c_proj": "ffn_down",
+}
+"""Names of tensors in the vendor's checkpoint → in a GGUF file."""
 
 
 def vocabulary(config: Any) -> int:
@@ -55,41 +87,61 @@ def test_other_weights_run(name: str, held: dict[str, str], tmp_path: Path) -> N
 def test_gguf_files_with_fused_tensors_are_read(tmp_path: Path) -> None:
     """As llama.cpp's converter writes them: q, k and v in one tensor, for ChatGLM gate and up, too."""
     config, weights = save_vendor(tmp_path / "chatglm", "chatglm3", hidden_size=72)
-    names = {
-        "transformer.embedding.word_embeddings": "token_embd",
-        "transformer.encoder.final_layernorm": "output_norm",
-        "transformer.output_layer": "output",
-        "transformer.encoder.layers.": "blk.",
-        "input_layernorm": "attn_norm",
-        "self_attention.query_key_value": "attn_qkv",
-        "self_attention.dense": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.dense_h_to_4h": "ffn_up",
-        "mlp.dense_4h_to_h": "ffn_down",
-    }
-    path = _write(tmp_path / "chatglm.gguf", "chatglm", config, weights, names, turned=6, inner=53, kv_heads=2)
+    path = _write(tmp_path / "chatglm.gguf", "chatglm", config, weights, CHATGLM_NAMES, turned=6, inner=53, kv_heads=2)
     ids = prompt(60, 131)
     found = logits_on_ranks(path, 2, [ids])[0]
     assert relative_error(found, torch.from_numpy(vendor_logits(config, weights, ids))) < 1e-4
 
     config, weights = save_vendor(tmp_path / "qwen", "qwen", seq_length=160)
-    names = {
-        "transformer.wte": "token_embd",
-        "transformer.ln_f": "output_norm",
-        "lm_head": "output",
-        "transformer.h.": "blk.",
-        "ln_1": "attn_norm",
-        "attn.c_attn": "attn_qkv",
-        "attn.c_proj": "attn_output",
-        "ln_2": "ffn_norm",
-        "mlp.w1": "ffn_up",
-        "mlp.w2": "ffn_gate",
-        "mlp.c_proj": "ffn_down",
-    }
-    path = _write(tmp_path / "qwen.gguf", "qwen", config, weights, names, turned=12, inner=74, kv_heads=5)
+    path = _write(tmp_path / "qwen.gguf", "qwen", config, weights, QWEN_NAMES, turned=12, inner=74, kv_heads=5)
     ids = prompt(60, 97)
     found = logits_on_ranks(path, 2, [ids])[0]
     assert relative_error(found, torch.from_numpy(vendor_logits(config, weights, ids))) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen", "chatglm3", "baichuan2-13b"])
+def test_what_is_converted_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    """GGUF files of fused tensors in Q8_0, and a folder whose head is normalised."""
+    sizes = {"hidden_size": 64, "kv_channels": 16, "num_attention_heads": 4, "intermediate_size": 192}
+    if name == "baichuan2-13b":
+        config, weights = save_vendor(source := tmp_path / "folder", name)
+    elif name == "qwen":
+        config, weights = _rounded(*save_vendor(tmp_path / "folder", name, **sizes, seq_length=160))
+        source = _write(tmp_path / "a.gguf", name, config, weights, QWEN_NAMES, turned=16, inner=192, kv_heads=4)
+    else:
+        config, weights = _rounded(*save_vendor(tmp_path / "folder", name, **sizes, ffn_hidden_size=96))
+        source = _write(tmp_path / "a.gguf", "chatglm", config, weights, CHATGLM_NAMES, turned=8, inner=96, kv_heads=2)
+    (out := tmp_path / "out").mkdir()
+    model = ModelConfig(path=str(source), name="tiny")
+    convert(WorkerConfig(model, ServiceConfig(run_dir="/nowhere")), 2, out)
+    ids = prompt(30, vocabulary(config))
+    expected = torch.from_numpy(vendor_logits(config, weights, ids))
+    assert relative_error(logits_on_ranks(source, 2, [ids], quantization="none", dtype="float32")[0], expected) < 1e-4
+    found = logits_on_ranks(source, 2, [ids])[0]
+    assert float((found - expected).norm() / expected.norm()) < 0.1
+    assert torch.equal(logits_on_ranks(out, 2, [ids])[0], found)
+
+
+def test_mistral_within_a_model_of_images_is_read_without_them(tmp_path: Path) -> None:
+    """The text's config is nested and its tensors have a beginning of their own, in both spellings."""
+    for name, start, head in (
+        ("mistral", "language_model.model.", "language_model.lm_head."),
+        ("ministral3", "model.language_model.", "lm_head."),
+    ):
+        folder = tmp_path / name
+        model = save_family(folder, FAMILIES[name])
+        text = json.loads((folder / "config.json").read_text())
+        outer = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {}}
+        (folder / "config.json").write_text(json.dumps(outer | {"text_config": text}))
+        tensors = {
+            key.replace("lm_head.", head) if key.startswith("lm_head.") else key.replace("model.", start, 1): values
+            for key, values in load_file(folder / "model.safetensors").items()
+        }
+        images = ("vision_tower.ln_pre.weight", "multi_modal_projector.linear_1.weight", "model.vision_tower.a.weight")
+        save_file(tensors | {key: torch.ones(3) for key in images}, folder / "model.safetensors")
+        ids = prompt(60, 97)
+        assert find_model(str(folder)).family.model_type == name
+        assert relative_error(logits_on_ranks(folder, 2, [ids])[0], reference_logits(model, ids)) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["baichuan-7b", "baichuan-13b"])
@@ -128,6 +180,13 @@ def test_the_layers_of_a_gguf_file_of_baichuan_tell_its_positions(name: str, tmp
     assert relative_error(found, torch.from_numpy(vendor_logits(config, weights, ids))) < 1e-4
 
 
+def _rounded(config: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+    """With the matrices that Q8_0 holds."""
+    held = {key: np.ascontiguousarray(values, dtype=np.float32) for key, values in weights.items()}
+    matrices = {key: gguf.quants.quantize(values, Q8_0) for key, values in held.items() if values.ndim == 2}
+    return config, {**weights, **{key: gguf.quants.dequantize(values, Q8_0) for key, values in matrices.items()}}
+
+
 def _write(
     path: Path,
     architecture: str,
@@ -154,7 +213,9 @@ def _write(
         name = key
         for theirs, ours in names.items():
             name = name.replace(theirs, ours)
-        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
+        plain = np.ascontiguousarray(values, dtype=np.float32)
+        kind = Q8_0 if values.ndim == 2 and values.shape[1] % 32 == 0 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(plain, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
