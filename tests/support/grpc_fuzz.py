@@ -35,8 +35,10 @@ METHODS = {
     "ListModels": pb.ListModelsRequest,
     "ServerInfo": pb.ServerInfoRequest,
     "Abort": pb.AbortRequest,
+    "Embed": pb.EmbedRequest,
+    "Score": pb.ScoreRequest,
 }
-WEIGHTS = (20, 4, 4, 1, 1, 2)
+WEIGHTS = (20, 4, 4, 1, 1, 2, 4, 4)
 BLAMELESS = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "CANCELLED"}
 """What a server may answer to nonsense."""
 CALL_S = 20.0
