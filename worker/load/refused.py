@@ -4,8 +4,10 @@ from __future__ import annotations
 
 _GEMMA4 = "two head sizes, values without a projection of their own, and layers that share a cache"
 _PROJECTION_NORM = "norms of queries and keys over all heads of all ranks"
+_ENCODER = "attention in both directions, learned positions and segments: take an embedding model made of a decoder"
 
 MISSING = {
+    **dict.fromkeys(("bert", "nomic-bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert"), _ENCODER),
     "gemma3n": "embeddings for each layer, layers that share a cache, and AltUp",
     "gemma3n_text": "embeddings for each layer, layers that share a cache, and AltUp",
     "gemma4": _GEMMA4,

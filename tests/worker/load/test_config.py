@@ -151,6 +151,7 @@ def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> Non
         (GEMMA3 | {"sliding_window": -4}, r"sliding_window must be a positive integer, got -4"),
         (GEMMA3 | {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping must be a positive number, got -1.0"),
         ({"model_type": None}, r"model_type None is not supported"),
+        ({"model_type": "bert"}, r"'bert' is not supported: it needs attention in both directions"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"'LlamaForSequenceClassification'.*LlamaForCausalLM"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
