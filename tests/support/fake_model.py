@@ -13,6 +13,9 @@ from allspan.worker.cache.page_pool import Copy
 from allspan.worker.step.inputs import SharedInputs, StepInputs
 from allspan.worker.step.row_inputs import RowInputs
 
+HIDDEN = 4
+"""Elements of its hidden states: the first ones of the logits. `row_inputs` does not offer them."""
+
 
 class FakeModel:
     """Meets `allspan.worker.step.model.StepModel`. Its "KV" of a token is the token and its position."""
@@ -31,6 +34,7 @@ class FakeModel:
         self.num_forwards = 0
         self.most_tokens = 0
         self._rank = rank
+        self._states: list[np.ndarray] = []
         self._cache = np.full((num_pages * page_size, 2), -1, dtype=np.int64)
 
     @property
@@ -46,10 +50,14 @@ class FakeModel:
         ids, positions, slots = (t.numpy().astype(np.int64) for t in (inputs.ids, inputs.positions, inputs.slots))
         self._cache[slots] = np.stack([ids, positions], axis=1)
         rows = [self._logits(inputs, int(row)) for row in inputs.logits_rows]
+        self._states = [row[:HIDDEN] for row in rows]
         widths = self.vocab_widths
         first = sum(widths[: self._rank])
         logits = np.stack(rows) if rows else np.zeros((0, sum(widths)), np.float32)
         return torch.from_numpy(np.ascontiguousarray(logits[:, first : first + widths[self._rank]]))
+
+    def hidden_states(self, rows: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.stack([self._states[row] for row in rows]))
 
     def _logits(self, inputs: StepInputs, row: int) -> np.ndarray:
         request = int(np.searchsorted(inputs.qo_indptr.numpy(), row, side="right")) - 1

@@ -92,10 +92,10 @@ class Batch:
         self, step: BatchStep, sampled: Sampled | None, hidden: Tensor | None = None, pooled: Tensor | None = None
     ) -> StepResult:
         """Appends a step's tokens to their rows, the oldest step first; None when there were no logits. Rows that have
-        left since the step began are passed over. `pooled`: the hidden states of the step's rows with pooling."""
+        left since the step began are passed over. `pooled`: the hidden states of rows with pooling, on the host."""
         vectors: dict[int, bytes] = {}
         if step.pooled is not None and pooled is not None:
-            vectors = step.pooled.commit(pooled.cpu().numpy())
+            vectors = step.pooled.commit(pooled.numpy())
         if sampled is None:
             return StepResult(step.number, {}, tokens_hash=self.tokens_hash, vectors=vectors)
         wanted, tokens, logprobs = step.logits, sampled.tokens, sampled.logprobs
@@ -169,12 +169,12 @@ class Batch:
             self._decodes = DecodeRun(plan.runs, step, room)
         return step
 
-    def _pool(self, rows: Longs, values: dict[str, NDArray[Any]], num_sampled: int) -> PooledStep:
+    def _pool(self, rows: Longs, values: dict[str, NDArray[Any]], num_sampled: int) -> PooledStep | None:
         """What a step's rows pool of it; the tokens that they read go behind the `num_sampled` rows of logits."""
         starts = self._rows.num_computed[rows]
         tokens, pooled = pooled_step(self._pools, rows, starts, values["qo_indptr"], num_sampled)
         values["logits_rows"] = np.concatenate((values["logits_rows"], tokens))
-        return pooled
+        return pooled if pooled.parts else None
 
     def _accept(self, row: int, sampled: list[int]) -> tuple[int, ...]:
         """The row's new tokens: drafts that agree with what was sampled, and the first that was sampled instead."""

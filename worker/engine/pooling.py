@@ -58,9 +58,9 @@ class PooledStep:
     """Row, its pool, the step's rows of hidden states for it, and whether the prompt ends with them."""
 
     @property
-    def rows(self) -> list[int]:
-        """All rows of hidden states that are pooled."""
-        return [at for _, _, places, _ in self.parts for at in places]
+    def rows(self) -> range:
+        """All rows of hidden states that are pooled: those of the parts follow each other."""
+        return range(self.parts[0][2].start, self.parts[-1][2].stop)
 
     def commit(self, hidden: Floats) -> dict[int, bytes]:
         """Takes in what `rows` are; returns the vectors of the rows whose prompts have ended."""

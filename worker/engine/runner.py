@@ -69,11 +69,11 @@ class Runner:
         logits = self._forward(step.inputs)
         pooled = self._pooled(step)
         if not len(wanted.rows):
-            return self._batch.commit(step, None, None, pooled)
+            return self._batch.commit(step, None, None, self._on_host(pooled))
         hidden = self._hidden(step)
         logits = logits[: len(wanted.rows)] if step.pooled is not None else logits
         sampled = self._sampler.sample(logits, wanted.rows, wanted.positions, wanted.targets)
-        return self._batch.commit(step, sampled, hidden, pooled)
+        return self._batch.commit(step, sampled, hidden, self._on_host(pooled))
 
     def launch(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> None:
         """Begins a step behind those in flight."""
@@ -99,14 +99,14 @@ class Runner:
         self._flights.append(_Flight(step, launched, hidden, pooled))
 
     def land(self) -> StepResult:
-        """Waits for the oldest step in flight, if it samples."""
+        """Waits for the oldest step in flight, if it samples or pools. Raises DeadlineExceeded."""
         flight = self._flights.popleft()
         if flight.launched is None:
-            return self._batch.commit(flight.step, None, None, flight.pooled)
+            return self._batch.commit(flight.step, None, None, self._on_host(flight.pooled))
         before = time.perf_counter()
         sampled = flight.launched.result()
         self.model_s += time.perf_counter() - before
-        return self._batch.commit(flight.step, sampled, flight.hidden, flight.pooled)
+        return self._batch.commit(flight.step, sampled, flight.hidden, self._on_host(flight.pooled))
 
     def _hidden(self, step: BatchStep) -> Tensor | None:
         """The hidden states that a step's rows ask for."""
@@ -117,6 +117,10 @@ class Runner:
         if step.pooled is None or not self._is_leader:
             return None
         return self._model.hidden_states(step.pooled.rows)
+
+    def _on_host(self, pooled: Tensor | None) -> Tensor | None:
+        """Waits for hidden states that are on their way. Raises DeadlineExceeded."""
+        return None if pooled is None else self._sampler.to_host(pooled)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         before = time.perf_counter()

@@ -128,7 +128,9 @@ class Model:
 
     def hidden_states(self, rows: Sequence[int]) -> Tensor:
         """See `allspan.worker.step.model.StepModel`."""
-        return self._executor.rows(self._hidden)[list(rows)].float()
+        held = self._executor.rows(self._hidden)
+        chosen = held[rows.start : rows.stop] if isinstance(rows, range) else held[list(rows)]
+        return chosen.to(torch.float32, copy=True)
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """Has the device record the forward pass of a padded step: later steps with their inputs in its place are one

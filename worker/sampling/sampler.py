@@ -108,7 +108,8 @@ class Sampler:
         self._collectives = collectives if len(widths) > 1 else LocalCollectives()
         self._eos = eos_token_ids
         self._kernel = sampling.kernel
-        self._to_host = sampling.to_host
+        self.to_host = sampling.to_host
+        """See `allspan.worker.sampling.device.Sampling.to_host`."""
         self._device = sampling.device if len(widths) == 1 else None
         self._settings = np.zeros(max_rows, dtype=SETTINGS)
         self._logprobs = LogprobCounts(max_rows, self._vocab_size)
@@ -193,7 +194,7 @@ class Sampler:
         if self._device:
             return self._launch_on(self._device, logits, wanted).result()
         columns, world = wanted.columns, self._collectives
-        logits = self._to_host(logits)
+        logits = self.to_host(logits)
         if world.size == 1:
             return unpack(self._sample_rows(logits, wanted, columns), wanted)
         mine = wanted.share(world.rank, world.size)
@@ -222,7 +223,7 @@ class Sampler:
         if self._device:
             return self._launch_on(self._device, logits, self._logprobs.wanted(rows, positions, None))
         values, ids = logits.max(dim=1)
-        return _Greedy(torch.where(values.isfinite(), ids, NOT_FINITE).int(), self._to_host)
+        return _Greedy(torch.where(values.isfinite(), ids, NOT_FINITE).int(), self.to_host)
 
     def _launch_on(self, device: DeviceSampler, logits: Tensor, wanted: Wanted) -> _OnDevice:
         if not self._demanding and wanted.counts.max(initial=-1) < 0 and wanted.targets.max(initial=-1) < 0:

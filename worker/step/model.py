@@ -32,7 +32,7 @@ class StepModel(Protocol):
 
     def hidden_states(self, rows: Sequence[int]) -> Tensor:
         """A copy of what the head read for these rows of the last step's logits, float32 [k, hidden_size]; only asked
-        for where `row_inputs` has a `hidden_size`."""
+        for where `row_inputs` has a `hidden_size`. No index is copied to the device for a range."""
 
 
 class Recording(Protocol):

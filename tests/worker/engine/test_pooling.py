@@ -13,8 +13,11 @@ import torch
 from allspan import Engine, RequestOptions, SamplingParams
 from allspan.protos.api.errors import DeadlineExceeded, InvalidRequest
 from allspan.protos.embeddings.rerank import QWEN3
+from allspan.worker.step.row_inputs import RowInputs
 from support.byte_tokenizer import write_byte_tokenizer
-from support.cores import fake_core, request
+from support.cores import Collected, fake_core, fake_gpu_core, request, step_until_idle
+from support.fake_model import HIDDEN, FakeModel, greedy, logits_after
+from support.threads import ThreadWorld
 from support.tiny_models import prompt, save_tiny
 from support.waiting import wait_until
 
@@ -92,6 +95,64 @@ def test_a_folder_for_embeddings_alone_pools_as_its_files_say_and_refuses_to_gen
         np.testing.assert_allclose(engine.embed(ids)[0], hidden(reference, ids).mean(0), atol=1e-5)
         with pytest.raises(InvalidRequest, match="makes embeddings and generates no tokens"):
             engine.generate([1, 2], SamplingParams(max_tokens=1))
+
+
+WIDTHS = {1: (97,), 3: (33, 32, 32)}
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize(("make", "size"), [(fake_core, 1), (fake_core, 3), (fake_gpu_core, 3)])
+@pytest.mark.parametrize("event", ["cancel", "preempt"])
+def test_a_prompt_that_leaves_halfway_keeps_no_page_and_changes_no_other_vector_or_token(
+    event: str, make: Any, size: int, pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeModel, "row_inputs", RowInputs(hidden_size=HIDDEN))
+    world, collected = ThreadWorld(size), Collected()
+    widths = {"widths": WIDTHS[size]} if make is fake_core else {}
+    ranks = [
+        {"collectives": world.collectives[rank], "channel": world.channels[rank]} if size > 1 else {}
+        for rank in range(size)
+    ]
+    cores = [make(18, collected, **each, **widths)[0] for each in ranks]
+    halfway, other, decode = [7] * 40, [8, 9] * 11, [1, 2, 3]
+
+    def submit(number: int, ids: list[int], priority: int = 0, **params: Any) -> Any:
+        for core in reversed(cores):
+            one = request(number, ids, **params)
+            one.options = RequestOptions(pooling="" if params["max_tokens"] > 1 else pooling, priority=priority)
+            core.submit(one)
+        return one
+
+    def on_rank(rank: int) -> None:
+        if rank:
+            return cores[rank].run()
+        one = submit(0, halfway, max_tokens=1)
+        for _ in range(2):
+            cores[0].step()
+        assert 0 < one.num_computed < len(halfway)
+        submit(1, decode, max_tokens=9)
+        submit(2, other, max_tokens=1)
+        if event == "cancel":
+            for core in reversed(cores):
+                core.cancel([one.request_id])
+        else:
+            submit(3, [5] * 52, priority=-1, max_tokens=9)
+        step_until_idle(cores[0])
+        assert (cores[0].statistics().preemptions > 0) == (event == "preempt")
+        cores[0].shutdown()
+        return cores[0].run()
+
+    world.run(on_rank)
+    assert not collected.errors
+    outputs = [collected.outputs[number.to_bytes(16, "little")] for number in range(3)]
+    assert list(outputs[1].token_ids) == greedy(decode, 9)
+    assert outputs[0].finish_reason == ("cancelled" if event == "cancel" else "stop")
+    for output, ids in [(outputs[2], other), (outputs[0], halfway)][: 1 + (event == "preempt")]:
+        states = np.stack([logits_after(ids[: end + 1], 97)[:HIDDEN] for end in range(len(ids))])
+        np.testing.assert_allclose(np.frombuffer(output.vector, "<f4"), POOLED[pooling](states), atol=1e-6)
+    assert [core.statistics().running for core in cores] == [0] * size
+    assert cores[0].statistics().pages_used == 0
+    assert not any(core._batch._pools or core._batch._parked for core in cores)
 
 
 def test_a_deadline_ends_a_request_for_a_vector(tmp_path: Path) -> None:

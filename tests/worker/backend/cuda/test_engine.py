@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from allspan import Engine, SamplingParams
+from allspan import Engine, RequestOptions, SamplingParams
 from allspan.kernels.cuda.attention import cascade_rule
+from allspan.worker.backend.cuda.event_wait import EventWaiter
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.models.model import Model
 from allspan.worker.scheduler.drafting import DRAFTERS
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.row_inputs import PromptEmbeddings
+from support.byte_tokenizer import write_byte_tokenizer
 from support.tiny_models import prompt, reference_logits, save_tiny
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -95,6 +97,36 @@ def test_embedding_rows_of_the_same_ids_give_equal_tokens(tmp_path: Path, on: di
         (expected,) = engine.generate([ids], params)
         queue = engine.start_with_embeddings([0] * 19, PromptEmbeddings(0, table[ids]), params)[1]
         assert tuple(token for output in queue for token in output.token_ids) == expected.token_ids
+
+
+def test_vectors_are_the_pooled_states_of_transformers_beside_requests_that_decode(
+    tmp_path: Path, on: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, and as prompts of one token in steps of nothing but rows with one."""
+    waited: list[int] = []
+    to_host = EventWaiter.to_host
+
+    def noting(waiter: EventWaiter, tensor: torch.Tensor) -> torch.Tensor:
+        waited.append(len(tensor))
+        return to_host(waiter, tensor)
+
+    monkeypatch.setattr(EventWaiter, "to_host", noting)
+    sizes = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    write_byte_tokenizer(tmp_path)
+    reference = save_tiny(tmp_path, "qwen3", torch.bfloat16, vocab_size=256, **sizes).float()
+    asked = [[5], prompt(22, 256, 3), [9]]
+    with torch.no_grad():
+        states = [reference.model(torch.tensor([ids])).last_hidden_state[0] for ids in asked]
+    with Engine(tmp_path, **on, **SETTINGS | {"max_num_batched_tokens": 16}) as engine:
+        handle, _ = engine.start_request([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+        for pooling, pool in (("last", lambda rows: rows[-1]), ("mean", lambda rows: rows.mean(0))):
+            waited.clear()
+            found = engine.embed(asked, normalize=False, options=RequestOptions(pooling=pooling))
+            expected = torch.stack([pool(rows) for rows in states])
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=0.05, atol=0.05)
+            assert sum(waited) >= (3 if pooling == "last" else 24), "every wait for the device has a limit"
+        assert engine.score("a", "a")[0] == pytest.approx(1.0, abs=1e-4)
+        engine.release_request(handle)
 
 
 def test_layers_with_a_window_keep_its_pages_alone(
