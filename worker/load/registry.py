@@ -228,7 +228,7 @@ def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | Non
         raise CheckpointError(
             f"{source}: quantised checkpoint ({str(method or 'unnamed method')[:MAX_MESSAGE_CHARS]}) is not "
             f"supported (supported: {', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF): "
-            "take the model that is not quantised, and quantise it with --quantization a16w4 or a8w8"
+            "take the model that is not quantised, and quantise it with --quantization int8 or uint4"
         )
     return QuantisedFolder(folder, described, str(source)) if format_of(folder) else None
 

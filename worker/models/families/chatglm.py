@@ -57,7 +57,7 @@ def _refuse_others(config: ForeignConfig) -> None:
     if bits := config.get("quantization_bit"):
         raise config.error(
             f"quantization_bit {shown(bits)}: this packing of weights is not supported: take the model that is not "
-            "quantised, and quantise it with --quantization a16w4 or a8w8"
+            "quantised, and quantise it with --quantization int8 or uint4"
         )
     if config.get("pre_seq_len"):
         raise config.error(f"pre_seq_len {shown(config.get('pre_seq_len'))}: prefix tuning is not supported")
