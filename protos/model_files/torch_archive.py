@@ -103,6 +103,10 @@ def _records(file: BinaryIO, file_bytes: int, path: Path) -> dict[str, _Record]:
         name, (offset, num_bytes), at = _entry(directory, at, path)
         if name in records:
             raise CheckpointError(f"{path}: record {shown(name)} is there twice")
+        if offset > file_bytes:
+            raise CheckpointError(
+                f"{path}: truncated: record {shown(name)} begins at byte {offset}, but the file has {file_bytes} bytes"
+            )
         file.seek(offset)
         found = file.read(_RECORD.size)
         fields = _RECORD.unpack(found) if len(found) == _RECORD.size else (b"",) * 11

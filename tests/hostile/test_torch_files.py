@@ -185,7 +185,24 @@ def patched(magic: bytes, at: int, value: bytes, last: bool = False) -> bytes:
 
 
 END, ENTRY, RECORD = b"PK\x05\x06", b"PK\x01\x02", b"PK\x03\x04"
+
+
+def at_64_bits(offset: int) -> bytes:
+    """An archive whose first record is said to begin there, in the 64 bits of an extra field."""
+    data = archive()
+    entry, end = data.index(ENTRY), data.rindex(END)
+    name_bytes = struct.unpack_from("<H", data, entry + 28)[0]
+    behind = entry + 46 + name_bytes
+    extra = struct.pack("<HHQ", 1, 8, offset)
+    head = bytearray(data[entry:behind])
+    head[30:32], head[42:46] = struct.pack("<H", len(extra)), b"\xff" * 4
+    tail = bytearray(data[end:])
+    tail[12:16] = struct.pack("<I", end - entry + len(extra))
+    return data[:entry] + bytes(head) + extra + data[behind:end] + bytes(tail)
+
+
 ARCHIVES: dict[str, bytes] = {
+    **{f"begins at byte {offset}": at_64_bits(offset) for offset in (2**62, 2**63, 2**64 - 1)},
     "empty": b"",
     "zeros": bytes(1000),
     "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",

@@ -53,6 +53,7 @@ def gguf_values(file: GgufFile, family: Family, source: str) -> dict[str, Any]:
     values["gguf_sliding_window"] = own.get("attention.sliding_window", 0)
     values["max_window_layers"] = 0
     values["dtype"] = file.dtype()
+    values["is_causal"] = own.get("attention.causal")
     if "token_embd.weight" in names:
         values["vocab_size"] = file.shape("token_embd.weight")[0]
     values["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")

@@ -199,3 +199,10 @@ def test_configs_that_cannot_be_are_refused_by_name(
     config = {key: value for key, value in row.config.items() if not key.startswith("rope")}
     with pytest.raises(CheckpointError, match=message):
         spec_of(tmp_path, base | config | changes)
+
+
+@pytest.mark.parametrize("lie", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_attention_in_both_directions_is_refused(lie: dict[str, bool], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | lie))
+    with pytest.raises(CheckpointError, match="attention in both directions"):
+        find_model(str(tmp_path))

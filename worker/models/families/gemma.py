@@ -35,8 +35,6 @@ def _gemma(config: ForeignConfig) -> ModelSpec:
 
 
 def _read(config: ForeignConfig, family: str, rotaries: dict[str, RotarySpec], qk_norm_eps: float) -> ModelSpec:
-    if config.flag("use_bidirectional_attention"):
-        raise config.error("use_bidirectional_attention is not supported: attention is causal")
     kinds, bias = read_pattern(config, "sliding_window_pattern"), config.flag("attention_bias")
     context = read_context(config, rotaries[FULL], config.size("max_position_embeddings"))
     window = config.size("sliding_window") if config.get("sliding_window") else 0

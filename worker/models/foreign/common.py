@@ -24,6 +24,11 @@ def model_spec(
     config: ForeignConfig, family: str, layers: Sequence[LayerSpec], context: int, norm: NormSpec | None = None
 ) -> ModelSpec:
     """What every decoder's config says beside its layers. `norm` is the last one, by default as `read_norm` has it."""
+    if not config.flag("is_causal", True) or config.flag("use_bidirectional_attention"):
+        raise config.error(
+            "attention in both directions (is_causal false, use_bidirectional_attention true) is not supported: use a "
+            "model whose tokens see those before them"
+        )
     bos = config.token_ids("bos_token_id")
     return ModelSpec(
         family=family,
