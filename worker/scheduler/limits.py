@@ -110,6 +110,11 @@ class Limits:
         pooling = request.options.pooling
         if pooling and not self.row_inputs.hidden_size:
             raise InvalidRequest(f"pooling is {pooling!r}, the model gives no hidden states: leave it out", "pooling")
+        if pooling and request.wants_prompt_logprobs:
+            raise InvalidRequest(
+                f"prompt_logprobs is given beside pooling {pooling!r}, which answers with a vector: leave one out",
+                "prompt_logprobs",
+            )
         scorer = self.row_inputs.scorer
         if pooling == "score" and not (scorer and scorer.num_labels):
             raise InvalidRequest(

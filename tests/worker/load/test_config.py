@@ -146,7 +146,7 @@ def test_qwen_ignores_its_window_unless_it_is_switched_on(tmp_path: Path) -> Non
         ({"model_type": "mamba2"}, r"model_type 'mamba2' is not supported \(supported: llama, mistral, qwen2, qwen3"),
         ({"model_type": "gemma4"}, r"model_type 'gemma4' is not supported: it needs two head sizes.*supported: llama"),
         ({"model_type": "gemma3"}, r"text_config must be an object, got None"),
-        (GEMMA3 | {"use_bidirectional_attention": True}, r"use_bidirectional_attention is not supported"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, r"attention in both directions"),
         (GEMMA3 | {"layer_types": None, "sliding_window_pattern": [1, 0]}, r"sliding_window_pattern must be a number"),
         (GEMMA3 | {"sliding_window": -4}, r"sliding_window must be a positive integer, got -4"),
         (GEMMA3 | {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping must be a positive number, got -1.0"),

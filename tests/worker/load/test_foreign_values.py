@@ -201,8 +201,19 @@ def test_configs_that_cannot_be_are_refused_by_name(
         spec_of(tmp_path, base | config | changes)
 
 
-@pytest.mark.parametrize("lie", [{"is_causal": False}, {"use_bidirectional_attention": True}])
-def test_attention_in_both_directions_is_refused(lie: dict[str, bool], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | lie))
-    with pytest.raises(CheckpointError, match="attention in both directions"):
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ({"is_causal": False}, "attention in both directions"),
+        ({"use_bidirectional_attention": True}, "attention in both directions"),
+        ({"sliding_window": 0}, "sliding_window must be a positive integer"),
+        ({"sliding_window": -4}, "sliding_window must be a positive integer"),
+        ({"layer_types": ["full_attention", "mamba"]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list of"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "granite"])
+def test_what_a_config_may_not_say_of_attention(family: str, lie: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": family, "num_key_value_heads": 4} | lie))
+    with pytest.raises(CheckpointError, match=said):
         find_model(str(tmp_path))

@@ -13,10 +13,12 @@ from allspan.worker.models.blocks.gated_mlp import GatedMlp
 from allspan.worker.models.blocks.gqa import Gqa
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.rotary import check_factors
+from allspan.worker.models.foreign.windows import FULL, SLIDING
 from allspan.worker.models.rope import RotarySpec
 from allspan.worker.models.spec import LayerSpec, ModelSpec, Norms, NormSpec
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LAYER_KINDS = (FULL, SLIDING, "attention")
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
 
@@ -29,6 +31,7 @@ def model_spec(
             "attention in both directions (is_causal false, use_bidirectional_attention true) is not supported: use a "
             "model whose tokens see those before them"
         )
+    _check_layers(config)
     bos = config.token_ids("bos_token_id")
     return ModelSpec(
         family=family,
@@ -42,6 +45,19 @@ def model_spec(
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(config.token_ids("eos_token_id"))),
     )
+
+
+def _check_layers(config: ForeignConfig) -> None:
+    """What is said of layers must be sound also where a family does without it. Raises CheckpointError."""
+    is_gguf = config.has("gguf_sliding_window")  # where 0 is no window
+    if config.get("sliding_window") is not None and not (is_gguf and config.get("sliding_window") == 0):
+        config.size("sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or not all(kind in _LAYER_KINDS for kind in kinds):
+        known = ", ".join(_LAYER_KINDS)
+        raise config.error(f"layer_types must be a list of kinds ({known}), got {shown(kinds)}")
 
 
 def alike(config: ForeignConfig, attention: Gqa, mlp: MlpBlock, windows: Sequence[int] = ()) -> list[LayerSpec]:
