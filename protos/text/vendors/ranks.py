@@ -94,7 +94,8 @@ class RankedVocabulary:
 
 
 def read_tiktoken(data: bytes, source: str) -> dict[bytes, int]:
-    """The tokens of a file with one a line: base64 of its bytes, a space, its rank. Raises CheckpointError."""
+    """The tokens of a file with one a line: base64 of its bytes, a space, its rank. Raises CheckpointError, also where
+    the ranks are not the numbers from 0 on, each once: they are ids, and those of the special tokens follow them."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if not line:
@@ -108,6 +109,10 @@ def read_tiktoken(data: bytes, source: str) -> dict[bytes, int]:
         _add(ranks, encoded, int(rank), f"{source}: line {number}")
     if not ranks:
         raise CheckpointError(f"{source} has no tokens")
+    for expected, found in enumerate(sorted(ranks.values())):
+        if found != expected:
+            wrong = f"the rank {found} twice" if found < expected else f"no token of rank {expected}"
+            raise CheckpointError(f"{source} has {wrong}, must have each from 0 to {len(ranks) - 1} once")
     return ranks
 
 

@@ -129,6 +129,16 @@ def test_a_damaged_list_of_ranks_is_refused_by_name(name: str) -> None:
         read_tiktoken(BAD[name], "some.tiktoken")
 
 
+@pytest.mark.parametrize(
+    ("line", "message"), [(b"enp6 97", "the rank 97 twice"), (b"enp6 257", "no token of rank 256")]
+)
+def test_ranks_are_the_numbers_from_0_on_each_once(line: bytes, message: str) -> None:
+    whole = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(LETTERS))
+    assert len(read_tiktoken(whole, "some.tiktoken")) == 256
+    with pytest.raises(CheckpointError, match=f"^some.tiktoken has {message}, must have each from 0 to 256 once"):
+        read_tiktoken(whole + line, "some.tiktoken")
+
+
 @pytest.mark.parametrize("name", BAD_TEKKEN)
 def test_a_tekken_file_that_lies_is_refused_by_name(name: str) -> None:
     with pytest.raises(CheckpointError, match=r"^some\.json"):
