@@ -20,17 +20,21 @@ from allspan.protos.text.written import CUT
 GLM4_CALLS = "在调用上述函数时，请使用 Json 格式表示调用的参数。"
 """How GLM-4's system message asks for the arguments of calls."""
 _REFUSED = "{{ raise_exception('a message of the role ' ~ message.role ~ ' has no place here in this chat format') }}"
+_CALLS_REFUSED = (
+    "{%- if message.tool_calls -%}{{ raise_exception('tool_calls have no place in this chat format') }}{%- endif -%}"
+)
 
 _CHATML = """{%- if messages and messages[0].role == 'system' -%}
-{%- set head, rest = messages[0].content, messages[1:] -%}
+{%- set head, rest = messages[0].content or '', messages[1:] -%}
 {%- else -%}
 {%- set head, rest = 'You are a helpful assistant.', messages -%}
 {%- endif -%}
 <|im_start|>system
 CUT{{ head }}<|im_end|>
 {%- for message in rest -%}
+NO_CALLS
 {%- if message.role not in ['system', 'user', 'assistant'] -%}REFUSE{%- endif -%}
-{{ '\\n<|im_start|>' ~ message.role ~ '\\nCUT' ~ message.content ~ '<|im_end|>' }}
+{{ '\\n<|im_start|>' ~ message.role ~ '\\nCUT' ~ TEXT ~ '<|im_end|>' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '\\n<|im_start|>assistant\\n' }}{%- endif -%}"""
 """Qwen 1's."""
@@ -38,16 +42,17 @@ CUT{{ head }}<|im_end|>
 _CHATGLM2 = """{{- '[gMASK]<sop>' -}}
 {%- set state = namespace(round=0, is_open=false) -%}
 {%- for message in messages -%}
+NO_CALLS
 {%- if message.role == 'system' and loop.first -%}
-{{ message.content ~ '\\n\\n' }}
+{{ TEXT ~ '\\n\\n' }}
 {%- elif message.role == 'user' -%}
 {%- if state.is_open -%}{{ '答：\\n\\n' }}{%- endif -%}
 {%- set state.round = state.round + 1 -%}
 {%- set state.is_open = true -%}
-{{ '[Round ' ~ state.round ~ ']\\n\\n问：' ~ message.content ~ '\\n\\n' }}
+{{ '[Round ' ~ state.round ~ ']\\n\\n问：' ~ TEXT ~ '\\n\\n' }}
 {%- elif message.role == 'assistant' and state.is_open -%}
 {%- set state.is_open = false -%}
-{{ '答：' ~ message.content ~ '\\n\\n' }}
+{{ '答：' ~ TEXT ~ '\\n\\n' }}
 {%- else -%}REFUSE
 {%- endif -%}
 {%- endfor -%}
@@ -64,12 +69,12 @@ _CHATGLM3 = """{{- '[gMASK]<sop>' -}}
 {%- endif -%}
 {%- for message in messages -%}
 {%- if message.role == 'tool' -%}
-{{ '<|observation|>\\nCUT' ~ message.content }}
+{{ '<|observation|>\\nCUT' ~ TEXT }}
 {%- elif message.role == 'system' and loop.first and tools -%}
-{{ '<|system|>\\nCUT' ~ message.content ~ '\\n' ~ described }}
+{{ '<|system|>\\nCUT' ~ TEXT ~ '\\n' ~ described }}
 {%- elif message.role in ['system', 'user', 'assistant', 'observation'] -%}
 {%- if message.content or not message.tool_calls -%}
-{{ '<|' ~ message.role ~ '|>' ~ (message.metadata or '') ~ '\\nCUT' ~ message.content }}
+{{ '<|' ~ message.role ~ '|>' ~ (message.metadata or '') ~ '\\nCUT' ~ TEXT }}
 {%- endif -%}
 {%- for call in message.tool_calls or [] -%}
 {{ '<|assistant|>' ~ call.function.name ~ '\\nCUT' ~ '```python\\ntool_call(' }}
@@ -100,10 +105,10 @@ _GLM4 = """{%- macro listed(tools) -%}
 {%- for message in messages -%}
 {%- if message.tools -%}{{ listed(message.tools) }}{%- endif -%}
 {%- if message.role == 'tool' -%}
-{{ '<|observation|>\\nCUT' ~ message.content }}
+{{ '<|observation|>\\nCUT' ~ TEXT }}
 {%- elif message.role in ['system', 'user', 'assistant', 'observation'] -%}
 {%- if message.content or not (message.tools or message.tool_calls) -%}
-{{ '<|' ~ message.role ~ '|>' ~ (message.metadata or '') ~ '\\nCUT' ~ message.content }}
+{{ '<|' ~ message.role ~ '|>' ~ (message.metadata or '') ~ '\\nCUT' ~ TEXT }}
 {%- endif -%}
 {%- for call in message.tool_calls or [] -%}
 {%- set given = call.function.arguments -%}
@@ -116,12 +121,13 @@ _GLM4 = """{%- macro listed(tools) -%}
 """Role tokens as ChatGLM3's; the tools are a system message of their own, before all others."""
 
 _BAICHUAN = """{%- for message in messages -%}
+NO_CALLS
 {%- if message.role == 'system' and loop.first -%}
-{{ message.content }}
+{{ TEXT }}
 {%- elif message.role == 'user' -%}
-{{ user_token ~ message.content }}
+{{ user_token ~ TEXT }}
 {%- elif message.role == 'assistant' -%}
-{{ assistant_token ~ message.content }}
+{{ assistant_token ~ TEXT }}
 {%- else -%}REFUSE
 {%- endif -%}
 {%- endfor -%}
@@ -165,6 +171,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _made(source: str) -> str:
+    """The source with what its words in capitals stand for: TEXT is a message's, "" for content that is null."""
+    source = source.replace("TEXT", "(message.content or '')").replace("NO_CALLS", _CALLS_REFUSED)
     return source.replace("REFUSE", _REFUSED).replace("GLM4_CALLS", GLM4_CALLS).replace("CUT", CUT)
 
 

@@ -138,6 +138,20 @@ def test_formats_without_tools_refuse_them_by_name(tmp_path: Path, name: str) ->
     assert made.encode_chat(said("x"), tools=[]) == made.encode_chat(said("x"))
 
 
+def test_content_that_is_null_is_no_text(tokenizer: Tokenizer) -> None:
+    conversation = [{"role": "system", "content": ""}, *said("", "", "x")]
+    empty: list[dict[str, Any]] = [{**message, "content": message["content"] or None} for message in conversation]
+    assert tokenizer.render_chat(empty) == tokenizer.render_chat(conversation)
+
+
+@pytest.mark.parametrize("name", ["qwen", "chatglm2", "baichuan"])
+def test_formats_without_calls_refuse_them(tmp_path: Path, name: str) -> None:
+    made = load_tokenizer(vendor_folders.FOLDERS[name](tmp_path / name))
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    with pytest.raises(InvalidRequest, match="tool_calls have no place"):
+        made.encode_chat([*said("x"), {"role": "assistant", "content": None, "tool_calls": [call]}])
+
+
 def test_glm4_and_baichuan_have_roles_before_texts(tmp_path: Path) -> None:
     glm = load_tokenizer(vendor_folders.glm4(tmp_path / "g"))
     expected = [*glm.prefix, *special(glm, "<|user|>"), 10, *literal(glm)("\n\n hello"), *special(glm, "<|assistant|>")]
