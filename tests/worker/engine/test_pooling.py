@@ -48,6 +48,8 @@ def test_vectors_are_transformers_with_equal_bits_in_any_chunks_alone_among_othe
                 np.testing.assert_allclose(found, [pool(rows) for rows in expected], atol=1e-5)
                 assert np.array_equal(engine.embed(prompts[-1], normalize=False, options=options)[0], found[-1])
                 assert np.array_equal(first.setdefault(pooling, found), found)
+                with pytest.raises(InvalidRequest, match="prompt_logprobs is given beside pooling"):
+                    engine.generate([prompts[0]], SamplingParams(prompt_logprobs=2), options)
             engine.release_request(handle)
             statistics = engine.statistics()
             assert (statistics.prefix_hit_tokens > 0) == caching
