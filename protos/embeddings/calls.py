@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.embeddings.card import EmbeddingCard
 from allspan.protos.embeddings.rerank import check_pair
 from allspan.protos.embeddings.vectors import Floats, cosine, embedding, probability, ranked
+from allspan.protos.model_files.json_values import shown
 from allspan.protos.text.tokenizers.tokenizer import Tokenizer
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
@@ -143,14 +144,14 @@ class EmbeddingCalls:
         self, query: str, documents: Sequence[str], top_n: int | None = None, instruction: str | None = None
     ) -> list[Ranked]:
         """The `top_n` documents (None: all) that fit the query best, the best first."""
-        scores = self.score(query, list(documents), instruction)
+        scores = self.score(query, texts_of(documents, "documents"), instruction)
         return [Ranked(*each) for each in ranked(scores.tolist(), _checked_top(top_n))]
 
     async def arerank(
         self, query: str, documents: Sequence[str], top_n: int | None = None, instruction: str | None = None
     ) -> list[Ranked]:
         """`rerank` for asyncio; cancelling it stops its requests."""
-        scores = await self.ascore(query, list(documents), instruction)
+        scores = await self.ascore(query, texts_of(documents, "documents"), instruction)
         return [Ranked(*each) for each in ranked(scores.tolist(), _checked_top(top_n))]
 
     def _embed_call(
@@ -194,8 +195,7 @@ class EmbeddingCalls:
 
 def text_pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
     """Each document with its query; one query goes with every document. Raises InvalidRequest."""
-    asked = [queries] if isinstance(queries, str) else list(queries)
-    texts = [documents] if isinstance(documents, str) else list(documents)
+    asked, texts = texts_of(queries, "queries"), texts_of(documents, "documents")
     if not texts or not asked:
         raise InvalidRequest("documents is empty, must have at least one text", "documents")
     if len(asked) == 1:
@@ -208,6 +208,15 @@ def text_pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> 
     for query, document in pairs:
         check_pair(query, document)
     return pairs
+
+
+def texts_of(given: object, name: str) -> list[str]:
+    """A text, or a sequence of texts, as a list. Raises InvalidRequest naming `name` for anything else."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+        raise InvalidRequest(f"{name} is {shown(given)}, must be a text or a list of texts", name)
+    return list(given)
 
 
 def _checked_top(top_n: int | None) -> int | None:

@@ -54,6 +54,8 @@ class EmbeddingCard:
     def prompt(self, name: str | None) -> str:
         """The text before an input. Raises InvalidRequest for a name that the model does not have."""
         name = self.default_prompt if name is None else name
+        if not isinstance(name, str):
+            raise InvalidRequest(f"input_type is {shown(name)}, must be a text", "input_type")
         known = _ALIASES.get(name, name)
         if known in self.prompts:
             return self.prompts[known]
@@ -64,7 +66,11 @@ class EmbeddingCard:
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raises InvalidRequest for a number of elements that the model's vectors may not be cut to."""
-        if dimensions is None or dimensions == self.size:
+        if dimensions is None:
+            return
+        if type(dimensions) is not int or dimensions < 1:
+            raise InvalidRequest(f"dimensions is {shown(dimensions)}, must be a number from 1 on", "dimensions")
+        if dimensions == self.size:
             return
         if not self.is_matryoshka:
             raise InvalidRequest(
@@ -117,8 +123,9 @@ def _of_folder(folder: Path) -> tuple[EmbeddingCard, list[str]]:
     config = read_json_object(folder / "config.json")
     names = [name] if isinstance(name := config.get("_name_or_path"), str) else []
     sizes = config.get("matryoshka_dimensions")
-    dimensions = tuple(each for each in sizes if isinstance(each, int)) if isinstance(sizes, list) else ()
-    size = config.get("hidden_size")
+    dimensions = tuple(each for each in sizes if type(each) is int and each > 0) if isinstance(sizes, list) else ()
+    text = config.get("text_config")
+    size = config.get("hidden_size") or (text.get("hidden_size") if isinstance(text, dict) else None)
     made_for = config.get("architectures")
     classes = [str(each) for each in made_for] if isinstance(made_for, list) else []
     card = EmbeddingCard(
@@ -149,22 +156,27 @@ def _head(config: Mapping[str, Any], file: Path) -> RerankHead | None:
 def _of_modules(folder: Path, card: EmbeddingCard) -> EmbeddingCard:
     """What sentence-transformers wrote: a list of modules, the model first."""
     file = folder / "modules.json"
-    normalize, pooling = False, card.pooling
+    normalize, pooling = False, ""
     for module in _modules(file):
         kind = str(module.get("type", "")).rpartition(".")[2]
         place = folder / str(module.get("path", "")) / "config.json"
         if kind == "Pooling":
+            if pooling:
+                raise CheckpointError(f"{file}: names two Pooling modules, must name one")
             pooling = _pooling(place)
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
             raise CheckpointError(f"{file}: module {shown(kind)} is not supported (Transformer, Pooling, Normalize)")
+    if not pooling:
+        raise CheckpointError(f"{file}: names no Pooling module, must name one: it says how vectors are made of tokens")
     return replace(card, pooling=pooling, normalize=normalize, generates=False)
 
 
 def _modules(file: Path) -> list[Mapping[str, Any]]:
     """The file's list: the reader of JSON wants an object."""
-    found = parse_object(b'{"modules":' + read_regular(file, MAX_CONFIG_BYTES) + b"}", str(file))["modules"]
+    values = parse_object(b'{"modules":' + read_regular(file, MAX_CONFIG_BYTES) + b"}", str(file))
+    found = values["modules"] if len(values) == 1 else None
     if not isinstance(found, list) or len(found) > 16 or not all(isinstance(each, dict) for each in found):
         raise CheckpointError(f"{file}: must be a list of at most 16 modules, each an object")
     paths = [Path(str(each.get("path", ""))) for each in found]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from allspan.protos.api.errors import CheckpointError, InvalidRequest
+from allspan.protos.embeddings.calls import text_pairs
 from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
 from allspan.protos.embeddings.rerank import QWEN3
 from allspan.protos.embeddings.vectors import cosine, embedding, probability, ranked, to_base64
@@ -119,3 +120,38 @@ def test_texts_of_a_pair_are_no_control_tokens() -> None:
     assert "<Document>: {query}<|im_end|>" in made
     own = "".join(made[a:b] for a, b in made.own)
     assert own.count("<|im_end|>") == 2
+
+
+@pytest.mark.parametrize("dimensions", [0, -1, True, 1.5, "a"])
+def test_dimensions_that_are_no_number_of_elements_are_refused(dimensions: Any, tmp_path: Path) -> None:
+    card = embedding_card(write(tmp_path, config={"text_config": {"hidden_size": 8}, "is_matryoshka": True}))
+    assert card.size == 8
+    with pytest.raises(InvalidRequest, match=r"dimensions is .*, must be a number from 1 on"):
+        card.check_dimensions(dimensions)
+    with pytest.raises(InvalidRequest, match="must be from 1 to 8"):
+        card.check_dimensions(9)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "no Pooling module"),
+        (json.dumps(modules("Transformer", "Pooling", "Pooling")), "two Pooling modules"),
+        (json.dumps(modules("Pooling")) + ',"x":1', "list of at most 16 modules"),
+    ],
+)
+def test_modules_that_leave_pooling_open_are_refused(text: str, said: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, config={"architectures": ["Qwen3Model"]}, pool__config={"pooling_mode": "mean"})
+    (folder / "modules.json").write_text(text)
+    with pytest.raises(CheckpointError, match=said):
+        embedding_card(folder)
+
+
+@pytest.mark.parametrize("given", [None, 5, {"a": 1}, b"a"])
+def test_what_is_no_text_cannot_be_scored(given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"documents is .*, must be a text or a list of texts"):
+        text_pairs("q", given)
+    with pytest.raises(InvalidRequest, match=r"queries is .*, must be a text or a list of texts"):
+        text_pairs(given, ["a"])
+    with pytest.raises(InvalidRequest, match="input_type is"):
+        EmbeddingCard().prompt([given])  # type: ignore[arg-type]
