@@ -64,7 +64,9 @@ def convert(config: WorkerConfig, ranks: int, into: Path) -> Manifest:
     with ThreadPoolExecutor(1) as hashing:
         hashed = hashing.submit(source_files, files)
         for path in copied:
-            shutil.copyfile(path, into / path.name)
+            target = into / path.relative_to(source.path)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
         if source.path.is_file():
             (into / METADATA_GGUF).write_bytes(metadata_part(source.path))
         written = tuple(_convert_rank(config, each, packer, into) for each in prepared)
@@ -112,11 +114,14 @@ def _check_room(into: Path, num_bytes: int) -> None:
 
 
 def _to_copy(source: Path) -> list[Path]:
-    """What serving needs of a folder beside the weights: configs and the tokenizer."""
+    """What serving needs of a folder beside the weights: configs, also of sentence-transformers' modules, and the
+    tokenizer."""
     if source.is_file():
         return []
     found = (path for path in sorted(source.iterdir()) if path.suffix in _COPIED and path.is_file())
-    return [path for path in found if not path.name.endswith(".index.json")]
+    return [path for path in found if not path.name.endswith(".index.json")] + sorted(
+        source.glob("[0-9]_*/config.json")
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

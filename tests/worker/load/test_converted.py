@@ -19,6 +19,7 @@ from allspan.protos.api.errors import CheckpointError, ConfigError, ModelNotFoun
 from allspan.protos.config.config_json import to_json
 from allspan.protos.config.converted_manifest import MANIFEST, METADATA_GGUF, Manifest, read_manifest, sha256_of
 from allspan.protos.config.settings import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
+from allspan.protos.embeddings.card import embedding_card
 from allspan.protos.text.tokenizers.gguf_metadata import read_header, read_metadata
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.engine.weights import Weights
@@ -299,6 +300,17 @@ def test_what_is_copied_needs_room_too(tiny: Path, tmp_path: Path, monkeypatch: 
     make(tiny, tmp_path / "a")
     with pytest.raises(ConfigError, match=r"takes \d+ bytes, .* has 8388608 free"):
         make(source, tmp_path / "b")
+
+
+def test_how_a_model_pools_is_kept(tiny: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny, source)
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    (source / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
+    make(source, tmp_path / "out")
+    assert embedding_card(tmp_path / "out") == embedding_card(source)
+    assert embedding_card(source).pooling == "mean"
 
 
 def test_random_weights_can_be_converted(tiny: Path, tmp_path: Path) -> None:
