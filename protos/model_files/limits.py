@@ -14,7 +14,7 @@ MAX_TEMPLATE_BYTES = 1 << 20
 """A chat template; known ones reach 30 kB."""
 MAX_TENSORS_HEADER_BYTES = 32 << 20
 """The JSON header of a safetensors file: some 130 bytes a tensor."""
-MAX_PICKLE_INSTRUCTIONS = 1 << 19
+MAX_PICKLE_INSTRUCTIONS = 1 << 18
 """Instructions of the pickle in a pytorch_model.bin: some 35 a tensor, of which one file has hundreds."""
 MAX_GGUF_HEADER_BYTES = 256 << 20
 """All bytes of a GGUF file before its tensors: mostly the vocabulary, 12 MB for 150,000 tokens."""
