@@ -29,6 +29,8 @@ COMMANDS = {
     "generate": "continue one prompt",
     "ps": "list the running clusters",
     "stop": "stop a running cluster",
+    "restart": "give a running cluster new ranks, one replica after another",
+    "gateway": "serve HTTP and gRPC for a cluster that runs elsewhere",
     "logs": "print or follow the log of a running cluster",
     "pull": "fetch a model into the cache and print where it is",
     "list": "list the models of this machine",
@@ -41,7 +43,7 @@ COMMANDS = {
     "bench": "measure speed, caches, quality and endurance: `allspan bench --help`",
     "completion": "print a script that completes commands and flags in bash, zsh or fish",
 }
-_FOLDERS = {"clusters": ("ps", "stop", "logs"), "models": ("pull", "list", "rm", "convert")}
+_FOLDERS = {"clusters": ("ps", "stop", "restart", "logs"), "models": ("pull", "list", "rm", "convert")}
 """Commands that lie in a folder of launch/commands, by the folder."""
 INTERRUPTED = 130
 BROKEN_PIPE = 128 + signal.SIGPIPE

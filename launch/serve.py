@@ -69,6 +69,7 @@ class Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
         signal.signal(signal.SIGHUP, self._read_again)
+        signal.signal(signal.SIGUSR2, self._restart)
 
     @property
     def remaining_s(self) -> float:
@@ -100,6 +101,11 @@ class Interrupt:
     def _read_again(self, number: int, frame: FrameType | None) -> None:
         """SIGHUP, which a terminal sends that is closed, too: it ends nothing."""
         self._set(self._reload)
+
+    def _restart(self, number: int, frame: FrameType | None) -> None:
+        """SIGUSR2: the replicas get new ranks, one after another."""
+        if self._cluster is not None and not self.requested:
+            self._cluster.restart(self._drain_s)
 
     def done(self) -> None:
         """The end has come in order."""

@@ -41,6 +41,7 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "max_failures": (1, 1000),
     "failure_window_s": (1, 86400),
     "resume_timeout": (0, 86400),
+    "attach_timeout": (1, 86400),
     "parent_pid": (0, 2**31 - 1),
     "port": (0, 65535),
     "grpc_port": (0, 65535),
@@ -111,22 +112,24 @@ def add_model(parser: Parser, grouped: bool = True) -> None:
 
 def add_hub(parser: argparse._ActionsContainer) -> None:
     """Adds the flags for models that are fetched from a hub."""
-    _add(parser, HubConfig)
+    add_flags(parser, HubConfig)
 
 
 def add_weights(parser: argparse._ActionsContainer) -> None:
     """Adds the flags for the form in which weights are held."""
-    _add(parser, ModelConfig, skip=tuple(entry.name for entry in fields(ModelConfig) if entry.name not in HELD_FIELDS))
+    add_flags(
+        parser, ModelConfig, skip=tuple(entry.name for entry in fields(ModelConfig) if entry.name not in HELD_FIELDS)
+    )
 
 
 def add_cluster_options(parser: Parser) -> None:
     """Adds the flags of every command that starts a cluster."""
     ranks = parser.group("ranks", "processes, processors and GPUs")
-    _add(ranks, PlacementConfig)
-    _add(ranks, ParallelConfig, skip=("threads", "cpus", "memory_node", "oversubscribed", "ranks_on_node"))
+    add_flags(ranks, PlacementConfig)
+    add_flags(ranks, ParallelConfig, skip=("threads", "cpus", "memory_node", "oversubscribed", "ranks_on_node"))
     model = parser.group("model", "weights and context")
     add_weights(model)
-    _add(model, ModelConfig, skip=("path", "name", *HELD_FIELDS))
+    add_flags(model, ModelConfig, skip=("path", "name", *HELD_FIELDS))
     model.add_argument(
         "--random-weights",
         dest="load_format",
@@ -134,8 +137,8 @@ def add_cluster_options(parser: Parser) -> None:
         const="dummy",
         help="Fills the weights of a folder with a config.json with random numbers, as --load-format dummy does.",
     )
-    _add(parser.group("cache", "the KV cache"), CacheConfig)
-    _add(parser.group("scheduler", "what a step may hold"), SchedulerConfig)
+    add_flags(parser.group("cache", "the KV cache"), CacheConfig)
+    add_flags(parser.group("scheduler", "what a step may hold"), SchedulerConfig)
 
 
 def serve_parser() -> Parser:
@@ -143,20 +146,20 @@ def serve_parser() -> Parser:
     add_model(parser)
     add_cluster_options(parser)
     gateway = parser.group("gateway", "where HTTP and gRPC are served")
-    _add(gateway, GatewayConfig, skip=tuple(GROUPS))
+    add_flags(gateway, GatewayConfig, skip=tuple(GROUPS))
     for name, (title, group) in GROUPS.items():
-        _add(parser.group(name, title), group)
+        add_flags(parser.group(name, title), group)
     gateway.add_argument(
         "--gateway",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="Serves HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
     )
-    _add(parser.group("wire", "how clients reach the ranks"), WireConfig)
-    _add(parser.group("logging", "lines on standard error"), LogConfig)
+    add_flags(parser.group("wire", "how clients reach the ranks"), WireConfig)
+    add_flags(parser.group("logging", "lines on standard error"), LogConfig)
     failures = parser.group("failures", "when ranks die or do not answer")
-    _add(failures, ResumeConfig)
-    _add(failures, SupervisorConfig)
+    add_flags(failures, ResumeConfig)
+    add_flags(failures, SupervisorConfig)
     parser.add_config()
     return parser
 
@@ -171,7 +174,7 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         # The launcher's `threads` 0 means "decide"; each rank gets its own number.
         parallel=build(ParallelConfig, namespace, threads=1),
         supervisor=build(SupervisorConfig, namespace),
-        gateway=_gateway_config(namespace) if namespace.gateway else None,
+        gateway=gateway_config(namespace) if namespace.gateway else None,
         served_model_name=namespace.served_model_name,
         shutdown_timeout=namespace.shutdown_timeout,
         resume=build(ResumeConfig, namespace),
@@ -181,9 +184,11 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
     )
 
 
-def _gateway_config(namespace: argparse.Namespace) -> GatewayConfig:
+def gateway_config(namespace: argparse.Namespace) -> GatewayConfig:
+    """Returns the settings of a gateway from its flags."""
     return build(GatewayConfig, namespace, **{name: build(group, namespace) for name, (_, group) in GROUPS.items()})
 
 
-def _add(parser: argparse._ActionsContainer, cls: type, skip: tuple[str, ...] = ()) -> None:
+def add_flags(parser: argparse._ActionsContainer, cls: type, skip: tuple[str, ...] = ()) -> None:
+    """Adds the flags of one dataclass, with their other spellings, choices and limits."""
     add_options(parser, cls, skip, ALIASES, _CHOICES, _LIMITS)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from allspan.launch.console import say
 from allspan.launch.supervision import reaper
+from allspan.launch.supervision.rolling_restart import RollingRestart
 from allspan.launch.supervision.run_dir import RunDir
 from allspan.launch.supervision.supervisor import Supervisor, SupervisorConfig
 from allspan.launch.supervision.world import WorldPlan
@@ -90,6 +91,7 @@ class Cluster:
             Supervisor(_plan_at(plan, part.path), part, config, self._changed)
             for plan, part in zip(plans, runs, strict=True)
         ]
+        self._restart = RollingRestart(self._supervisors)
         self._reaper = Reaper(run)
         self._ready = threading.Event()
         self._ended = threading.Event()
@@ -124,6 +126,13 @@ class Cluster:
                 self._on_end = callback
                 return
         callback()
+
+    def restart(self, drain_s: float) -> None:
+        """Replaces the worlds of the replicas one after another, each with `drain_s` seconds at most for requests that
+        run: the next one's turn comes when the one before is ready again. Nothing while such a restart is under way,
+        or before the cluster was ready. Safe in a signal handler."""
+        if self.info is not None and not self._asked:
+            self._restart.begin(drain_s)
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Starts the shutdown, after `drain_s` seconds at most for requests that run. Safe in a signal handler."""

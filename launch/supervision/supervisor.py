@@ -44,6 +44,24 @@ class SupervisorConfig:
     """Ends the cluster when the process with this id is gone; 0 watches none."""
 
 
+class Trigger:
+    """An event that a thread waits for beside file descriptors: `fd` is readable while it is set. Safe in a signal
+    handler."""
+
+    def __init__(self) -> None:
+        self.fd, self._write = os.pipe()
+
+    def set(self) -> None:
+        os.write(self._write, b"x")
+
+    def clear(self) -> bool:
+        """Returns whether it was set."""
+        was_set = is_readable([self.fd], 0.0)
+        if was_set:
+            os.read(self.fd, 4096)
+        return was_set
+
+
 class Supervisor:
     """Runs worlds in a thread of its own until `stop`, or until one fails that must not be restarted.
 
@@ -56,13 +74,16 @@ class Supervisor:
         self._config = config
         self._on_change = on_change
         self._parent_fds = _watch(config.parent_pid) if config.parent_pid else []
-        self._stop_read, self._stop_write = os.pipe()
+        self._stop = Trigger()
+        self._replacement = Trigger()
         self._thread = threading.Thread(target=self._main, name="supervisor", daemon=True)
         self._failures: deque[tuple[float, str]] = deque()
         self._drain_until = 0.0
         self._abandoned = False
         self.info: ClusterInfo | None = None
         """The first ready world's."""
+        self.ready_epoch = 0
+        """The epoch of the world that is ready now; 0 while none is."""
         self.is_over = False
         """There is no world, and there will be none."""
         self.error: AllspanError | None = None
@@ -74,7 +95,12 @@ class Supervisor:
     def stop(self, drain_s: float = 0.0) -> None:
         """Starts the shutdown, after `drain_s` seconds at most for requests that run. Safe in a signal handler."""
         self._drain_until = time.monotonic() + drain_s
-        os.write(self._stop_write, b"x")
+        self._stop.set()
+
+    def replace_world(self, drain_s: float) -> None:
+        """Ends the present world, once its requests have had `drain_s` seconds to finish, and starts another one."""
+        self._drain_until = time.monotonic() + drain_s
+        self._replacement.set()
 
     def abandon(self) -> None:
         """The world's processes and files are about to go away under this supervisor; it must not mind."""
@@ -103,6 +129,8 @@ class Supervisor:
         while True:
             epoch += 1
             death = self._run_world(epoch)
+            if self._replacement.clear() and not self._must_stop:
+                continue
             if death is None:
                 return
             if not self._may_restart:
@@ -116,19 +144,19 @@ class Supervisor:
                 return
 
     def _run_world(self, epoch: int) -> Death | None:
-        """Runs one world from its start to its end; returns None when `stop` ended it."""
+        """Runs one world from its start to its end; returns None when `stop` or `replace_world` ended it."""
         self._tell(self._state(epoch, "starting"))
         world = WorldProcess(self._plan, self._run, epoch)
         drain_s: float | None = None
         try:
-            stops = [self._stop_read, *self._parent_fds]
+            stops = [*self._stop_fds, self._replacement.fd]
             event = world.wait(stops, done=lambda: world.info() is not None, timeout_s=self._plan.start_timeout_s)
             loaded = event == "done"
             if loaded:
                 self._note_ready(world)
                 event = world.wait(stops)
             if event == "stop":
-                self._tell(self._state(epoch, "stopped"))  # no client may attach any more
+                self._tell_end(epoch)
                 if loaded:
                     drain_s = max(0.0, self._drain_until - time.monotonic())
                 return None
@@ -142,7 +170,24 @@ class Supervisor:
             say(f"{self._plan.title} is down: {death.cause}")
             return death
         finally:
+            self.ready_epoch = 0
             world.end(drain_s)
+
+    def _tell_end(self, epoch: int) -> None:
+        """Writes that no client may attach to this world any more, nor to any other unless it is being replaced."""
+        if self._must_stop:
+            self._tell(self._state(epoch, "stopped"))
+        else:
+            say(f"{self._plan.title} is being restarted")
+            self._tell(self._state(epoch, "down", f"{self._plan.title} is being restarted", will_restart=True))
+
+    @property
+    def _stop_fds(self) -> list[int]:
+        return [self._stop.fd, *self._parent_fds]
+
+    @property
+    def _must_stop(self) -> bool:
+        return is_readable(self._stop_fds, 0.0)
 
     def _late(self) -> Death:
         message = f"{self._plan.title} was not ready within --start-timeout-s {self._plan.start_timeout_s:g} s"
@@ -152,6 +197,7 @@ class Supervisor:
         if self.info is None:
             self.info = world.info()
             self._on_change()
+        self.ready_epoch = world.epoch
         if changed := world.weights.first():
             say(f"warning: the ranks may have read two versions of the weights: {changed}")
         if world.epoch > 1:
@@ -193,7 +239,7 @@ class Supervisor:
         )
 
     def _wait_for_stop(self, timeout_s: float) -> bool:
-        return is_readable([self._stop_read, *self._parent_fds], timeout_s)
+        return is_readable(self._stop_fds, timeout_s)
 
 
 def _watch(pid: int) -> list[int]:
