@@ -37,6 +37,11 @@ _GATHER_BYTES = 1024
 _ABORT_TIMEOUT_S = 3.0
 _LOAD_TIMEOUT_S = 3600.0
 """Ranks may read their weights at very different speeds; that a peer died meanwhile is mpirun's to notice."""
+_SEPARATE = (
+    "{started} started {tasks} ranks, but MPI joins none of them: each would serve the whole model alone. Start them "
+    "with `srun --mpi=pmix` (`srun --mpi=list` says whether this Slurm has it) or with the mpirun of the MPI library "
+    "that mpi4py loads; for one rank alone use `srun -n 1`"
+)
 
 
 class World(Protocol):
@@ -66,8 +71,11 @@ class World(Protocol):
 
 def join_world(config: ParallelConfig, on_device: DeviceCollectives | None = None) -> World:
     """`on_device` makes the collectives of a device from those of host memory; None: tensors lie in host memory.
-    ConfigError when "window" is asked for and cannot be had."""
+    ConfigError when "window" is asked for and cannot be had, or when Slurm started several tasks that MPI does not
+    join."""
     ranks = place()
+    if ranks is None:
+        _refuse_separate_tasks()
     if ranks is None or ranks[1] == 1:
         return LocalWorld()
     return MpiWorld(config, on_device)
@@ -110,6 +118,8 @@ class MpiWorld:
         self._config = config
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
+        if self.size == 1:  # its launcher started several
+            raise ConfigError(_SEPARATE.format(started="The launcher", tasks=(place() or (0, 0))[1]))
         self._threads = self.all_values(config.threads)
         memory, native, why_not = self._shared_memory()
         if memory is None and config.collectives == "window":
@@ -229,6 +239,13 @@ def _start_mpi() -> Any:
 
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     return MPI
+
+
+def _refuse_separate_tasks() -> None:
+    """Raises ConfigError for one of several tasks that srun started without MPI, each of them a world of its own."""
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if tasks.isdigit() and int(tasks) > 1:
+        raise ConfigError(_SEPARATE.format(started="Slurm", tasks=f"{tasks} (SLURM_NTASKS)"))
 
 
 def _groups(collectives: Collectives) -> dict[str, Collectives]:
