@@ -47,12 +47,14 @@ class RequestIds(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ResultsSubscription(_message.Message):
-    __slots__ = ("client_id", "heartbeat_ms")
+    __slots__ = ("client_id", "heartbeat_ms", "page_events")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     client_id: str
     heartbeat_ms: int
-    def __init__(self, client_id: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
+    page_events: int
+    def __init__(self, client_id: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ..., page_events: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
@@ -113,18 +115,68 @@ class RequestTimings(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., arrived_at: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("step", "epoch", "outputs", "progress", "refusal")
+    __slots__ = ("step", "epoch", "outputs", "progress", "refusal", "load", "page_events")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PAGE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     epoch: int
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     progress: int
     refusal: str
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., progress: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
+    load: EngineLoad
+    page_events: _containers.RepeatedCompositeFieldContainer[PageEvents]
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., progress: _Optional[int] = ..., refusal: _Optional[str] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., page_events: _Optional[_Iterable[_Union[PageEvents, _Mapping]]] = ...) -> None: ...
+
+class EngineLoad(_message.Message):
+    __slots__ = ("running", "waiting", "queued_tokens", "pages_used", "pages_total", "cached_pages")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    queued_tokens: int
+    pages_used: int
+    pages_total: int
+    cached_pages: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., cached_pages: _Optional[int] = ...) -> None: ...
+
+class PageEvents(_message.Message):
+    __slots__ = ("sequence", "cleared", "stored", "removed", "page_tokens", "weights_version", "prompt_lengths")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    cleared: bool
+    stored: _containers.RepeatedCompositeFieldContainer[PageStored]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    page_tokens: int
+    weights_version: int
+    prompt_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., cleared: bool = ..., stored: _Optional[_Iterable[_Union[PageStored, _Mapping]]] = ..., removed: _Optional[_Iterable[int]] = ..., page_tokens: _Optional[int] = ..., weights_version: _Optional[int] = ..., prompt_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PageStored(_message.Message):
+    __slots__ = ("key", "parent", "token_ids", "medium")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    parent: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    medium: str
+    def __init__(self, key: _Optional[int] = ..., parent: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., medium: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -285,6 +285,7 @@ def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: st
         load_s=loaded.load_s,
         weight_bytes=loaded.model.weight_bytes,
         kv_bytes=loaded.kv_bytes,
+        prompt_lengths=limits.row_inputs.prompt_lengths,
     )
 
 

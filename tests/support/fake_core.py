@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import AllspanError
+from allspan.worker.cache.page_log import PageLog
+from allspan.worker.scheduler.counters import Load
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 
@@ -27,6 +29,7 @@ class FakeCore:
         self.cancelled: list[bytes] = []
         self.calls: list[str] = []
         self.counted: EngineCounters | None = None
+        self.page_log: PageLog | None = None
         self.release_stop = threading.Event()
 
     @property
@@ -60,6 +63,9 @@ class FakeCore:
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
+
+    def load(self) -> Load:
+        return Load(running=1, waiting=2, queued_tokens=300, pages_used=4, pages_total=10, cached_pages=5)
 
     def statistics(self) -> EngineCounters:
         return self.counted or EngineCounters(

@@ -122,6 +122,11 @@ class SimulatedRank:
         self.between()
         self._land()
         self.scheduler.check()
+        memory = self.scheduler.memory
+        if memory.log is not None:
+            cache = memory.groups[memory._logged].cache
+            in_host = set() if cache.host is None else set(cache.host._page_of)
+            assert {key for key, _ in memory.log.snapshot()[0]} == set(cache.device._page_of) | in_host
         return newest or self.plans[-1]
 
     def _land(self) -> None:

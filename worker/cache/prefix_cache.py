@@ -12,31 +12,12 @@ Bookkeeping only: the copies that it decides on are in `take_copies`, and every 
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from allspan.protos.api.errors import InternalError
+from allspan.worker.cache.page_log import PageLog
 from allspan.worker.cache.page_pool import Copy, PagePool
-
-KEY_BYTES = 16
-
-
-def root_key(*parts: str | int) -> bytes:
-    """What stands before a first page: the model's name, the version of its weights, the adapter, the digests
-    of embedding rows and positions, the rotary table, the cache salt."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=KEY_BYTES).digest()
-
-
-def page_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """The keys of the full pages that these token ids (int32) make, after the page of key `before`."""
-    data, width = array("i", tokens).tobytes(), 4 * page_size
-    keys = []
-    for at in range(0, len(data) - width + 1, width):
-        before = hashlib.blake2b(before + data[at : at + width], digest_size=KEY_BYTES).digest()
-        keys.append(before)
-    return keys
 
 
 @dataclass(slots=True)
@@ -65,6 +46,8 @@ class PrefixCache:
         self.host = PagePool(num_host_pages) if num_host_pages else None
         self.generation = 0
         """Counts resets: keys made before the last one must not be inserted any more."""
+        self.log: PageLog | None = None
+        """Learns which pages can be found; its owner tells it of resets."""
         self._computing: dict[bytes, object] = {}
         self._saves: list[Copy] = []
         self._loads: list[Copy] = []
@@ -109,6 +92,8 @@ class PrefixCache:
                 self._loads.append(Copy(page, target, self._group))
                 self.device.insert(key, target)
                 self._computing.pop(key, None)
+                if self.log is not None:
+                    self.log.store(key, is_host=False)
                 page = target
             pages.append(page)
         return pages + list(self.allocate(num_pages - len(pages)))
@@ -116,13 +101,18 @@ class PrefixCache:
     def allocate(self, count: int) -> tuple[int, ...]:
         """Fresh pages, at the cost of the least recently used cached ones. InternalError when too many are in use."""
         for _ in range(min(count - self.device.num_free, self.device.num_cached)):
-            self._save(*self.device.evict())
+            page, key = self.device.evict()
+            self._save(page, key)
+            if self.log is not None:
+                self._log_loss(self.log, key)
         return self.device.allocate(count)
 
     def insert(self, key: bytes, page: int) -> None:
         """A used page now holds the KV that `key` stands for."""
         self._computing.pop(key, None)
         self.device.insert(key, page)
+        if self.log is not None:
+            self.log.store(key, is_host=False)
 
     def release(self, pages: Sequence[int]) -> None:
         """A request gives back its pages, given in its order: of those that stay cached the last goes first."""
@@ -194,8 +184,18 @@ class PrefixCache:
         if self.host.num_available == 0:
             return
         if self.host.num_free == 0:
-            self.host.evict()
+            _, lost = self.host.evict()
+            if self.log is not None:
+                self._log_loss(self.log, lost)
         (target,) = self.host.allocate(1)
         self.host.insert(key, target)
         self.host.release((target,))
         self._saves.append(Copy(page, target, self._group))
+
+    def _log_loss(self, log: PageLog, key: bytes) -> None:
+        """Tells the log where a page is that one tier has given up."""
+        found = self.find(key)
+        if found is None:
+            log.remove(key)
+        else:
+            log.store(key, is_host=found[1])

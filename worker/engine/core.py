@@ -13,6 +13,7 @@ from typing import Any
 from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import InternalError, InvalidRequest, QueueFull, Unavailable
 from allspan.protos.config.settings import WorkerConfig
+from allspan.worker.cache.page_log import PageLog
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.loop import Progress, StepLoop
@@ -24,6 +25,7 @@ from allspan.worker.parallel.base import Collectives, PlanChannel
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.grammar_masks import MaskMaker
 from allspan.worker.sampling.sampler import Sampler
+from allspan.worker.scheduler.counters import Load
 from allspan.worker.scheduler.drafting import Drafting, drafter_of
 from allspan.worker.scheduler.limits import GroupLimits, limits_of
 from allspan.worker.scheduler.lookahead import DEPTH, Lookahead
@@ -203,6 +205,15 @@ class EngineCore:
     def progress_age_s(self) -> float:
         """Seconds since the loop last came round."""
         return self.loop_progress.age_s
+
+    @property
+    def page_log(self) -> PageLog | None:
+        """What the prefix cache holds; None on a follower, and where nothing is kept."""
+        return self._planner.scheduler.memory.log if self.is_leader else None
+
+    def load(self) -> Load:
+        """The leader's requests, tokens and pages. Takes no lock."""
+        return self._planner.load()
 
     def statistics(self) -> EngineCounters:
         """Takes no lock that a step holds for long."""

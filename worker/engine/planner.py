@@ -11,9 +11,13 @@ from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailabl
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.operations import Operations
 from allspan.worker.engine.status import EngineStatus
+from allspan.worker.scheduler.counters import Load
 from allspan.worker.scheduler.plan import StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
+
+EXPECTED_TOKENS = 256
+"""Output tokens of a request that count as load at most: `max_tokens` is often far above the real length."""
 
 OnOutputs = Callable[[list[Outcome]], None]
 
@@ -138,11 +142,27 @@ class LeaderPlanner:
         with self._changed:
             return _statistics(self.scheduler)
 
+    def load(self) -> Load:
+        """Returns what there is to do. Takes no lock, so that the values may be of two steps."""
+        return _load(self.scheduler)
+
     def _expire(self) -> list[Outcome]:
         expired = self.scheduler.expire()
         for request, _ in expired:
             self._inbox.retire(request.request_id)
         return expired
+
+
+def _load(scheduler: Scheduler) -> Load:
+    pool = scheduler.memory.told_pool
+    queued = 0
+    for request in scheduler.requests():
+        output = len(request.output_token_ids)
+        queued += max(len(request.prompt_token_ids) + output - request.num_computed - 1, 0)
+        queued += min(max(request.max_tokens - output, 0), EXPECTED_TOKENS)
+    return Load(
+        scheduler.num_running, scheduler.num_waiting, queued, pool.num_used, pool.total, cached_pages=pool.num_cached
+    )
 
 
 def _statistics(scheduler: Scheduler) -> dict[str, Any]:

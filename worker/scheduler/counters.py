@@ -27,6 +27,18 @@ class SchedulerCounters(EngineCounters):
             self.step_tokens_sum += tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do: requests, tokens that are still to be computed for them, and pages."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    cached_pages: int = 0
+
+
 class Throughput:
     """Prompt tokens that were taken in and tokens that were generated, a second."""
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.cache.page_pool import Copy
-from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_keys, root_key
+from allspan.protos.page_keys import page_keys, root_key
+from allspan.worker.cache.page_log import PageLog
+from allspan.worker.cache.page_pool import Copy, PagePool
+from allspan.worker.cache.prefix_cache import Match, PrefixCache
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.page_group import PageGroup
 from allspan.worker.scheduler.plan import Grant
@@ -52,11 +54,22 @@ class PageManager:
         self._page_size = limits.page_size
         self._settings = settings
         self._row_inputs = limits.row_inputs
+        logged = next((group for group in self.groups if group.keeps_all), self.groups[0])
+        self.log: PageLog | None = None
+        """What requests may begin with: the pages of the group that keeps whole contexts, where there is one."""
+        self._logged = logged.index
+        if settings.enabled and not logged.limits.lifetime.is_state:
+            self.log = logged.cache.log = PageLog(limits.page_size)
 
     @property
     def cache(self) -> PrefixCache:
         """The prefix cache of the first group, which also knows the pages that are being computed."""
         return self.groups[0].cache
+
+    @property
+    def told_pool(self) -> PagePool:
+        """The device's pages of the group that `log` is of."""
+        return self.groups[self._logged].cache.device
 
     def match(self, request: Request) -> PrefixHit | None:
         """What the cache has of a request that is about to join; None when another one computes its next page right
@@ -153,8 +166,13 @@ class PageManager:
         full = request.num_computed // self._page_size
         if full > request.held[0].num_inserted and request.generation == self.cache.generation:
             keys = self._keys(request, full)
+            if self.log is not None:
+                first = request.held[self._logged].num_inserted
+                self.log.describe(keys, first, request.tokens(first * self._page_size, full * self._page_size))
             for group, held in zip(self.groups, request.held, strict=True):
                 group.commit(held, keys)
+            if self.log is not None:
+                self.log.described()
         for group in self._windows:
             group.release_behind(request.held[group.index], request.num_computed)
 
@@ -185,6 +203,8 @@ class PageManager:
         """Forgets every cached page; those in use are forgotten when they are given back."""
         for group in self.groups:
             group.cache.reset()
+        if self.log is not None:
+            self.log.clear(self._weights_version)
 
     def invalidate(self, weights_version: int) -> None:
         """Other weights: nothing that was computed holds any longer."""

@@ -21,11 +21,14 @@ from allspan.protos.api.errors import ERRORS, AllspanError, InternalError, Inval
 from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.convert import counters_to_wire
 from allspan.protos.worker_pb2_grpc import WorkerServicer
+from allspan.worker.cache.page_log import PageLog
 from allspan.worker.process.host import peak_rss_bytes, rss_bytes
 from allspan.worker.sampling.grammar import CompiledGrammar
 from allspan.worker.sampling.grammar_cache import COMPILE_S, Grammars, took_too_long
+from allspan.worker.scheduler.counters import Load
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
+from allspan.worker.service.leader_news import TOKEN_IDS, LeaderNews, PageEventStream, check_page_events
 from allspan.worker.service.leases import Lease, Leases
 from allspan.worker.service.messages import request_from_wire, request_ids_from_wire
 
@@ -69,6 +72,9 @@ class Core(Protocol):
     def operate(self, operation: Operation, timeout: float) -> None: ...
     def reset_prefix_cache(self) -> None: ...
     def shutdown(self) -> None: ...
+    @property
+    def page_log(self) -> PageLog | None: ...
+    def load(self) -> Load: ...
     def statistics(self) -> EngineCounters: ...
 
 
@@ -89,6 +95,8 @@ class RankFacts:
     load_s: float
     weight_bytes: int
     kv_bytes: int
+    prompt_lengths: tuple[int, ...] = ()
+    """See `RowInputs.prompt_lengths`."""
 
 
 def translated(method: Callable[..., Awaitable[Reply]]) -> Callable[..., Awaitable[Reply]]:
@@ -180,15 +188,18 @@ class RankServicer(WorkerServicer):
         try:
             message = parsed(message)
             heartbeat = _heartbeat_s(message.heartbeat_ms)
+            check_page_events(message.page_events)
             lease = self._leases.open(message.client_id)
         except AllspanError as error:
             await refuse(context, error)
             raise
+        told = self._told(message.page_events)
         try:
-            yield self._step_outputs([])
-            async for outputs in _outputs(lease, heartbeat):
-                yield self._step_outputs(outputs)
+            yield self._step_outputs([], told)
+            async for outputs in _outputs(lease, heartbeat, told):
+                yield self._step_outputs(outputs, told)
         finally:
+            told.close()
             open_requests = self._leases.close(lease)
             if open_requests and self._core.is_leader:
                 logger.info("client %s left with %d open requests", lease.client_id, len(open_requests))
@@ -237,11 +248,21 @@ class RankServicer(WorkerServicer):
         """InvalidRequest for something that is not known; CheckpointError when the files are gone."""
         return pb.InspectReply(json=json.dumps(await asyncio.to_thread(self._inspect, message.what)))
 
-    def _step_outputs(self, outputs: list[pb.RequestOutput]) -> pb.StepOutputs:
+    def _step_outputs(self, outputs: list[pb.RequestOutput], told: LeaderNews) -> pb.StepOutputs:
         core = self._core
-        return pb.StepOutputs(
+        message = pb.StepOutputs(
             step=core.steps, epoch=self._epoch, outputs=outputs, progress=core.advance, refusal=core.refusal
         )
+        told.add_to(message)
+        return message
+
+    def _told(self, page_events: int) -> LeaderNews:
+        core = self._core
+        if not core.is_leader:
+            return LeaderNews()
+        log, wants_tokens = core.page_log, page_events == TOKEN_IDS
+        pages = PageEventStream(log, self._facts.prompt_lengths, wants_tokens) if log and page_events else None
+        return LeaderNews(core.load, pages)
 
     def _statistics(self) -> pb.Statistics:
         counted = self._core.statistics()
@@ -255,14 +276,17 @@ class RankServicer(WorkerServicer):
         )
 
 
-async def _outputs(lease: Lease, heartbeat: float) -> AsyncIterator[list[pb.RequestOutput]]:
-    """What the lease gathers, as fast as the reader takes it; an empty list after `heartbeat` seconds without."""
+async def _outputs(lease: Lease, heartbeat: float, told: LeaderNews) -> AsyncIterator[list[pb.RequestOutput]]:
+    """What the lease gathers, as fast as the reader takes it; an empty list after `heartbeat` seconds without, or at
+    once while there are more page events than go into one message."""
     loop = asyncio.get_running_loop()
     while True:
         if outputs := lease.take():
             yield outputs
         elif lease.closing:
             return
+        elif told.has_more:
+            yield []
         else:
             alarm = loop.call_later(heartbeat, lease.news.set)
             try:

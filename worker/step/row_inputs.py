@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from allspan.protos.page_keys import rotary_table
 
 POSITION_AXES = ("temporal", "height", "width")
 """The positions of a token in a model with a multimodal rotary embedding."""
@@ -51,7 +52,7 @@ class RowInputs:
 
     def table_of(self, prompt_len: int) -> int:
         """The number of the rotary table of a request with such a prompt."""
-        return bisect_left(self.prompt_lengths, prompt_len)
+        return rotary_table(self.prompt_lengths, prompt_len)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

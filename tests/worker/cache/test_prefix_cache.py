@@ -3,8 +3,9 @@
 import pytest
 
 from allspan.protos.api.errors import InternalError
+from allspan.protos.page_keys import page_keys, root_key
 from allspan.worker.cache.page_pool import Copy
-from allspan.worker.cache.prefix_cache import Match, PrefixCache, page_keys, root_key
+from allspan.worker.cache.prefix_cache import Match, PrefixCache
 
 ROOT = root_key("model", 1, "", "")
 

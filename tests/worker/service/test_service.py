@@ -17,6 +17,7 @@ from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.convert import output_from_wire
 from allspan.protos.worker_pb2_grpc import WorkerStub
+from allspan.worker.cache.page_log import PageLog
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
 from support.fake_core import FakeCore
@@ -51,6 +52,24 @@ async def test_a_request_reaches_the_core_and_its_tokens_come_back_in_one_stream
     leader.deliver(request, Output((2,), (logprob,), "stop", 2, timings))
     last = output_from_wire((await client.read()).outputs[0])
     assert (last.finish_reason, last.stop_token_id, last.timings) == ("stop", 2, timings)
+
+
+async def test_a_stream_that_asks_for_pages_gets_them_all_and_then_what_changes(leader: Rank, client: Client) -> None:
+    log = leader.core.page_log = PageLog(2)
+    keys = [i.to_bytes(16, "little") for i in range(1, 1501)]
+    log.store(keys[0], is_host=False)
+    first = await anext(aiter(client.stub.Results(pb.ResultsSubscription(client_id="none"))))
+    assert (first.load.queued_tokens, list(first.page_events)) == (300, [])
+    for key in keys:
+        log.store(key, is_host=False)
+    stream = aiter(client.stub.Results(pb.ResultsSubscription(client_id="keys", page_events=1, heartbeat_ms=60_000)))
+    parts = [(await asyncio.wait_for(anext(stream), 5)).page_events[0] for _ in range(2)]
+    assert [(part.sequence, part.cleared, len(part.stored), part.page_tokens) for part in parts] == [
+        (0, True, 1024, 2),
+        (1, False, 476, 2),
+    ]
+    with pytest.raises(grpc.aio.AioRpcError, match="page_events is 3, must be 0"):
+        await anext(aiter(client.stub.Results(pb.ResultsSubscription(client_id="other", page_events=3))))
 
 
 async def test_a_failed_request_carries_its_tokens_then_its_error(leader: Rank, client: Client) -> None:
