@@ -45,6 +45,7 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "parent_pid": (0, 2**31 - 1),
     "port": (0, 65535),
     "grpc_port": (0, 65535),
+    "worker_port": (0, 65535),
     "rank_port": (0, 65535 - 1024),
     "max_body_bytes": (1024, 2**31),
     "max_prompt_chars": (0, 2**31),

@@ -1,4 +1,4 @@
-"""The gateway's process side: both servers in one asyncio loop, from the first byte to the last.
+"""The gateway's process side: all servers in one asyncio loop, from the first byte to the last.
 
     sockets = bind(config)  # before the model loads
     …
@@ -26,7 +26,7 @@ from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.grpc.health import EngineHealth
-from allspan.client.gateway.grpc.server import grpc_server
+from allspan.client.gateway.grpc.server import grpc_server, inference_front
 from allspan.client.gateway.grpc.service import SERVICE
 from allspan.client.gateway.server.connections import Connections
 from allspan.client.gateway.server.listener import Listener
@@ -34,6 +34,7 @@ from allspan.client.gateway.server.protocol import GuardedProtocol
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.telemetry.redaction import without_keys
 from allspan.client.gateway.telemetry.status_line import StatusLine
+from allspan.client.gateway.vllm_worker.service import VLLM_SERVICE, worker_front
 from allspan.protos.api.errors import ConfigError, InternalError
 from allspan.protos.cluster.tls import is_loopback
 from allspan.protos.text import SamplingDefaults, Tokenizer
@@ -69,10 +70,10 @@ async def serve_gateway(
         stack.enter_context(contextlib.closing(sockets))
         context = GatewayContext.of(engine, with_template(tokenizer, config), config, defaults)
         stack.enter_context(without_keys(context.keys.hide))
-        health = EngineHealth(lambda: context.admission.is_ready, ("", SERVICE))
+        health = EngineHealth(lambda: context.admission.is_ready, ("", SERVICE, VLLM_SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)
-        async with grpc_server(context, health, sockets, tls), _http_server(context, sockets.http, tls) as http:
+        async with _grpc_servers(context, health, sockets, tls), _http_server(context, sockets.http, tls) as http:
             following = [
                 asyncio.create_task(health.follow()),
                 asyncio.create_task(StatusLine(context.snapshots).follow()),
@@ -98,6 +99,21 @@ async def serve_gateway(
                 await context.admission.grammars.close()
                 if context.telemetry.traces is not None:
                     await asyncio.to_thread(context.telemetry.traces.close)
+
+
+@contextlib.asynccontextmanager
+async def _grpc_servers(
+    context: GatewayContext, health: EngineHealth, sockets: Sockets, tls: Tls | None
+) -> AsyncIterator[None]:
+    fronts = [inference_front(context, sockets)]
+    if sockets.worker is not None:
+        fronts.append(worker_front(context, sockets.worker_address, sockets.worker))
+    async with contextlib.AsyncExitStack() as servers:
+        for front in fronts:
+            await servers.enter_async_context(grpc_server(context, health, front, tls))
+        for front in fronts[1:]:
+            logger.info("%s listens on %s (--worker-port).", VLLM_SERVICE, front.address)
+        yield
 
 
 async def _warm_up(context: GatewayContext) -> None:

@@ -196,6 +196,9 @@ class GatewayConfig:
     """Sets the HTTP port; 0 takes any free one and prints it."""
     grpc_port: int = 50051
     """Sets the gRPC port; 0 takes any free one and prints it."""
+    worker_port: int | None = None
+    """Serves the gRPC service vllm.grpc.engine.VllmEngine, by which the router SMG drives this server as a worker, on
+    this port too; 0 takes any free one and logs it."""
     served_model_name: tuple[str, ...] = ()
     """Sets the model name that requests use; empty takes the model's own. Of several, separated by commas, requests may
     use any, and answers have the first."""

@@ -1,7 +1,8 @@
-"""Binds both ports before a model loads, so that a busy one fails at once and not after minutes."""
+"""Binds all ports before a model loads, so that a busy one fails at once and not after minutes."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -30,15 +31,26 @@ class Sockets:
     """The HTTP address as a URL without a path."""
     grpc_address: str
     """The gRPC address as a target."""
+    worker: socket.socket | None = None
+    """Holds --worker-port, where it is given, like `grpc`."""
+
+    @property
+    def worker_address(self) -> str:
+        """The address of --worker-port as a target, "" without one."""
+        return _address(self.worker) if self.worker is not None else ""
 
     def close(self) -> None:
-        """Frees both ports. Idempotent."""
-        self.http.close()
-        self.grpc.close()
+        """Frees the ports. Idempotent."""
+        for held in self._held:
+            held.close()
+
+    @property
+    def _held(self) -> list[socket.socket]:
+        return [self.http, self.grpc, *([] if self.worker is None else [self.worker])]
 
 
 def bind(config: GatewayConfig) -> Sockets:
-    """Binds both ports; ConfigError names the port, its flag and, where it can be found out, the process that holds
+    """Binds the ports; ConfigError names the port, its flag and, where it can be found out, the process that holds
     it. So does a limit of open files that is too low."""
     _check_open_files(config)
     tls = Tls.of(config.security)
@@ -47,19 +59,21 @@ def bind(config: GatewayConfig) -> Sockets:
             f"--host is {config.host!r}, must be a loopback address (127.0.0.1, ::1, localhost), because without TLS "
             "others on the network can read keys and prompts; give --ssl-certfile and --ssl-keyfile, or --insecure"
         )
-    http = _take(config.host, config.port, "--port")
-    try:
-        grpc = _take(config.host, config.grpc_port, "--grpc-port")
-    except ConfigError:
-        http.close()
-        raise
+    wanted = {"--port": config.port, "--grpc-port": config.grpc_port}
+    if config.worker_port is not None:
+        wanted["--worker-port"] = config.worker_port
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(_take(config.host, port, flag)) for flag, port in wanted.items()]
+        stack.pop_all()
+    http, grpc, worker = taken[0], taken[1], taken[2] if len(taken) > 2 else None
     scheme = "http" if tls is None else "https"
-    return Sockets(http, grpc, f"{scheme}://{_address(http)}", _address(grpc))
+    return Sockets(http, grpc, f"{scheme}://{_address(http)}", _address(grpc), worker)
 
 
 def needed_files(config: GatewayConfig) -> int:
     """Returns the number of files that the gateway's process must be allowed to open."""
-    return config.limits.max_connections + config.grpc.grpc_max_connections + RESERVED_FILES
+    fronts = 1 if config.worker_port is None else 2
+    return config.limits.max_connections + fronts * config.grpc.grpc_max_connections + RESERVED_FILES
 
 
 def _check_open_files(config: GatewayConfig) -> None:
@@ -67,7 +81,8 @@ def _check_open_files(config: GatewayConfig) -> None:
     if most == resource.RLIM_INFINITY or most >= needed:
         return
     http, grpc = config.limits.max_connections, config.grpc.grpc_max_connections
-    fewer = (most - RESERVED_FILES) * http // (http + grpc), (most - RESERVED_FILES) * grpc // (http + grpc)
+    most_connections, connections = most - RESERVED_FILES, needed - RESERVED_FILES
+    fewer = most_connections * http // connections, most_connections * grpc // connections
     way = f", or give --max-connections {fewer[0]} --grpc-max-connections {fewer[1]}" if min(fewer) > 0 else ""
     raise ConfigError(
         f"--max-connections {http} and --grpc-max-connections {grpc} need {needed} open files, {RESERVED_FILES} "
@@ -88,6 +103,8 @@ def hand_over(sockets: Sockets) -> None:
     sockets.http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # The gRPC library insists on binding by itself, beside this socket.
     sockets.grpc.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if sockets.worker is not None:
+        sockets.worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
 def _take(host: str, port: int, flag: str) -> socket.socket:

@@ -29,6 +29,8 @@ class Gateway:
     http: httpx.AsyncClient
     http_address: str
     grpc_address: str
+    worker_address: str
+    """Empty without `worker_port`."""
     stop: asyncio.Event
     reload: asyncio.Event
     task: asyncio.Task[None]
@@ -76,7 +78,9 @@ async def gateway(
     config = gateway_config(**({"shutdown_timeout": 2.0} | settings))
     stop, reload, started = asyncio.Event(), asyncio.Event(), Started()
     tokenizer = tokenizer or chat_tokenizer()
-    task = asyncio.create_task(serve_gateway(engine, tokenizer, config, bind(config), stop, started, reload=reload))  # type: ignore[arg-type]
+    sockets = bind(config)
+    worker_address = sockets.worker_address
+    task = asyncio.create_task(serve_gateway(engine, tokenizer, config, sockets, stop, started, reload=reload))  # type: ignore[arg-type]
     waiting = asyncio.create_task(started.event.wait())
     await asyncio.wait((task, waiting), timeout=10, return_when=asyncio.FIRST_COMPLETED)
     if not started.event.is_set():
@@ -84,7 +88,7 @@ async def gateway(
     http_address, grpc_address = started.addresses
     try:
         async with httpx.AsyncClient(base_url=http_address, timeout=10, trust_env=False) as http:
-            yield Gateway(engine, http, http_address, grpc_address, stop, reload, task)
+            yield Gateway(engine, http, http_address, grpc_address, worker_address, stop, reload, task)
     finally:
         stop.set()
         done, _ = await asyncio.wait((task,), timeout=10)

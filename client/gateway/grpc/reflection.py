@@ -5,7 +5,7 @@ Both versions have the same messages but for the package's name, so that one ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grpc
 import grpc.aio
@@ -17,14 +17,22 @@ ALPHA = reflection.SERVICE_NAME
 V1 = "grpc.reflection.v1.ServerReflection"
 
 
-def add_reflection(server: grpc.aio.Server, files: Sequence[FileDescriptor]) -> None:
-    """Adds the reflection service, which lists all services of `files` and itself."""
-    names = [service.full_name for file in files for service in file.services_by_name.values()]
+def add_reflection(
+    server: grpc.aio.Server, files: Sequence[FileDescriptor], packages: Mapping[str, str] | None = None
+) -> None:
+    """Adds the reflection service, which lists all services of `files` and itself. `packages`: those that are shown
+    under another name."""
     pool = descriptor_pool.DescriptorPool()
+    names = []
     for file in files:
-        _add(pool, file)
+        shown = (packages or {}).get(file.package, file.package)
+        names += [f"{shown}.{service}" for service in file.services_by_name]
+        if shown == file.package:
+            _add(pool, file)
+        else:
+            pool.Add(_renamed(file, file.name, shown))
     _add(pool, reflection_pb2.DESCRIPTOR)
-    pool.Add(_renamed(reflection_pb2.DESCRIPTOR))
+    pool.Add(_renamed(reflection_pb2.DESCRIPTOR, "grpc/reflection/v1/reflection.proto", "grpc.reflection.v1"))
     servicer = reflection.aio.ReflectionServicer((*names, ALPHA, V1), pool)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -41,16 +49,19 @@ def _add(pool: descriptor_pool.DescriptorPool, file: FileDescriptor) -> None:
     pool.AddSerializedFile(file.serialized_pb)
 
 
-def _renamed(alpha: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
-    """v1's file, made from v1alpha's."""
-    file = descriptor_pb2.FileDescriptorProto.FromString(alpha.serialized_pb)
-    file.name, file.package = "grpc/reflection/v1/reflection.proto", "grpc.reflection.v1"
-    for message in file.message_type:
+def _renamed(source: FileDescriptor, name: str, package: str) -> descriptor_pb2.FileDescriptorProto:
+    """Returns a file without imports under another name and in another package."""
+    file = descriptor_pb2.FileDescriptorProto.FromString(source.serialized_pb)
+    before, after = f".{file.package}.", f".{package}."
+    file.name, file.package = name, package
+    messages = list(file.message_type)
+    for message in messages:  # grows
+        messages += message.nested_type
         for field in message.field:
             if field.type_name:
-                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+                field.type_name = field.type_name.replace(before, after)
     for service in file.service:
         for method in service.method:
-            method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
-            method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
+            method.input_type = method.input_type.replace(before, after)
+            method.output_type = method.output_type.replace(before, after)
     return file

@@ -1,13 +1,16 @@
-"""The gRPC server: the public service, health and reflection on one port, in the clear or as TLS."""
+"""The gRPC servers: a service, health and reflection on one port each, in the clear or as TLS."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from allspan.client.gateway.auth.tls import Pem, Tls
@@ -26,26 +29,47 @@ CLOSE_S = 1.0
 KEEPALIVE_TIMEOUT_S = 20
 
 
+@dataclass(frozen=True)
+class Front:
+    """One gRPC port: the services on it, and the files that reflection shows."""
+
+    address: str
+    held: socket.socket
+    """Holds the port until the server listens."""
+    services: Mapping[str, Mapping[str, grpc.RpcMethodHandler]]
+    """Handlers by the service's full name and the method's."""
+    files: Sequence[FileDescriptor]
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Packages that reflection shows under another name."""
+
+
+def inference_front(context: GatewayContext, sockets: Sockets) -> Front:
+    """Returns the front of --grpc-port."""
+    services = {SERVICE: InferenceService(context).handlers()}
+    return Front(sockets.grpc_address, sockets.grpc, services, (inference_pb2.DESCRIPTOR,))
+
+
 @contextlib.asynccontextmanager
 async def grpc_server(
-    context: GatewayContext, health: EngineHealth, sockets: Sockets, tls: Tls | None
+    context: GatewayContext, health: EngineHealth, front: Front, tls: Tls | None
 ) -> AsyncIterator[None]:
     """Serves inside the block. ConfigError when it cannot listen."""
     server = grpc.aio.server(options=_options(context.config), interceptors=(KeyInterceptor(context),))
-    handlers = grpc.method_handlers_generic_handler(SERVICE, InferenceService(context).handlers())
-    server.add_generic_rpc_handlers((handlers,))
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(name, dict(handlers)) for name, handlers in front.services.items()]
+    )
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    add_reflection(server, (inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR))
+    add_reflection(server, (*front.files, health_pb2.DESCRIPTOR), front.packages)
     try:
         if tls is None:
-            server.add_insecure_port(sockets.grpc_address)
+            server.add_insecure_port(front.address)
         else:
-            server.add_secure_port(sockets.grpc_address, _credentials(tls))
+            server.add_secure_port(front.address, _credentials(tls))
     except RuntimeError as error:
-        raise ConfigError(f"gRPC cannot listen on {sockets.grpc_address}: {error}") from error
+        raise ConfigError(f"gRPC cannot listen on {front.address}: {error}") from error
     await health.refresh()
     await server.start()
-    sockets.grpc.close()
+    front.held.close()
     try:
         yield
     finally:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
-from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
-from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
 from allspan.client.gateway.admission.active_request import interleave
-from allspan.client.gateway.admission.admission import Job, caller_error, jobs_per_choice
+from allspan.client.gateway.admission.admission import Job, jobs_per_choice
 from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.auth.caller import current_caller
 from allspan.client.gateway.context import GatewayContext
+from allspan.client.gateway.grpc.calls import Calls
 from allspan.client.gateway.grpc.embeddings import embed_reply, score_reply
 from allspan.client.gateway.grpc.messages import (
     messages_of,
@@ -26,20 +22,15 @@ from allspan.client.gateway.grpc.messages import (
     sampling_of,
     text_options_of,
 )
-from allspan.client.gateway.grpc.status import shown_message, status_code, trailers_of
 from allspan.client.gateway.offload import INLINE_CHARS
 from allspan.client.gateway.server_info import server_info
-from allspan.client.gateway.telemetry.request_context import Origin, plain_name, traceparent
+from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.protos import inference_pb2 as pb
-from allspan.protos.api.errors import AlreadyExists, InvalidRequest, RequestCancelled, StreamNotRead
+from allspan.protos.api.errors import InvalidRequest, RequestCancelled
 from allspan.protos.api.results import TokenLogprob
 from allspan.protos.text.stream.text_stream import TextDelta
 
 SERVICE = "allspan.v1.Inference"
-
-_NAME = re.compile(r"[!-~]{1,128}")
-
-Request = TypeVar("Request", bound=Message)
 
 
 class InferenceService:
@@ -48,21 +39,14 @@ class InferenceService:
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
-        self._calls: set[Origin] = set()
-        """The running calls of Generate that have a request id."""
+        self._calls = Calls(context, SERVICE)
 
-    async def generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
-        origin = _origin("Generate", request, context)
-        try:
-            request = _parsed(request, pb.GenerateRequest)
-            with self._named(origin, request.request_id):
-                jobs = await self._jobs(request, context)
-                if origin.is_aborted:
-                    raise RequestCancelled("the request was aborted before it began")
-                await self._run(request, jobs, origin, context)
-            self._context.telemetry.grpc_calls["Generate", "OK"] += 1
-        except Exception as error:
-            await self._refuse(context, origin, error)
+    async def generate(self, request: pb.GenerateRequest, origin: Origin, context: grpc.aio.ServicerContext) -> None:
+        with self._calls.named(origin, request.request_id):
+            jobs = await self._jobs(request, context)
+            if origin.is_aborted:
+                raise RequestCancelled("the request was aborted before it began")
+            await self._run(request, jobs, origin, context)
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._context.model.check_name(request.model)
@@ -94,55 +78,21 @@ class InferenceService:
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidRequest("request_id is empty, must name a request", "request_id")
-        caller = current_caller()
-        for origin in self._calls:  # also those that are not admitted yet
-            if origin.name == request.request_id and caller.may_end(origin.owner):
-                origin.is_aborted = True
-        return pb.AbortResponse(aborted=await self._context.admission.abort(request.request_id, caller))
+        return pb.AbortResponse(aborted=await self._calls.abort(request.request_id, current_caller()))
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """Returns the handlers for `grpc.method_handlers_generic_handler`."""
+        calls = self._calls
         return {
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                self.generate, _leniently(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
-            ),
-            "Embed": self._timed("Embed", embed_reply, pb.EmbedRequest),
-            "Score": self._timed("Score", score_reply, pb.ScoreRequest),
-            "Tokenize": self._unary("Tokenize", self.tokenize, pb.TokenizeRequest),
-            "Detokenize": self._unary("Detokenize", self.detokenize, pb.DetokenizeRequest),
-            "ListModels": self._unary("ListModels", self.list_models, pb.ListModelsRequest),
-            "ServerInfo": self._unary("ServerInfo", self.server_info, pb.ServerInfoRequest),
-            "Abort": self._unary("Abort", self.abort, pb.AbortRequest),
+            "Generate": calls.streaming("Generate", self.generate, pb.GenerateRequest),
+            "Embed": calls.timed("Embed", embed_reply, pb.EmbedRequest),
+            "Score": calls.timed("Score", score_reply, pb.ScoreRequest),
+            "Tokenize": calls.unary("Tokenize", self.tokenize, pb.TokenizeRequest),
+            "Detokenize": calls.unary("Detokenize", self.detokenize, pb.DetokenizeRequest),
+            "ListModels": calls.unary("ListModels", self.list_models, pb.ListModelsRequest),
+            "ServerInfo": calls.unary("ServerInfo", self.server_info, pb.ServerInfoRequest),
+            "Abort": calls.unary("Abort", self.abort, pb.AbortRequest),
         }
-
-    def _unary(
-        self, name: str, method: Callable[[Request], Awaitable[Message]], kind: type[Request]
-    ) -> grpc.RpcMethodHandler:
-        async def handle(request: Request | None, context: grpc.aio.ServicerContext) -> Message:
-            try:
-                reply = await method(_parsed(request, kind))
-            except Exception as error:
-                await self._refuse(context, _origin(name, request, context), error)
-            self._context.telemetry.grpc_calls[name, "OK"] += 1
-            return reply
-
-        return grpc.unary_unary_rpc_method_handler(handle, _leniently(kind), _serialized)
-
-    def _timed(
-        self, name: str, method: Callable[..., Awaitable[Message]], kind: type[Request]
-    ) -> grpc.RpcMethodHandler:
-        """A unary method that runs requests: it knows its call, and the time that this leaves."""
-
-        async def handle(request: Request | None, context: grpc.aio.ServicerContext) -> Message:
-            origin = _origin(name, request, context)
-            try:
-                reply = await method(self._context, _parsed(request, kind), origin, context.time_remaining())
-            except Exception as error:
-                await self._refuse(context, origin, error)
-            self._context.telemetry.grpc_calls[name, "OK"] += 1
-            return reply
-
-        return grpc.unary_unary_rpc_method_handler(handle, _leniently(kind), _serialized)
 
     async def _jobs(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> list[Job]:
         if request.n > (most := self._context.config.limits.max_n):
@@ -187,48 +137,7 @@ class InferenceService:
                 prompt_logprobs = generation.prompt_logprobs[told[index] :]
                 told[index] = len(generation.prompt_logprobs)
                 for response in responses(name, index, delta, prompt_logprobs, generation):
-                    await self._write(context, response)
-
-    async def _write(self, context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
-        """Waits while the client does not read and gRPC's window is full; what comes meanwhile is merged behind it."""
-        limit = self._context.config.grpc.grpc_stream_timeout
-        await asyncio.sleep(0)  # after all that a step brought is ready: what is sent at one go wakes readers less
-        try:
-            async with asyncio.timeout(limit):
-                await context.write(response)
-        except TimeoutError:
-            raise StreamNotRead(f"the stream was not read for {limit:g} s (--grpc-stream-timeout)") from None
-
-    @contextlib.contextmanager
-    def _named(self, origin: Origin, request_id: str) -> Iterator[None]:
-        """Registers a call under its request id; AlreadyExists while another call of the same caller has it;
-        InvalidRequest for an invalid one."""
-        if not request_id:
-            yield
-            return
-        if not _NAME.fullmatch(request_id):
-            raise InvalidRequest(
-                f"request_id is {request_id[:64]!r} ({len(request_id)} characters), must be 1 to 128 printable ASCII "
-                "characters without spaces",
-                "request_id",
-            )
-        if any(call.name == request_id and call.owner == origin.owner for call in self._calls):
-            raise AlreadyExists(f"request_id {request_id} is running already; give each request a name of its own")
-        self._calls.add(origin)
-        try:
-            yield
-        finally:
-            self._calls.discard(origin)
-
-    async def _refuse(self, context: grpc.aio.ServicerContext, origin: Origin, error: Exception) -> NoReturn:
-        """Ends the call with the status of the errors table; see `grpc_status`."""
-        shown = caller_error(error, origin.label)
-        code = status_code(shown)
-        telemetry = self._context.telemetry
-        telemetry.refused(origin, shown, code.name)
-        telemetry.grpc_calls[origin.label.rpartition("/")[2], code.name] += 1
-        await context.abort(code, shown_message(shown), trailers_of(shown, origin.name))
-        raise AssertionError("abort returns never")
+                    await self._calls.write(context, response)
 
 
 class _Whole:
@@ -248,34 +157,3 @@ class _Whole:
             return None
         ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
         return TextDelta("".join(self._texts), ids, logprobs, delta.finish_reason, delta.stop)
-
-
-def _origin(method: str, request: Any, context: grpc.aio.ServicerContext) -> Origin:
-    name = request.request_id if isinstance(request, pb.GenerateRequest) else ""
-    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    return Origin(f"gRPC {SERVICE}/{method}", plain_name(name), traceparent=traceparent(metadata))
-
-
-def _leniently(kind: type[Request]) -> Callable[[bytes], Request | None]:
-    """Returns a parser that gives None for invalid bytes, so that the handler can report it; gRPC alone would answer
-    INTERNAL."""
-
-    def parse(data: bytes) -> Request | None:
-        message: Request = kind()
-        try:
-            message.ParseFromString(data)
-        except DecodeError:
-            return None
-        return message
-
-    return parse
-
-
-def _parsed(request: Request | None, kind: type[Request]) -> Request:
-    if request is None:
-        raise InvalidRequest(f"the message is no {kind.DESCRIPTOR.full_name}: its bytes cannot be parsed")
-    return request
-
-
-def _serialized(message: Message) -> bytes:
-    return bytes(message.SerializeToString())

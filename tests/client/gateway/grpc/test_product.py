@@ -201,12 +201,13 @@ async def test_nobody_ends_or_blocks_the_request_of_another_key() -> None:
     config = gateway_config()
     engine = fake_engine(endless=True, step_s=0.01)
     service = InferenceService(GatewayContext.of(engine, chat_tokenizer(), config))  # type: ignore[arg-type]
+    handler = service.handlers()["Generate"]
 
     async def call(owner: str) -> _Context:
         set_caller(Caller(owner))
         context = _Context()
         request = pb.GenerateRequest(text="x", request_id="mine")
-        await asyncio.gather(service.generate(request, context), return_exceptions=True)  # type: ignore[arg-type]
+        await asyncio.gather(handler.unary_stream(request, context), return_exceptions=True)
         return context
 
     async def abort(caller: Caller) -> int:
