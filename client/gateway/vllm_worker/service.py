@@ -22,6 +22,7 @@ from allspan.client.gateway.grpc.server import Front
 from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.client.gateway.vllm_worker.answers import ChoiceAnswer
 from allspan.client.gateway.vllm_worker.description import model_info, server_info
+from allspan.client.gateway.vllm_worker.kv_stream import load_batches
 from allspan.client.gateway.vllm_worker.loads import present_load, scheduler_load
 from allspan.client.gateway.vllm_worker.operations import Operations
 from allspan.client.gateway.vllm_worker.sampling import prompt_options, sampling_fields, text_options
@@ -69,6 +70,7 @@ class VllmEngineService:
             "GetServerInfo": calls.unary("GetServerInfo", self.get_server_info, pb.GetServerInfoRequest),
             "GetLoads": calls.unary("GetLoads", self.get_loads, pb.GetLoadsRequest),
             "GetTokenizer": calls.streaming("GetTokenizer", self.get_tokenizer, pb.GetTokenizerRequest),
+            "SubscribeKvEvents": calls.streaming("SubscribeKvEvents", self.subscribe, pb.SubscribeKvEventsRequest),
             "FlushCache": calls.unary("FlushCache", operations.flush_cache, pb.FlushCacheRequest),
             "StartProfile": calls.unary("StartProfile", operations.start_profile, pb.StartProfileRequest),
             "StopProfile": calls.unary("StopProfile", operations.stop_profile, pb.StopProfileRequest),
@@ -108,6 +110,14 @@ class VllmEngineService:
     ) -> None:
         for chunk in await self._tokenizer.chunks():
             await self._calls.write(context, chunk)
+
+    async def subscribe(
+        self, request: pb.SubscribeKvEventsRequest, origin: Origin, context: grpc.aio.ServicerContext
+    ) -> None:
+        async with aclosing(load_batches(self._context)) as batches:
+            async for batch in batches:
+                if request.load_records_before_first_batch:  # others would take number 0 for the first batch
+                    await self._calls.write(context, batch)
 
     async def _jobs(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> list[Job]:
         _check(request)

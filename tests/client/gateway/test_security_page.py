@@ -12,7 +12,9 @@ import pytest
 from starlette.routing import BaseRoute, Route, Router
 
 from allspan.client.gateway.application import make_app
+from allspan.client.gateway.vllm_worker.service import VLLM_SERVICE
 from allspan.protos import inference_pb2 as pb
+from allspan.protos import vllm_worker_pb2
 from support.gateway import fake_engine, front, gateway
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
@@ -57,8 +59,9 @@ def routes() -> dict[str, tuple[str, str]]:
 
 
 def methods() -> set[str]:
-    """Of every service on the gRPC port; those that are not ours by service."""
+    """Of every service on the gRPC ports; those that are not ours by service."""
     ours = {f"{s.full_name}/{m.name}" for s in pb.DESCRIPTOR.services_by_name.values() for m in s.methods}
+    ours |= {f"{VLLM_SERVICE}/{m.name}" for m in vllm_worker_pb2.DESCRIPTOR.services_by_name["VllmEngine"].methods}
     return ours | {"grpc.health.v1.Health", *(f"grpc.reflection.{v}.ServerReflection" for v in ("v1", "v1alpha"))}
 
 
@@ -85,19 +88,25 @@ async def test_every_route_asks_for_what_the_page_says() -> None:
 
 async def test_every_method_asks_for_what_the_page_says() -> None:
     asks = listed()
-    async with gateway(api_key=(KEY,)) as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
+    async with (
+        gateway(api_key=(KEY,), worker_port=0) as server,
+        grpc.aio.insecure_channel(server.grpc_address) as inference,
+        grpc.aio.insecure_channel(server.worker_address) as worker,
+    ):
         own = {"Health": "Check", "ServerReflection": "ServerReflectionInfo"}
         for name in methods():
             method = name if "/" in name else f"{name}/{own[name.rpartition('.')[2]]}"
+            channel = worker if method.startswith(VLLM_SERVICE) else inference
             codes = []
             for metadata in ((), (("x-api-key", KEY),)):
-                call = channel.unary_stream(f"/{method}")(b"", metadata=metadata, timeout=5)
+                call = channel.unary_stream(f"/{method}")(b"", metadata=metadata, timeout=1)
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     async for _ in call:
                         pass
                 codes.append(await call.code())
             refused = [code == grpc.StatusCode.UNAUTHENTICATED for code in codes]
             assert refused == [asks[name] != OPEN, False], name
+            assert (codes[1] == grpc.StatusCode.PERMISSION_DENIED) == (asks[name] == ADMIN), name
 
 
 @pytest.mark.parametrize(("flag", "status"), [(False, 401), (True, 200)])
