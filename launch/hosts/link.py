@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import allspan
+from allspan.launch.console import say
 from allspan.launch.hosts.lines import LineBuffer, LineWriter, Silence
 from allspan.launch.hosts.messages import BEAT_S, Facts, HostDone, HostLost, Message, RankExit, parse
 from allspan.protos.api.errors import InternalError
@@ -133,13 +134,16 @@ class HostLink:
 
     def _read(self) -> None:
         """Passes on all that the keeper says until its output ends or it has been silent for too long."""
-        try:
-            cause = self._listen()
-        except (InternalError, OSError) as error:
-            cause = str(error)
+        assert self._process is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        with self._process.stdout as out, self._process.stderr as err:
+            try:
+                cause = self._listen(out.fileno(), err.fileno())
+            except (InternalError, OSError) as error:
+                cause = str(error)
         if self._closing:
             return
-        assert self._process is not None
         self._hang_up()
         if words := bytes(self._said).decode(errors="replace").strip():
             cause += f"; its remote shell said: {words.splitlines()[-1]}"
@@ -147,12 +151,8 @@ class HostLink:
             self._closing = True
             self._on_message(HostLost(self.name, cause))
 
-    def _listen(self) -> str:
+    def _listen(self, out: int, err: int) -> str:
         """Returns why the link ended."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        out, err = self._process.stdout.fileno(), self._process.stderr.fileno()
         poller, buffer, silence = select.poll(), LineBuffer(), Silence()
         for fd in (out, err):
             poller.register(fd, select.POLLIN)
@@ -183,6 +183,9 @@ class HostLink:
     def _take(self, values: dict[str, Any], now: float) -> None:
         if "mono" in values:
             self._offsets.append(now - float(values["mono"]))
+        if values.get("is") == "log":
+            say(f"host {self.name}: {str(values.get('text')).removeprefix('allspan: ')}")
+            return
         try:
             message = parse(self.name, values)
         except (TypeError, ValueError) as error:
