@@ -82,7 +82,6 @@ class Keeper:
             self._writer.close(0.3)
 
     def _serve(self) -> None:
-        os.set_blocking(self._read_fd, False)
         buffer, looked_at, fence_at = LineBuffer(), 0.0, 0.0
         self._silence.heard()
         while not self._is_over:
@@ -109,6 +108,7 @@ class Keeper:
                 self._feed_fence()
 
     def _hear(self, buffer: LineBuffer) -> None:
+        # The descriptor blocks: sshd gives one socket for input and output, and the writer must not fail on it.
         data = os.read(self._read_fd, 1 << 16)
         if not data:
             self.end("the connection to the supervisor ended")
