@@ -204,6 +204,9 @@ class GatewayConfig:
     use any, and answers have the first."""
     shutdown_timeout: float = 5.0
     """Sets the seconds that running requests get to finish when the gateway stops."""
+    metrics_names: Literal["vllm", "allspan"] = "vllm"
+    """Says which names GET /metrics has beside allspan:…; vllm adds those of vLLM's metrics that the Gateway API's
+    inference extension, llm-d and autoscalers read, summed over the replicas."""
     otlp_traces_endpoint: str = ""
     """Exports an OpenTelemetry span of each request and of its phases over OTLP to this URL, such as
     http://localhost:4318/v1/traces (or http://localhost:4317 for gRPC); empty exports none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -24,8 +25,13 @@ from prometheus_client.utils import floatToGoString
 
 from allspan.client.gateway.metrics.collect import Scene, Value
 from allspan.client.gateway.metrics.table import METRICS, MODEL, PREFIX, Metric
+from allspan.client.gateway.metrics.vllm_names import VLLM_METRICS, VLLM_PREFIX
 
 _OPENMETRICS = "application/openmetrics-text"
+_AS_THEY_ARE = (
+    {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(openmetrics.generate_latest).parameters else {}
+)
+"""Newer writers would otherwise make underscores of the samples' colons."""
 _KINDS: dict[str, Callable[..., Family]] = {
     "gauge": GaugeMetricFamily,
     "counter": CounterMetricFamily,
@@ -42,9 +48,12 @@ class Exposition:
 
     def render(self, scene: Scene, accept: str) -> tuple[bytes, str]:
         """The body and its content type."""
-        families = _Families([*(_family(metric, scene) for metric in METRICS), *self._process.collect()])
+        own = [_family(PREFIX, metric, scene) for metric in METRICS]
+        if scene.context.config.metrics_names == "vllm":
+            own += [_family(VLLM_PREFIX, metric, scene) for metric in VLLM_METRICS]
+        families = _Families([*own, *self._process.collect()])
         if _OPENMETRICS in accept:
-            written: bytes = openmetrics.generate_latest(families)  # type: ignore[no-untyped-call]
+            written: bytes = openmetrics.generate_latest(families, **_AS_THEY_ARE)  # type: ignore[no-untyped-call]
             return written, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(families), CONTENT_TYPE_PLAIN_0_0_4
 
@@ -59,8 +68,8 @@ class _Families(Collector):
         return self._families
 
 
-def _family(metric: Metric, scene: Scene) -> Family:
-    name, labels = PREFIX + metric.name, (MODEL, *metric.labels)
+def _family(prefix: str, metric: Metric, scene: Scene) -> Family:
+    name, labels = prefix + metric.name, (MODEL, *metric.labels)
     model = scene.context.model.name
     values = [((model, *of), value) for of, value in metric.read(scene)]
     if metric.kind == "info":
