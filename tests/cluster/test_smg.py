@@ -1,0 +1,157 @@
+"""The router SMG in front of a served cluster: the same tokens as without it, and a worker that dies and comes back."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.serving import Served, runtime_folder
+from support.smg import free_port, smg
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+MODEL = "tiny"
+BODIES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 5},
+    {"temperature": 0.8, "seed": 7, "n": 2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    {"temperature": 0, "repetition_penalty": 1.2, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 0, "stop": ["the"]},
+    {"temperature": 0, "min_tokens": 4, "ignore_eos": True},
+    {"temperature": 0, "response_format": {"type": "json_object"}},
+    {"temperature": 0, "regex": "[a-z ]{3,9}", "guided_regex": "[a-z ]{3,9}"},  # the router's name and ours
+]
+
+
+@dataclass
+class Pair:
+    """A server, the router in front of it, and how to start the server again at the same address."""
+
+    served: Served
+    router: str
+    words: list[str]
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    port = free_port()
+    words = ["--ranks=1", "--threads=1", "--max-model-len=512", f"--served-model-name={MODEL}", f"--worker-port={port}"]
+    words += ["--generation-config=neutral"]
+    with runtime_folder() as runtime:
+        served = Served(model, *words, runtime=runtime)
+        made = Pair(served, "", words)
+        try:
+            served.wait_ready()
+            with smg(f"127.0.0.1:{port}", tmp_path_factory.mktemp("smg") / "log") as url:
+                made.router = url
+                yield made
+        finally:
+            made.served.kill()
+
+
+def body(question: str, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 12, **fields}
+
+
+def answered(url: str, request: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Text, end and log-probabilities of each choice, and the usage."""
+    answer = httpx.post(f"{url}/v1/chat/completions", json=request, timeout=60)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    choices = sorted(told["choices"], key=lambda choice: choice["index"])
+    return [
+        (choice["message"]["content"], choice["finish_reason"], round_logprobs(choice.get("logprobs")))
+        for choice in choices
+    ] + [(told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"])]
+
+
+def round_logprobs(told: dict[str, Any] | None) -> list[tuple[str, float]]:
+    entries = (told or {}).get("content") or []
+    return [(entry["token"], round(entry["logprob"], 4)) for entry in entries if entry["token"] != "<|im_end|>"]
+
+
+def streamed(url: str, request: dict[str, Any], client: httpx.Client | None = None) -> tuple[dict[int, str], float]:
+    """The text of each choice, and the seconds to the first of it."""
+    texts: dict[int, str] = {}
+    started, first = time.perf_counter(), 0.0
+    open_stream = (client or httpx).stream
+    with open_stream("POST", f"{url}/v1/chat/completions", json=request | {"stream": True}, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                if text := choice["delta"].get("content"):
+                    first = first or time.perf_counter() - started
+                    texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts, first
+
+
+@pytest.mark.parametrize("fields", BODIES, ids=lambda fields: ",".join(fields))
+def test_the_answer_is_the_one_without_the_router(pair: Pair, fields: dict[str, Any]) -> None:
+    request = body("What is the capital of France?", **fields)
+    direct, routed = answered(pair.served.http, request), answered(pair.router, request)
+    assert routed == direct
+    assert streamed(pair.router, request)[0] == streamed(pair.served.http, request)[0]
+
+
+def test_a_worker_that_was_killed_serves_again_when_it_is_back(pair: Pair, model: Path) -> None:
+    request = body("Count to five.", temperature=0)
+    before = answered(pair.router, request)
+    pair.served.kill()
+    failed = httpx.post(f"{pair.router}/v1/chat/completions", json=request, timeout=60)
+    assert failed.status_code >= 500
+    with runtime_folder() as runtime:
+        pair.served = Served(model, *pair.words, runtime=runtime)
+        try:
+            pair.served.wait_ready()
+
+            def is_back() -> bool:
+                return httpx.post(f"{pair.router}/v1/chat/completions", json=request, timeout=60).status_code == 200
+
+            wait_until(is_back, 60, "an answer of the worker that is back")
+            assert answered(pair.router, request) == before
+            measure(pair)
+        finally:
+            pair.served.kill()
+
+
+def measure(pair: Pair, count: int = 20) -> None:
+    """Prints what the router adds to the time to the first token: both sides in turn, over kept connections, with
+    prompts that no cache has seen."""
+    took: dict[str, list[float]] = {pair.router: [], pair.served.http: []}
+    with httpx.Client() as client:
+        for i in range(count + 1):
+            for side, (url, times) in enumerate(took.items()):
+                request = body(f"{100 + 2 * i + side} is a number.", temperature=0, max_tokens=4)
+                times.append(streamed(url, request, client)[1])
+    routed, direct = (statistics.median(times[1:]) for times in took.values())
+    print(f"first token: {1000 * routed:.2f} ms through the router, {1000 * direct:.2f} ms without (p50 of {count})")
+
+
+@pytest.mark.nightly
+def test_a_thousand_requests_through_the_router(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with runtime_folder() as runtime:
+        served = Served(
+            model, "--ranks=1", "--max-model-len=512", f"--served-model-name={MODEL}", f"--worker-port={port}",
+            runtime=runtime,
+        )  # fmt: skip
+        try:
+            served.wait_ready()
+            with smg(f"127.0.0.1:{port}", tmp_path / "log") as url, ThreadPoolExecutor(16) as pool:
+                requests = [body(f"Say the number {i}.", temperature=0, max_tokens=4) for i in range(1000)]
+                routed = list(pool.map(lambda request: answered(url, request), requests))
+                direct = list(pool.map(lambda request: answered(served.http, request), requests[::20]))
+                assert routed[::20] == direct
+        finally:
+            served.kill()
