@@ -97,7 +97,7 @@ struct Kernels {
                    int64_t width);
   void (*layer_norm)(const float* x, const float* weight, float eps, float* out, int64_t rows, int64_t width);
   void (*add)(const float* x, float* residual, int64_t count);
-  // out[i] = parts[0][i] + parts[1][i] + …, in this order; `out` may be one of them. One part: a copy.
+  // out[i] = the sum of parts[…][i], neighbours first: ((a + b) + (c + d)) + e; `out` may be one of them. One: a copy.
   void (*add_parts)(const float* const* parts, int64_t count, float* out, int64_t n);
   void (*rotary)(float* x, int64_t heads, int64_t dim, const int32_t* positions, const float* cos_sin, int64_t rot,
                  int64_t rows);

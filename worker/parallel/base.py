@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,10 +22,20 @@ class GroupCapabilities:
     is_capturable: bool = True
     """A device graph may be captured with the program ops in it."""
     window: Any = None
-    """The native window in shared memory, which a native program calls without Python; None: there is none."""
+    """What sums in native code (a Window or HostSums), which a native program calls without Python; None: nothing."""
 
 
 PLAIN = GroupCapabilities()
+
+
+def add_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the ranks' parts, neighbours first: ((a + b) + (c + d)) + e. So the sum of a host's ranks, where each
+    host has the same power of two of them, is the same whether they are on one host or each host adds its own."""
+    sums = list(parts)
+    while len(sums) > 1:
+        odd = sums[-1:] if len(sums) % 2 else []
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=False)] + odd
+    return sums[0]
 
 
 class Collectives(Protocol):
@@ -49,7 +59,8 @@ class Collectives(Protocol):
         """Raises what an earlier call could not, as its work went on after it had returned."""
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sums the contiguous float32 `x` over the ranks, in place, in rank order."""
+        """Sums the contiguous float32 `x` over the ranks, in place, in the order of `add_in_order` but
+        for GPUs."""
 
     def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
         """Gives each rank whole rows: x [m, widths[rank]] is this rank's column slice of m rows; out [m_rank,

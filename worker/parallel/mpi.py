@@ -1,4 +1,4 @@
-"""Collectives and the plan channel over plain MPI: for ranks on several hosts, and wherever the window cannot be had.
+"""Collectives and the plan channel over plain MPI: between hosts, and wherever the window cannot be had.
 
 Upper-case buffer calls only (the lower-case ones pickle). Everything is non-blocking and tested until its deadline.
 """
@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from allspan.protos.api.errors import DeadlineExceeded, InternalError
-from allspan.worker.parallel.base import PLAIN, ProgramOps
+from allspan.worker.parallel.base import PLAIN, ProgramOps, add_in_order
 
 _TYPES = {torch.float32: MPI.FLOAT, torch.int32: MPI.INT32_T}
 _SPINS = 200
@@ -57,7 +57,7 @@ def poll(request: Any, timeout: float, expected: threading.Event | None = None) 
 
 
 class MpiCollectives:
-    """See `allspan.worker.parallel.base.Collectives`. How MPI orders its sums is its own affair."""
+    """See `allspan.worker.parallel.base.Collectives`. Sums are the same bits on every rank."""
 
     capabilities = PLAIN
 
@@ -73,8 +73,10 @@ class MpiCollectives:
         pass
 
     def all_reduce(self, x: Tensor) -> None:
-        buffer = [_array(x), MPI.FLOAT]
-        self._wait(self._comm.Iallreduce(MPI.IN_PLACE, buffer, MPI.SUM), "all_reduce")
+        """Every rank gets all parts and adds them itself: MPI's own sums differ with their length."""
+        parts = torch.empty(self.size, *x.shape)
+        self._wait(self._comm.Iallgather([_array(x), MPI.FLOAT], [_array(parts), MPI.FLOAT]), "all_reduce")
+        x.copy_(add_in_order(list(parts)))
 
     def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
         m, width = x.shape

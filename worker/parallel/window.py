@@ -44,6 +44,8 @@ class SharedMemory:
     size: int
     free: Callable[[], None]
     """Every rank calls it, once, at the end."""
+    first: int = 0
+    """What the host's first rank is called in messages: its number in the world, which the others' follow."""
 
 
 def slot_bytes(size: int, threads: int) -> int:
@@ -60,7 +62,7 @@ def bytes_needed(native: Any, size: int, threads: int) -> tuple[int, int]:
 
 
 class WindowCollectives:
-    """See `allspan.worker.parallel.base.Collectives`. Sums are in rank order and the same bits on every rank."""
+    """See `allspan.worker.parallel.base.Collectives`. Sums are the same bits on every rank."""
 
     def __init__(self, native: Any, memory: SharedMemory, threads: int, spins: int, timeout: float) -> None:
         """`threads`: threads that share an all-reduce inside a native run; the same number on every rank."""
@@ -70,7 +72,7 @@ class WindowCollectives:
         self._memory: SharedMemory | None = memory
         start = memory.address + native.PlanRing.bytes(memory.size, PLAN_SLOT_BYTES)
         slot = slot_bytes(memory.size, threads)
-        self.window = native.Window(start, memory.rank, memory.size, threads, slot, spins, timeout)
+        self.window = native.Window(start, memory.rank, memory.size, threads, slot, spins, timeout, memory.first)
         self.capabilities = GroupCapabilities(window=self.window)
         self.program_ops: ProgramOps = {"all_reduce": self.all_reduce}
 
@@ -78,27 +80,27 @@ class WindowCollectives:
         pass
 
     def all_reduce(self, x: Tensor) -> None:
-        with _deadline():
-            self.window.all_reduce(_pointer(x, (torch.float32,)), x.numel())
+        with deadline():
+            self.window.all_reduce(pointer(x, (torch.float32,)), x.numel())
 
     def exchange_rows(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
         m = x.shape[0]
         if x.shape[1] != widths[self.rank] or out.shape != (len(range(self.rank, m, self.size)), sum(widths)):
             raise InternalError(f"exchange_rows of {tuple(x.shape)} by {widths} into {tuple(out.shape)}")
         kinds = (torch.float32,)
-        with _deadline():
-            self.window.exchange_rows(_pointer(x, kinds), m, list(widths), _pointer(out, kinds))
+        with deadline():
+            self.window.exchange_rows(pointer(x, kinds), m, list(widths), pointer(out, kinds))
 
     def all_gather_rows(self, x: Tensor, out: Tensor) -> None:
         m, width = out.shape
         if x.shape != (len(range(self.rank, m, self.size)), width) or x.dtype != out.dtype:
             raise InternalError(f"all_gather_rows of {tuple(x.shape)} {x.dtype} into {tuple(out.shape)} {out.dtype}")
         kinds = (torch.float32, torch.int32)
-        with _deadline():
-            self.window.all_gather_rows(_pointer(x, kinds), m, width, _pointer(out, kinds))
+        with deadline():
+            self.window.all_gather_rows(pointer(x, kinds), m, width, pointer(out, kinds))
 
     def barrier(self) -> None:
-        with _deadline():
+        with deadline():
             self.window.barrier()
 
     def close(self) -> None:
@@ -113,15 +115,17 @@ class WindowPlanChannel:
 
     def __init__(self, native: Any, memory: SharedMemory, spin: float, timeout: float) -> None:
         self._memory = memory  # the owner of the bytes must outlive the ring
-        self._ring = native.PlanRing(memory.address, memory.rank, memory.size, PLAN_SLOT_BYTES, spin, timeout)
+        self._ring = native.PlanRing(
+            memory.address, memory.rank, memory.size, PLAN_SLOT_BYTES, spin, timeout, memory.first
+        )
 
     def publish(self, data: bytes) -> None:
-        with _deadline():
+        with deadline():
             self._ring.publish(data)
 
     def receive(self, timeout: float) -> bytes | None:
         """None also when a signal came, so that its handler runs."""
-        with _deadline():
+        with deadline():
             data: bytes | None = self._ring.receive(timeout)
         return data
 
@@ -133,14 +137,14 @@ class WindowPlanChannel:
 
 
 @contextmanager
-def _deadline() -> Iterator[None]:
+def deadline() -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
         raise DeadlineExceeded(str(error)) from None
 
 
-def _pointer(x: Tensor, kinds: tuple[torch.dtype, ...]) -> int:
+def pointer(x: Tensor, kinds: tuple[torch.dtype, ...]) -> int:
     if not x.is_contiguous() or x.dtype not in kinds or not x.is_cpu:
         raise InternalError(
             f"a collective needs contiguous {kinds}, not {x.dtype}, strides {x.stride()}, on {x.device}"

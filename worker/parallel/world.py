@@ -16,6 +16,14 @@ import numpy as np
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import ParallelConfig
 from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.parallel.hosts import (
+    HostCollectives,
+    HostPlanChannel,
+    HostSums,
+    SplitHosts,
+    by_shared_memory,
+    find_hosts,
+)
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.parallel.window import (
     PLAN_SPIN_S,
@@ -50,7 +58,8 @@ class World(Protocol):
     rank: int
     size: int
     kind: str
-    """The kind of collectives: "local"; "window" or "mpi"; on GPUs "ipc", "nccl" or "staged"."""
+    """The kind of collectives: "local"; "window", "hosts" (windows, and MPI between them) or "mpi"; on GPUs "ipc",
+    "nccl" or "staged"."""
     groups: dict[str, Collectives]
     channel: PlanChannel | None
 
@@ -69,16 +78,18 @@ class World(Protocol):
         """The orderly end; every rank calls it."""
 
 
-def join_world(config: ParallelConfig, on_device: DeviceCollectives | None = None) -> World:
+def join_world(
+    config: ParallelConfig, on_device: DeviceCollectives | None = None, split: SplitHosts = by_shared_memory
+) -> World:
     """`on_device` makes the collectives of a device from those of host memory; None: tensors lie in host memory.
     ConfigError when "window" is asked for and cannot be had, or when Slurm started several tasks that MPI does not
-    join."""
+    join. `split` finds the ranks of a host."""
     ranks = place()
     if ranks is None:
         _refuse_separate_tasks()
     if ranks is None or ranks[1] == 1:
         return LocalWorld()
-    return MpiWorld(config, on_device)
+    return MpiWorld(config, on_device, split)
 
 
 class LocalWorld:
@@ -112,7 +123,9 @@ class LocalWorld:
 class MpiWorld:
     """The ranks that one mpirun started. Only the main thread may use it."""
 
-    def __init__(self, config: ParallelConfig, on_device: DeviceCollectives | None) -> None:
+    def __init__(
+        self, config: ParallelConfig, on_device: DeviceCollectives | None, split: SplitHosts = by_shared_memory
+    ) -> None:
         self._mpi = _start_mpi()
         self._comm = self._mpi.COMM_WORLD
         self._config = config
@@ -121,15 +134,18 @@ class MpiWorld:
         if self.size == 1:  # its launcher started several
             raise ConfigError(_SEPARATE.format(started="The launcher", tasks=(place() or (0, 0))[1]))
         self._threads = self.all_values(config.threads)
-        memory, native, why_not = self._shared_memory()
-        if memory is None and config.collectives == "window":
+        self._hosts = find_hosts(self._mpi, self._comm, self.all_values, split)
+        native, why_not = self._native()
+        if (native is None or len(self._hosts.ranks) > 1) and config.collectives == "window":
+            why_not = why_not or "the ranks are on several hosts"
             raise ConfigError(f'collectives is "window", but {why_not}; use "auto" or "mpi"')
-        if memory is None and why_not and self.rank == 0:
+        if why_not and self.rank == 0:
             print(f"allspan: collectives go through MPI: {why_not}", file=sys.stderr, flush=True)
-        self.kind = "mpi" if memory is None else "window"
+        self.kind = "mpi" if native is None else "window" if len(self._hosts.ranks) == 1 else "hosts"
         collectives: Collectives
         self.channel: PlanChannel | None
-        collectives, self.channel = self._mpi_pair() if memory is None else self._window_pair(memory, native)
+        make = {"mpi": self._mpi_pair, "window": self._window_pair, "hosts": self._hosts_pair}[self.kind]
+        collectives, self.channel = make(native)
         self.groups = _groups(collectives if on_device is None else self._on_device(collectives, on_device))
 
     def all_values(self, value: int) -> tuple[int, ...]:
@@ -162,37 +178,63 @@ class MpiWorld:
         self.groups["tp"].close()
         self._mpi.Finalize()
 
-    def _shared_memory(self) -> tuple[SharedMemory | None, Any, str]:
-        """Memory that all ranks share and the native module that works on it; or else why there is none."""
-        if self._config.collectives == "mpi":
-            return None, None, ""
-        host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+    def _native(self) -> tuple[Any, str]:
+        """The compiled collectives; or None, and why they are not used where nobody asked for that."""
         native = load_native()
-        if min(self.all_values(host.size)) < self.size:
-            return None, None, "the ranks are on several hosts"
+        if self._config.collectives == "mpi":
+            return None, ""
         if not all(self.all_values(int(native is not None))):
-            return None, None, "the compiled kernels are not installed"
-        needed, zeroed = bytes_needed(native, self.size, min(self._threads))
-        window = self._mpi.Win.Allocate_shared(needed + 64 if self.rank == 0 else 0, 1, comm=host)
+            return None, "the compiled kernels are not installed"
+        if not self._hosts.is_in_order:
+            return None, "the ranks of a host do not follow one another"
+        return native, ""
+
+    def _shared_memory(self, native: Any) -> SharedMemory:
+        """Memory that the ranks of this host share."""
+        host = self._hosts.comm
+        needed, zeroed = bytes_needed(native, host.size, self._fewest_threads)
+        window = self._mpi.Win.Allocate_shared(needed + 64 if host.rank == 0 else 0, 1, comm=host)
         buffer, _ = window.Shared_query(0)
         offset = -buffer.address % 64
-        if self.rank == 0:
+        if host.rank == 0:
             buffer[offset : offset + zeroed] = bytes(zeroed)
-        self.barrier()
+        self._wait(host.Ibarrier(), "shared memory")
 
         def free() -> None:
             window.Free()
             host.Free()
 
-        return SharedMemory(buffer.address + offset, self.rank, self.size, free), native, ""
+        return SharedMemory(buffer.address + offset, host.rank, host.size, free, self._hosts.ranks[self._hosts.mine][0])
 
-    def _window_pair(self, memory: SharedMemory, native: Any) -> tuple[Collectives, PlanChannel]:
-        timeout = self._config.timeout_s
-        crowded = self._config.oversubscribed or sum(self._threads) > (os.cpu_count() or 1)
+    @property
+    def _fewest_threads(self) -> int:
+        """The smallest number of threads of the ranks of this host."""
+        return min(self._threads[rank] for rank in self._hosts.ranks[self._hosts.mine])
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether this host's ranks have more threads than it has processors."""
+        threads = sum(self._threads[rank] for rank in self._hosts.ranks[self._hosts.mine])
+        return self._config.oversubscribed or threads > (os.cpu_count() or 1)
+
+    def _window_pair(self, native: Any) -> tuple[WindowCollectives, PlanChannel]:
+        memory, timeout = self._shared_memory(native), self._config.timeout_s
         return (
-            WindowCollectives(native, memory, min(self._threads), 0 if crowded else SPINS, timeout),
-            WindowPlanChannel(native, memory, 0.0 if crowded else PLAN_SPIN_S, timeout),
+            WindowCollectives(native, memory, self._fewest_threads, 0 if self._is_crowded else SPINS, timeout),
+            WindowPlanChannel(native, memory, 0.0 if self._is_crowded else PLAN_SPIN_S, timeout),
         )
+
+    def _hosts_pair(self, native: Any) -> tuple[Collectives, PlanChannel]:
+        from allspan.worker.parallel.mpi import MpiCollectives, MpiPlanChannel
+
+        timeout, hosts = self._config.timeout_s, self._hosts
+        is_first = hosts.comm.rank == 0
+        window, within = self._window_pair(native) if hosts.comm.size > 1 else (None, None)
+        firsts = self._comm.Split(0 if is_first else self._mpi.UNDEFINED, self.rank)
+        between = MpiPlanChannel(firsts, timeout) if is_first else None
+        spins = 0 if self._is_crowded else SPINS
+        sums = HostSums(native, self._mpi, self._comm.Dup(), hosts, window, spins, timeout)
+        return HostCollectives(sums, MpiCollectives(self._comm.Dup(), timeout)), HostPlanChannel(between, within)
 
     def _on_device(self, host: Collectives, on_device: DeviceCollectives) -> Collectives:
         collectives, kind, note = on_device(host, self._share, self._config.timeout_s, self._on_several_hosts)
@@ -202,10 +244,7 @@ class MpiWorld:
         return collectives
 
     def _on_several_hosts(self) -> bool:
-        host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
-        sizes = self.all_values(host.size)
-        host.Free()
-        return min(sizes) < self.size
+        return len(self._hosts.ranks) > 1
 
     def _share(self, data: bytes) -> list[bytes]:
         """Every rank's data, in rank order, on every rank; as for `gather`."""
@@ -214,7 +253,7 @@ class MpiWorld:
         self._wait(self._comm.Iallgather([mine, self._mpi.BYTE], [everyone, self._mpi.BYTE]), "share")
         return [part.tobytes().rstrip(b"\0") for part in everyone.reshape(-1, _GATHER_BYTES)]
 
-    def _mpi_pair(self) -> tuple[Collectives, PlanChannel]:
+    def _mpi_pair(self, _: Any) -> tuple[Collectives, PlanChannel]:
         from allspan.worker.parallel.mpi import MpiCollectives, MpiPlanChannel
 
         timeout = self._config.timeout_s

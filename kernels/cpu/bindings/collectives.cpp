@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/ops.h"
+#include "runtime/host_sums.h"
 #include "runtime/plan_ring.h"
 #include "runtime/runtime.h"
 #include "runtime/window.h"
@@ -13,6 +14,11 @@ namespace nb = nanobind;
 using namespace allspan;
 
 AllReduce all_reduce_of(nb::handle window) {
+  if (nb::isinstance<HostSums>(window)) {
+    HostSums& hosts = nb::cast<HostSums&>(window);
+    return
+        [&hosts](Worker& worker, float* x, int64_t count) { hosts.all_reduce(worker, x, static_cast<size_t>(count)); };
+  }
   Window& ranks = nb::cast<Window&>(window);
   return [&ranks](Worker& worker, float* x, int64_t count) { ranks.all_reduce(worker, x, static_cast<size_t>(count)); };
 }
@@ -21,8 +27,9 @@ void bind_collectives(nb::module_& module) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::exception<WaitTimeout>(module, "WaitTimeout", PyExc_TimeoutError);
   nb::class_<Window>(module, "Window")
-      .def(nb::init<uintptr_t, int, int, int, size_t, int, double>(), nb::arg("base"), nb::arg("rank"), nb::arg("size"),
-           nb::arg("lanes"), nb::arg("slot_bytes"), nb::arg("spins"), nb::arg("timeout"))
+      .def(nb::init<uintptr_t, int, int, int, size_t, int, double, int>(), nb::arg("base"), nb::arg("rank"),
+           nb::arg("size"), nb::arg("lanes"), nb::arg("slot_bytes"), nb::arg("spins"), nb::arg("timeout"),
+           nb::arg("first"))
       .def_static("bytes", &Window::bytes, nb::arg("size"), nb::arg("lanes"), nb::arg("slot_bytes"))
       .def(
           "all_reduce",
@@ -47,9 +54,31 @@ void bind_collectives(nb::module_& module) {
           },
           nb::arg("x"), nb::arg("rows"), nb::arg("width"), nb::arg("out"), Release())
       .def("barrier", &Window::barrier, Release());
+  nb::class_<HostSums>(module, "HostSums")
+      .def(
+          "__init__",
+          [](HostSums* made, Window* window, const std::vector<uintptr_t>& calls, uintptr_t comm, uintptr_t type,
+             size_t handle_bytes, size_t status_bytes, std::vector<std::vector<int>> peers, int rank, int host,
+             int spins, double timeout) {
+            const MpiCalls mpi{calls.at(0), calls.at(1), calls.at(2), comm, type, handle_bytes, status_bytes};
+            new (made) HostSums(window, mpi, std::move(peers), rank, host, spins, timeout);
+          },
+          nb::arg("window").none(), nb::arg("calls"), nb::arg("comm"), nb::arg("type"), nb::arg("handle_bytes"),
+          nb::arg("status_bytes"), nb::arg("peers"), nb::arg("rank"), nb::arg("host"), nb::arg("spins"),
+          nb::arg("timeout"), nb::keep_alive<1, 2>())
+      .def(
+          "all_reduce",
+          [](HostSums& hosts, uintptr_t x, size_t count) { hosts.all_reduce(reinterpret_cast<float*>(x), count); },
+          nb::arg("x"), nb::arg("count"), Release())
+      .def(
+          "all_reduce",
+          [](HostSums& hosts, Runtime& runtime, uintptr_t x, size_t count) {
+            runtime.pool().team([&](Worker& worker) { hosts.all_reduce(worker, reinterpret_cast<float*>(x), count); });
+          },
+          nb::arg("runtime"), nb::arg("x"), nb::arg("count"), Release());
   nb::class_<PlanRing>(module, "PlanRing")
-      .def(nb::init<uintptr_t, int, int, size_t, double, double>(), nb::arg("base"), nb::arg("rank"), nb::arg("size"),
-           nb::arg("slot_bytes"), nb::arg("spin"), nb::arg("timeout"))
+      .def(nb::init<uintptr_t, int, int, size_t, double, double, int>(), nb::arg("base"), nb::arg("rank"),
+           nb::arg("size"), nb::arg("slot_bytes"), nb::arg("spin"), nb::arg("timeout"), nb::arg("first"))
       .def_static("bytes", &PlanRing::bytes, nb::arg("size"), nb::arg("slot_bytes"))
       .def(
           "publish",

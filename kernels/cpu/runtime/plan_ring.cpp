@@ -38,8 +38,8 @@ void futex_wake(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-PlanRing::PlanRing(uintptr_t base, int rank, int size, size_t slot_bytes, double spin, double timeout)
-    : rank_(rank), size_(size), slot_bytes_(slot_bytes), spin_(spin), timeout_(timeout) {
+PlanRing::PlanRing(uintptr_t base, int rank, int size, size_t slot_bytes, double spin, double timeout, int first)
+    : rank_(rank), size_(size), first_(first), slot_bytes_(slot_bytes), spin_(spin), timeout_(timeout) {
   if (base % kLine != 0 || slot_bytes % kLine != 0) throw std::invalid_argument("a ring is aligned to 64 bytes");
   head_ = reinterpret_cast<Head*>(base);
   tails_ = reinterpret_cast<Counter*>(base + sizeof(Head));
@@ -85,7 +85,9 @@ void PlanRing::wait_for_room() const {
   Wait wait(64, timeout_);
   for (int peer = 1; peer < size_; ++peer) {
     while (tails_[peer].value.load(std::memory_order_acquire) + kSlots <= position_) {
-      if (!wait.again()) throw WaitTimeout(late(tails_, size_, position_ - kSlots + 1, rank_, timeout_, "publish"));
+      if (!wait.again()) {
+        throw WaitTimeout(late(tails_, size_, position_ - kSlots + 1, rank_, timeout_, "publish", first_));
+      }
     }
   }
 }

@@ -13,7 +13,8 @@ class PlanRing {
   static constexpr size_t kSlots = 64;
 
   // base: zeroed memory of bytes(), aligned to 64, as slot_bytes is. spin, timeout: seconds.
-  PlanRing(uintptr_t base, int rank, int size, size_t slot_bytes, double spin, double timeout);
+  // `first`: as for a Window.
+  PlanRing(uintptr_t base, int rank, int size, size_t slot_bytes, double spin, double timeout, int first);
   static size_t bytes(int size, size_t slot_bytes);
 
   // Waits, bounded, while a peer is a whole ring behind; WaitTimeout names it.
@@ -42,7 +43,7 @@ class PlanRing {
   Head* head_;
   Counter* tails_;
   char* parts_;
-  int rank_, size_;
+  int rank_, size_, first_;
   size_t slot_bytes_;
   double spin_, timeout_;
   uint64_t position_ = 0;

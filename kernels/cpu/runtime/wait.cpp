@@ -21,15 +21,20 @@ bool Wait::slowly() {
   return waited < timeout_;
 }
 
-std::string late(const Counter* counters, int size, uint64_t wanted, int rank, double timeout, const char* what) {
+std::string waited(int rank, double timeout, const std::string& ranks, const char* what) {
+  return "rank " + std::to_string(rank) + " waited " + std::to_string(static_cast<int>(timeout)) + " s for rank " +
+         ranks + " in " + what;
+}
+
+std::string late(const Counter* counters, int size, uint64_t wanted, int rank, double timeout, const char* what,
+                 int first) {
   std::string ranks;
   for (int peer = 0; peer < size; ++peer) {
     if (peer != rank && counters[peer].value.load(std::memory_order_relaxed) < wanted) {
-      ranks += (ranks.empty() ? "" : ", ") + std::to_string(peer);
+      ranks += (ranks.empty() ? "" : ", ") + std::to_string(first + peer);
     }
   }
-  return "rank " + std::to_string(rank) + " waited " + std::to_string(static_cast<int>(timeout)) + " s for rank " +
-         ranks + " in " + what;
+  return waited(first + rank, timeout, ranks, what);
 }
 
 }  // namespace allspan

@@ -55,7 +55,10 @@ class Wait {
   std::chrono::steady_clock::time_point start_{};
 };
 
-// Names the ranks whose counter is below `wanted`.
-std::string late(const Counter* counters, int size, uint64_t wanted, int rank, double timeout, const char* what);
+// Names the ranks of a host whose counter is below `wanted`; `first` is the number of its first one in the world.
+std::string late(const Counter* counters, int size, uint64_t wanted, int rank, double timeout, const char* what,
+                 int first);
+// "rank 1 waited 30 s for rank 0, 2 in all_reduce".
+std::string waited(int rank, double timeout, const std::string& ranks, const char* what);
 
 }  // namespace allspan

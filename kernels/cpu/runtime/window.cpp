@@ -80,7 +80,7 @@ class Window::Lane {
     for (int peer = 0; peer < window_.size_; ++peer) {
       while (put_[peer].value.load(std::memory_order_acquire) < sequence) {
         if (!wait.again()) {
-          window_.give_up(late(put_, window_.size_, sequence, window_.rank_, window_.timeout_, what));
+          window_.give_up(late(put_, window_.size_, sequence, window_.rank_, window_.timeout_, what, window_.first_));
         }
         // Another thread of this rank has given up: nothing will come in this lane either.
         if (window_.broken_.load(std::memory_order_acquire)) throw WaitTimeout(window_.why_);
@@ -94,10 +94,11 @@ class Window::Lane {
   uint64_t& sequence_;
 };
 
-Window::Window(uintptr_t base, int rank, int size, int lanes, size_t slot_bytes, int spins, double timeout)
+Window::Window(uintptr_t base, int rank, int size, int lanes, size_t slot_bytes, int spins, double timeout, int first)
     : base_(reinterpret_cast<char*>(base)),
       rank_(rank),
       size_(size),
+      first_(first),
       slot_bytes_(slot_bytes),
       spins_(spins),
       timeout_(timeout),
@@ -186,6 +187,23 @@ void Window::all_gather_rows(const char* x, size_t rows, size_t width, char* out
                                 const size_t to = (row * size_ + peer) * width + column;
                                 std::memcpy(out + to * kElement, from, n * kElement);
                               });
+                }
+              });
+}
+
+void Window::spread(float* x, const std::vector<size_t>& starts) {
+  const auto length = [&](int peer) { return starts.at(peer + 1) - starts.at(peer); };
+  size_t longest = 0;
+  for (int peer = 0; peer < size_; ++peer) longest = std::max(longest, length(peer));
+  Lane lane(*this, 0);
+  const size_t per_chunk = lane.elements_a_chunk();
+  lane.stream(reinterpret_cast<const char*>(x + starts[rank_]), length(rank_) * kElement, ceil_div(longest, per_chunk),
+              "all_reduce", [&](size_t chunk) {
+                const size_t from = chunk * per_chunk;
+                for (int peer = 0; peer < size_; ++peer) {
+                  if (peer == rank_ || length(peer) <= from) continue;
+                  std::memcpy(x + starts[peer] + from, lane.slot(peer),
+                              std::min(per_chunk, length(peer) - from) * kElement);
                 }
               });
 }

@@ -1,5 +1,5 @@
-// Collectives between the ranks of one host, in memory that they share (mapped by the caller). Sums are taken in rank
-// order, so every rank holds the same bits.
+// Collectives between the ranks of one host, in memory that they share (mapped by the caller). Sums are taken in one
+// tree over the ranks (Kernels::add_parts), so every rank holds the same bits.
 //
 // The window has lanes: slots and counters that the threads with one number, one of each rank, have to themselves. In a
 // lane each rank owns kSlots slots and a counter of the chunks that it has put there. A collective is a sequence of
@@ -21,8 +21,9 @@ namespace allspan {
 class Window {
  public:
   // base: memory of bytes(), aligned to 64, of which the first bytes(…, slot_bytes 0) are zero. `spins`: tries before a
-  // wait yields; `timeout` in seconds. The same on every rank, as is the order of calls.
-  Window(uintptr_t base, int rank, int size, int lanes, size_t slot_bytes, int spins, double timeout);
+  // wait yields; `timeout` in seconds. The same on every rank, as is the order of calls. `first`: what the first rank
+  // is called in messages; the others follow.
+  Window(uintptr_t base, int rank, int size, int lanes, size_t slot_bytes, int spins, double timeout, int first = 0);
   static size_t bytes(int size, int lanes, size_t slot_bytes);
 
   int rank() const { return rank_; }
@@ -43,6 +44,8 @@ class Window {
   void exchange_rows(const char* x, size_t rows, const std::vector<size_t>& widths, char* out);
   // x [its share of rows, width]: row j of rank r is row r + j * size of out [rows, width]. Elements of 4 bytes.
   void all_gather_rows(const char* x, size_t rows, size_t width, char* out);
+  // Gives all ranks each one's slice of x: that of rank r is [starts[r], starts[r + 1]).
+  void spread(float* x, const std::vector<size_t>& starts);
   void barrier();
 
  private:
@@ -55,7 +58,7 @@ class Window {
   [[noreturn]] void give_up(const std::string& why);
 
   char* base_;
-  int rank_, size_;
+  int rank_, size_, first_;
   size_t slot_bytes_;
   int spins_;
   double timeout_;

@@ -36,17 +36,33 @@ def test_sums_rows_and_plans_arrive_on_every_rank_and_idle_followers_sleep(
     assert run.stdout.strip() == f"ok {taken}"
 
 
+@pytest.mark.parametrize(
+    ("check", "hosts"),
+    [
+        ("all", "1,1"),
+        ("sums", "2,2"),
+        *(pytest.param("all", each, marks=pytest.mark.nightly) for each in ("2,1", "1,2", "1,1,1", "2,2", "3,1,2")),
+    ],
+)
+def test_ranks_of_several_hosts_sum_in_one_tree_whatever_the_batch(check: str, hosts: str, tmp_path: Path) -> None:
+    """Groups of ranks stand for hosts. Two ranks make the same bits on one host and on two, as do four on two."""
+    needs("window")
+    run = mpirun(sum(map(int, hosts.split(","))), [SCRIPT, check, "auto", "--hosts", hosts], tmp_path)
+    assert run.returncode == 0, run.stdout
+    assert run.stdout.strip() == "ok hosts"
+
+
 @pytest.mark.nightly
 def test_a_follower_that_expects_a_plan_does_not_sleep_long(tmp_path: Path) -> None:
     run = mpirun(2, [SCRIPT, "expected", "mpi"], tmp_path)
     assert run.returncode == 0, run.stdout
 
 
-@pytest.mark.parametrize("kind", ["window", pytest.param("mpi", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["window", "hosts", pytest.param("mpi", marks=pytest.mark.nightly)])
 def test_a_peer_that_does_not_come_is_named_and_the_world_ends(kind: str, tmp_path: Path) -> None:
-    needs(kind)
+    needs("window" if kind == "hosts" else kind)
     started = time.monotonic()
-    run = mpirun(2, [SCRIPT, "late", kind], tmp_path)
+    run = mpirun(2, [SCRIPT, "late", *(["auto", "--hosts", "1,1"] if kind == "hosts" else [kind])], tmp_path)
     assert "late ok" in run.stdout, run.stdout
     assert run.returncode != 0
     assert time.monotonic() - started < 60

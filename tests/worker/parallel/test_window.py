@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from allspan.protos.api.errors import DeadlineExceeded, InternalError
 from allspan.worker.parallel import window
+from allspan.worker.parallel.base import add_in_order
 from allspan.worker.parallel.window import (
     SharedMemory,
     WindowCollectives,
@@ -63,14 +64,14 @@ def on_every_rank(size: int, function: Callable[[int], Any]) -> list[Any]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(size=st.integers(1, 4), count=st.integers(1, 80_000), rounds=st.integers(1, 4), seed=st.integers(0, 2**31))
-def test_sums_are_in_rank_order_and_alike_on_every_rank(size: int, count: int, rounds: int, seed: int) -> None:
+@given(size=st.integers(1, 7), count=st.integers(1, 80_000), rounds=st.integers(1, 4), seed=st.integers(0, 2**31))
+def test_sums_are_in_the_order_of_the_tree_and_alike_on_every_rank(
+    size: int, count: int, rounds: int, seed: int
+) -> None:
     memory = Memory(size)
     groups = memory.groups()
     parts = torch.randn(rounds, size, count, generator=torch.Generator().manual_seed(seed)) * 1e3
-    expected = parts[:, 0].clone()
-    for rank in range(1, size):
-        expected += parts[:, rank]
+    expected = add_in_order(list(parts.unbind(1)))
 
     def run(rank: int) -> torch.Tensor:
         sums = parts[:, rank].clone()
