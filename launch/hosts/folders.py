@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,10 +66,14 @@ class HostFolders:
             run_dir.remove_stale(self.path.parent)
         self._remove_left()
         self.path.mkdir(mode=0o700, parents=True)
-        self._lock = os.open(self.path / rank_shell.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.shm.mkdir(mode=0o700, parents=True)
-        (self.shm / reaper.OWNER_FILE).write_text(str(self.path), encoding="utf-8")
+        try:
+            self._lock = os.open(self.path / rank_shell.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.shm.mkdir(mode=0o700, parents=True)
+            (self.shm / reaper.OWNER_FILE).write_text(str(self.path), encoding="utf-8")
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def _remove_left(self) -> None:
         """Removes folders that a keeper left which was killed together with its fence."""

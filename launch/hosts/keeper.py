@@ -188,6 +188,8 @@ class Keeper:
             with suppress(OSError):
                 os.write(self._fence.stdin.fileno(), reaper.GOODBYE)
                 self._fence.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._fence.wait(1.0)  # then nothing of this world is left when this process ends
 
 
 _ACTS: dict[str, Callable[[Keeper, dict[str, Any]], None]] = {

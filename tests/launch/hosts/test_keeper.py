@@ -286,6 +286,23 @@ def test_two_clusters_cannot_have_the_same_folders(host: Host, tmp_path: Path) -
     assert host.run_dir.exists()
 
 
+def test_a_folder_that_cannot_be_made_is_told_and_nothing_is_left(host: Host) -> None:
+    (host.run_dir.parent / "file").write_text("")
+    host.shm = host.run_dir.parent / "file" / "shm"
+    with pytest.raises(InternalError, match=r"host hostb: begin: .*Not a directory"):
+        host.start()
+    assert not host.run_dir.exists()
+
+
+def test_a_rank_that_writes_much_has_a_bounded_log(tmp_path: Path) -> None:
+    exit_file = tmp_path / "exit-0.e1"
+    command = ["sh", "-c", "head -c 5000000 /dev/zero | tr '\\0' x; echo; echo the end"]
+    words = [sys.executable, "-S", "-E", str(Path(rank_shell.__file__)), str(exit_file), *command]
+    assert subprocess.run(words, stdout=subprocess.DEVNULL, timeout=30).returncode == 0
+    assert (tmp_path / "log-0.e1").read_text().endswith("x\nthe end\n")
+    assert sum(path.stat().st_size for path in tmp_path.glob("log-*")) <= 2 * rank_shell.KEPT_BYTES
+
+
 def test_a_remote_shell_that_fails_is_told_with_its_words(tmp_path: Path) -> None:
     messages: queue.Queue[Message] = queue.Queue()
     link = HostLink("hostz", ["sh", "-c", "echo no route to host >&2; exit 255"], messages.put)
