@@ -155,3 +155,9 @@ def environment(
     if os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return env
+
+
+def outside_slurm(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment without Slurm's variables. A mpirun that sees them starts its daemons by srun on every node of
+    the job, which waits for ever inside a step, and would place the ranks of one host on other nodes."""
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_")}

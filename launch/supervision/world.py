@@ -218,7 +218,7 @@ class WorldProcess:
         command = [sys.executable, "-S", "-E", str(Path(die_with_parent.__file__)), str(os.getpid()), *words]
         return subprocess.Popen(
             command,
-            env=mpi.environment(plan.mpirun, self._run.shm, plan.placement),
+            env=mpi.environment(plan.mpirun, self._run.shm, plan.placement, mpi.outside_slurm()),
             cwd=None if _has_working_dir() else self._run.path,  # mpirun does not start without one
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

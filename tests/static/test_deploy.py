@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 import yaml
 
 from allspan.client.gateway.metrics.table import METRICS, MODEL, PREFIX
+from allspan.launch.commands.gateway import make_parser as gateway_parser
 from allspan.launch.exit_codes import exit_code
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.api.errors import ConfigError, ModelNotFound
+from allspan.protos.config.config_json import from_json
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -180,3 +184,33 @@ def test_the_unit_knows_our_flags_and_exit_codes() -> None:
     assert int(values["TimeoutStopSec"].removesuffix("s")) > settings.shutdown_timeout
     variables = re.findall(r"^#(\w+)=", (DEPLOY / "systemd/allspan.env").read_text(), re.M)
     assert variables == ["ALLSPAN_API_KEY", "ALLSPAN_ADMIN_API_KEY"]
+
+
+SLURM_JOBS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize("file", SLURM_JOBS, ids=lambda file: file.name)
+def test_a_slurm_job_is_a_script_that_drains_before_its_limit_and_uses_flags_that_there_are(file: Path) -> None:
+    text = file.read_text()
+    subprocess.run(["bash", "-n", str(file)], check=True, timeout=20)
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", text, re.M))
+    assert options.keys() >= {"nodes", "ntasks-per-node", "signal", "requeue", "output"}
+    assert int(options["signal"].partition("@")[2]) >= 60 + 15
+    whole = re.sub(r"\\\n\s*", " ", text)
+    command = re.search(r"allspan\.launch\.cli (gateway|serve) (.*)", whole)
+    assert command
+    parser = serve_parser() if command[1] == "serve" else gateway_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
+    assert set(re.findall(r"--[a-z-]+", command[2])) <= known
+
+
+def test_a_slurm_jobs_settings_are_a_ranks(tmp_path: Path) -> None:
+    """The script's own Python writes them; a rank reads them."""
+    (program,) = re.findall(r"<<'PYTHON'\n(.*?)\nPYTHON\n", (DEPLOY / "slurm/model.sbatch").read_text(), re.S)
+    words = ["/models/chat", str(tmp_path), "7000", "60", "/wire"]
+    more = {"WORKER_CONFIG": '{"cache": {"kv_cache_bytes": 8000000000}}', "SLURM_CPUS_PER_TASK": "16"}
+    run = subprocess.run([sys.executable, "-c", program, *words], env=more, capture_output=True, text=True, timeout=20)
+    config = from_json(run.stdout)
+    assert (config.model.name, config.parallel.threads, config.service.port) == ("chat", 16, 7000)
+    assert config.cache.kv_cache_bytes == 8_000_000_000
+    assert config.service.tls.is_given

@@ -19,6 +19,7 @@ from allspan.launch.supervision.mpi import (
     find_mpirun,
     find_numactl,
     identify,
+    outside_slurm,
 )
 from allspan.launch.supervision.mpi_notices import NoticeFilter, RankDeath, find_death
 from allspan.protos.api.errors import ConfigError
@@ -92,6 +93,10 @@ def test_an_mpirun_around_us_does_not_leak_in() -> None:
     assert "OMPI_COMM_WORLD_RANK" not in made
     assert "PMIX_RANK" not in made
     assert made["HOME"] == "/h"
+
+
+def test_an_mpirun_of_this_host_alone_knows_nothing_of_slurms_job() -> None:
+    assert outside_slurm({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "HOME": "/h"}) == {"HOME": "/h"}
 
 
 def test_only_oversubscribed_ranks_yield() -> None:

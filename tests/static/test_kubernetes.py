@@ -1,0 +1,227 @@
+"""deploy/kubernetes: overlays build, are strictly valid for three versions of Kubernetes, and start what there is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from allspan.client.gateway.metrics.table import METRICS, PREFIX
+from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
+VERSIONS = ("1.33", "1.35", "1.37")
+KEYS = {"containers": "name", "volumes": "name", "env": "name", "ports": "name", "volumeMounts": "mountPath"}
+"""What strategic merge patches identify the entries of a list by; other lists are replaced."""
+
+TEXT, COUNT, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "object"}
+
+
+def strict(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    fields = {"properties": required | optional, "required": sorted(required), "additionalProperties": False}
+    return {"type": "object", **fields}
+
+
+META = strict({"name": TEXT}, labels={"type": "object", "additionalProperties": TEXT})
+TARGET = strict({"apiVersion": TEXT, "kind": TEXT, "name": TEXT})
+PROMETHEUS = strict({"serverAddress": TEXT, "query": TEXT, "threshold": TEXT})
+TRIGGER = strict({"type": {"const": "prometheus"}, "metadata": PROMETHEUS})
+SCALED = strict(
+    {"scaleTargetRef": TARGET, "triggers": {"type": "array", "items": TRIGGER, "minItems": 1}},
+    pollingInterval=COUNT,
+    cooldownPeriod=COUNT,
+    minReplicaCount=COUNT,
+    maxReplicaCount=COUNT,
+    advanced=strict({}, horizontalPodAutoscalerConfig=strict({}, behavior=ANY)),
+)
+CUSTOM = {
+    "ScaledObject": strict(
+        {"apiVersion": {"const": "keda.sh/v1alpha1"}, "kind": TEXT, "metadata": META, "spec": SCALED}
+    ),
+}
+"""Strict schemas of the fields used of kinds that Kubernetes itself does not have."""
+
+
+def read(file: Path) -> list[Any]:
+    return [document for document in yaml.safe_load_all(file.read_text()) if document]
+
+
+def merged(old: Any, patch: Any, key: str = "") -> Any:
+    """A strategic merge patch applied, as far as the patches here go."""
+    if isinstance(old, dict) and isinstance(patch, dict):
+        return old | {name: merged(old.get(name), value, name) for name, value in patch.items()}
+    if isinstance(old, list) and isinstance(patch, list) and key in KEYS:
+        names = {item[KEYS[key]]: item for item in old}
+        for item in patch:
+            names[item[KEYS[key]]] = merged(names.get(item[KEYS[key]]), item)
+        return list(names.values())
+    return copy.deepcopy(patch)
+
+
+def identity(document: Any) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
+
+
+@functools.cache
+def build(name: str) -> dict[tuple[str, str], Any]:
+    """What `kubectl kustomize` prints, by kind and name; a kustomization here has resources and patches alone."""
+    folder = FOLDER / name
+    (wanted,) = read(folder / "kustomization.yaml")
+    assert wanted.keys() <= {"apiVersion", "kind", "resources", "patches"}, name
+    made: dict[tuple[str, str], Any] = {}
+    for resource in wanted["resources"]:
+        if (folder / resource).is_dir():
+            made |= build((folder / resource).resolve().name)
+        else:
+            made |= {identity(document): document for document in read(folder / resource)}
+    for patch in wanted.get("patches", ()):
+        (document,) = read(folder / patch["path"])
+        old = made.pop(identity(document))
+        if document.get("$patch") != "delete":
+            made[identity(document)] = merged(old, document)
+    return made
+
+
+def pods() -> list[Any]:
+    """The pod templates of all overlays, as pytest's parameters."""
+    found = []
+    for name in OVERLAYS:
+        for (kind, own), document in build(name).items():
+            if kind == "Deployment":
+                found.append(pytest.param(document["spec"]["template"]["spec"], id=f"{name}-{own}"))
+    return found
+
+
+def settings_of(container: Any) -> ServeSettings:
+    """What the real parser makes of the container's words, which follow the image's `tini -- allspan`."""
+    command, *words = container["args"]
+    assert command == "serve"
+    parsed: ServeSettings = serve_settings(serve_parser().parse(words))
+    return parsed
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_is_strictly_valid_for_three_versions_of_kubernetes(name: str) -> None:
+    for (kind, _), document in build(name).items():
+        if kind in CUSTOM:
+            jsonschema.validate(document, CUSTOM[kind])
+            continue
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_validation_is_strict() -> None:
+    deployment = copy.deepcopy(build("base")["Deployment", "allspan"])
+    deployment["spec"]["replica"] = 2
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, VERSIONS[-1], strict=True)
+    scaled = copy.deepcopy(build("keda")["ScaledObject", "allspan"])
+    scaled["spec"]["pollInterval"] = 5
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(scaled, CUSTOM["ScaledObject"])
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_kubectl_builds_the_same(name: str) -> None:
+    kubectl = shutil.which("kubectl")
+    version = subprocess.run([kubectl or "false", "version", "--client"], capture_output=True, text=True, timeout=30)
+    found = re.search(r"Kustomize Version: v(\d+)", version.stdout)
+    if found is None or int(found[1]) < 5:
+        return  # Debian 12 has an older one; `build` stands for it
+    run = subprocess.run([str(kubectl), "kustomize", str(FOLDER / name)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert {identity(document): document for document in yaml.safe_load_all(run.stdout)} == build(name)
+
+
+@pytest.mark.parametrize("pod", pods())
+def test_a_container_starts_with_flags_that_there_are_and_has_time_to_drain(pod: Any) -> None:
+    (container,) = pod["containers"]
+    settings = settings_of(container)
+    gateway = settings.gateway
+    assert gateway is not None
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
+        "http": gateway.port,
+        "grpc": gateway.grpc_port,
+    }
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert pod["terminationGracePeriodSeconds"] >= 5 + settings.shutdown_timeout + 15
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startup": "/health",
+        "readiness": "/ready",
+        "liveness": "/health",
+    }
+    assert all(probe["scheme"] == "HTTPS" and probe["port"] == "http" for probe in probes.values())
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 900
+
+
+@pytest.mark.parametrize("pod", pods())
+def test_a_pod_has_whole_processors_shared_memory_and_no_rights(pod: Any) -> None:
+    (container,) = pod["containers"]
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"], "Guaranteed QoS"
+    assert resources["limits"]["cpu"].isdigit()
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert {mount["name"] for mount in mounts.values()} == volumes.keys()
+    assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+    for word in container["args"]:
+        if (path := word.partition("=")[2]).startswith("/"):
+            mount = mounts[str(Path(path).parent)]
+            assert mount["readOnly"]
+            assert "secret" in volumes[mount["name"]]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {row["key"]: row["tolerationSeconds"] for row in pod["tolerations"]} == {
+        "node.kubernetes.io/unreachable": 10,
+        "node.kubernetes.io/not-ready": 10,
+    }
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_whatever_selects_pods_finds_them(name: str) -> None:
+    made = build(name)
+    labels = made["Deployment", "allspan"]["spec"]["template"]["metadata"]["labels"]
+    ports = {port["name"] for port in pods_of(made)["ports"]}
+    for (kind, _), document in made.items():
+        spec = document.get("spec", {})
+        if kind == "Service":
+            assert spec["selector"].items() <= labels.items()
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
+        elif kind == "PodDisruptionBudget":
+            assert spec["selector"]["matchLabels"].items() <= labels.items()
+        elif kind == "NetworkPolicy":
+            assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+        elif kind in ("HorizontalPodAutoscaler", "ScaledObject"):
+            target = spec["scaleTargetRef"]
+            assert (target["kind"], target["name"]) in made
+
+
+def pods_of(made: dict[tuple[str, str], Any]) -> Any:
+    return made["Deployment", "allspan"]["spec"]["template"]["spec"]["containers"][0]
+
+
+def test_scaling_asks_for_metrics_that_are_exported() -> None:
+    exported = {PREFIX + metric.name for metric in METRICS}
+    triggers = build("keda")["ScaledObject", "allspan"]["spec"]["triggers"]
+    asked = {name for row in triggers for name in re.findall(rf"{PREFIX}\w+", row["metadata"]["query"])}
+    assert asked
+    assert asked <= exported
+    (metric,) = build("replicas")["HorizontalPodAutoscaler", "allspan"]["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"].replace("_", ":", 1) in exported
+    assert not [kind for kind, _ in build("keda") if kind == "HorizontalPodAutoscaler"], "KEDA makes its own"
