@@ -21,12 +21,15 @@ from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
 from allspan.client.gateway.sockets import Sockets, bind, needed_files
 from allspan.launch.console import say
+from allspan.launch.hosts.fleet import Fleet
+from allspan.launch.hosts.mpirun import check_mpirun
+from allspan.launch.hosts.start import laid_out, prepare_wire
 from allspan.launch.limits import allow_many_connections, check_file_size
 from allspan.launch.logs import LogCopy
 from allspan.launch.models.checkpoint_files import check_files
 from allspan.launch.models.conversion import with_its_ranks
 from allspan.launch.models.find_model import FoundModel, resolve_model
-from allspan.launch.placement.binding import Bound, lay_out
+from allspan.launch.placement.binding import Bound
 from allspan.launch.placement.placement import Placement
 from allspan.launch.secrets import take_secrets
 from allspan.launch.settings import ResumeConfig, ServeSettings
@@ -152,14 +155,20 @@ def serve(settings: ServeSettings, log: LogCopy | None = None) -> int:
     if settings.gateway is not None:
         settings = replace(settings, gateway=take_secrets(settings.gateway))
     settings = with_its_ranks(settings)
-    bound = lay_out(settings.placement, settings.weights.device)
+    with laid_out(settings.hosts, settings.placement, settings.weights.device) as (bound, fleet):
+        return _serve(settings, bound, fleet, log)
+
+
+def _serve(settings: ServeSettings, bound: Bound, fleet: Fleet | None, log: LogCopy | None) -> int:
     mpirun = mpi.find_mpirun()
+    if fleet is not None:
+        check_mpirun(mpirun)
     model = resolve_model(settings.model, settings.hub)
     check_files(model.path, settings.weights.load_format != "dummy")
     sockets = bind(settings.gateway) if settings.gateway else None
     interrupt = Interrupt(settings.shutdown_timeout)
     try:
-        cluster = _start(settings, model, bound, mpirun, interrupt, log)
+        cluster = _start(settings, model, (bound, fleet), mpirun, interrupt, log)
         try:
             inputs = _prepare_gateway(model, settings.gateway, sockets) if settings.gateway and sockets else None
             ready = cluster.wait_ready()
@@ -216,12 +225,13 @@ def _prepare_gateway(model: FoundModel, config: GatewayConfig, sockets: Sockets)
 def _start(
     settings: ServeSettings,
     model: FoundModel,
-    bound: Bound,
+    laid: tuple[Bound, Fleet | None],
     mpirun: mpi.Mpirun,
     interrupt: Interrupt,
     log: LogCopy | None,
 ) -> Cluster:
     """`interrupt` watches the cluster before any process of it runs."""
+    bound, fleet = laid
     placement = bound.placement
     name = settings.served_model_name[0] if settings.served_model_name else model.name
     run = make_run_dir(settings.supervisor.run_dir, replicas=placement.replicas)
@@ -242,8 +252,10 @@ def _start(
     say(f"allspan {__version__}, {settings.given}")
     say(f"serving {name} from {model.path}: {placement.describe()}, memory {bound.memory}; {mpirun}")
     try:
-        config = replace(config, service=replace(config.service, tls=settings.wire.prepare(run.path)))
-        plan = WorldPlan(config, placement, mpirun, bound.numactl, settings.supervisor.start_timeout_s)
+        wire = settings.wire
+        tls = wire.prepare(run.path) if fleet is None else prepare_wire(wire, fleet, run.path)
+        config = replace(config, service=replace(config.service, tls=tls))
+        plan = WorldPlan(config, placement, mpirun, bound.numactl, settings.supervisor.start_timeout_s, fleet)
         cluster = Cluster(_plans(plan), run, settings.supervisor)
         interrupt.watch(cluster)
     except BaseException:

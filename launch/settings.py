@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, field, fields
 
 from allspan.client.gateway.config import GROUPS, GatewayConfig
+from allspan.launch.hosts.host_list import HostsConfig
 from allspan.launch.logs import LogConfig
 from allspan.launch.models.find_model import DEFAULT_MODEL
 from allspan.launch.models.hub import NO_HUB, HubConfig
@@ -46,6 +47,7 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "port": (0, 65535),
     "grpc_port": (0, 65535),
     "worker_port": (0, 65535),
+    "host_timeout": (1, 3600),
     "rank_port": (0, 65535 - 1024),
     "max_body_bytes": (1024, 2**31),
     "max_prompt_chars": (0, 2**31),
@@ -92,6 +94,7 @@ class ServeSettings:
     shutdown_timeout: float = 5.0
     """Seconds that running requests get to finish, with a gateway or without."""
     resume: ResumeConfig = ResumeConfig()
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     wire: WireConfig = field(default_factory=WireConfig)
     log: LogConfig = field(default_factory=LogConfig)
     hub: HubConfig = NO_HUB
@@ -156,6 +159,7 @@ def serve_parser() -> Parser:
         default=True,
         help="Serves HTTP and gRPC; --no-gateway prints `ALLSPAN READY {…}` with the run directory instead.",
     )
+    add_flags(parser.group("hosts", "ranks on several hosts"), HostsConfig)
     add_flags(parser.group("wire", "how clients reach the ranks"), WireConfig)
     add_flags(parser.group("logging", "lines on standard error"), LogConfig)
     failures = parser.group("failures", "when ranks die or do not answer")
@@ -179,6 +183,7 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         served_model_name=namespace.served_model_name,
         shutdown_timeout=namespace.shutdown_timeout,
         resume=build(ResumeConfig, namespace),
+        hosts=build(HostsConfig, namespace),
         wire=build(WireConfig, namespace),
         log=build(LogConfig, namespace),
         hub=build(HubConfig, namespace),

@@ -46,6 +46,8 @@ class RankPlace:
     """Ranks of all replicas that take from the same memory as this one; 0: there is one replica."""
     gpu: Gpu | None = None
     """The rank's GPU, the only one visible to it."""
+    host: str = ""
+    """The rank's host, with ranks on several; empty: this one."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class Placement:
         replicas = f"{self.replicas} replicas of " if self.replicas > 1 else ""
         each = counted(threads[0], "thread") if len(threads) == 1 else f"{'/'.join(map(str, threads))} threads"
         words = f"{replicas}{counted(count, 'rank')} with {each}{' each' if len(self.ranks) > 1 else ''}"
-        return f"{words}{where}{self._gpus()}{' (oversubscribed)' if self.oversubscribed else ''}"
+        hosts = list(dict.fromkeys(place.host for place in self.ranks))
+        over = f" on hosts {', '.join(hosts)}" if len(hosts) > 1 else ""
+        return f"{words}{over}{where}{self._gpus()}{' (oversubscribed)' if self.oversubscribed else ''}"
 
     def _gpus(self) -> str:
         gpus = [place.gpu for place in self.ranks if place.gpu is not None]

@@ -112,15 +112,21 @@ def loopback_library() -> str | None:
 
 
 def environment(
-    mpirun: Mpirun, shm_dir: Path, placement: Placement, base: Mapping[str, str] = os.environ
+    mpirun: Mpirun,
+    shm_dir: Path,
+    placement: Placement,
+    base: Mapping[str, str] = os.environ,
+    over_network: bool = False,
 ) -> dict[str, str]:
-    """The environment of mpirun and its ranks: MPI's files in `shm_dir`, threads as placed, root allowed when root."""
+    """The environment of mpirun and its ranks: MPI's files in `shm_dir`, threads as placed, root allowed when root.
+    `over_network`: ranks are on several hosts, so that MPI and NCCL do not stay on loopback."""
     # Variables of an mpirun or batch job around us would make ours join it or place ranks by its slots.
     inherited = {k: v for k, v in base.items() if not k.startswith(("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_"))}
     threads = str(max(place.threads for place in placement.ranks))
     env = inherited | {"TMPDIR": str(shm_dir), "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     # NCCL's ranks find each other over loopback, unless the user says otherwise.
-    env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if not over_network:
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if mpirun.kind == MPICH:
         return env
     folder = str(shm_dir)
@@ -130,7 +136,7 @@ def environment(
         "OMPI_MCA_osc_sm_backing_store": folder,
         # Messages go through shared memory alone, so that no rank listens on the network.
         "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "self,sm" if mpirun.version >= (5,) else "self,vader",
+        "OMPI_MCA_btl": ("self,sm" if mpirun.version >= (5,) else "self,vader") + (",tcp" if over_network else ""),
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
@@ -148,7 +154,7 @@ def environment(
             # seconds until mpirun says which rank it was, and of what it died.
             "OMPI_MCA_odls_base_sigkill_timeout": "0",
         }
-    if library := loopback_library():
+    if not over_network and (library := loopback_library()):
         env["LD_PRELOAD"] = " ".join(filter(None, (library, base.get("LD_PRELOAD"))))
     if placement.oversubscribed:
         env["OMPI_MCA_mpi_yield_when_idle"] = "1"

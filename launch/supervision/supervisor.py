@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from allspan.launch.console import say
+from allspan.launch.hosts.world import HostsWorld
 from allspan.launch.supervision.run_dir import RunDir
 from allspan.launch.supervision.world import Death, WorldPlan, WorldProcess, is_readable
 from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, InternalError, Unavailable
@@ -146,7 +147,7 @@ class Supervisor:
     def _run_world(self, epoch: int) -> Death | None:
         """Runs one world from its start to its end; returns None when `stop` or `replace_world` ended it."""
         self._tell(self._state(epoch, "starting"))
-        world = WorldProcess(self._plan, self._run, epoch)
+        world = _start_world(self._plan, self._run, epoch)
         drain_s: float | None = None
         try:
             stops = [*self._stop_fds, self._replacement.fd]
@@ -193,7 +194,7 @@ class Supervisor:
         message = f"{self._plan.title} was not ready within --start-timeout-s {self._plan.start_timeout_s:g} s"
         return Death(message, DeadlineExceeded(message))
 
-    def _note_ready(self, world: WorldProcess) -> None:
+    def _note_ready(self, world: WorldProcess | HostsWorld) -> None:
         if self.info is None:
             self.info = world.info()
             self._on_change()
@@ -240,6 +241,10 @@ class Supervisor:
 
     def _wait_for_stop(self, timeout_s: float) -> bool:
         return is_readable(self._stop_fds, timeout_s)
+
+
+def _start_world(plan: WorldPlan, run: RunDir, epoch: int) -> WorldProcess | HostsWorld:
+    return WorldProcess(plan, run, epoch) if plan.fleet is None else HostsWorld(plan, plan.fleet, run, epoch)
 
 
 def _watch(pid: int) -> list[int]:

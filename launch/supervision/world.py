@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from allspan.launch.console import size
 from allspan.launch.logs import ForeignLines
@@ -30,6 +31,9 @@ from allspan.protos.api import errors
 from allspan.protos.api.errors import AllspanError, ConfigError, InternalError
 from allspan.protos.cluster import cluster_file, logs
 from allspan.protos.config.settings import WorkerConfig
+
+if TYPE_CHECKING:
+    from allspan.launch.hosts.fleet import Fleet
 
 TAIL_BYTES = 16384
 END_GRACE_S = 3.0
@@ -48,6 +52,8 @@ class WorldPlan:
     numactl: str | None = None
     start_timeout_s: float = 600.0
     """Seconds that a world may take to load, and a rank to read its weights again."""
+    fleet: Fleet | None = None
+    """The hosts of ranks on several; None for ranks on this host."""
     replica: int | None = None
     """The index among the cluster's replicas; None for the only world."""
 
@@ -255,7 +261,7 @@ class WorldProcess:
                 self._ranks[rank] = (info, os.pidfd_open(info.pid))
 
     def _signal_text(self, number: int, pid: int) -> str:
-        text = f"signal {number} ({_signal_name(number)})"
+        text = f"signal {number} ({signal_name(number)})"
         if number == signal.SIGKILL and (why := self._oom.suspicion(pid)):
             return f"SIGKILL, {why}"
         if number != signal.SIGBUS:
@@ -267,7 +273,7 @@ class WorldProcess:
         return f"{text}: is {memory} full? {free} are free now; docker run --shm-size=1g gives a container more"
 
     def _rank_errors(self) -> dict[int, AllspanError]:
-        """Reads the ranks' error files: one line, then a traceback that ends with the error's class."""
+        """Reads the ranks' error files."""
         words = {}
         for rank in range(self.num_ranks):
             try:
@@ -275,9 +281,7 @@ class WorldProcess:
             except OSError:
                 continue
             if text:
-                kinds = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+)", text, re.MULTILINE)
-                kind = getattr(errors, kinds[-1], InternalError) if kinds else InternalError
-                words[rank] = kind(text.splitlines()[0])
+                words[rank] = error_of(text)
         return words
 
     def _error_time(self, rank: int) -> float:
@@ -286,6 +290,13 @@ class WorldProcess:
     def _name(self, rank: int) -> str:
         info = self._ranks[rank][0] if rank in self._ranks else None
         return f"rank {rank} (pid {info.pid} on {info.host})" if info else f"rank {rank}"
+
+
+def error_of(report: str) -> AllspanError:
+    """Returns the error of a rank's exit report: one line, then a traceback that ends with the error's class."""
+    kinds = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+)", report, re.MULTILINE)
+    kind: type[AllspanError] = getattr(errors, kinds[-1], InternalError) if kinds else InternalError
+    return kind(report.strip().splitlines()[0])
 
 
 def is_readable(fds: Iterable[int], timeout_s: float) -> bool:
@@ -310,7 +321,8 @@ def _ended(pidfd: int) -> bool:
     return is_readable([pidfd], 0.0)
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, "SIGKILL"."""
     try:
         return signal.Signals(number).name
     except ValueError:
