@@ -21,7 +21,7 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,8 @@ import pytest
 
 from support.waiting import wait_until
 
-NAMESPACES = ("uts", "net", "ipc", "mnt")
-"""What a process of a host enters itself; the PID namespace must be set before it is forked."""
-PR_SET_PDEATHSIG = 1
+NAMESPACES = ("uts", "net", "ipc", "mount")
+"""What a process of a host enters itself; the PID namespace must be set before it starts."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _INIT = "trap '' CHLD\necho ready\nexec sleep infinity"
@@ -230,29 +229,24 @@ def _unshare(switch: int | None, namespaces: list[str], setup: str) -> subproces
 def _popen(
     target: int, words: Sequence[str], options: dict[str, Any], namespaces: Sequence[str] = NAMESPACES
 ) -> subprocess.Popen[Any]:
-    """Starts a command in the namespaces of the process `target`."""
-    folder = str(options.pop("cwd", None) or os.getcwd())
-    inner: Callable[[], object] | None = options.pop("preexec_fn", None)
-    files = [os.open(f"/proc/{target}/ns/{name}", os.O_RDONLY) for name in namespaces]
+    """Starts a command in the namespaces of the process `target`.
+
+    Without a preexec_fn, which makes Python fork where it otherwise calls vfork: gRPC starts threads after a fork, and
+    this thread cannot have any while its children are to be in another PID namespace.
+    """
+    folder = str(options.pop("cwd", None) or os.getcwd())  # which entering a mount namespace forgets
+    enter = ["nsenter", "-t", str(target), *(f"--{name}" for name in namespaces), "--", "sh", "-c"]
     theirs = os.open(f"/proc/{target}/ns/pid", os.O_RDONLY)
     ours = os.open("/proc/self/ns/pid", os.O_RDONLY)
-
-    def enter() -> None:
-        for file in files:
-            _setns(file)
-        os.chdir(folder)  # which entering a mount namespace forgets
-        if inner is not None:
-            inner()
-
     try:
-        _setns(theirs)  # for what this thread forks
+        _setns(theirs)  # for what this thread starts
         try:
-            return subprocess.Popen(words, preexec_fn=enter, **options)
+            return subprocess.Popen([*enter, 'cd "$0" && exec "$@"', folder, *words], **options)
         finally:
             _setns(ours)
     finally:
-        for file in (*files, theirs, ours):
-            os.close(file)
+        os.close(theirs)
+        os.close(ours)
 
 
 def _setns(file: int) -> None:
