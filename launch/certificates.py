@@ -19,6 +19,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from allspan.protos.api.errors import ConfigError
 
+AGENT_NAME = "allspan agent"
+"""The common name by which agents know who may run commands; no other certificate has it."""
 AUTHORITY_DAYS = 3650
 ISSUED_DAYS = 825
 """Validity of an issued certificate in days; some clients refuse a longer one."""
@@ -88,16 +90,17 @@ class Authority:
 
 
 def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
-    """Writes ca, server (for `hosts`) and client, each .pem and .key. ConfigError when one is there already, or cannot
-    be."""
+    """Writes ca, server and agent (for `hosts`) and client, each .pem and .key. ConfigError when one is there already,
+    or cannot be."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in ("ca", "server", "client"):
+        for name in ("ca", "server", "agent", "client"):
             if (folder / f"{name}.key").exists():
                 raise ConfigError(f"{folder}/{name}.key exists; what trusts it would break: take another folder")
         authority = Authority("allspan authority")
         authority.own.write(folder, "ca")
         authority.issue("allspan server", hosts).write(folder, "server")
+        authority.issue(AGENT_NAME, hosts).write(folder, "agent")
         authority.issue("allspan client").write(folder, "client")
     except OSError as error:
         raise ConfigError(f"certificates cannot be written to {folder}: {error.strerror}") from error

@@ -37,6 +37,8 @@ COMMANDS = {
     "rm": "remove a pulled model",
     "convert": "pack, quantise and split a model's weights once, for quick starts",
     "warm": "compile the CUDA kernels ahead of their first use",
+    "agent": "run commands on this host for others: ranks of worlds over several hosts",
+    "rsh": "run a command on a host that has an agent, as ssh does",
     "certs": "make TLS certificates of your own authority",
     "doctor": "check this machine and name the fix for what is missing",
     "plan": "print ranks, threads, memory and context, without loading",

@@ -14,7 +14,7 @@ out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 mkdir "$out/gen"
 (cd "$here/.." && "$python" -m grpc_tools.protoc -Iallspan/protos=protos --python_out="$out/gen" --pyi_out="$out/gen" \
-  --grpc_python_out="$out/gen" protos/inference.proto protos/worker.proto &&
+  --grpc_python_out="$out/gen" protos/inference.proto protos/worker.proto protos/agent.proto &&
   "$python" -m grpc_tools.protoc -Iallspan/protos=protos --python_out="$out/gen" --pyi_out="$out/gen" \
     protos/vllm_worker.proto)  # messages alone: its service is served by generic handlers
 status=0

@@ -26,6 +26,8 @@ OWNERS = {
         "worker/service",
         "client/transport",
         "client/gateway",
+        "launch/hosts/agent",
+        "protos/agent_pb2_grpc.py",
         "protos/worker_pb2_grpc.py",
         "protos/inference_pb2_grpc.py",
     ),
