@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from allspan.client.gateway.config import GROUPS, GatewayConfig
 from allspan.launch.hosts.host_list import HostsConfig
@@ -27,6 +27,7 @@ from allspan.protos.config.settings import (
 ALIASES: dict[str, tuple[str, ...]] = {
     "ranks": ("-tp", "--tensor-parallel-size"),
     "data_parallel_size": ("-dp",),
+    "pipeline_parallel_size": ("-pp",),
     "max_model_len": ("--context-length",),
     "max_num_seqs": ("--max-running-requests",),
     "max_num_batched_tokens": ("--chunked-prefill-size",),
@@ -172,7 +173,7 @@ def serve_parser() -> Parser:
 def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
     return ServeSettings(
         model=namespace.model,
-        placement=build(PlacementConfig, namespace),
+        placement=over_stages(build(PlacementConfig, namespace), namespace.pipeline_parallel_size),
         weights=build(ModelConfig, namespace, path="", name=""),
         cache=build(CacheConfig, namespace),
         scheduler=build(SchedulerConfig, namespace),
@@ -188,6 +189,11 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         log=build(LogConfig, namespace),
         hub=build(HubConfig, namespace),
     )
+
+
+def over_stages(placement: PlacementConfig, stages: int) -> PlacementConfig:
+    """Returns the placement of `ranks` (0: one) ranks for each stage of a pipeline."""
+    return placement if stages == 1 else replace(placement, ranks=max(1, placement.ranks) * stages)
 
 
 def gateway_config(namespace: argparse.Namespace) -> GatewayConfig:

@@ -20,8 +20,9 @@ class PlacementConfig:
     """The settings for laying the ranks over this machine."""
 
     ranks: int = 0
-    """Sets the tensor-parallel ranks: processes that share one copy of the model, each with a GPU of its own with
-    --device cuda. 0 takes one for each NUMA node, divided over the replicas, or a single one with a GPU."""
+    """Sets the tensor-parallel ranks (with --pipeline-parallel-size those of each stage): processes that share one copy
+    of the model, each with a GPU of its own with --device cuda. 0 takes one for each NUMA node, divided over the
+    replicas, or a single one with a GPU or in a stage."""
     data_parallel_size: int = 1
     """Sets the replicas: copies of the model behind one address, each with ranks of its own."""
     threads: int = 0

@@ -110,6 +110,11 @@ class ParallelConfig:
     collectives: str = "auto"
     """Sets how ranks exchange tensors: "window" (shared memory of one host), "mpi", or "auto", which takes the window
     where it can."""
+    pipeline_parallel_size: int = 1
+    """Sets the stages of a pipeline, each with --ranks ranks, which hold the model's layers one after the other. For
+    hosts without a fast link: only activations go from stage to stage."""
+    pipeline_batches: int = 0
+    """Sets the batches that are in a pipeline at once, each of other requests; 0 takes two for each stage."""
     timeout_s: float = 60.0
     """Sets the seconds that a collective waits for a peer before the ranks are given up."""
     oversubscribed: bool = False
@@ -187,6 +192,8 @@ class EngineOptions(TypedDict, total=False):
     stream_interval: int
     threads: int
     collectives: str
+    pipeline_parallel_size: int
+    pipeline_batches: int
     timeout_s: float
     watchdog_timeout: float
 
@@ -212,6 +219,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "max_queued_requests": (1, 1 << 20),
     "stream_interval": (0, 1 << 20),
     "threads": (0, 4096),
+    "pipeline_parallel_size": (1, 64),
+    "pipeline_batches": (0, 256),
     "timeout_s": (1, 86400),
     "watchdog_timeout": (1, 86400),
     "shutdown_timeout": (0, 3600),

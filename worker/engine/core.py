@@ -20,15 +20,16 @@ from allspan.worker.engine.loop import Progress, StepLoop
 from allspan.worker.engine.operations import Operations
 from allspan.worker.engine.planner import LeaderPlanner, OnOutputs
 from allspan.worker.engine.runner import Runner
+from allspan.worker.engine.stage_runner import StageRunner
 from allspan.worker.engine.status import EngineState, EngineStatus
-from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.grammar_masks import MaskMaker
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.counters import Load
 from allspan.worker.scheduler.drafting import Drafting, drafter_of
 from allspan.worker.scheduler.limits import GroupLimits, limits_of
-from allspan.worker.scheduler.lookahead import DEPTH, Lookahead
+from allspan.worker.scheduler.lookahead import BATCHES_A_STAGE, DEPTH, Lookahead, PipelineLookahead
 from allspan.worker.scheduler.page_manager import PrefixSettings
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
@@ -61,16 +62,17 @@ class EngineCore:
     ) -> None:
         """`num_pages`, of one cache group or of each, must be the same on every rank. `parts` come from the device's
         backend. `channel` may be None in a world of one rank. `tiers` None: no host tier."""
-        if channel is None and collectives.size > 1:
-            raise InternalError(f"a world of {collectives.size} ranks needs a plan channel")
+        if channel is None and all_ranks(collectives).size > 1:
+            raise InternalError(f"a world of {all_ranks(collectives).size} ranks needs a plan channel")
         most, epoch = config.scheduler, config.service.epoch
-        self.is_leader = collectives.rank == 0
+        world, pipe = all_ranks(collectives), collectives.capabilities.pipe
+        self.is_leader = world.rank == 0
         """True on the rank that schedules."""
         self.limits = limits_of(config, sum(model.vocab_widths), model.max_model_len, num_pages, model.row_inputs)
         self.on_outputs: OnOutputs = lambda outcomes: None
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
         self.loop_progress = Progress()
-        self._status = EngineStatus(collectives.rank)
+        self._status = EngineStatus(world.rank)
         self._changed = threading.Condition()
         self.operations = Operations(self._changed, self._status)
         # The leader's queue is the limit that callers meet; the inbox also holds what runs and what was just withdrawn.
@@ -87,8 +89,12 @@ class EngineCore:
         sizes = batch_sizes(config, model.max_model_len, lifetimes, model.row_inputs)
         self._batch = Batch(sizes, sampler, parts.inputs, tiers, has_adapters=model.row_inputs.num_adapters > 0)
         depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
-        runner, lookahead = Runner(model, sampler, self._batch, self.is_leader), Lookahead(depth, sampler.samples_ahead)
-        self._loop = StepLoop(runner, self._inbox, self._operate, channel, epoch, depth)
+        runner: Runner | StageRunner = Runner(model, sampler, self._batch, self.is_leader)
+        lookahead = Lookahead(depth, sampler.samples_ahead)
+        if pipe is not None:
+            runner = StageRunner(model, sampler, self._batch, pipe)
+            lookahead = PipelineLookahead(config.parallel.pipeline_batches or BATCHES_A_STAGE * pipe.num_stages)
+        self._loop = StepLoop(runner, self._inbox, self._operate, channel, epoch, lookahead.depth)
         prefix = PrefixSettings(
             config.cache.enable_prefix_caching, config.model.name, tiers.num_host_pages if tiers else 0
         )

@@ -1,5 +1,6 @@
 """StepLoop: one rank's steps, in two forms that give equal tokens: plain, where the host plans a step when the one
-before is over, and overlapped, where the next steps are planned and launched while a device still runs one."""
+before is over, and overlapped, where the next steps are planned and launched while a device, or another stage of a
+pipeline, still runs one."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Protocol
 from allspan.protos.api.errors import InternalError
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.runner import Operate, Runner
+from allspan.worker.engine.stage_runner import StageRunner
 from allspan.worker.parallel.base import PlanChannel
 from allspan.worker.scheduler.codec import decode, encode
 from allspan.worker.scheduler.plan import StepPlan, StepResult
@@ -55,7 +57,13 @@ class StepLoop:
     (`follow`)."""
 
     def __init__(
-        self, runner: Runner, inbox: Inbox, operate: Operate, channel: PlanChannel | None, epoch: int, depth: int
+        self,
+        runner: Runner | StageRunner,
+        inbox: Inbox,
+        operate: Operate,
+        channel: PlanChannel | None,
+        epoch: int,
+        depth: int,
     ) -> None:
         """`depth`: most steps in flight; 1 is the plain loop. The same on every rank."""
         self.runner = runner

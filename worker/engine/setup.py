@@ -11,6 +11,7 @@ import torch
 
 from allspan.kernels.ops import OpSet
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.wording import counted
 from allspan.protos.config.config_json import check, settled
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
 from allspan.protos.text.model_defaults import generation_defaults
@@ -24,7 +25,7 @@ from allspan.worker.load.loader import Prepared, load_model
 from allspan.worker.load.score_head import ScoreHead
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
-from allspan.worker.parallel.base import Collectives, PlanChannel
+from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.step.backend import Backend, StepParts
@@ -62,6 +63,7 @@ def load_engine(
     """
     started = time.monotonic()
     config = settled(check(config))
+    _check_stages(config.parallel.pipeline_parallel_size, collectives)
     model, cache, most = config.model, config.cache, config.scheduler
     backend = open_backend(model.device, config.service.watchdog_timeout)
     logits = most_logits_rows(most.max_num_seqs)
@@ -71,7 +73,8 @@ def load_engine(
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
-    head = _score_head(model, loaded, collectives.rank)
+    world = all_ranks(collectives)
+    head = _score_head(model, loaded, world.rank)
     await_others()
     lifetimes = [group.lifetime for group in loaded.cache_groups]
     sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs)
@@ -79,7 +82,7 @@ def load_engine(
     sampling = backend.sampling(most.max_num_seqs, width, ops)
     step_bytes = backend.warm_up(loaded, sizes, sampling)
     await_others()  # what a rank takes for that is not there for good
-    host = _host_pages(config, backend, loaded, collectives)
+    host = _host_pages(config, backend, loaded, world)
     demand = CacheDemand(
         groups=group_demands(loaded.cache_groups),
         max_model_len=loaded.max_model_len,
@@ -89,7 +92,7 @@ def load_engine(
         step_bytes=step_bytes,
         max_step_tokens=most.max_num_batched_tokens,
     )
-    counts = agreed_pages(config, demand, collectives)
+    counts = agreed_pages(config, demand, world)
     kv = [backend.page_store(group.spec, count) for group, count in zip(loaded.cache_groups, counts, strict=True)]
     loaded.bind_cache(*kv)
     eos = ends_of(model, loaded.spec)
@@ -105,6 +108,17 @@ def load_engine(
     weights = Weights(loaded, model, cache, collectives, pages, await_others, steps)
     core.operations.on_operation = _on_operation(core, loaded, weights, head)
     return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
+
+
+def _check_stages(wanted: int, collectives: Collectives) -> None:
+    """Raises ConfigError where these ranks are not in as many stages as the configuration says."""
+    pipe = collectives.capabilities.pipe
+    found = pipe.num_stages if pipe is not None else 1
+    if wanted != found:
+        raise ConfigError(
+            f"pipeline_parallel_size is {wanted}, but this process is in a world of {counted(found, 'stage')}: the "
+            "ranks that allspan serve starts are in stages; leave it at 1 elsewhere"
+        )
 
 
 def _score_head(config: ModelConfig, model: Model, rank: int) -> ScoreHead:

@@ -14,7 +14,7 @@ from allspan.worker.backend.table import open_backend
 from allspan.worker.load import loader
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec_json import difference as spec_difference
-from allspan.worker.parallel.base import Collectives
+from allspan.worker.parallel.base import Collectives, all_ranks
 from allspan.worker.process.release_memory import give_back, take_again
 from allspan.worker.step.backend import DeviceSteps
 
@@ -124,7 +124,8 @@ class Weights:
     def _open(self) -> loader.Weights:
         """What lies at the path now. Raises CheckpointError unless it is a model like the one that was loaded."""
         config = self._config
-        prepared = loader.prepare(config, self._cache, self._collectives.rank, self._collectives.size)
+        ranks = self._collectives
+        prepared = loader.prepare(config, self._cache, ranks.rank, ranks.size, loader.stage_of(ranks))
         difference = spec_difference(self._model.spec, prepared.source.spec)
         if not difference and prepared.holding.stored != self._model.holding.stored:
             difference = "its tensors are of other types"
@@ -138,10 +139,10 @@ class Weights:
     def _agree(self, failure: str) -> None:
         """Exchanges how it went on every rank; raises the first failure on all of them."""
         data = failure.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        mine = torch.frombuffer(bytearray(data), dtype=torch.int32).view(1, -1)
-        everyone = torch.empty((self._collectives.size, mine.shape[1]), dtype=torch.int32)
-        self._collectives.all_gather_rows(mine, everyone)
+        mine, world = torch.frombuffer(bytearray(data), dtype=torch.int32).view(1, -1), all_ranks(self._collectives)
+        everyone = torch.empty((world.size, mine.shape[1]), dtype=torch.int32)
+        world.all_gather_rows(mine, everyone)
         for rank, row in enumerate(everyone):
             message = bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
             if message:
-                raise CheckpointError(message if self._collectives.size == 1 else f"rank {rank}: {message}")
+                raise CheckpointError(message if world.size == 1 else f"rank {rank}: {message}")

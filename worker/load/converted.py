@@ -15,7 +15,6 @@ from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.converted_manifest import Manifest, check_ranks, check_source, read_manifest, sha256_of
 from allspan.protos.config.settings import HELD_FIELDS, ModelConfig
 from allspan.worker.models.holding import Holding, Progress
-from allspan.worker.models.layout import layout
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.spec_json import SpecMismatch, spec_of
 from allspan.worker.process.release_memory import num_memory_nodes
@@ -94,7 +93,7 @@ class ConvertedWeights:
 
 def declared(holding: Holding) -> dict[str, HeldTensor]:
     """Everything that a rank holds, by canonical name."""
-    return {name: tensor for piece in layout(holding.spec) for name, tensor in holding.tensors(piece).items()}
+    return {name: tensor for piece in holding.pieces for name, tensor in holding.tensors(piece).items()}
 
 
 def _spec(folder: Path, manifest: Manifest) -> ModelSpec:

@@ -15,9 +15,9 @@ from allspan.protos.api.errors import CheckpointError, InvalidRequest
 from allspan.protos.config.settings import ModelConfig
 from allspan.protos.model_files.json_values import read_json_object
 from allspan.worker.models.holding import Holding
-from allspan.worker.models.layout import expected_shapes, layout
+from allspan.worker.models.layout import expected_shapes
 from allspan.worker.models.model import Model
-from allspan.worker.models.shard import make_shard
+from allspan.worker.models.shard import Place, make_shard
 from allspan.worker.models.spec_json import spec_json
 
 _LIBRARIES = ("torch", "numpy", "grpcio", "mpi4py")
@@ -51,8 +51,9 @@ class Inspection:
     def model(self) -> dict[str, Any]:
         """The whole model's shape, and each rank's part: its heads and its tensors."""
         holding = self._model.holding
-        spec, size = holding.spec, holding.shard.size
-        parts = [replace(holding, shard=make_shard(rank, size)) for rank in range(size)]
+        spec, size, stages = holding.spec, holding.shard.size, holding.shard.stage.size
+        shards = [make_shard(rank, size, Place(stage, stages)) for stage in range(stages) for rank in range(size)]
+        parts = [replace(holding, shard=shard) for shard in shards]
         return {
             "name": self._config.name,
             "path": self._config.path,
@@ -103,14 +104,16 @@ class Inspection:
 def _part(holding: Holding) -> dict[str, Any]:
     shard, block = holding.shard, holding.spec.layers[0].attention
     heads, kv_heads = shard.units(block.heads), shard.units(block.kv_heads)
+    layers = shard.layers(len(holding.spec.layers))
     return {
-        "rank": shard.rank,
+        "rank": shard.stage.rank * shard.size + shard.rank,
+        "layers": [layers.start, layers.stop],
         "query_heads": [heads.start, heads.stop],
         "kv_heads": [kv_heads.start, kv_heads.stop],
         "weight_bytes": holding.num_bytes,
         "tensors": [
             {"name": name, "shape": list(tensor.shape), "dtype": _dtype(tensor.dtype), "bytes": tensor.num_bytes}
-            for piece in layout(holding.spec)
+            for piece in holding.pieces
             for name, tensor in holding.tensors(piece).items()
         ],
     }

@@ -24,13 +24,13 @@ from allspan.worker.models.layout import (
     IGNORED_TENSORS,
     cache_groups,
     check_ranks,
+    check_stages,
     expected_shapes,
     foreign_tensors,
-    layout,
 )
 from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import Vector
-from allspan.worker.models.shard import make_shard
+from allspan.worker.models.shard import WHOLE, Place, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.quant.gguf import native
@@ -73,15 +73,17 @@ class Prepared:
         return KernelNeeds(str(self.held["dtype"]), self.cache_groups[0].spec.dtype, heads)
 
 
-def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Prepared:
-    """Reads the model's config and settles what this rank holds. Raises as `load_model` does."""
+def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage: Place = WHOLE) -> Prepared:
+    """Reads the model's config and settles what one of the `size` ranks of a stage holds. Raises as `load_model`
+    does."""
     source = find_model(config.path, parse_overrides(config.hf_overrides))
     if config.load_format == "dummy":
         source = replace(source, quantised=None)
     if source.converted is not None:
         config = replace(config, **source.converted.held(config))
     check_ranks(source.spec, size)
-    shard = make_shard(rank, size)
+    check_stages(source.spec, stage.size)
+    shard = make_shard(rank, size, stage)
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization, config.device)
     memory = memory_of(config.device, dtype)
@@ -100,6 +102,11 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int) -> Pr
         raise ConfigError(
             f"quantize_lm_head: {config.path} is converted, its head as it was: load the model that it was made from, "
             "or leave --quantize-lm-head out"
+        )
+    if source.converted is not None and stage.size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {stage.size}, but {config.path} is converted, in files that hold all layers: "
+            "load the model that it was made from"
         )
     if source.converted is not None and memory != "panels":
         raise ConfigError(
@@ -162,7 +169,7 @@ def load_model(
     """
     backend = open_backend(config.device)
     backend.check()
-    prepared = prepare(config, cache or CacheConfig(), collectives.rank, collectives.size)
+    prepared = prepare(config, cache or CacheConfig(), collectives.rank, collectives.size, stage_of(collectives))
     if collectives.rank == 0:
         note_decoded(config.path, prepared.holding)
     holding = replace(prepared.holding, packer=Packer(ops.runtime))
@@ -171,6 +178,12 @@ def load_model(
     tensors = weights.read(backend.capabilities.tensors, on_progress)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, not config.disable_cascade_attn)
     return Model(holding, tensors, prepared.cache_groups, limits, ops, collectives, backend)
+
+
+def stage_of(collectives: Collectives) -> Place:
+    """Returns the place of these ranks' layers in the pipeline."""
+    pipe = collectives.capabilities.pipe
+    return WHOLE if pipe is None else Place(pipe.stage, pipe.num_stages)
 
 
 class Weights(Protocol):
@@ -306,7 +319,7 @@ def memory_of(device: str, dtype: str) -> str:
 
 def note_decoded(path: str, holding: Holding) -> None:
     """Says which types of a quantised checkpoint are not computed with as they are."""
-    pieces = [piece for piece in layout(holding.spec) if not isinstance(piece, Vector)]
+    pieces = [piece for piece in holding.pieces if not isinstance(piece, Vector)]
     kinds = {(kind, shape) for shape in map(holding.shape_of, pieces) for kind in shape.stored}
     is_gguf = holding.quantization == "gguf"
     decoded = sorted(

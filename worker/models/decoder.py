@@ -20,17 +20,20 @@ class Decoder:
     embedding_rows and embedding_places (None: all tokens are given by ids); slots and attention (an AttentionMeta), and
     those of further cache groups and kinds of attention as slots.1, attention.1 …. Caches are k_cache.N, v_cache.N,
     k_scales.N and v_scales.N of every layer N; weights have their canonical names.
-    Output: this rank's columns of the logits.
+    Output: this rank's columns of the logits; of a stage of a pipeline that is not the last, the residual stream.
     """
 
     program: Program
     bindings: Bindings
     hidden: Slot
     """What the head reads: a row of every row of logits."""
+    residual: Slot
+    """The residual stream of all tokens: what a stage of a pipeline begins with, and what it hands on."""
 
 
 def build_decoder(holding: Holding, quantised_cache: bool = False) -> Decoder:
-    """Embedding, layers, final norm and head: every layer is an attention block and an MLP block."""
+    """Embedding, layers, final norm and head, or those of a pipeline's stage: every layer is an attention block and an
+    MLP block."""
     return _Decoder(holding, quantised_cache).build()
 
 
@@ -46,12 +49,11 @@ class _Decoder:
     def build(self) -> Decoder:
         spec, program, holding, builder = self._spec, self._program, self._holding, self._builder
         stream = builder.stream(Rows.TOKENS)
-        holding.emit_embedding(program, program.input("ids"), stream.residual)
-        if holding.shard.size > 1:
-            program.op("all_reduce", stream.residual)
-        rows, places = (program.input(name) for name in ("embedding_rows", "embedding_places"))
-        program.op("put_rows", rows, places, spec.embedding_scale, stream.residual)
-        for number, layer in enumerate(spec.layers):
+        if holding.shard.stage.is_first:
+            self._embed(stream)
+        residual = stream.residual
+        for number in holding.shard.layers(len(spec.layers)):
+            layer = spec.layers[number]
             attention = self._sublayer(number, stream, is_attention=True)
             attended = layer.attention.mix(attention, attention.normed())
             if number == len(spec.layers) - 1:
@@ -60,6 +62,8 @@ class _Decoder:
             mlp = self._sublayer(number, stream, is_attention=False)
             layer.mlp.emit(mlp, mlp.normed())
         builder.flush(stream)
+        if not holding.shard.stage.is_last:
+            return Decoder(program.build(residual), builder.bindings, stream.x, residual)
         builder.norm(stream.residual, "norm.weight", spec.norm, stream.x)
         logits = program.buffer(
             "logits", Rows.LOGITS, len(holding.shard.part(head_of(spec).parts[0].rows)), is_exact=True
@@ -67,7 +71,15 @@ class _Decoder:
         holding.emit(program, embedding_of(spec) if spec.tie_word_embeddings else head_of(spec), stream.x, logits)
         if spec.final_soft_cap:
             program.op("soft_cap", logits, spec.final_soft_cap)
-        return Decoder(program.build(logits), builder.bindings, stream.x)
+        return Decoder(program.build(logits), builder.bindings, stream.x, residual)
+
+    def _embed(self, stream: Stream) -> None:
+        program, holding = self._program, self._holding
+        holding.emit_embedding(program, program.input("ids"), stream.residual)
+        if holding.shard.size > 1:
+            program.op("all_reduce", stream.residual)
+        rows, places = (program.input(name) for name in ("embedding_rows", "embedding_places"))
+        program.op("put_rows", rows, places, self._spec.embedding_scale, stream.residual)
 
     def _sublayer(self, number: int, stream: Stream, is_attention: bool) -> Sublayer:
         layer, hidden, prefix = self._spec.layers[number], Axis(self._spec.hidden_size), f"layers.{number}."

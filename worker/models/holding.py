@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.packer import Packer
-from allspan.worker.models.layout import embedding_of, head_of, layout
+from allspan.worker.models.layout import embedding_of, head_of, held_layout
 from allspan.worker.models.pieces import Linear, Piece, Table, Vector
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.source import PieceSource, read_vector
@@ -48,6 +48,11 @@ class Holding:
     """How packed weights lie: `allspan.kernels.packed_spec.MEMORIES`."""
     delta: LinearDelta | None = None
     """What is added to products of linear layers."""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What the rank holds parts of, in the order in which it is read."""
+        return held_layout(self.spec, self.shard)
 
     def shape_of(self, piece: Linear | Table) -> LinearShape:
         """What this rank holds of a layer; of one that every expert has, what it holds of one of them."""
@@ -91,8 +96,7 @@ class Holding:
 
     @property
     def num_bytes(self) -> int:
-        pieces = layout(self.spec)
-        return sum(tensor.num_bytes for piece in pieces for tensor in self.tensors(piece).values())
+        return sum(tensor.num_bytes for piece in self.pieces for tensor in self.tensors(piece).values())
 
     def emit(
         self,
@@ -142,7 +146,7 @@ class Holding:
         held: dict[str, Tensor] = {}
         if into is None and device == HOST:
             into = self._memory()
-        for piece in layout(self.spec):
+        for piece in self.pieces:
             declared = self.tensors(piece)
             tensors: dict[str, Tensor] = {}
             for name, t in declared.items():
@@ -165,7 +169,7 @@ class Holding:
 
     def _memory(self) -> dict[str, Tensor]:
         """Zeros for all that this rank holds, by name, in one stretch of memory."""
-        declared = [item for piece in layout(self.spec) for item in self.tensors(piece).items()]
+        declared = [item for piece in self.pieces for item in self.tensors(piece).items()]
         sizes = [-(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in declared]
         parts = torch.split(anonymous(sum(sizes)), sizes)
         return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from allspan.protos.api.errors import ConfigError
 from allspan.worker.cache.spec import CacheGroup, CacheSpec, PageLifetime
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Table, Vector, tensors_of
-from allspan.worker.models.shard import Shard
+from allspan.worker.models.shard import Shard, split
 from allspan.worker.models.spec import ModelSpec, NormSpec
 from allspan.worker.weights.weight_map import WeightMap
 
@@ -46,6 +46,15 @@ def layout(spec: ModelSpec) -> tuple[Piece, ...]:
     if not spec.tie_word_embeddings:
         pieces.append(head_of(spec))
     return tuple(pieces)
+
+
+def held_layout(spec: ModelSpec, shard: Shard) -> tuple[Piece, ...]:
+    """What a rank holds parts of: all of `layout`, or in a pipeline the layers of its stage, before the first one the
+    embedding, behind the last one the norm and the head (which may be the embedding)."""
+    stage, last = shard.stage, (embedding_of(spec) if spec.tie_word_embeddings else head_of(spec)).name
+    names = {*((embedding_of(spec).name,) if stage.is_first else ()), *(("norm.weight", last) if stage.is_last else ())}
+    prefixes = tuple(f"layers.{number}." for number in shard.layers(len(spec.layers)))
+    return tuple(piece for piece in layout(spec) if piece.name in names or piece.name.startswith(prefixes))
 
 
 def layer_pieces(spec: ModelSpec, number: int) -> list[Piece]:
@@ -114,9 +123,10 @@ def groups_of(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
 
 def cache_groups(spec: ModelSpec, shard: Shard, page_size: int, dtype: str) -> tuple[CacheGroup, ...]:
     """What a rank's pages hold."""
-    made = []
-    for layers in groups_of(spec):
-        block = spec.layers[layers[0]].attention
+    made, own = [], shard.layers(len(spec.layers))
+    for group in groups_of(spec):
+        layers = tuple(layer for layer in group if layer in own)
+        block = spec.layers[group[0]].attention
         heads = block.kv_heads
         pages = CacheSpec(page_size, len(layers), len(shard.units(heads)), heads.unit, dtype)
         made.append(CacheGroup(pages, layers, block.lifetime))
@@ -128,3 +138,16 @@ def check_ranks(spec: ModelSpec, size: int) -> None:
     heads = min(layer.attention.heads.count for layer in spec.layers)
     if size > heads:
         raise ConfigError(f"ranks {size} is more than the model's {heads} query heads: use at most {heads} ranks")
+
+
+def check_stages(spec: ModelSpec, size: int) -> None:
+    """Raises ConfigError for stages of a pipeline without a layer of each cache group: a page number means the same
+    page on every rank."""
+    for layers in groups_of(spec):
+        for stage, own in enumerate(split(len(spec.layers), size)):
+            if not any(layer in own for layer in layers):
+                some = "layer" if len(groups_of(spec)) == 1 else f"layer like layer {layers[0]}"
+                raise ConfigError(
+                    f"pipeline_parallel_size is {size}, but stage {stage} of {len(spec.layers)} layers would have no "
+                    f"{some}: use fewer stages"
+                )

@@ -55,7 +55,8 @@ class Model:
         program = decoder.program
         if activations in collectives.capabilities.fused_norms:
             program = with_fused_sums(program)
-        if holding.shard.size > 1 and "all_gather_columns" in collectives.program_ops:
+        is_last = holding.shard.stage.is_last
+        if is_last and holding.shard.size > 1 and "all_gather_columns" in collectives.program_ops:
             program = with_whole_logits(program, self.vocab_widths)
             self.vocab_widths = (self.spec.vocab_size,)
         capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
@@ -80,7 +81,7 @@ class Model:
         if num_positions > 1:
             row_numbers = torch.arange(limits.max_tokens, dtype=torch.int32, device=device)
         self._steps = StepRunner(self._executor, metas, len(cache_groups), collectives.check, row_numbers)
-        self._hidden = decoder.hidden
+        self._hidden, self._residual = decoder.hidden, decoder.residual
         self._has_cache = False
 
     def weights_changed(self) -> None:
@@ -131,6 +132,10 @@ class Model:
         held = self._executor.rows(self._hidden)
         chosen = held[rows.start : rows.stop] if isinstance(rows, range) else held[list(rows)]
         return chosen.to(torch.float32, copy=True)
+
+    def stream(self, num_tokens: int) -> Tensor:
+        """See `allspan.worker.step.model.StepModel`."""
+        return self._executor.rows(self._residual)[:num_tokens]
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """Has the device record the forward pass of a padded step: later steps with their inputs in its place are one

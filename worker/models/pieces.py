@@ -9,6 +9,8 @@ TP = "tp"
 """The process group of tensor parallelism: heads, columns of an MLP, rows of the vocabulary."""
 EP = "ep"
 """The process group of expert parallelism: whole experts."""
+PP = "pp"
+"""The process group of pipeline parallelism: whole layers."""
 
 
 @dataclass(frozen=True, slots=True)

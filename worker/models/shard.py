@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from allspan.worker.models.pieces import EP, TP, Axis
+from allspan.worker.models.pieces import EP, PP, TP, Axis
 
 
 def split(total: int, size: int) -> tuple[range, ...]:
@@ -23,10 +23,21 @@ class Place:
     rank: int
     size: int
 
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+WHOLE = Place(0, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part: its number in the world, and its place in each process group that axes name."""
+    """One rank's part: its number among those that share its layers, and its place in each process group."""
 
     rank: int
     size: int
@@ -42,13 +53,22 @@ class Shard:
         run, readers = axis.readers // axis.count, split(axis.readers, place.size)[place.rank]
         return range(readers.start // run, -(-readers.stop // run)) if readers else range(0)
 
+    @property
+    def stage(self) -> Place:
+        """The place of its layers in the pipeline."""
+        return self.groups.get(PP, WHOLE)
+
+    def layers(self, count: int) -> range:
+        """This rank's layers of a model that has `count`."""
+        return split(count, self.stage.size)[self.stage.rank]
+
     def part(self, axis: Axis) -> range:
         """This rank's elements along a dimension."""
         units = self.units(axis)
         return range(units.start * axis.unit, units.stop * axis.unit)
 
 
-def make_shard(rank: int, size: int) -> Shard:
-    """One of `size` ranks that share all that is split: each process group holds all of them."""
+def make_shard(rank: int, size: int, stage: Place = WHOLE) -> Shard:
+    """One of `size` ranks that share all that is split of the layers of a stage."""
     place = Place(rank, size)
-    return Shard(rank, size, {TP: place, EP: place})
+    return Shard(rank, size, {TP: place, EP: place, PP: stage})

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Words = NDArray[np.int32]
 
 ProgramOps = Mapping[str, Callable[..., None]]
 """Collective operations that a program may call, by the name of the op."""
@@ -23,6 +27,8 @@ class GroupCapabilities:
     """A device graph may be captured with the program ops in it."""
     window: Any = None
     """What sums in native code (a Window or HostSums), which a native program calls without Python; None: nothing."""
+    pipe: Pipe | None = None
+    """The way to the other stages of a pipeline; None: these ranks hold the whole model."""
 
 
 PLAIN = GroupCapabilities()
@@ -73,6 +79,37 @@ class Collectives(Protocol):
     def barrier(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Pipe(Protocol):
+    """The way from one stage of a pipeline to the others, between ranks of equal number within their stages. Messages
+    of a kind arrive in the order in which they were sent; each call has a deadline and raises DeadlineExceeded.
+    """
+
+    stage: int
+    num_stages: int
+
+    @property
+    def whole(self) -> Collectives:
+        """Collectives over the ranks of all stages, in host memory; rank 0 is the leader."""
+
+    def send(self, x: Tensor) -> None:
+        """Hands a copy of the contiguous float32 `x` to the next stage, and returns."""
+
+    def receive(self, out: Tensor) -> None:
+        """Fills the contiguous float32 `out` with what the stage before has sent."""
+
+    def give(self, words: Words) -> None:
+        """Last stage: hands what a step has made to every other stage, and returns."""
+
+    def take(self, count: int) -> Words:
+        """Another stage: the `count` words of the oldest step that has not been taken."""
+
+
+def all_ranks(collectives: Collectives) -> Collectives:
+    """Returns the collectives over the ranks of all stages: these ones, where they hold the whole model."""
+    pipe = collectives.capabilities.pipe
+    return pipe.whole if pipe is not None else collectives
 
 
 class PlanChannel(Protocol):

@@ -53,7 +53,8 @@ _SEPARATE = (
 
 
 class World(Protocol):
-    """All ranks of a world. `groups` names the collectives of each kind of parallelism ("tp", "ep", "dp")."""
+    """All ranks of a world. `groups` names the collectives of each kind of parallelism ("tp", "ep", "dp"); in a
+    pipeline they are of this rank's stage, with the way to the others among their capabilities."""
 
     rank: int
     size: int
@@ -89,6 +90,10 @@ def join_world(
         _refuse_separate_tasks()
     if ranks is None or ranks[1] == 1:
         return LocalWorld()
+    if config.pipeline_parallel_size > 1:
+        from allspan.worker.parallel.pipeline import PipelineWorld
+
+        return PipelineWorld(config, on_device)
     return MpiWorld(config, on_device, split)
 
 
@@ -124,10 +129,15 @@ class MpiWorld:
     """The ranks that one mpirun started. Only the main thread may use it."""
 
     def __init__(
-        self, config: ParallelConfig, on_device: DeviceCollectives | None, split: SplitHosts = by_shared_memory
+        self,
+        config: ParallelConfig,
+        on_device: DeviceCollectives | None,
+        split: SplitHosts = by_shared_memory,
+        comm: Any = None,
     ) -> None:
+        """`comm` None: all of them."""
         self._mpi = _start_mpi()
-        self._comm = self._mpi.COMM_WORLD
+        self._comm = comm if comm is not None else self._mpi.COMM_WORLD
         self._config = config
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
@@ -276,7 +286,8 @@ def _start_mpi() -> Any:
     mpi4py.rc.finalize = False
     from mpi4py import MPI
 
-    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_FUNNELED)
     return MPI
 
 

@@ -70,6 +70,26 @@ class LogprobCounts:
         return Wanted(rows, positions, targets, np.where(targets < 0, counts, self._prompt[rows]))
 
 
+def pack(sampled: Sampled, wanted: Wanted) -> NDArray[np.int32]:
+    """Returns what `unpack` makes `sampled` of: int32 [m, wanted.columns]."""
+    result = np.zeros((len(wanted.rows), wanted.columns), dtype=np.int32)
+    result[:, 0] = sampled.tokens
+    if result.shape[1] == 1:
+        return result
+    most, floats = (result.shape[1] - 2) // 2, result.view(np.float32)
+    entries = {
+        known: {row: iter(found) for row, found in of_rows.items()}
+        for known, of_rows in ((False, sampled.logprobs), (True, sampled.prompt_logprobs))
+    }
+    for i in np.flatnonzero(wanted.counts >= 0).tolist():
+        entry = next(entries[bool(wanted.targets[i] >= 0)][int(wanted.rows[i])])
+        count = len(entry.top)
+        floats[i, 1] = entry.logprob
+        result[i, 2 : 2 + count] = [token for token, _ in entry.top]
+        floats[i, 2 + most : 2 + most + count] = [logprob for _, logprob in entry.top]
+    return result
+
+
 def unpack(result: NDArray[np.int32], wanted: Wanted) -> Sampled:
     """Returns the tokens and log-probabilities of a sampling kernel's result, int32 [m, wanted.columns]."""
     tokens = result[:, 0]

@@ -180,6 +180,10 @@ class Sampler:
         if self._demanding:
             self._grammars.begin(rows, positions, targets)
 
+    def wanted(self, rows: Rows, positions: Rows, targets: Rows | None) -> Wanted:
+        """What `sample` makes of these rows of logits."""
+        return self._logprobs.wanted(rows, positions, targets)
+
     def sample(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Sampled:
         """Returns a token, or its log-probabilities, for each row of logits.
 

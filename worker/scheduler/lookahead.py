@@ -15,6 +15,9 @@ from allspan.worker.scheduler.request import Request
 DEPTH = 2
 """Steps in flight on a device that runs beside the host: one that runs, and one that waits for it."""
 
+BATCHES_A_STAGE = 2
+"""Batches in a pipeline for each of its stages, unasked: while one of them is computed, the other one is on its way."""
+
 SamplesAhead = Callable[[SamplingParams], bool]
 """Whether a request's next token can be sampled before its last one is known on the host."""
 
@@ -54,6 +57,14 @@ class Lookahead:
         flights = self._flights
         return not flights or (flights[-1].may_be_followed and not self._synchronous)
 
+    def may_run(self, request: Request) -> bool:
+        """Whether a running request may be in the step that is being planned."""
+        return True
+
+    def most_decodes(self, num_running: int) -> int:
+        """The most requests of `num_running` whose next token a step may compute."""
+        return num_running
+
     def may_join(self, request: Request) -> bool:
         """Whether a waiting request may join the step that is being planned."""
         return not self._flights or self._samples_ahead(request.params)
@@ -77,3 +88,23 @@ class Lookahead:
         if not self._flights or self._flights[0].plan.step != step:
             return None
         return self._flights.popleft()
+
+
+class PipelineLookahead(Lookahead):
+    """The rules for the stages of a pipeline: a step is planned behind others of which it needs no token. So it has the
+    decodes of requests that are in no other, an even share of all; and chunks of prompts, one behind the other."""
+
+    def may_plan(self) -> bool:
+        return True
+
+    def may_run(self, request: Request) -> bool:
+        return not request.num_unknown
+
+    def most_decodes(self, num_running: int) -> int:
+        return -(-num_running // self.depth)
+
+    def may_join(self, request: Request) -> bool:
+        return True
+
+    def join(self, request: Request) -> None:
+        """Whatever it asks for, its last token is known before the next one is sampled."""

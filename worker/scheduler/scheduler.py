@@ -245,11 +245,14 @@ class Scheduler:
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Request]:
         """Returns the running requests that have more than one token to compute."""
-        prefills = []
+        prefills, lookahead = [], self.lookahead
+        most = lookahead.most_decodes(len(self._running))
         for request in tuple(self._running):
             pending = request.num_pending
             if pending > 1:
                 prefills.append(request)
+            elif len(step.runs) >= most or not lookahead.may_run(request):
+                continue
             elif pending and request.row >= 0 and self._make_room(request, 1, step):
                 step.decode(request, self._slots.decodes[request.row])
         return prefills

@@ -62,6 +62,9 @@ class NullModel:
     def hidden_states(self, rows: Sequence[int]) -> Tensor:
         raise NotImplementedError("the model has none")
 
+    def stream(self, num_tokens: int) -> Tensor:
+        raise NotImplementedError
+
 
 class NullChannel:
     """Meets `allspan.worker.parallel.base.PlanChannel`, and discards what is published."""
