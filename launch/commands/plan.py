@@ -117,7 +117,7 @@ def table(plan: dict[str, Any]) -> str:
         lines.append(
             f"{column}  {rank['rank']:>4}  {where:>4}  {threads:>7}"
             f"  {size(weights):>12}  {size(cache):>12}  {size(tier):>12}  {size(weights + cache + tier):>12}"
-            f"  {ranges(plan['cpus'][index]) or 'not pinned'}"
+            f"  {ranges(plan['cpus'][index]) or 'not pinned'}{_layers(rank) if plan['stages'] > 1 else ''}"
         )
     gpus = [f"{gpu['index']} ({gpu['name']})" for gpu in plan["gpus"]]
     lines += [
@@ -137,6 +137,11 @@ def table(plan: dict[str, Any]) -> str:
     if plan["refusal"]:
         lines += ["", f"  does not fit: {plan['refusal']}"]
     return "\n".join(lines)
+
+
+def _layers(rank: dict[str, Any]) -> str:
+    first, end = rank["layers"]
+    return f"; layers {first} to {end - 1}"
 
 
 def ranges(cpus: Sequence[int]) -> str:

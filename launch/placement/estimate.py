@@ -5,6 +5,8 @@ A decode step reads a rank's weights once and has two all-reduces a layer (and o
 
     step = weights of the heaviest rank / bandwidth of a rank + (2 · layers + 1) · all-reduce
 
+The stages of a pipeline read one after the other, and each sums its own layers' parts.
+
 One rank that holds everything on a node reads all weights with the node's bandwidth. The bandwidth is assumed.
 """
 
@@ -49,23 +51,31 @@ class DecodeStep:
 def decode_step(plan: Mapping[str, Any]) -> DecodeStep:
     """Estimates the decode step of a plan, in the form that `allspan plan --json` prints, for its first replica."""
     weights = [rank["weight_bytes"] for rank in plan["ranks"]]
-    count, nodes, threads = len(weights), plan["nodes"], plan["threads"][0]
+    stages, nodes, threads = plan.get("stages", 1), plan["nodes"], plan["threads"][0]
+    count = len(weights) // stages
+    heaviest = sum(max(weights[first : first + count]) for first in range(0, len(weights), count))
     if plan["gpus"]:
         reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
-        read_s, alone_s = max(weights) / GPU_BYTES_PER_S, sum(weights) / GPU_BYTES_PER_S
+        read_s, alone_s = heaviest / GPU_BYTES_PER_S, sum(weights) / GPU_BYTES_PER_S
         return DecodeStep(read_s, reduces * GPU_ALL_REDUCE_S, alone_s, on_gpu=True)
     on_node = max(nodes[:count].count(node) for node in nodes[:count])
     together = min(NODE_BYTES_PER_S, on_node * threads * THREAD_BYTES_PER_S)
     reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
-    return DecodeStep(max(weights) * on_node / together, reduces * ALL_REDUCE_S, sum(weights) / together)
+    return DecodeStep(heaviest * on_node / together, reduces * ALL_REDUCE_S, sum(weights) / together)
 
 
 def advice(plan: Mapping[str, Any]) -> list[str]:
     """Returns the arguments against this split of the model, a line each; none for one rank."""
-    count, model = len(plan["ranks"]), plan["model"]
-    if count == 1:
-        return []
+    stages, model = plan.get("stages", 1), plan["model"]
+    count = len(plan["ranks"]) // stages
     found, step = [], decode_step(plan)
+    if stages > 1:
+        found.append(
+            f"the {stages} stages of a pipeline read their weights one after the other: about {1e3 * step.step_s:.2f} "
+            f"ms a token of one request; {stages} batches of requests at once, and more, keep all of them busy"
+        )
+    if count == 1:
+        return found
     took = f"a decode step of about {1e3 * step.step_s:.2f} ms"
     if step.all_reduce_share > SIZEABLE:
         found.append(

@@ -11,7 +11,6 @@ from types import MappingProxyType
 _ALWAYS = "is always on"
 _NO_LORA = "LoRA adapters are not supported yet"
 _NO_DRAFTS = "speculative decoding is not supported yet"
-_NO_PIPELINE = "pipeline parallelism is not supported; --ranks splits each layer over processes"
 _NO_HOSTS = "all ranks of a model run on one host; several hosts are not supported yet"
 _ROPE = "--hf-overrides"
 _NO_IMAGES = "images, audio and video are not supported yet"
@@ -79,9 +78,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--parallel": "--max-num-seqs",
         "--dp": "--data-parallel-size",
         "--dp-size": "--data-parallel-size",
-        "-pp": _NO_PIPELINE,
-        "--pp-size": _NO_PIPELINE,
-        "--pipeline-parallel-size": _NO_PIPELINE,
+        "--pp-size": "--pipeline-parallel-size",
         "--enable-expert-parallel": _NO_EXPERTS,
         "--ep-size": _NO_EXPERTS,
         "-ep": _NO_EXPERTS,

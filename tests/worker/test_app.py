@@ -167,6 +167,21 @@ def test_one_rank_needs_neither_mpirun_nor_mpi(start: Start) -> None:
     assert world.process.wait(15) == 0, world.said
 
 
+def test_two_stages_of_two_ranks_make_the_tokens_of_two_ranks_and_stop_in_order(start: Start, tmp_path: Path) -> None:
+    model = tmp_path / "deep"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 3}))
+    tokens = []
+    for ranks, stages in ((2, 1), (4, 2)):
+        world = start(ranks, "--pipeline-parallel-size", str(stages), model=model)
+        info = world.wait_ready()
+        tokens.append(generate(info, 12))
+        for rank in info.ranks:
+            os.kill(rank.pid, signal.SIGTERM)
+        assert world.process.wait(15) == 0, world.said
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_rank_takes_its_peer_along(start: Start, rank: int) -> None:
     world = start(2)

@@ -17,12 +17,22 @@ from torch import Tensor
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import ParallelConfig
 from allspan.worker.parallel.base import Collectives, Words
+from allspan.worker.parallel.hosts import SplitHosts
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.parallel.mpi import MpiCollectives, MpiPlanChannel, wait
 from allspan.worker.parallel.world import DeviceCollectives, MpiWorld
 
 _ACTIVATIONS, _RESULTS = 1, 2
 """Tags of messages."""
+
+
+_PIECE = 15_000
+"""The most elements of a message. It is sent without a handshake, for which the sender would have to call MPI: but it
+computes its next step."""
+
+
+def _pieces(values: Any) -> list[Any]:
+    return [values[first : first + _PIECE] for first in range(0, len(values), _PIECE)]
 
 
 class MpiPipe:
@@ -40,11 +50,14 @@ class MpiPipe:
         """Requests with the bytes that they send."""
 
     def send(self, x: Tensor) -> None:
-        self._send(x.numpy().copy(), MPI.FLOAT, self.stage + 1, _ACTIVATIONS)
+        for piece in _pieces(x.numpy().reshape(-1).copy()):
+            self._send(piece, MPI.FLOAT, self.stage + 1, _ACTIVATIONS)
 
     def receive(self, out: Tensor) -> None:
-        request = self._comm.Irecv([out.numpy(), MPI.FLOAT], source=self.stage - 1, tag=_ACTIVATIONS)
-        self._wait(request, f"receive from stage {self.stage - 1}")
+        before = self.stage - 1
+        pieces = _pieces(out.numpy().reshape(-1))
+        for request in [self._comm.Irecv([each, MPI.FLOAT], source=before, tag=_ACTIVATIONS) for each in pieces]:
+            self._wait(request, f"receive from stage {before}")
 
     def give(self, words: Words) -> None:
         for stage in range(self.num_stages - 1):
@@ -73,11 +86,11 @@ class MpiPipe:
 class PipelineWorld(MpiWorld):
     """The ranks that one mpirun started, in stages."""
 
-    def __init__(self, config: ParallelConfig, on_device: DeviceCollectives | None) -> None:
+    def __init__(
+        self, config: ParallelConfig, on_device: DeviceCollectives | None, mpi: Any, split: SplitHosts
+    ) -> None:
         """Raises ConfigError for ranks that do not divide into as many stages."""
-        from allspan.worker.parallel.world import _start_mpi
-
-        self._mpi = _start_mpi()
+        self._mpi = mpi
         self._comm = self._mpi.COMM_WORLD
         self._config = config
         self.rank, self.size = self._comm.rank, self._comm.size
@@ -89,7 +102,7 @@ class PipelineWorld(MpiWorld):
         if width == 1:
             own, self.kind = LocalCollectives(), "pipeline"
         else:
-            stage = MpiWorld(config, on_device, self._comm.Split(self.rank // width, self.rank))
+            stage = MpiWorld(config, on_device, split, self._comm.Split(self.rank // width, self.rank))
             own, self.kind = stage.groups["tp"], f"{stage.kind} in a pipeline"
         whole = MpiCollectives(self._comm.Dup(), timeout, "world")
         self._pipe = MpiPipe(self._comm.Split(self.rank % width, self.rank), whole, timeout)

@@ -91,9 +91,10 @@ def join_world(
     if ranks is None or ranks[1] == 1:
         return LocalWorld()
     if config.pipeline_parallel_size > 1:
+        mpi = _start_mpi()  # before anything else imports it
         from allspan.worker.parallel.pipeline import PipelineWorld
 
-        return PipelineWorld(config, on_device)
+        return PipelineWorld(config, on_device, mpi, split)
     return MpiWorld(config, on_device, split)
 
 

@@ -35,6 +35,7 @@ from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.layout import layer_pieces
 from allspan.worker.models.pieces import Linear
+from allspan.worker.models.shard import Place
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.spec_json import spec_json
 from allspan.worker.program.program import Rows, buffer_bytes
@@ -53,6 +54,8 @@ class RankMemory:
     kv_bytes: int
     host_kv_bytes: int = 0
     step_bytes: int = 0
+    layers: tuple[int, int] = (0, 0)
+    """Its first layer and its last + 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class MemoryPlan:
     available_bytes: int
     refusal: str
     ranks: tuple[RankMemory, ...]
+    stages: int = 1
+    """Equally many ranks hold each stage's layers."""
 
 
 def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_node: int) -> MemoryPlan:
@@ -83,7 +88,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
 
     Raises ModelNotFound, CheckpointError or ConfigError as loading would.
     """
-    prepared = [prepare(config.model, config.cache, rank, num_ranks) for rank in range(num_ranks)]
+    prepared = _prepared(config, num_ranks)
     first = prepared[0]
     page_bytes = [sum(group.spec.bytes_per_page for group in rank.cache_groups) for rank in prepared]
     widest, widest_groups = max(page_bytes), _widest(prepared)
@@ -131,10 +136,29 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
                 ),
                 host_kv_bytes=page_bytes[rank] * host_pages,
                 step_bytes=step_bytes(each, config),
+                layers=_layers(each),
             )
             for rank, each in enumerate(prepared)
         ),
+        stages=config.parallel.pipeline_parallel_size,
     )
+
+
+def _prepared(config: WorkerConfig, num_ranks: int) -> list[Prepared]:
+    stages = config.parallel.pipeline_parallel_size
+    if num_ranks % stages:
+        raise ConfigError(f"pipeline_parallel_size is {stages}, which does not divide {num_ranks} ranks")
+    width = num_ranks // stages
+    return [
+        prepare(config.model, config.cache, number, width, Place(stage, stages))
+        for stage in range(stages)
+        for number in range(width)
+    ]
+
+
+def _layers(prepared: Prepared) -> tuple[int, int]:
+    layers = prepared.holding.shard.layers(len(prepared.source.spec.layers))
+    return layers.start, layers.stop
 
 
 def _widest(prepared: Sequence[Prepared]) -> tuple[GroupDemand, ...]:
@@ -153,7 +177,7 @@ def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
     capacity = {Rows.TOKENS: most.max_num_batched_tokens, Rows.LOGITS: most_logits_rows(most.max_num_seqs)}
     shapes = [
         (sum(shape.parts), len(shape.inputs))
-        for layer in range(len(prepared.source.spec.layers))
+        for layer in range(*_layers(prepared))
         for piece in layer_pieces(prepared.source.spec, layer)
         if isinstance(piece, Linear)
         for shape in [holding.shape_of(piece)]

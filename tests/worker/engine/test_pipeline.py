@@ -19,11 +19,13 @@ from allspan.protos.config.settings import (
     ServiceConfig,
     WorkerConfig,
 )
+from allspan.worker.cache.budget import Room
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.load.loader import prepare
 from allspan.worker.models.shard import Place
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
+from allspan.worker.tools.memory_plan import plan_memory
 from support.cores import Collected, request
 from support.thread_pipes import ThreadPipeline
 from support.tiny_models import prompt, save_tiny
@@ -153,3 +155,14 @@ def test_a_pipeline_of_one_process_or_of_too_many_stages_is_refused(folder: Path
         load_engine(config(folder, 2), op_set("cpu", 1), LocalCollectives())
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 7.*no layer"):
         prepare(config(folder, 7).model, CacheConfig(), 0, 1, Place(0, 7))
+
+
+def test_a_plan_says_what_each_stage_holds(folder: Path, alone: tuple[LoadedEngine, list[Any]]) -> None:
+    whole = alone[0].model
+    count = len(whole.spec.layers)
+    plan = plan_memory(config(folder, 2), 2, Room(0), 2)
+    assert [rank.layers for rank in plan.ranks] == [(0, -(-count // 2)), (-(-count // 2), count)]
+    page = sum(group.spec.bytes_per_page for group in whole.cache_groups)
+    assert sum(rank.kv_bytes_per_page for rank in plan.ranks) == page
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, which does not divide 3 ranks"):
+        plan_memory(config(folder, 2), 3, Room(0), 3)
