@@ -55,8 +55,6 @@ class Batch:
         self._decodes: DecodeRun | None = None
         self._pools: dict[int, RowPool] = {}
         """Rows that get a vector instead of tokens."""
-        self.repeats_decodes = True
-        """Whether the rows of a step may be those of the next one: not where other steps are in flight."""
         self.tokens_hash = 0
 
     @property
@@ -89,6 +87,12 @@ class Batch:
             nothing = np.zeros(0, dtype=np.int64)
             return BatchStep(plan.step, None, LogitsRows(nothing, nothing), self._rows.num_leaves)
         return self._begin(plan, newest)
+
+    def part(self) -> None:
+        """Says after `apply` that the next step is of other rows: this one's are not advanced in place."""
+        if self._decodes is not None:
+            self._decodes.settle(self._rows)
+            self._decodes = None
 
     def commit(
         self, step: BatchStep, sampled: Sampled | None, hidden: Tensor | None = None, pooled: Tensor | None = None
@@ -163,7 +167,7 @@ class Batch:
             step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in ended}
             state.hidden -= ended
         is_plain = self.buffers.is_shared and inputs.embeddings is None and not step.hidden
-        is_plain = is_plain and self.repeats_decodes and not state.needs_prompt_positions(rows)
+        is_plain = is_plain and not state.needs_prompt_positions(rows)
         state.num_computed[rows] += counts
         state.num_tokens[logits.sampling] += 1
         if is_plain and logits.targets is None and len(rows) == len(values["ids"]) == len(logits.rows):

@@ -63,7 +63,7 @@ def load_engine(
     """
     started = time.monotonic()
     config = settled(check(config))
-    _check_stages(config.parallel.pipeline_parallel_size, collectives)
+    world = _checked_world(config.parallel.pipeline_parallel_size, collectives)
     model, cache, most = config.model, config.cache, config.scheduler
     backend = open_backend(model.device, config.service.watchdog_timeout)
     logits = most_logits_rows(most.max_num_seqs)
@@ -73,7 +73,6 @@ def load_engine(
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
-    world = all_ranks(collectives)
     head = _score_head(model, loaded, world.rank)
     await_others()
     lifetimes = [group.lifetime for group in loaded.cache_groups]
@@ -110,8 +109,9 @@ def load_engine(
     return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
 
 
-def _check_stages(wanted: int, collectives: Collectives) -> None:
-    """Raises ConfigError where these ranks are not in as many stages as the configuration says."""
+def _checked_world(wanted: int, collectives: Collectives) -> Collectives:
+    """Returns the collectives over all ranks. Raises ConfigError where these are not in as many stages as the
+    configuration says."""
     pipe = collectives.capabilities.pipe
     found = pipe.num_stages if pipe is not None else 1
     if wanted != found:
@@ -119,6 +119,7 @@ def _check_stages(wanted: int, collectives: Collectives) -> None:
             f"pipeline_parallel_size is {wanted}, but this process is in a world of {counted(found, 'stage')}: the "
             "ranks that allspan serve starts are in stages; leave it at 1 elsewhere"
         )
+    return all_ranks(collectives)
 
 
 def _score_head(config: ModelConfig, model: Model, rank: int) -> ScoreHead:

@@ -54,7 +54,6 @@ class StageRunner:
         self._model = model
         self._sampler = sampler
         self._batch = batch
-        batch.repeats_decodes = False
         self._pipe = pipe
         self._is_last = pipe.stage == pipe.num_stages - 1
         self._flights: deque[_Flight] = deque()
@@ -71,6 +70,7 @@ class StageRunner:
     def launch(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> None:
         """This stage's part of a step."""
         step = self._batch.apply(plan, inbox)
+        self._batch.part()
         if plan.operation is not Operation.NONE:
             operate(plan.operation)
         if step.num_unknown:

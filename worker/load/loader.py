@@ -98,21 +98,8 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
             f"dtype 'float16' is for GPUs; device is {config.device}, where float16 weights are held as float32, which "
             "is exact: use --dtype auto, or --device cuda"
         )
-    if source.converted is not None and config.quantize_lm_head:
-        raise ConfigError(
-            f"quantize_lm_head: {config.path} is converted, its head as it was: load the model that it was made from, "
-            "or leave --quantize-lm-head out"
-        )
-    if source.converted is not None and stage.size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size is {stage.size}, but {config.path} is converted, in files that hold all layers: "
-            "load the model that it was made from"
-        )
-    if source.converted is not None and memory != "panels":
-        raise ConfigError(
-            f"{config.path} is converted, and converted weights lie in panels, for CPUs; device is {config.device}: "
-            "load the model that it was made from"
-        )
+    if source.converted is not None:
+        _check_converted(config, memory, stage)
     pages = _page_dtype(cache.kv_cache_dtype, dtype)
     method = METHODS[quantization](getattr(torch, dtype), config.quantization_group)
     return Prepared(
@@ -135,6 +122,25 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
             "quantization_group": group_of(quantization, config.quantization_group),
         },
     )
+
+
+def _check_converted(config: ModelConfig, memory: str, stage: Place) -> None:
+    """Raises ConfigError for what the files of a converted model are not for."""
+    if config.quantize_lm_head:
+        raise ConfigError(
+            f"quantize_lm_head: {config.path} is converted, its head as it was: load the model that it was made from, "
+            "or leave --quantize-lm-head out"
+        )
+    if stage.size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {stage.size}, but {config.path} is converted, in files that hold all layers: "
+            "load the model that it was made from"
+        )
+    if memory != "panels":
+        raise ConfigError(
+            f"{config.path} is converted, and converted weights lie in panels, for CPUs; device is {config.device}: "
+            "load the model that it was made from"
+        )
 
 
 def _page_dtype(wanted: str, dtype: str) -> str:
