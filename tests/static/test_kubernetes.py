@@ -16,10 +16,14 @@ import pytest
 import yaml
 
 from allspan.client.gateway.metrics.table import METRICS, PREFIX
+from allspan.launch.commands.agent import make_parser as agent_parser
+from allspan.launch.hosts.agent.endpoint import from_environment
 from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
+POD_HEAD = {"apiVersion": "v1", "kind": "Pod"}
+ROLES = ("leaderTemplate", "workerTemplate")
 VERSIONS = ("1.33", "1.35", "1.37")
 KEYS = {"containers": "name", "volumes": "name", "env": "name", "ports": "name", "volumeMounts": "mountPath"}
 """What strategic merge patches identify the entries of a list by; other lists are replaced."""
@@ -44,7 +48,21 @@ SCALED = strict(
     maxReplicaCount=COUNT,
     advanced=strict({}, horizontalPodAutoscalerConfig=strict({}, behavior=ANY)),
 )
+POD = strict({"metadata": strict({"labels": ANY}), "spec": ANY})
+GROUP = strict(
+    {
+        "replicas": COUNT,
+        "leaderWorkerTemplate": strict(
+            {"size": COUNT, "leaderTemplate": POD, "workerTemplate": POD},
+            restartPolicy={"enum": ["None", "RecreateGroupOnPodRestart"]},
+        ),
+    },
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+)
 CUSTOM = {
+    "LeaderWorkerSet": strict(
+        {"apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"}, "kind": TEXT, "metadata": META, "spec": GROUP}
+    ),
     "ScaledObject": strict(
         {"apiVersion": {"const": "keda.sh/v1alpha1"}, "kind": TEXT, "metadata": META, "spec": SCALED}
     ),
@@ -99,7 +117,13 @@ def pods() -> list[Any]:
         for (kind, own), document in build(name).items():
             if kind == "Deployment":
                 found.append(pytest.param(document["spec"]["template"]["spec"], id=f"{name}-{own}"))
+            elif kind == "LeaderWorkerSet":
+                found.append(pytest.param(templates(document)["leaderTemplate"]["spec"], id=f"{name}-{own}"))
     return found
+
+
+def templates(group: Any) -> Any:
+    return group["spec"]["leaderWorkerTemplate"]
 
 
 def settings_of(container: Any) -> ServeSettings:
@@ -115,9 +139,13 @@ def test_an_overlay_is_strictly_valid_for_three_versions_of_kubernetes(name: str
     for (kind, _), document in build(name).items():
         if kind in CUSTOM:
             jsonschema.validate(document, CUSTOM[kind])
-            continue
+            bare = [templates(document)[role] for role in ROLES] if kind == "LeaderWorkerSet" else []
+            documents = [POD_HEAD | template | {"metadata": {"name": "pod"}} for template in bare]
+        else:
+            documents = [document]
         for version in VERSIONS:
-            kubernetes_validate.validate(document, version, strict=True)
+            for each in documents:
+                kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_validation_is_strict() -> None:
@@ -196,8 +224,9 @@ def test_a_pod_has_whole_processors_shared_memory_and_no_rights(pod: Any) -> Non
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_whatever_selects_pods_finds_them(name: str) -> None:
     made = build(name)
-    labels = made["Deployment", "allspan"]["spec"]["template"]["metadata"]["labels"]
-    ports = {port["name"] for port in pods_of(made)["ports"]}
+    template = served(made)
+    labels = template["metadata"]["labels"]
+    ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
     for (kind, _), document in made.items():
         spec = document.get("spec", {})
         if kind == "Service":
@@ -212,8 +241,31 @@ def test_whatever_selects_pods_finds_them(name: str) -> None:
             assert (target["kind"], target["name"]) in made
 
 
-def pods_of(made: dict[tuple[str, str], Any]) -> Any:
-    return made["Deployment", "allspan"]["spec"]["template"]["spec"]["containers"][0]
+def served(made: dict[tuple[str, str], Any]) -> Any:
+    """The template of the pods that serve."""
+    if group := made.get(("LeaderWorkerSet", "allspan")):
+        return templates(group)["leaderTemplate"]
+    return made["Deployment", "allspan"]["spec"]["template"]
+
+
+def test_a_groups_leader_serves_over_its_hosts_and_workers_run_agents() -> None:
+    group = templates(build("lws")["LeaderWorkerSet", "allspan"])
+    leader, worker = (group[role]["spec"] for role in ROLES)
+    settings = settings_of(leader["containers"][0])
+    assert settings.hosts.hosts == ("lws",)
+    command, *words = worker["containers"][0]["args"]
+    assert command == "agent"
+    agent = agent_parser().parse(words)
+    (port,) = worker["containers"][0]["ports"]
+    assert port["containerPort"] == agent.agent_port
+    given = {row["name"]: row["value"] for row in leader["containers"][0]["env"]}
+    assert from_environment("host_timeout", given) == {
+        name: getattr(agent, name) for name in ("agent_ssl_ca_certs", "agent_ssl_certfile", "agent_ssl_keyfile")
+    }
+    assert worker["terminationGracePeriodSeconds"] >= leader["terminationGracePeriodSeconds"]
+    for name in ("resources", "securityContext"):
+        assert worker["containers"][0][name] == leader["containers"][0][name]
+    assert worker["tolerations"] == leader["tolerations"]
 
 
 def test_scaling_asks_for_metrics_that_are_exported() -> None:
