@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from allspan.client.cluster.affinity import PrefixIndex
 from allspan.client.cluster.discovery import ClusterSource
+from allspan.client.cluster.routing.knowledge import ReplicaKnowledge
 from allspan.client.cluster.snapshot import RankView, ReplicaView
 from allspan.client.cluster.state import ReplicaState, ReplicaStatus
 from allspan.client.cluster.world import WorldClient
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Replica:
     """A client's view of one replica, made and used on one asyncio loop.
 
-    `status`: its state and the cause. `prefixes`: what its prefix cache may hold. `info`: the last world attached to.
+    `status`: its state and the cause. `knowledge`: its pages and its load. `info`: the last world attached to.
     """
 
     def __init__(
@@ -38,12 +38,13 @@ class Replica:
         connect: Connect,
         call_timeout: float,
         on_change: Callable[[], None],
+        knowledge: ReplicaKnowledge,
     ) -> None:
         """`on_change`: see `ReplicaStatus`."""
         self.index = index
         self.status = ReplicaStatus(on_change)
         self.info: ClusterInfo | None = None
-        self.prefixes = PrefixIndex()
+        self.knowledge = knowledge
         self._source = source
         self._connect = connect
         self._call_timeout = call_timeout
@@ -66,8 +67,7 @@ class Replica:
         ranks = tuple(RankView(rank.rank, rank.pid, rank.host) for rank in info.ranks) if info is not None else ()
         return ReplicaView(self.index, info.epoch if info is not None else 0, self.status.cause, ranks)
 
-    @property
-    def load(self) -> int:
+    def own_load(self) -> int:
         """Estimated number of tokens that its world has still to compute for this client."""
         world = self.world
         return sum(request.work for request in world.requests.values()) if world is not None else 0
@@ -138,7 +138,7 @@ class Replica:
 
     async def _clean_up(self, world: WorldClient) -> None:
         """Handles a loss: finds the cause and whether another world follows, and closes the connections to this one."""
-        self.prefixes.clear()
+        self.knowledge.forget()
         info = await self._news_of(world.info)
         self._world = None
         self.status.move(_state_after(info), _cause_of(world, info))
@@ -196,7 +196,7 @@ class Replica:
         """Connects to a world that is said to be ready. Raises Unavailable, DeadlineExceeded."""
         before = self.status.state
         self.status.move(ReplicaState.CONNECTING)
-        world = WorldClient(info, self._connect, self.status, self._is_given_up, self._call_timeout)
+        world = WorldClient(info, self._connect, self.status, self._is_given_up, self._call_timeout, self.knowledge)
         try:
             await world.open(OPEN_TIMEOUT_S)
             if await self._is_given_up(info):  # it may have answered late, across a network that was broken meanwhile

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from allspan.client.cluster.affinity import BLOCK_TOKENS, block_keys
 from allspan.client.cluster.output import RequestOutput
 from allspan.client.cluster.replica import Replica
+from allspan.client.cluster.routing.knowledge import MAX_PAGES
 from allspan.client.cluster.world import WorldClient
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, from_code
@@ -20,6 +20,7 @@ from allspan.protos.api.results import ResultQueue
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo
 from allspan.protos.convert import options_to_wire, output_from_wire, sampling_to_wire
+from allspan.protos.page_keys import PageShape
 
 EXPECTED_TOKENS = 256
 """Output tokens that count as load for a request: `max_tokens` is often far above the real length."""
@@ -119,12 +120,13 @@ class OpenRequest:
         prefill = max(self.output.num_computed_before - hits, 0) if self.output.is_prefilling else 0
         return prefill + min(max(self.params.max_tokens - len(self.output.token_ids), 0), EXPECTED_TOKENS)
 
-    def block_keys(self, with_output: bool = False) -> list[bytes]:
-        """The keys of the pages that it may find or leave in a prefix cache; empty if it does not use that."""
+    def page_keys(self, shape: PageShape, with_output: bool = False) -> list[int]:
+        """The keys of the first pages of this shape that it may find or leave in a prefix cache; empty if it does not
+        use that."""
         if not self.options.prefix_cache:
             return []
         tokens = (*self.prompt, *self.output.token_ids) if with_output else self.prompt
-        return block_keys(tokens, self.options.cache_salt)
+        return shape.keys(tokens, len(self.prompt), self.options.cache_salt, MAX_PAGES)
 
     def check_time(self) -> None:
         """Raises DeadlineExceeded when its `timeout_s` has run out."""
@@ -132,8 +134,8 @@ class OpenRequest:
         if remaining is not None and remaining <= 0:
             raise DeadlineExceeded(f"the request has run out of its timeout_s ({self.options.timeout_s:g} s)")
 
-    def begin(self, replica: Replica, world: WorldClient, hit_blocks: int = 0) -> pb.StartRequestMessage:
-        """Begins an attempt in a replica's world, and returns the payload for it. `hit_blocks`: blocks of its prompt
+    def begin(self, replica: Replica, world: WorldClient, hit_tokens: int = 0) -> pb.StartRequestMessage:
+        """Begins an attempt in a replica's world, and returns the payload for it. `hit_tokens`: tokens of its prompt
         that are expected in the cache there. Raises DeadlineExceeded when its time has run out."""
         self.check_time()
         wire_id = self.attempt.wire_id if self.attempt is not None else self.request_id
@@ -141,7 +143,7 @@ class OpenRequest:
             # A world remembers the id of a request that it cancelled for a while: this one needs another there.
             wire_id = uuid.uuid4().bytes
         self._known_to.add(world.info)
-        self.attempt = Attempt(replica, world, wire_id, hit_blocks * BLOCK_TOKENS)
+        self.attempt = Attempt(replica, world, wire_id, hit_tokens)
         world.requests[wire_id] = self
         self.output.begin_attempt(self._was_lost, self._elapsed_s)
         message = pb.StartRequestMessage(

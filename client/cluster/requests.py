@@ -204,7 +204,7 @@ class Session:
 
     def _end(self, request: OpenRequest) -> None:
         if request.replica is not None:
-            self._router.remember(request.replica, request, with_output=True)
+            self._router.ended(request.replica, request)
         self._drop(request)
 
     async def _first_attempt(self, request: OpenRequest) -> None:
@@ -287,20 +287,20 @@ class Session:
     async def _admit(self, request: OpenRequest) -> None:
         """Sends it to the best replica that takes it. Raises the last one's refusal."""
         refusal: AllspanError = Unavailable(self._router.down_cause or "no replica takes requests")
-        for replica, hit_blocks in self._router.ranked(request):
+        for replica, hit_tokens in self._router.ranked(request):
             if (world := replica.world) is None:
                 continue
             try:
-                await self._send(request, replica, world, hit_blocks)
+                await self._send(request, replica, world, hit_tokens)
                 return
             except (AlreadyExists, QueueFull, Unavailable) as error:
                 refusal = error
         raise refusal
 
-    async def _send(self, request: OpenRequest, replica: Replica, world: WorldClient, hit_blocks: int) -> None:
+    async def _send(self, request: OpenRequest, replica: Replica, world: WorldClient, hit_tokens: int) -> None:
         """Begins an attempt. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""
-        message = request.begin(replica, world, hit_blocks)
-        self._router.remember(replica, request)
+        message = request.begin(replica, world, hit_tokens)
+        self._router.sent(replica, request)
         request.is_admitting = True
         try:
             await world.start(message)

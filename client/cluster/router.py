@@ -4,13 +4,14 @@ all of them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from allspan.client.cluster.affinity import Bid, ranking
 from allspan.client.cluster.discovery import ClusterSource, RankAddresses, RunDirectory
 from allspan.client.cluster.replica import Replica, settled
 from allspan.client.cluster.request import OpenRequest
+from allspan.client.cluster.routing.facade import FacadeChoice
+from allspan.client.cluster.routing.knowledge import KEYS
 from allspan.client.cluster.snapshot import ClusterView
 from allspan.client.cluster.state import ReplicaState
 from allspan.client.cluster.statistics import added, merged
@@ -38,6 +39,7 @@ class Router:
         self._connect = connect
         self._call_timeout = call_timeout
         self._news = asyncio.Event()
+        self._choice = FacadeChoice(0, 0)
 
     @property
     def info(self) -> ClusterInfo | None:
@@ -82,19 +84,24 @@ class Router:
             replica.keep()
         self._check_alike()
 
-    def ranked(self, request: OpenRequest) -> list[tuple[Replica, int]]:
-        """Replicas that take requests, the best for this one first, and the blocks of its prompt that each may have."""
-        ready = self.ready
+    def ranked(self, request: OpenRequest) -> Iterator[tuple[Replica, int]]:
+        """Replicas that take requests, the best for this one first, and the tokens of its prompt that each may have."""
         if len(self.replicas) == 1:
-            return [(replica, 0) for replica in ready]
-        keys = request.block_keys()
-        bids = [Bid(i, replica.prefixes.match(keys), replica.load) for i, replica in enumerate(ready)]
-        return [(ready[bid.index], bid.hit_blocks) for bid in ranking(bids)]
+            yield from ((replica, 0) for replica in self.ready)
+            return
+        loads = {replica.index: replica.own_load for replica in self.ready}
+        for number, hit_tokens in self._choice.ranked(request.page_keys, len(request.prompt), loads):
+            yield self.replicas[number], hit_tokens
 
-    def remember(self, replica: Replica, request: OpenRequest, with_output: bool = False) -> None:
-        """Notes that the replica has, or will soon have, what the request computes."""
+    def sent(self, replica: Replica, request: OpenRequest) -> None:
+        """Notes that the replica is about to get the request, and will have its pages."""
         if len(self.replicas) > 1:
-            replica.prefixes.add(request.block_keys(with_output))
+            self._choice.sent(replica.index, request.work, request.page_keys(replica.knowledge.shape))
+
+    def ended(self, replica: Replica, request: OpenRequest) -> None:
+        """Notes that the replica has computed the request, where it does not tell so itself."""
+        if len(self.replicas) > 1 and not replica.knowledge.is_told:
+            replica.knowledge.expect(request.page_keys(replica.knowledge.shape, with_output=True))
 
     async def some_ready(self) -> None:
         """Returns when a replica takes requests; Unavailable when there is none and none that was just about to."""
@@ -137,7 +144,7 @@ class Router:
         async def one(replica: Replica, world: WorldClient) -> None:
             await world.control(operation, timeout)
             if operation in ("reset_prefix_cache", "unload_weights", "reload_weights"):
-                replica.prefixes.clear()
+                replica.knowledge.clear()
 
         _, failures = await self._ask_all(one)
         if failures:
@@ -186,9 +193,10 @@ class Router:
 
     async def _attach(self, answer_timeout: float) -> None:
         sources = await self._expanded()
+        self._choice = FacadeChoice(len(sources), KEYS if len(sources) > 1 else 0)
         self.replicas = [
-            Replica(index, source, self._connect, self._call_timeout, self._announce)
-            for index, source in enumerate(sources)
+            Replica(known.number, source, self._connect, self._call_timeout, self._announce, known)
+            for known, source in zip(self._choice.known, sources, strict=True)
         ]
         if len(self.replicas) > 1:
             await asyncio.gather(*(replica.try_attach() for replica in self.replicas))

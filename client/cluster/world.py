@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from allspan.client.cluster.fanout import RankRefused, fan_out, withdraw
 from allspan.client.cluster.health import WorldHealth
 from allspan.client.cluster.pacing import OutputPacer
+from allspan.client.cluster.routing.knowledge import ReplicaKnowledge
 from allspan.client.cluster.snapshot import RankView, ReplicaView
 from allspan.client.cluster.state import ReplicaState, ReplicaStatus
 from allspan.client.cluster.statistics import merged, rank_statistics
@@ -63,9 +64,10 @@ class WorldClient:
         status: ReplicaStatus,
         is_over: Callable[[ClusterInfo], Awaitable[bool]],
         call_timeout: float,
+        knowledge: ReplicaKnowledge,
     ) -> None:
         """`status` is CONNECTING; this world moves it while it is connected. `is_over`: whether the supervisor has
-        given an epoch up; asked while a rank is silent, and answered within a second."""
+        given an epoch up; asked while a rank is silent, and answered within a second. `knowledge` hears the leader."""
         self.info = info
         self.client_id = uuid.uuid4().hex
         self.requests: dict[bytes, Receiver] = {}
@@ -75,6 +77,7 @@ class WorldClient:
         self._is_over = is_over
         self._transports: list[Transport] = [connect(rank.address, info.tls) for rank in info.ranks]
         self._call_timeout = call_timeout
+        self._knowledge = knowledge
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
         self._first_messages = [asyncio.Event() for _ in info.ranks]
@@ -218,13 +221,18 @@ class WorldClient:
 
     async def _read(self, rank: int) -> None:
         """Reads the result stream of a rank until it ends, and hands each output to its request."""
-        request = pb.ResultsSubscription(client_id=self.client_id, heartbeat_ms=HEARTBEAT_MS)
+        request = pb.ResultsSubscription(
+            client_id=self.client_id,
+            heartbeat_ms=HEARTBEAT_MS,
+            page_events=self._knowledge.page_events if rank == 0 else 0,
+        )
         try:
             async for message in self._transports[rank].stream(RESULTS, request):
                 is_news = self._health.hear(rank)
                 self._first_messages[rank].set()
                 if rank == 0:
                     is_news |= self._health.note_leader(message.progress, message.refusal, bool(self.requests))
+                    self._knowledge.hear(message, self.info.model)
                 if is_news:
                     self._update()
                 if message.outputs:

@@ -1,5 +1,5 @@
 """`allspan bench NAME MODEL`: one row of the table a benchmark; each runs on a cluster that is started for it, but for
-`allspan bench kernels`."""
+`allspan bench kernels` and `allspan bench routing`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from allspan.client.bench.engine.ops import OPS
 from allspan.client.bench.engine.perplexity import PERPLEXITY
 from allspan.client.bench.engine.prefix import PREFIX
 from allspan.client.bench.engine.step import STEP
+from allspan.client.bench.serving import routing as routing_bench
 from allspan.client.bench.serving.overload import OVERLOAD
 from allspan.client.bench.serving.serve import METRICS, SERVE
 from allspan.client.bench.serving.soak import SOAK
@@ -37,21 +38,29 @@ BENCHMARKS: dict[str, Benchmark] = {
 KERNELS = "kernels"
 """The name of the benchmark that takes no model, starts no cluster, and runs where the kernels do."""
 
+ROUTING = "routing"
+"""The name of the benchmark that simulates the choice of a replica."""
+
 
 def run(argv: Sequence[str]) -> int:
-    names = ", ".join((*BENCHMARKS, KERNELS))
+    names = ", ".join((*BENCHMARKS, KERNELS, ROUTING))
     if not argv:
         fail("allspan bench", f"which benchmark? there is: {names}", 2)
     if argv[0] in ("-h", "--help"):
-        abouts = {row.name: row.about for row in BENCHMARKS.values()} | {KERNELS: kernel_bench.ABOUT}
+        abouts = {row.name: row.about for row in BENCHMARKS.values()} | {
+            KERNELS: kernel_bench.ABOUT,
+            ROUTING: routing_bench.ABOUT,
+        }
         width = max(map(len, abouts))
         print("usage: allspan bench NAME MODEL [flags]; NAME is one of\n")
         print("\n".join(f"  {name.ljust(width)}  {about}" for name, about in abouts.items()))
         return 0
     if argv[0] == KERNELS:
         return _run_kernels(argv[1:])
+    if argv[0] == ROUTING:
+        return _run_routing(argv[1:])
     if argv[0] not in BENCHMARKS:
-        known = nearest(argv[0], (*BENCHMARKS, KERNELS))
+        known = nearest(argv[0], (*BENCHMARKS, KERNELS, ROUTING))
         fail("allspan bench", f"unknown benchmark {argv[0]!r}{known}; there is: {names}", 2)
     return _run(BENCHMARKS[argv[0]], argv[1:])
 
@@ -112,3 +121,12 @@ def _run_kernels(argv: Sequence[str]) -> int:
     print(json.dumps(report) if "--json" in argv else kernel_bench.table(report), flush=True)
     wrong = any(found["wrong"] for found in report["summary"].values())
     return 1 if wrong or report["broken"] else 0
+
+
+def _run_routing(argv: Sequence[str]) -> int:
+    parser = Parser(f"allspan bench {ROUTING}", routing_bench.ABOUT)
+    add_options(parser, routing_bench.RoutingBenchConfig)
+    parser.add_argument("--json", action="store_true", help="Prints a JSON object with all figures and the settings.")
+    report = routing_bench.run(build(routing_bench.RoutingBenchConfig, parser.parse(argv)))
+    print(json.dumps(report) if "--json" in argv else routing_bench.table(report), flush=True)
+    return 0

@@ -1,0 +1,111 @@
+"""What a facade knows of one replica: its load and its cached pages, as the leader tells them, or as remembered."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from allspan.client.cluster.routing.page_index import PageIndex
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.page_keys import PageShape
+
+KEYS = 1
+"""See `ResultsSubscription.page_events`."""
+UNTOLD = PageShape(32, "")
+"""Blocks of a replica that tells nothing: what was sent there is remembered by these."""
+MAX_PAGES = 512
+"""Most pages of a request that are looked up."""
+MAX_EXPECTED = 65536
+"""Most pages that are remembered of a replica and were not told; the least recently used are dropped first."""
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaKnowledge:
+    """One replica's pages, kept in an index of all replicas, and its load.
+
+    `page_events`: what to ask of its leader; 0 where there is nothing to choose.
+    """
+
+    def __init__(self, number: int, index: PageIndex, page_events: int = KEYS) -> None:
+        self.number = number
+        self.page_events = page_events
+        self.shape = UNTOLD
+        """What its pages' keys are made of."""
+        self._index = index
+        self._told: set[int] = set()
+        self._expected: OrderedDict[int, None] = OrderedDict()
+        self._next_sequence = 0
+        self._queued: int | None = None
+        self._sent = 0
+
+    def __len__(self) -> int:
+        """Pages that it has, or will have soon."""
+        return len(self._told) + len(self._expected)
+
+    @property
+    def load(self) -> int | None:
+        """Tokens that it has to compute: as told, and what was sent since; None: nothing was told."""
+        return None if self._queued is None else self._queued + self._sent
+
+    @property
+    def is_told(self) -> bool:
+        """True once its leader has told what it has cached."""
+        return self.shape is not UNTOLD
+
+    def hear(self, message: pb.StepOutputs, model: str) -> None:
+        """Takes what the leader of a world of this model tells."""
+        if message.HasField("load"):
+            self._queued, self._sent = message.load.queued_tokens, 0
+        for events in message.page_events:
+            self._apply(events, model)
+
+    def sent(self, work: int, keys: Sequence[int]) -> None:
+        """A request of `work` tokens goes there; it will have these pages."""
+        self._sent += work
+        self.expect(keys)
+
+    def expect(self, keys: Sequence[int]) -> None:
+        """It has these pages, or will have them."""
+        new = [key for key in reversed(keys) if key not in self._told]  # the first ones, which more share, leave last
+        for key in new:
+            self._expected[key] = None
+            self._expected.move_to_end(key)
+        self._index.add(self.number, new)
+        while len(self._expected) > MAX_EXPECTED:
+            self._index.discard(self.number, [self._expected.popitem(last=False)[0]])
+
+    def clear(self) -> None:
+        """It has nothing cached, as far as is known."""
+        self._index.discard(self.number, self._told)
+        self._index.discard(self.number, self._expected)
+        self._told.clear()
+        self._expected.clear()
+
+    def forget(self) -> None:
+        """Its world is over."""
+        self.clear()
+        self.shape, self._queued, self._sent = UNTOLD, None, 0
+
+    def _apply(self, events: pb.PageEvents, model: str) -> None:
+        if events.cleared:
+            self.clear()
+            self.shape = PageShape(events.page_tokens, model, events.weights_version, tuple(events.prompt_lengths))
+        elif not self.is_told:
+            return  # after a gap, until the next snapshot
+        elif events.sequence != self._next_sequence:
+            logger.warning("page events %d of replica %d are missing", self._next_sequence, self.number)
+            self.clear()
+            self.shape = UNTOLD
+            return
+        self._next_sequence = events.sequence + 1
+        for key in events.removed:
+            self._told.discard(key)
+            self._expected.pop(key, None)
+        self._index.discard(self.number, events.removed)
+        stored = [page.key for page in events.stored]
+        for key in stored:
+            self._expected.pop(key, None)
+        self._told.update(stored)
+        self._index.add(self.number, stored)

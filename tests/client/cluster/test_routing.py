@@ -1,0 +1,146 @@
+"""The choice of a replica: what is known of each, the order of the replicas, and the simulation with the same code."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allspan.client.bench.serving.routing import Simulation, TraceRequest
+from allspan.client.cluster.routing.choice import LEADING_TOKENS, SLACK_TOKENS, leading_key, order
+from allspan.client.cluster.routing.facade import FacadeChoice
+from allspan.client.cluster.routing.knowledge import UNTOLD, ReplicaKnowledge
+from allspan.client.cluster.routing.page_index import PageIndex
+from allspan.protos import worker_pb2 as pb
+from allspan.protos.page_keys import PageShape, page_keys, root_key, short_key
+
+KEY = 77
+
+
+def events(sequence: int, stored: list[int], removed: list[int] | None = None) -> pb.StepOutputs:
+    message = pb.PageEvents(sequence=sequence, cleared=not sequence, removed=removed or (), page_tokens=2)
+    message.weights_version = 1
+    message.stored.extend(pb.PageStored(key=key) for key in stored)
+    return pb.StepOutputs(page_events=[message])
+
+
+changes = st.lists(st.tuples(st.sampled_from(["store", "remove", "clear", "expect"]), st.integers(1, 9)), max_size=30)
+
+
+@settings(max_examples=100, deadline=None)
+@given(changes)
+def test_the_index_is_what_the_replicas_tell_and_what_is_expected_of_them(steps: list[tuple[str, int]]) -> None:
+    index = PageIndex()
+    known = [ReplicaKnowledge(number, index) for number in range(2)]
+    truth: list[set[int]] = [set(), set()]
+    sequences = [1, 1]
+    for each in known:
+        each.hear(events(0, []), "tiny")
+    for place, (what, key) in enumerate(steps):
+        number = place % 2
+        if what == "clear":
+            known[number].hear(events(0, [key]), "tiny")
+            truth[number], sequences[number] = {key}, 1
+        elif what == "expect":
+            known[number].expect([key])
+            truth[number].add(key)
+        else:
+            is_stored = what == "store"
+            known[number].hear(events(sequences[number], [key] * is_stored, [key] * (not is_stored)), "tiny")
+            sequences[number] += 1
+            truth[number] = truth[number] | {key} if is_stored else truth[number] - {key}
+        for key in range(1, 10):
+            assert index.match([key], 3) == {replica: 1 for replica in (0, 1) if key in truth[replica]}
+            assert [len(each) for each in known] == [len(keys) for keys in truth]
+
+
+def test_after_a_gap_nothing_is_believed_until_the_next_snapshot() -> None:
+    index = PageIndex()
+    known = ReplicaKnowledge(0, index)
+    known.hear(events(0, [1, 2]), "tiny")
+    assert known.shape == PageShape(2, "tiny", 1)
+    known.hear(events(2, [3]), "tiny")
+    assert (len(index), known.shape) == (0, UNTOLD)
+    known.hear(events(3, [4]), "tiny")
+    assert len(index) == 0
+    known.hear(events(0, [5]), "tiny")
+    assert index.match([5], 1) == {0: 1}
+
+
+def test_the_longest_run_of_leading_pages_counts() -> None:
+    index = PageIndex()
+    index.add(0, [1, 2, 3])
+    index.add(1, [1, 3])
+    index.add(5, [1, 2])
+    assert index.match([1, 2, 3, 4], 0b100011) == {1: 1, 5: 2, 0: 3}
+    assert index.match([1, 2], 0b10) == {1: 1}
+    assert index.match([2, 1], 0) == {}
+
+
+def test_keys_are_those_that_the_prefix_cache_makes() -> None:
+    keys = page_keys(root_key("tiny", 3, -1, "", 1, "salt"), [1, 2, 3, 4], 2)
+    shape = PageShape(2, "tiny", 3, (4, 9))
+    assert shape.keys([1, 2, 3, 4, 5], 5, "salt", 9) == [short_key(key) for key in keys]
+    assert shape.keys([1, 2, 3, 4, 5], 4, "salt", 9)[0] != short_key(keys[0])
+    assert len(shape.keys([1] * 40, 5, "", 7)) == 7
+
+
+def test_load_is_what_was_told_and_what_was_sent_since() -> None:
+    known = ReplicaKnowledge(0, PageIndex())
+    assert known.load is None
+    known.hear(pb.StepOutputs(load=pb.EngineLoad(queued_tokens=100)), "tiny")
+    known.sent(30, [])
+    assert known.load == 130
+    known.hear(pb.StepOutputs(load=pb.EngineLoad(queued_tokens=50)), "tiny")
+    assert known.load == 50
+
+
+def test_hits_go_before_the_hash_and_the_hash_before_the_load_up_to_a_bound() -> None:
+    even, none = [0.0] * 3, dict.fromkeys(range(3), 0)
+    by_hash = list(order(none, even, {}, KEY, 100))
+    first, second, third = by_hash
+    assert next(order(none, even, {third: 64}, KEY, 100)) == third
+    assert next(order(none, even, {third: 64, second: 80}, KEY, 100)) == second
+    assert list(order(none, even, {third: 12}, KEY, 100)) == by_hash  # too little of it
+    assert next(order(none | {first: SLACK_TOKENS}, even, {}, KEY, 100)) == first
+    assert next(order(none | {first: 4 * SLACK_TOKENS}, even, {first: 64}, KEY, 100)) == second
+    recent = [0.0] * 3
+    recent[first] = 1000.0
+    assert next(order(none, recent, {}, KEY, 100)) == second
+    assert list(order({0: 7, 1: 5, 2: 6}, even, {}, None, 3)) == [1, 2, 0]
+
+
+def test_a_replica_that_goes_moves_only_its_own_beginnings() -> None:
+    even = [0.0] * 8
+    before = [next(order(dict.fromkeys(range(8), 0), even, {}, key * 2**40, 1)) for key in range(300)]
+    after = [next(order(dict.fromkeys(range(7), 0), even, {}, key * 2**40, 1)) for key in range(300)]
+    assert all(a == b for a, b in zip(after, before, strict=True) if b != 7)
+    assert max(before.count(number) for number in range(8)) < 60
+
+
+def test_prompts_of_one_beginning_have_one_leading_key() -> None:
+    keys = list(range(1, 100))
+    assert leading_key(keys, 32) == keys[LEADING_TOKENS // 32 - 1] == leading_key([*keys, 7], 32)
+    assert (leading_key([5, 6], 32), leading_key([5, 6], 4096), leading_key([], 32)) == (6, 5, None)
+
+
+def test_facades_that_hear_the_same_choose_the_same() -> None:
+    facades = [FacadeChoice(4, 1) for _ in range(2)]
+    own = dict.fromkeys(range(4), int)
+    for keys in ([1, 2], [3], [9, 8, 7]):
+        chosen = [next(facade.ranked(lambda shape, keys=keys: keys, 64, own)) for facade in facades]  # type: ignore[misc]
+        assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("facades", [1, 8])
+def test_facades_that_share_nothing_find_shared_beginnings_and_balance_the_work(facades: int) -> None:
+    trace = [
+        TraceRequest(float(i), 3000, (*(1000 * family + n for n in (0, 1, 2, 3)), 10**6 + i))
+        for i in range(400)
+        for family in [(i * 7919) % 40]
+    ]
+    simulation = Simulation(trace, 4, facades, 100, 1)
+    simulation.run()
+    report = simulation.report()
+    assert report["hit_rate"] > 0.6
+    assert report["work_imbalance"] < 1.15
