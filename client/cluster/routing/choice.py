@@ -51,6 +51,13 @@ def order(
             return 0, -hit, -weight(replica, key)
         return (2 if recent[replica] > most_recent else 1), -weight(replica, key), replica
 
-    first = min(loads, key=rank)
+    holders = [] if key is None else [replica for replica, hit in useful.items() if loads[replica] <= most + hit]
+    light = [] if holders else [r for r, load in loads.items() if load <= most and recent[r] <= most_recent]
+    if holders:
+        first = min(holders, key=rank)
+    elif key is not None and light:
+        first = max(light, key=lambda replica: weight(replica, key))
+    else:
+        first = min(loads, key=rank)
     yield first
     yield from sorted((replica for replica in loads if replica != first), key=rank)

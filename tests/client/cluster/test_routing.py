@@ -110,6 +110,24 @@ def test_hits_go_before_the_hash_and_the_hash_before_the_load_up_to_a_bound() ->
     assert list(order({0: 7, 1: 5, 2: 6}, even, {}, None, 3)) == [1, 2, 0]
 
 
+states = st.tuples(
+    st.sampled_from([0, 500, 3000, 20000]), st.sampled_from([0.0, 1.0, 9.0]), st.sampled_from([0, 64, 900])
+)
+
+
+@given(st.lists(states, min_size=1, max_size=6), st.sampled_from([None, KEY, 5]), st.sampled_from([10, 600, 5000]))
+def test_every_replica_is_in_the_order_once_and_none_above_the_bound_is_first(
+    found: list[tuple[int, float, int]], key: int | None, work: int
+) -> None:
+    loads, recent = {i: load for i, (load, _, _) in enumerate(found)}, [late for _, late, _ in found]
+    hits = {i: hit for i, (_, _, hit) in enumerate(found) if hit}
+    ordered = list(order(loads, recent, hits, key, work))
+    assert sorted(ordered) == sorted(loads)
+    bound = 1.25 * sum(loads.values()) / len(loads) + SLACK_TOKENS + work + 900
+    if min(loads.values()) <= bound:
+        assert loads[ordered[0]] <= bound
+
+
 def test_a_replica_that_goes_moves_only_its_own_beginnings() -> None:
     even = [0.0] * 8
     before = [next(order(dict.fromkeys(range(8), 0), even, {}, key * 2**40, 1)) for key in range(300)]
