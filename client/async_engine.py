@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from allspan.client.engine import ClientEngine
 from allspan.client.event_loop import HomeLoop
+from allspan.protos import worker_pb2 as pb
 
 
 class AsyncClientEngine(ClientEngine):
@@ -23,3 +25,7 @@ class AsyncClientEngine(ClientEngine):
 
     def _home_loop(self) -> HomeLoop:
         return HomeLoop(self._given)
+
+    def page_events(self) -> list[AsyncGenerator[pb.PageEvents, None]]:
+        """The changes of each replica's prefix cache, with token ids, from now on and as long as they are read."""
+        return self._session.page_events()

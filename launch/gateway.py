@@ -23,7 +23,7 @@ from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 
 if TYPE_CHECKING:
-    from allspan.client.engine import ClientEngine
+    from allspan.client.async_engine import AsyncClientEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ async def _serve(options: dict[str, Any], config: GatewayConfig, sockets: Socket
         await asyncio.to_thread(engine.close)
 
 
-async def _attached(options: dict[str, Any], stop: asyncio.Event) -> ClientEngine:
+async def _attached(options: dict[str, Any], stop: asyncio.Event) -> AsyncClientEngine:
     """Returns an engine on the cluster; a signal that comes first ends the process."""
     from allspan.client.async_engine import AsyncClientEngine
 

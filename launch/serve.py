@@ -42,7 +42,7 @@ from allspan.protos.cluster.running import LOG_FILE, RunRecord, write_addresses,
 from allspan.protos.config.settings import ParallelConfig, ServiceConfig, WorkerConfig
 
 if TYPE_CHECKING:
-    from allspan.client.engine import ClientEngine
+    from allspan.client.async_engine import AsyncClientEngine
     from allspan.protos.text import SamplingDefaults, Tokenizer
 
 END_MARGIN_S = 4.0
@@ -347,13 +347,13 @@ async def _gateway(settings: ServeSettings, cluster: Cluster, interrupt: Interru
         await asyncio.to_thread(engine.close)
 
 
-async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> ClientEngine | None:
+async def _attach(run_dir: Path, resume: ResumeConfig, stop: asyncio.Event) -> AsyncClientEngine | None:
     """Connects to the world that is ready or, if it ends before that, to the next one. None when `stop` comes first."""
     from allspan.client.async_engine import AsyncClientEngine
 
     loop = asyncio.get_running_loop()
 
-    def attach() -> ClientEngine:
+    def attach() -> AsyncClientEngine:
         return AsyncClientEngine(
             loop,
             attach=run_dir,

@@ -53,6 +53,7 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "max_body_bytes": (1024, 2**31),
     "max_prompt_chars": (0, 2**31),
     "max_concurrent_requests": (1, 1 << 20),
+    "kv_events_buffer_steps": (0, 1 << 24),
     "grpc_max_message_bytes": (1024, 2**30),
     "grpc_min_ping_interval": (0, 86400),
     "grpc_keepalive_time": (1, 86400),

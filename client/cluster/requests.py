@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from allspan.client.cluster.router import Router
 from allspan.client.cluster.snapshot import ClusterView
 from allspan.client.cluster.world import WorldClient, WorldLost
 from allspan.client.transport.base import Connect
+from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import (
     AllspanError,
@@ -92,6 +93,10 @@ class Session:
         """The reason why no replica is READY: `down_cause`, a stopped model, a step loop that makes no progress; ""
         while one is."""
         return self._router.unready_cause
+
+    def page_events(self) -> list[AsyncGenerator[pb.PageEvents, None]]:
+        """Those of each replica; see `page_events`."""
+        return self._router.page_events()
 
     async def attach(self, timeout: float, answer_timeout: float = 0.0) -> None:
         """See `Router.attach`."""

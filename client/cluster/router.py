@@ -4,10 +4,12 @@ all of them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from allspan.client.cluster.discovery import ClusterSource, RankAddresses, RunDirectory
+from allspan.client.cluster.page_events import page_events
 from allspan.client.cluster.replica import Replica, settled
 from allspan.client.cluster.request import OpenRequest
 from allspan.client.cluster.routing.facade import FacadeChoice
@@ -17,6 +19,7 @@ from allspan.client.cluster.state import ReplicaState
 from allspan.client.cluster.statistics import added, merged
 from allspan.client.cluster.world import WorldClient
 from allspan.client.transport.base import Connect
+from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable, from_code
 from allspan.protos.cluster.cluster_file import ClusterInfo
@@ -137,6 +140,10 @@ class Router:
     async def view(self, timeout: float) -> ClusterView:
         """Returns the state and statistics of all replicas, as far as they are known within `timeout` seconds."""
         return ClusterView(tuple(await asyncio.gather(*(replica.view(timeout) for replica in self.replicas))))
+
+    def page_events(self) -> list[AsyncGenerator[pb.PageEvents, None]]:
+        """Those of each replica; see `page_events`."""
+        return [page_events(partial(getattr, replica, "info"), self._connect) for replica in self.replicas]
 
     async def control(self, operation: str, timeout: float) -> None:
         """An operation on every replica that is up. Raises the first one's failure, once all have answered."""

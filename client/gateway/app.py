@@ -28,6 +28,7 @@ from allspan.client.gateway.engine_protocol import GatewayEngine
 from allspan.client.gateway.grpc.health import EngineHealth
 from allspan.client.gateway.grpc.server import grpc_server, inference_front
 from allspan.client.gateway.grpc.service import SERVICE
+from allspan.client.gateway.kv_events.publisher import published
 from allspan.client.gateway.server.connections import Connections
 from allspan.client.gateway.server.listener import Listener
 from allspan.client.gateway.server.protocol import GuardedProtocol
@@ -73,7 +74,11 @@ async def serve_gateway(
         health = EngineHealth(lambda: context.admission.is_ready, ("", SERVICE, VLLM_SERVICE))
         hand_over(sockets)
         tls = Tls.of(config.security)
-        async with _grpc_servers(context, health, sockets, tls), _http_server(context, sockets.http, tls) as http:
+        async with (
+            published(config.kv_events, engine.page_events() if config.kv_events.kv_events_endpoint else ()),
+            _grpc_servers(context, health, sockets, tls),
+            _http_server(context, sockets.http, tls) as http,
+        ):
             following = [
                 asyncio.create_task(health.follow()),
                 asyncio.create_task(StatusLine(context.snapshots).follow()),

@@ -187,6 +187,24 @@ class GrpcConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KvEventsConfig:
+    """The settings of KV events over ZeroMQ, in vLLM's formats."""
+
+    kv_events_endpoint: str = ""
+    """Publishes the changes of the prefix cache on this ZeroMQ address, such as tcp://127.0.0.1:5557; a second replica
+    takes the next port. Empty publishes none. The events tell the tokens of prompts: an address beyond this host needs
+    --insecure."""
+    kv_events_replay_endpoint: str = ""
+    """Answers on this address what was published from a sequence number on; empty answers nothing."""
+    kv_events_topic: str = ""
+    """Sets the topic of the messages, such as kv@POD_IP@MODEL for llm-d."""
+    kv_events_format: Literal["arrays", "maps"] = "arrays"
+    """Says how events are written: arrays as vLLM's releases do, or maps with a type."""
+    kv_events_buffer_steps: int = 10_000
+    """Limits the messages that are kept for a replay."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Flags of `allspan serve` that concern its listening side."""
 
@@ -216,6 +234,7 @@ class GatewayConfig:
     chat: ChatConfig = ChatConfig()
     responses: ResponsesConfig = ResponsesConfig()
     grpc: GrpcConfig = GrpcConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
 
 
 GROUPS: dict[str, tuple[str, type]] = {
@@ -225,5 +244,6 @@ GROUPS: dict[str, tuple[str, type]] = {
     "chat": ("conversations", ChatConfig),
     "responses": ("responses that are kept", ResponsesConfig),
     "grpc": ("gRPC", GrpcConfig),
+    "kv_events": ("KV events", KvEventsConfig),
 }
 """The title of each group in --help and its flags, by the field of GatewayConfig that holds them."""

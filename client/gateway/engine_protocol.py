@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from allspan.client.cluster.snapshot import ClusterView
+from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.engine import EngineProtocol, EngineStatistics, Prompt
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import RequestHandle, ResultQueue
@@ -50,3 +52,6 @@ class GatewayEngine(EngineProtocol, Protocol):
 
     async def ainspect(self, what: str) -> dict[str, Any]:
         """ "profile", "model" … for asyncio."""
+
+    def page_events(self) -> list[AsyncGenerator[pb.PageEvents, None]]:
+        """The changes of each replica's prefix cache, with token ids, from now on and as long as they are read."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from allspan.client.gateway.auth.tls import Tls
 from allspan.client.gateway.config import GatewayConfig
+from allspan.client.gateway.kv_events.publisher import check_endpoints
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster.tls import is_loopback
 
@@ -53,6 +54,7 @@ def bind(config: GatewayConfig) -> Sockets:
     """Binds the ports; ConfigError names the port, its flag and, where it can be found out, the process that holds
     it. So does a limit of open files that is too low."""
     _check_open_files(config)
+    check_endpoints(config.kv_events, config.security.insecure)
     tls = Tls.of(config.security)
     if tls is None and not config.security.insecure and not is_loopback(config.host):
         raise ConfigError(

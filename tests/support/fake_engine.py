@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
+from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.counters import STEP_TOKENS_BOUNDS
 from allspan.protos.api.engine import EngineStatistics, Prompt, RankStatistics
 from allspan.protos.api.errors import AllspanError, Unavailable
@@ -64,6 +65,8 @@ class FakeEngine:
     """What `acontrol` was asked for."""
     control_failures: dict[str, AllspanError] = field(default_factory=dict)
     """By operation, what it raises."""
+    pages: Sequence[pb.PageEvents] = ()
+    """What `page_events` tells."""
     asked: dict[str, Asked] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -161,6 +164,14 @@ class FakeEngine:
 
     async def ainspect(self, what: str) -> dict[str, Any]:
         return {"what": what}
+
+    def page_events(self) -> list[AsyncGenerator[pb.PageEvents, None]]:
+        return [self._page_events()]
+
+    async def _page_events(self) -> AsyncGenerator[pb.PageEvents, None]:
+        for told in self.pages:
+            yield told
+        await asyncio.Event().wait()
 
     def release_request(self, handle: RequestHandle) -> None:
         if handle.request_id in self.asked:
