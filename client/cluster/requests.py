@@ -95,7 +95,7 @@ class Session:
         return self._router.unready_cause
 
     def page_events(self) -> list[AsyncGenerator[pb.PageEvents, None]]:
-        """Those of each replica; see `page_events`."""
+        """Returns the page events of each replica; see `page_events`."""
         return self._router.page_events()
 
     async def attach(self, timeout: float, answer_timeout: float = 0.0) -> None:

@@ -142,7 +142,7 @@ class Router:
         return ClusterView(tuple(await asyncio.gather(*(replica.view(timeout) for replica in self.replicas))))
 
     def page_events(self) -> list[AsyncGenerator[pb.PageEvents, None]]:
-        """Those of each replica; see `page_events`."""
+        """Returns the page events of each replica; see `page_events`."""
         return [page_events(partial(getattr, replica, "info"), self._connect) for replica in self.replicas]
 
     async def control(self, operation: str, timeout: float) -> None:
