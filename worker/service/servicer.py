@@ -261,7 +261,7 @@ class RankServicer(WorkerServicer):
         if not core.is_leader:
             return LeaderNews()
         log, wants_tokens = core.page_log, page_events == TOKEN_IDS
-        pages = PageEventStream(log, self._facts.prompt_lengths, wants_tokens) if log and page_events else None
+        pages = PageEventStream(log, self._facts.prompt_lengths, wants_tokens) if log is not None and page_events else None
         return LeaderNews(core.load, pages)
 
     def _statistics(self) -> pb.Statistics:
