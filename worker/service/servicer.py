@@ -261,8 +261,9 @@ class RankServicer(WorkerServicer):
         if not core.is_leader:
             return LeaderNews()
         log, wants_tokens = core.page_log, page_events == TOKEN_IDS
-        pages = PageEventStream(log, self._facts.prompt_lengths, wants_tokens) if log is not None and page_events else None
-        return LeaderNews(core.load, pages)
+        if log is None or not page_events:  # a log without pages yet is false
+            return LeaderNews(core.load)
+        return LeaderNews(core.load, PageEventStream(log, self._facts.prompt_lengths, wants_tokens))
 
     def _statistics(self) -> pb.Statistics:
         counted = self._core.statistics()
