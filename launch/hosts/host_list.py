@@ -15,6 +15,7 @@ from allspan.protos.api.errors import ConfigError
 
 SCONTROL_TIMEOUT_S = 20.0
 MAX_HOSTS = 1024
+MAX_SLOTS = 1024
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9])?")
 
 
@@ -22,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9])?")
 class HostsConfig:
     """The settings for ranks on several hosts."""
 
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
     """Names the hosts of the ranks, this one first, each with its number of ranks, as in a:2,b:2 (without a number: one
     rank); "slurm" takes those of the job's allocation, "lws" those of a LeaderWorkerSet's group; empty: this host."""
     hostfile: str = ""
@@ -40,7 +41,7 @@ class HostsConfig:
 
     @property
     def is_given(self) -> bool:
-        return bool(self.hosts or self.hostfile)
+        return bool(self.hosts is not None or self.hostfile)
 
     @property
     def network(self) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
@@ -64,11 +65,16 @@ class Host:
 def read_hosts(config: HostsConfig, environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
     """Returns the hosts in the order of their ranks; none when no flag names any. Raises ConfigError with the flag."""
     if not config.is_given:
+        for flag, value in (("--mpi-network", config.mpi_network), ("--remote-shell", config.remote_shell)):
+            if value:
+                raise ConfigError(f"{flag} is given without --hosts or --hostfile: the ranks are on this host alone")
         return ()
     if config.hosts and config.hostfile:
         raise ConfigError("--hosts and --hostfile are both given; one of them names the hosts")
     if config.hostfile:
         return _checked(_from_file(config.hostfile), "--hostfile")
+    if not config.hosts:
+        raise ConfigError("--hosts is empty; name the hosts, this one first, as in --hosts a:2,b:2, or leave it out")
     if len(config.hosts) == 1 and (source := SOURCES.get(config.hosts[0])):
         return _checked(source(environ), f"--hosts {config.hosts[0]}")
     return _checked(tuple(_host(word) for word in config.hosts), "--hosts")
@@ -92,9 +98,15 @@ def _host(word: str) -> Host:
     name, colon, count = word.strip().rpartition(":")
     if not colon:
         name, count = word.strip(), "1"
-    if not count.isascii() or not count.isdigit() or not 1 <= int(count) <= 1024:
-        raise ConfigError(f"--hosts names {word!r}: {count!r} is no number of ranks between 1 and 1024, as in a:2")
-    return Host(name.strip("[]"), int(count))
+    if not (slots := _number(count, MAX_SLOTS)):
+        raise ConfigError(f"--hosts names {word!r}: {count!r} is no number of ranks from 1 to {MAX_SLOTS}, as in a:2")
+    return Host(name.strip("[]"), slots)
+
+
+def _number(text: str, most: int) -> int:
+    """Returns the number from 1 to `most` that a text is; 0 for any other."""
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    return int(text) if is_number and int(text) <= most else 0
 
 
 def _from_file(path: str) -> tuple[Host, ...]:
@@ -110,9 +122,13 @@ def _from_file(path: str) -> tuple[Host, ...]:
         slots = 1
         for word in words[1:]:
             key, equals, value = word.partition("=")
-            if key not in ("slots", "max_slots", "max-slots") or not equals or not value.isdigit() or not int(value):
-                raise ConfigError(f"--hostfile {path}, line {number}: {word!r} is not understood; write NAME slots=N")
-            slots = int(value) if key == "slots" else slots
+            count = _number(value, MAX_SLOTS)
+            if key not in ("slots", "max_slots", "max-slots") or not equals or not count:
+                raise ConfigError(
+                    f"--hostfile {path}, line {number}: {word!r} is not understood; write NAME slots=N, N from 1 to "
+                    f"{MAX_SLOTS}"
+                )
+            slots = count if key == "slots" else slots
         hosts.append(Host(words[0], slots))
     return tuple(hosts)
 
@@ -157,10 +173,10 @@ def expand_tasks(text: str, num_nodes: int) -> tuple[int, ...]:
 def _from_lws(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """A group's pods are NAME-0 (the leader), NAME-0-1, NAME-0-2 … in the leader's domain."""
     leader, size = environ.get("LWS_LEADER_ADDRESS", ""), environ.get("LWS_GROUP_SIZE", "")
-    if not leader or not size.isdigit() or int(size) < 1:
+    if not leader or not (count := _number(size, MAX_HOSTS)):
         raise ConfigError(
-            f"--hosts lws: LWS_LEADER_ADDRESS is {leader!r} and LWS_GROUP_SIZE {size!r}; LeaderWorkerSet sets both in "
-            "each pod of a group"
+            f"--hosts lws: LWS_LEADER_ADDRESS is {leader!r} and LWS_GROUP_SIZE {size!r}, must be from 1 to "
+            f"{MAX_HOSTS}; LeaderWorkerSet sets both in each pod of a group"
         )
     index = environ.get("LWS_WORKER_INDEX", "0")
     if index != "0":
@@ -169,7 +185,7 @@ def _from_lws(environ: Mapping[str, str]) -> tuple[Host, ...]:
             "`allspan agent` in the others"
         )
     pod, dot, domain = leader.partition(".")
-    return tuple(Host(f"{pod}-{k}{dot}{domain}" if k else leader) for k in range(int(size)))
+    return tuple(Host(f"{pod}-{k}{dot}{domain}" if k else leader) for k in range(count))
 
 
 SOURCES: dict[str, Callable[[Mapping[str, str]], tuple[Host, ...]]] = {"slurm": _from_slurm, "lws": _from_lws}

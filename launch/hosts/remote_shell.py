@@ -74,7 +74,7 @@ _DEFAULTS: dict[tuple[str, ...], str] = {("slurm",): "srun", ("lws",): "agent"}
 
 def find_remote_shell(config: HostsConfig) -> RemoteShell:
     """Returns the remote shell that --remote-shell names. Raises ConfigError when it is not installed."""
-    name = config.remote_shell or _DEFAULTS.get(config.hosts, "ssh")
+    name = config.remote_shell or _DEFAULTS.get(config.hosts or (), "ssh")
     if name in SHELLS:
         return RemoteShell(name, SHELLS[name]())
     return RemoteShell(name, (_program(name),))

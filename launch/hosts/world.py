@@ -23,7 +23,7 @@ from allspan.launch.hosts.messages import HostError, HostLost, RankExit, RankQui
 from allspan.launch.hosts.mpirun import Job, RankCommand, command
 from allspan.launch.models.file_changes import FileChanges
 from allspan.launch.supervision import die_with_parent, mpi, reaper
-from allspan.launch.supervision.mpi_notices import NoticeFilter
+from allspan.launch.supervision.mpi_notices import NoticeFilter, find_lost_daemon
 from allspan.launch.supervision.run_dir import RunDir
 from allspan.launch.supervision.world import END_GRACE_S, Death, WorldPlan, error_of, signal_name
 from allspan.protos.api.errors import AllspanError, ConfigError, Unavailable
@@ -145,7 +145,10 @@ class HostsWorld:
             return Death(f"mpirun (pid {self._process.pid}) was killed by signal {-code} ({signal_name(-code)})")
         if end is not None:
             return _death(end)
-        lines = [line.strip() for line in bytes(self._tail).decode(errors="replace").splitlines() if line.strip(" -\t")]
+        output = bytes(self._tail).decode(errors="replace")
+        if host := find_lost_daemon(output):
+            return Death(f"Open MPI's daemon on host {host} ended, or was cut off from this one")
+        lines = [line.strip() for line in output.splitlines() if line.strip(" -\t")]
         said = lines[-1] if lines else "it said nothing"
         return Death(f"mpirun (pid {self._process.pid}) ended with code {code}: {said}")
 

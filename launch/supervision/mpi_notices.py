@@ -12,6 +12,7 @@ _OPEN_MPI = re.compile(
 _MPICH = re.compile(
     r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)[\s=]+EXIT CODE: (?P<code>\d+).*?\(signal (?P<signal>\d+)\)"
 )
+_LOST_DAEMON = re.compile(r"lost communication with a remote daemon.*? Remote daemon: \S+ on node (?P<host>\S+)")
 _ERROR_LINE = re.compile(rb"allspan\.worker: rank \d+: ")
 _RULE = re.compile(rb"\s*(-{40,}|={40,})\s*")
 
@@ -34,6 +35,12 @@ def find_death(output: str) -> RankDeath | None:
     if match := _MPICH.search(text):
         return RankDeath(-1, int(match["pid"]), match["host"], int(match["signal"]))
     return None
+
+
+def find_lost_daemon(output: str) -> str:
+    """Returns the host whose daemon Open MPI says it has lost; "" when it says no such thing."""
+    match = _LOST_DAEMON.search(" ".join(output.split()))
+    return match["host"] if match else ""
 
 
 class NoticeFilter:

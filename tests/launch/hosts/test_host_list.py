@@ -53,6 +53,30 @@ def test_a_leader_worker_set_gives_its_pods() -> None:
         read_hosts(HostsConfig(("lws",)), environ | {"LWS_WORKER_INDEX": "1"})
 
 
+def test_numbers_beyond_the_limits_are_refused_before_anything_is_made_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    for slots in ("\u00b2", "0", "1025", "99999999999999"):
+        file.write_text(f"a slots={slots}\n")
+        with pytest.raises(ConfigError, match=r"line 1: .* from 1 to 1024"):
+            read_hosts(HostsConfig(hostfile=str(file)))
+    environ = {"LWS_LEADER_ADDRESS": "m-0.m.default", "LWS_GROUP_SIZE": "1000000000"}
+    with pytest.raises(ConfigError, match=r"LWS_GROUP_SIZE '1000000000', must be from 1 to 1024"):
+        read_hosts(HostsConfig(("lws",)), environ)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (HostsConfig(()), "--hosts is empty"),
+        (HostsConfig(mpi_network="10.0.0.0/8"), "--mpi-network is given without --hosts"),
+        (HostsConfig(remote_shell="agent"), "--remote-shell is given without --hosts"),
+    ],
+)
+def test_flags_of_several_hosts_need_hosts(config: HostsConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_hosts(config)
+
+
 @pytest.mark.parametrize("word", ["a:0", "a:x", "-oProxyCommand=x", "a b", "a;b", ":2", "a:1025"])
 def test_what_is_no_host_is_refused_by_its_name(word: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):

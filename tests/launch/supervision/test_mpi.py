@@ -21,7 +21,7 @@ from allspan.launch.supervision.mpi import (
     identify,
     outside_slurm,
 )
-from allspan.launch.supervision.mpi_notices import NoticeFilter, RankDeath, find_death
+from allspan.launch.supervision.mpi_notices import NoticeFilter, RankDeath, find_death, find_lost_daemon
 from allspan.protos.api.errors import ConfigError
 
 OPEN_MPI_5 = Mpirun("/opt/bin/mpirun", OPEN_MPI, (5, 0, 11))
@@ -173,3 +173,18 @@ def test_a_rank_with_a_gpu_sees_no_other() -> None:
     words = " ".join(command(OPEN_MPI_5, placed, CONFIGS, None, "python"))
     assert "-n 1 env CUDA_VISIBLE_DEVICES=GPU-a python -m allspan.worker /run/worker-0.e1.json" in words
     assert "-n 1 env CUDA_VISIBLE_DEVICES=1 python -m allspan.worker /run/worker-1.e1.json" in words
+
+
+def test_a_daemon_that_open_mpi_has_lost_is_named_by_its_host() -> None:
+    rule = "-" * 60
+    notice = f"""{rule}
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-hosta-9@0,0] on node hosta
+  Remote daemon: [prterun-hosta-9@0,1] on node hostb
+
+This is usually due to either a failure of the TCP network
+{rule}
+"""
+    assert find_lost_daemon(notice) == "hostb"
+    assert find_lost_daemon("rank 0: hello") == ""
