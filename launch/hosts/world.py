@@ -137,20 +137,34 @@ class HostsWorld:
         end = first_cause(self._exits)
         if end is not None and is_own(end):
             return _death(end)
+        assert self._process is not None
+        self._wait_for_silence(self._process)
         if self._failed is not None:
             return self._failed
-        assert self._process is not None
         code = self._process.poll()
         if code is not None and code < 0:
             return Death(f"mpirun (pid {self._process.pid}) was killed by signal {-code} ({signal_name(-code)})")
-        if end is not None:
-            return _death(end)
-        output = bytes(self._tail).decode(errors="replace")
+        output = self._output()
         if host := find_lost_daemon(output):
             return Death(f"Open MPI's daemon on host {host} ended, or was cut off from this one")
+        if end is not None:
+            return _death(end)
         lines = [line.strip() for line in output.splitlines() if line.strip(" -\t")]
         said = lines[-1] if lines else "it said nothing"
         return Death(f"mpirun (pid {self._process.pid}) ended with code {code}: {said}")
+
+    def _wait_for_silence(self, process: subprocess.Popen[bytes]) -> None:
+        """Waits for the loss of a host, where ranks were ended and none has said why: Open MPI, which ends them then,
+        may notice a broken link before the host's silence has lasted as long as it may."""
+        deadline = time.monotonic() + self._fleet.config.host_timeout + CAUSE_WAIT_S
+        while self._failed is None and not find_lost_daemon(self._output()) and time.monotonic() < deadline:
+            if (process.poll() or 0) < 0:
+                return
+            time.sleep(0.01)
+            self._read_messages()
+
+    def _output(self) -> str:
+        return bytes(self._tail).decode(errors="replace")
 
     def end(self, drain_s: float | None) -> None:
         """Ends every process of the world on every host and removes its files, as `WorldProcess` does."""

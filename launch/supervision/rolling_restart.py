@@ -10,6 +10,9 @@ from typing import Protocol
 from allspan.launch.console import say
 
 POLL_S = 0.05
+SETTLE_S = 2.0
+"""Seconds between a replica's return and the next one's turn, in which every facade connects to it: facades look for
+new ranks four times a second."""
 
 
 class Replaceable(Protocol):
@@ -28,8 +31,11 @@ class Replaceable(Protocol):
 class RollingRestart:
     """Restarts replicas in order, in a thread of its own; one restart at a time."""
 
-    def __init__(self, replicas: Sequence[Replaceable], tell: Callable[[str], None] = say) -> None:
+    def __init__(
+        self, replicas: Sequence[Replaceable], tell: Callable[[str], None] = say, settle_s: float = SETTLE_S
+    ) -> None:
         self._replicas = tuple(replicas)
+        self._settle_s = settle_s
         self._tell = tell
         self._under_way = threading.Event()
 
@@ -53,6 +59,7 @@ class RollingRestart:
                     self._tell(f"{broken}; {done} of {count} replicas are restarted")
                     return
                 done += 1
+                time.sleep(self._settle_s)
             self._tell(f"restarted {done} of {count} replicas")
         finally:
             self._under_way.clear()

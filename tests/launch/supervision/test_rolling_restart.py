@@ -26,7 +26,7 @@ class FakeReplica:
 
 def restart(replicas: list[FakeReplica]) -> list[str]:
     told: list[str] = []
-    RollingRestart(replicas, told.append).begin(5.0)
+    RollingRestart(replicas, told.append, settle_s=0.1).begin(5.0)
     wait_until(lambda: bool(told), 5.0, "the end of the restart")
     return told
 
