@@ -330,7 +330,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "down": "stop",
         "shutdown": "stop",
         "quit": "stop",
-        "restart": "stop, then serve MODEL",
         "log": "logs",
         "tail": "logs -f",
         "attach": "chat --attach URL",
