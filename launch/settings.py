@@ -43,6 +43,8 @@ _LIMITS: dict[str, tuple[float, float]] = LIMITS | {
     "max_failures": (1, 1000),
     "failure_window_s": (1, 86400),
     "resume_timeout": (0, 86400),
+    "link_latency_us": (0, 1e6),
+    "link_gbits": (0.001, 1e5),
     "attach_timeout": (1, 86400),
     "parent_pid": (0, 2**31 - 1),
     "port": (0, 65535),

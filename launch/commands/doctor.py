@@ -6,8 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from allspan.launch.hosts.checks.check_hosts import check_hosts
+from allspan.launch.hosts.host_list import HostsConfig
 from allspan.launch.install.doctor import check_all
-from allspan.protos.config.flags import Parser
+from allspan.launch.settings import add_flags
+from allspan.protos.config.flags import Parser, build
 
 
 def make_parser() -> Parser:
@@ -25,12 +28,14 @@ def make_parser() -> Parser:
         metavar="N",
         help="Checks whether this gRPC port is free (default: 50051).",
     )
+    add_flags(parser.group("hosts", "checks each of these hosts, too"), HostsConfig, skip=("host_timeout",))
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
-    findings = check_all((namespace.port, namespace.grpc_port))
+    findings = check_hosts(build(HostsConfig, namespace, host_timeout=HostsConfig.host_timeout))
+    findings = check_all((namespace.port, namespace.grpc_port)) + findings
     if namespace.json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:

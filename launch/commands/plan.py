@@ -8,23 +8,25 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from allspan.launch.console import size
+from allspan.launch.hosts.checks.link_cost import LinkConfig, LinkCost, link_cost
+from allspan.launch.hosts.messages import Facts
+from allspan.launch.hosts.start import laid_out
 from allspan.launch.models.checkpoint_files import check_files, check_tokenizer
 from allspan.launch.models.conversion import with_its_ranks
 from allspan.launch.models.find_model import FoundModel, resolve_model
-from allspan.launch.placement.binding import lay_out
 from allspan.launch.placement.estimate import DecodeStep, advice, decode_step, formula
 from allspan.launch.placement.gpus import VISIBLE
 from allspan.launch.placement.placement import Placement
-from allspan.launch.settings import ServeSettings, serve_parser, serve_settings
+from allspan.launch.settings import ServeSettings, add_flags, serve_parser, serve_settings
 from allspan.protos.api.errors import DeadlineExceeded, InternalError, from_code
 from allspan.protos.api.wording import counted
-from allspan.protos.config.flags import Parser
+from allspan.protos.config.flags import Parser, build
 from allspan.protos.config.installed import require_ranks
 from allspan.protos.config.settings import ServiceConfig, WorkerConfig
 
@@ -38,6 +40,7 @@ def make_parser() -> Parser:
         "Prints the ranks, threads, memory and context of a start, without loading the model.",
     )
     parser.add_argument("--json", action="store_true", help="Prints one JSON object.")
+    add_flags(parser.group("link", "what is assumed of the link between hosts"), LinkConfig)
     return parser
 
 
@@ -45,23 +48,28 @@ def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
     require_ranks()
     settings = with_its_ranks(serve_settings(namespace))
-    bound = lay_out(settings.placement, settings.weights.device)
-    placement = bound.placement
+    with laid_out(settings.hosts, settings.placement, settings.weights.device) as (bound, fleet):
+        placement, facts = bound.placement, fleet.facts if fleet else {}
     model = resolve_model(settings.model, settings.hub)
     check_files(model.path, settings.weights.load_format != "dummy")
     check_tokenizer(model.path)
-    plan = plan_memory(settings, placement, model)
+    plan = plan_memory(settings, placement, model, facts)
     plan |= {"model_name": model.name, "model_path": str(model.path), "threads": [p.threads for p in placement.ranks]}
     plan |= {"nodes": [p.node for p in placement.ranks], "placement": placement.describe()}
     plan |= {"replicas": placement.replicas, "cpus": [p.cpus for p in placement.ranks], "memory": bound.memory}
     plan |= {"gpus": [asdict(p.gpu) for p in placement.ranks if p.gpu is not None]}
+    plan |= {"hosts": [p.host for p in placement.ranks], "host_memory": {name: f.memory for name, f in facts.items()}}
+    cost = link_cost(plan, build(LinkConfig, namespace))
+    plan |= {"link": asdict(cost) | {"tensor_pays": cost.tensor_pays} if cost else None}
     step = decode_step(plan)
     plan |= {"decode_step": asdict(step), "advice": advice(plan)}
-    print(json.dumps(plan) if namespace.json else table(plan))
+    print(json.dumps(plan) if namespace.json else table(plan, cost))
     return 1 if plan["refusal"] else 0
 
 
-def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel) -> dict[str, Any]:
+def plan_memory(
+    settings: ServeSettings, placement: Placement, model: FoundModel, facts: Mapping[str, Facts]
+) -> dict[str, Any]:
     """Plans the memory of one replica, beside the others. Asks the worker's planner, which needs torch and so is a
     process of its own.
 
@@ -75,13 +83,21 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
         scheduler=settings.scheduler,
         parallel=replace(settings.parallel, threads=first.threads, cpus=first.cpus),
     )
-    on_node = 1 if first.gpu else max(Counter(p.node for p in placement.ranks).values())
+    sharing = Counter((p.host, p.node) for p in placement.ranks)
+    on_node = 1 if first.gpu else max(sharing.values())
+    available = None
+    if facts and not first.gpu:
+        available, on_node = min(
+            ((_available(facts[host], node), count) for (host, node), count in sharing.items()),
+            key=lambda each: each[0] / each[1],
+        )
     with tempfile.TemporaryDirectory(prefix="allspan-plan-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(asdict(config)), encoding="utf-8")
         ranks = len(placement.ranks) // placement.replicas
         words = [sys.executable, "-m", "allspan.worker.tools.memory_plan", str(path), "--ranks", str(ranks)]
         words += ["--ranks-on-node", str(on_node)]
+        words += [] if available is None else ["--available", str(available)]
         try:
             seen = {VISIBLE: first.gpu.visible} if first.gpu else {}
             run = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ | seen)
@@ -97,7 +113,13 @@ def plan_memory(settings: ServeSettings, placement: Placement, model: FoundModel
     return plan
 
 
-def table(plan: dict[str, Any]) -> str:
+def _available(facts: Facts, node: int | None) -> int:
+    """Returns the bytes that ranks on a node of a host may take; without a node, on the host."""
+    nodes = {each["index"]: int(each["memory_available"]) for each in facts.topology["nodes"]}
+    return min(facts.memory, nodes.get(node, 0) or facts.memory) if node is not None else facts.memory
+
+
+def table(plan: dict[str, Any], cost: LinkCost | None = None) -> str:
     several = plan["replicas"] > 1
     column = f"  {'replica':>7}" if several else ""
     quantization = plan["quantization"]
@@ -133,10 +155,22 @@ def table(plan: dict[str, Any]) -> str:
         f"  largest context that fits  {plan['largest_model_len']:,} tokens",
     ]
     lines.append(f"  a decode step, estimated   {formula(DecodeStep(**plan['decode_step']))}")
+    lines += _hosts(plan, cost)
     lines += [f"  warning: {words}" for words in plan["advice"]]
     if plan["refusal"]:
         lines += ["", f"  does not fit: {plan['refusal']}"]
     return "\n".join(lines)
+
+
+def _hosts(plan: dict[str, Any], cost: LinkCost | None) -> list[str]:
+    """Returns a line for each host of a plan over hosts, and those of the link's cost."""
+    lines = []
+    for name, available in plan["host_memory"].items():
+        mine = [rank for rank, host in zip(plan["ranks"], plan["hosts"], strict=True) if host == name]
+        takes = sum(rank["weight_bytes"] + rank["kv_bytes"] + rank["host_kv_bytes"] for rank in mine)
+        ranks = ", ".join(str(plan["ranks"].index(rank)) for rank in mine)
+        lines.append(f"  {f'host {name}':<25}  ranks {ranks}: {size(takes)} of {size(available)} available")
+    return [*lines, *(f"  over the link: {words}" for words in cost.lines())] if cost else lines
 
 
 def _layers(rank: dict[str, Any]) -> str:

@@ -58,7 +58,8 @@ def decode_step(plan: Mapping[str, Any]) -> DecodeStep:
         reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
         read_s, alone_s = heaviest / GPU_BYTES_PER_S, sum(weights) / GPU_BYTES_PER_S
         return DecodeStep(read_s, reduces * GPU_ALL_REDUCE_S, alone_s, on_gpu=True)
-    on_node = max(nodes[:count].count(node) for node in nodes[:count])
+    places = list(zip(plan.get("hosts") or [""] * count, nodes, strict=False))[:count]
+    on_node = max(places.count(place) for place in places)
     together = min(NODE_BYTES_PER_S, on_node * threads * THREAD_BYTES_PER_S)
     reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
     return DecodeStep(heaviest * on_node / together, reduces * ALL_REDUCE_S, sum(weights) / together)

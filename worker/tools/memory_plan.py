@@ -216,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ranks-on-node", type=int, default=0, help="Says how many ranks share a node's memory; 0: all of them."
     )
+    parser.add_argument("--available", type=int, help="Sets the bytes of memory to plan for, as another host has them.")
     arguments = parser.parse_args(argv)
     try:
         if arguments.ranks < 1:
@@ -223,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_json(Path(arguments.config).read_text(encoding="utf-8"))
         backend = open_backend(config.model.device)
         backend.check()
-        available = backend.room(config.parallel.cpus)
+        given = arguments.available
+        available = backend.room(config.parallel.cpus) if given is None else Room(given)
         plan = plan_memory(config, arguments.ranks, available, arguments.ranks_on_node or arguments.ranks)
     except AllspanError as error:
         print(json.dumps({"error": error.code, "message": error.message}))
