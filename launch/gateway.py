@@ -58,6 +58,8 @@ def sources(given: Sequence[str]) -> str | list[list[str]]:
     ranks of each replica. Raises ConfigError."""
     if not given:
         raise ConfigError("--attach is missing: give the cluster's run directory, or its ranks' addresses")
+    if not all(entry.strip(" ,") for entry in given):
+        raise ConfigError("--attach is empty: give the cluster's run directory, or its ranks' addresses")
     if len(given) == 1 and "," not in given[0]:
         return given[0]
     replicas = [[address.strip() for address in entry.split(",") if address.strip()] for entry in given]

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 from allspan import ClientEngine, SamplingParams
+from allspan.launch.gateway import sources
+from allspan.protos.api.errors import ConfigError
 from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served, run_allspan
 from support.waiting import wait_until
@@ -131,3 +133,22 @@ def test_a_gateway_refuses_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     done = run_allspan("gateway", f"--attach={tmp_path / 'none'}", "--port=0", "--grpc-port=0")
     assert done.returncode == 2
     assert "no cluster to attach to" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "--attach is missing"),
+        ([""], "--attach is empty"),
+        ([","], "--attach is empty"),
+        (["a:1", "/run/allspan/x"], "'/run/allspan/x' among several"),
+    ],
+)
+def test_what_is_no_cluster_is_refused_before_anything_is_asked(given: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        sources(given)
+
+
+def test_addresses_are_grouped_by_replica() -> None:
+    assert sources(["a:1, a:2", "b:1,b:2"]) == [["a:1", "a:2"], ["b:1", "b:2"]]
+    assert sources(["a:1"]) == "a:1"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,8 @@ def free_port() -> int:
 
 @contextmanager
 def smg(worker: str, log: Path) -> Iterator[str]:
-    """Yields the router's base URL once it has the worker's model. `worker`: a gRPC target."""
+    """Yields the router's base URL once it answers for the worker's model, whose tokenizer it fetches after it has
+    listed it. `worker`: a gRPC target."""
     program = shutil.which("smg", path=Path(sys.executable).parent)
     if program is None:
         pytest.skip("smg, which the extra dev has, is not installed")
@@ -39,16 +40,21 @@ def smg(worker: str, log: Path) -> Iterator[str]:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: _has_model(url), READY_S, f"a router with a model ({log})")
+        wait_until(lambda: _answers(url), READY_S, f"a router that answers ({log})")
         yield url
     finally:
         process.kill()
         process.wait(10)
 
 
-def _has_model(url: str) -> bool:
+def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:
-            return b'"id"' in answer.read()
-    except (OSError, urllib.error.URLError):
+            models = json.load(answer)["data"]
+        messages = [{"role": "user", "content": "ready?"}]
+        body = json.dumps({"model": models[0]["id"], "messages": messages, "max_tokens": 1}).encode()
+        request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return bool(answer.status == 200)
+    except (OSError, LookupError, ValueError):
         return False
