@@ -264,7 +264,7 @@ def test_after_a_reset_nothing_is_found_not_even_what_was_in_use():
     world.submit(asked(1, [7] * 20, max_tokens=4))
     world.step()
     world.step()
-    world.scheduler.memory.cache.reset()
+    world.scheduler.memory.reset()
     world.run()
     assert world.scheduler.pool.num_cached == 0
     world.submit(asked(2, [7] * 20, max_tokens=4))
