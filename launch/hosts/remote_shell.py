@@ -19,6 +19,8 @@ SSH_OPTIONS = (
     *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=3"),
 )
 LAUNCH_AGENT = "remote-shell"
+AGENT_FILES = tuple(f"ALLSPAN_AGENT_SSL_{name}" for name in ("CA_CERTS", "CERTFILE", "KEYFILE"))
+"""Variables whose values are paths of files on this host."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,12 @@ def _srun() -> tuple[str, ...]:
 
 
 def _environment() -> tuple[str, ...]:
-    path = python_path()
-    return ("/usr/bin/env", f"PYTHONPATH={path}") if path else ()
+    """The words before a command of ours that make the paths in its variables absolute: mpirun, which starts it, too,
+    runs in the run directory."""
+    paths = {name: os.path.abspath(path) for name, path in os.environ.items() if name in AGENT_FILES and path}
+    if path := python_path():
+        paths["PYTHONPATH"] = path
+    return ("/usr/bin/env", *(f"{name}={path}" for name, path in paths.items())) if paths else ()
 
 
 SHELLS: dict[str, Callable[[], tuple[str, ...]]] = {"ssh": _ssh, "agent": _agent, "srun": _srun}

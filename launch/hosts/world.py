@@ -164,7 +164,7 @@ class HostsWorld:
             self._read_messages()
 
     def _output(self) -> str:
-        return bytes(self._tail).decode(errors="replace")
+        return bytes(self._tail).replace(b"\0", b"").decode(errors="replace")  # Open MPI 5 ends notices with a zero
 
     def end(self, drain_s: float | None) -> None:
         """Ends every process of the world on every host and removes its files, as `WorldProcess` does."""

@@ -89,6 +89,13 @@ def test_the_launch_agent_drops_options_before_the_host(tmp_path: Path) -> None:
     assert said == "two words b run -x\n"
 
 
+def test_agents_certificates_are_found_from_mpiruns_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALLSPAN_AGENT_SSL_KEYFILE", "certs/agent.key")
+    shell = find_remote_shell(HostsConfig(("a", "b"), remote_shell="agent"))
+    assert f"ALLSPAN_AGENT_SSL_KEYFILE={tmp_path}/certs/agent.key" in shell.words
+
+
 def test_a_remote_shell_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="--remote-shell is no-such-shell"):
         find_remote_shell(HostsConfig(("a", "b"), remote_shell="no-such-shell"))
