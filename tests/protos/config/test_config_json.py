@@ -21,7 +21,7 @@ FULL = WorkerConfig(
     ServiceConfig("/run/1", 3, "", 42),
     CacheConfig(16, "float32", 2**30),
     SchedulerConfig(8, 64, 16),
-    ParallelConfig(2, (0, 5), "mpi", 7.5, True),
+    ParallelConfig(2, (0, 5), "mpi", timeout_s=7.5, oversubscribed=True),
 )
 LEAST: dict[str, Any] = {"model": {"path": "/m", "name": "m"}, "service": {"run_dir": "/r"}}
 
