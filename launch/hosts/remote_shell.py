@@ -19,7 +19,7 @@ SSH_OPTIONS = (
     *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=3"),
 )
 LAUNCH_AGENT = "remote-shell"
-AGENT_FILES = tuple(f"ALLSPAN_AGENT_SSL_{name}" for name in ("CA_CERTS", "CERTFILE", "KEYFILE"))
+AGENT_FILES = ("ALLSPAN_AGENT_SSL_CA_CERTS", "ALLSPAN_AGENT_SSL_CERTFILE", "ALLSPAN_AGENT_SSL_KEYFILE")
 """Variables whose values are paths of files on this host."""
 
 

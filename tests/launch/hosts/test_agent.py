@@ -19,6 +19,7 @@ from allspan.launch.hosts.agent.client import LOST, Streams, execute
 from allspan.launch.hosts.agent.endpoint import AgentConfig
 from allspan.launch.hosts.agent.heartbeats import Liveness
 from allspan.launch.hosts.agent.server import AgentServer, AgentService
+from allspan.launch.supervision.mpi import identify
 from allspan.protos.api.errors import ConfigError
 from support.mpirun import find_mpirun, mpi_environment
 from support.network_hosts import Host, Hosts, network_hosts
@@ -204,8 +205,10 @@ def test_mpirun_starts_its_ranks_through_agents(tmp_path: Path) -> None:
     with hosts_with_an_agent(tmp_path) as (hosts, env):
         a, b = hosts
         network = hosts.network
-        words = [find_mpirun(), "--prtemca", "plm_ssh_agent", str(shell), "--bind-to", "none"]
-        words += ["--prtemca", "oob_tcp_if_include", network, "--mca", "btl_tcp_if_include", network]
+        mpirun = identify(find_mpirun())
+        daemon, agent = ("--prtemca", "plm_ssh_agent") if mpirun.version >= (5,) else ("--mca", "plm_rsh_agent")
+        words = [mpirun.path, daemon, agent, str(shell), "--bind-to", "none"]
+        words += [daemon, "oob_tcp_if_include", network, "--mca", "btl_tcp_if_include", network]
         words += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,sm"]
         words += ["-n", "1", "--host", a.name, sys.executable, str(program), ":"]
         words += ["-n", "1", "--host", b.name, sys.executable, str(program)]

@@ -23,7 +23,9 @@ def test_ranks_meet_at_a_port_of_the_first_on_its_address_in_the_ranks_network(m
 
         store = meet(rank, 2, share, 20.0)
         store.set(str(rank), f"of {rank}")
-        return bytes(store.get(str(1 - rank)))
+        found = bytes(store.get(str(1 - rank)))
+        barrier.wait(20)  # the first rank's store answers the other's question as long as it lives
+        return found
 
     with ThreadPoolExecutor(2) as pool:
         found = [future.result(30) for future in [pool.submit(run, rank) for rank in range(2)]]
