@@ -26,7 +26,7 @@ from allspan.launch.hosts.mpirun import check_mpirun
 from allspan.launch.hosts.start import laid_out, prepare_wire
 from allspan.launch.limits import allow_many_connections, check_file_size
 from allspan.launch.logs import LogCopy
-from allspan.launch.models.checkpoint_files import check_files
+from allspan.launch.models.checkpoint_files import check_files, check_stages
 from allspan.launch.models.conversion import with_its_ranks
 from allspan.launch.models.find_model import FoundModel, resolve_model
 from allspan.launch.placement.binding import Bound
@@ -155,6 +155,8 @@ def serve(settings: ServeSettings, log: LogCopy | None = None) -> int:
     if settings.gateway is not None:
         settings = replace(settings, gateway=take_secrets(settings.gateway))
     settings = with_its_ranks(settings)
+    if (stages := settings.placement.stages) > 1:  # before other hosts are asked, or cores counted
+        check_stages(resolve_model(settings.model, settings.hub).path, stages)
     with laid_out(settings.hosts, settings.placement, settings.weights.device) as (bound, fleet):
         return _serve(settings, bound, fleet, log)
 

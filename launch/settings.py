@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from allspan.client.gateway.config import GROUPS, GatewayConfig
 from allspan.launch.hosts.host_list import HostsConfig
@@ -133,7 +133,7 @@ def add_weights(parser: argparse._ActionsContainer) -> None:
 def add_cluster_options(parser: Parser) -> None:
     """Adds the flags of every command that starts a cluster."""
     ranks = parser.group("ranks", "processes, processors and GPUs")
-    add_flags(ranks, PlacementConfig)
+    add_flags(ranks, PlacementConfig, skip=("stages",))
     add_flags(ranks, ParallelConfig, skip=("threads", "cpus", "memory_node", "oversubscribed", "ranks_on_node"))
     model = parser.group("model", "weights and context")
     add_weights(model)
@@ -176,7 +176,7 @@ def serve_parser() -> Parser:
 def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
     return ServeSettings(
         model=namespace.model,
-        placement=over_stages(build(PlacementConfig, namespace), namespace.pipeline_parallel_size),
+        placement=build(PlacementConfig, namespace, stages=namespace.pipeline_parallel_size),
         weights=build(ModelConfig, namespace, path="", name=""),
         cache=build(CacheConfig, namespace),
         scheduler=build(SchedulerConfig, namespace),
@@ -192,11 +192,6 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         log=build(LogConfig, namespace),
         hub=build(HubConfig, namespace),
     )
-
-
-def over_stages(placement: PlacementConfig, stages: int) -> PlacementConfig:
-    """Returns the placement of `ranks` (0: one) ranks for each stage of a pipeline."""
-    return placement if stages == 1 else replace(placement, ranks=max(1, placement.ranks) * stages)
 
 
 def gateway_config(namespace: argparse.Namespace) -> GatewayConfig:

@@ -17,7 +17,7 @@ from allspan.launch.console import size
 from allspan.launch.hosts.checks.link_cost import LinkConfig, LinkCost, link_cost
 from allspan.launch.hosts.messages import Facts
 from allspan.launch.hosts.start import laid_out
-from allspan.launch.models.checkpoint_files import check_files, check_tokenizer
+from allspan.launch.models.checkpoint_files import check_files, check_stages, check_tokenizer
 from allspan.launch.models.conversion import with_its_ranks
 from allspan.launch.models.find_model import FoundModel, resolve_model
 from allspan.launch.placement.estimate import DecodeStep, advice, decode_step, formula
@@ -48,9 +48,10 @@ def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
     require_ranks()
     settings = with_its_ranks(serve_settings(namespace))
+    model = resolve_model(settings.model, settings.hub)
+    check_stages(model.path, settings.placement.stages)
     with laid_out(settings.hosts, settings.placement, settings.weights.device) as (bound, fleet):
         placement, facts = bound.placement, fleet.facts if fleet else {}
-    model = resolve_model(settings.model, settings.hub)
     check_files(model.path, settings.weights.load_format != "dummy")
     check_tokenizer(model.path)
     plan = plan_memory(settings, placement, model, facts)

@@ -13,6 +13,7 @@ from allspan.launch.placement.gpus import Gpu
 from allspan.launch.placement.placement import Placement, PlacementConfig, RankPlace, place, place_on_gpus
 from allspan.launch.placement.topology import Node, Topology
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.wording import counted
 
 
 def place_over_hosts(
@@ -26,20 +27,48 @@ def place_over_hosts(
             f"--data-parallel-size is {config.data_parallel_size}, must be 1 with --hosts: run one `allspan serve` for "
             "each group of hosts, with a router in front"
         )
-    if config.ranks not in (0, total):
-        raise ConfigError(f"--ranks is {config.ranks}, --hosts gives {total}; leave --ranks out, or change one of them")
+    if config.ranks and config.world_size != total:
+        flags, numbers = "--ranks", str(config.ranks)
+        if config.stages > 1:
+            flags, numbers = f"--pipeline-parallel-size x {flags}", f"{config.stages} x {numbers}"
+        raise ConfigError(f"{flags} is {numbers}, --hosts gives {total}; leave --ranks out, or change one of them")
+    if config.stages > 1:
+        check_stages(hosts, config.stages)
     if config.bind not in ("auto", "none"):
         raise ConfigError(f"--bind is {config.bind!r}, must be auto or none with --hosts")
     places: list[RankPlace] = []
     oversubscribed = False
     for host in hosts:
         try:
-            mine = _on_host(facts[host.name], replace(config, ranks=host.slots), device)
+            mine = _on_host(facts[host.name], replace(config, ranks=host.slots, stages=1), device)
         except ConfigError as error:
             raise ConfigError(f"host {host.name}: {error.message}") from error
         oversubscribed |= mine.oversubscribed
         places += [replace(entry, rank=len(places) + i, host=host.name) for i, entry in enumerate(mine.ranks)]
     return Placement(tuple(places), oversubscribed)
+
+
+def check_stages(hosts: Sequence[Host], stages: int) -> None:
+    """Checks that each stage of a pipeline has equally many ranks, those of one host or of whole hosts: ranks follow
+    one another in the order of --hosts, and sums within a stage shall cross as few hosts as they can."""
+    total = sum(host.slots for host in hosts)
+    given = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+    if total % stages:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {stages}, which does not divide the {counted(total, 'rank')} of --hosts "
+            f"({given}); give each stage equally many"
+        )
+    width, first = total // stages, 0
+    for host in hosts:
+        end = first + host.slots
+        stage = first // width
+        if end > (stage + 1) * width and (first % width or end % width):
+            raise ConfigError(
+                f"--pipeline-parallel-size is {stages}: stages of {counted(width, 'rank')} each, in the order of "
+                f"--hosts ({given}), but stage {stage} has some of host {host.name}'s ranks and ranks of another host; "
+                "change --pipeline-parallel-size, or let each host have whole stages, or each stage whole hosts"
+            )
+        first = end
 
 
 def _on_host(facts: Facts, config: PlacementConfig, device: str) -> Placement:

@@ -5,9 +5,11 @@ Headers and settings are read, never the weights themselves. The ranks check eve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from allspan.protos.api.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError, ConfigError
+from allspan.protos.api.wording import counted
 from allspan.protos.config.converted_manifest import is_converted, read_manifest
 from allspan.protos.model_files.config_values import check_config, check_shapes, gguf_config
 from allspan.protos.model_files.json_values import read_json_object
@@ -58,6 +60,26 @@ def check_files(model: Path, has_weights: bool = True) -> None:
             check_shapes(read_json_object(model / "config.json"), tensors, str(model / "config.json"))
     elif file := gguf_of(model):
         _check_gguf(file, has_weights)
+
+
+def check_stages(model: Path, stages: int) -> None:
+    """Checks that a model has a layer for each stage of a pipeline, where its settings give their number; the ranks
+    check it for every family. Raises ConfigError and CheckpointError."""
+    if stages == 1:
+        return
+    config = model / "config.json" if model.is_dir() else model
+    values: Mapping[str, object] = {}
+    if config.suffix == ".json" and is_there(config):
+        values = read_json_object(config)
+    elif file := gguf_of(model):
+        values = gguf_config(read_header(file).metadata, str(file))
+    inner = values.get("text_config")
+    layers = (inner if isinstance(inner, dict) else values).get("num_hidden_layers")
+    if isinstance(layers, int) and stages > layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {stages}, must be at most {layers}: {model.name} has "
+            f"{counted(layers, 'layer')}, and a stage needs one"
+        )
 
 
 def check_tokenizer(model: Path) -> None:

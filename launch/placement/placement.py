@@ -33,6 +33,13 @@ class PlacementConfig:
     "0-31|32-63"."""
     oversubscribe: bool = False
     """Allows more ranks x threads than processors, and more ranks than GPUs. It is slow and meant for tests."""
+    stages: int = 1
+    """Says how many stages of a pipeline there are, each with `ranks` ranks; --pipeline-parallel-size sets them."""
+
+    @property
+    def world_size(self) -> int:
+        """Returns the ranks of a replica; 0: as many as suit the machine."""
+        return max(1, self.ranks) * self.stages if self.stages > 1 else self.ranks
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ def place(topology: Topology, config: PlacementConfig, can_bind: bool = True) ->
         return _place_by_list(topology, config)
     nodes = [node for node in topology.nodes if node.cores]
     replicas = config.data_parallel_size
-    ranks = replicas * (config.ranks or max(1, len(nodes) // replicas))
+    ranks = replicas * (config.world_size or max(1, len(nodes) // replicas))
     groups = _spread(ranks, nodes)
     threads = config.threads or _default_threads(topology, groups, ranks)
     _check_cores(config, ranks, threads, topology)
@@ -136,11 +143,11 @@ def place_on_gpus(
     The work is the GPU's: without `threads` a rank has up to MOST_GPU_THREADS, and too few cores are no reason to
     refuse. Raises ConfigError for too few GPUs, and as `place` does.
     """
-    replicas, ranks = config.data_parallel_size, config.ranks or 1
-    flags = f"--data-parallel-size x --ranks is {replicas} x {ranks}" if replicas > 1 else f"--ranks is {ranks}"
+    replicas, ranks = config.data_parallel_size, config.world_size or 1
+    flags = _product(config, ranks)
     mine = gpus_for(replicas * ranks, flags, gpus, are_shared=config.oversubscribe)
     if config.bind not in ("auto", "none"):
-        placed = _place_by_list(topology, replace(config, ranks=ranks))
+        placed = _place_by_list(topology, config if config.ranks else replace(config, ranks=1))
         return replace(placed, ranks=tuple(replace(p, gpu=gpu) for p, gpu in zip(placed.ranks, mine, strict=True)))
     nodes = {node.index: node for node in topology.nodes if node.cores}
     where = [gpu.node if gpu.node in nodes else (next(iter(nodes)) if len(nodes) == 1 else None) for gpu in mine]
@@ -162,20 +169,24 @@ def place_on_gpus(
 def _check_cores(config: PlacementConfig, ranks: int, threads: int, topology: Topology) -> None:
     """`ranks` are all replicas'."""
     cores, processors = topology.num_cores, topology.num_processors
-    replicas, wanted = config.data_parallel_size, ranks * threads
-    flags, numbers = "--ranks x --threads", f"{ranks // replicas} x {threads}"
-    if replicas > 1:
-        flags, numbers = f"--data-parallel-size x {flags}", f"{replicas} x {numbers}"
+    wanted, product = ranks * threads, _product(config, ranks // config.data_parallel_size, threads)
+    fix = "lower --pipeline-parallel-size, --ranks or --threads" if config.stages > 1 else "lower --ranks or --threads"
     if wanted > processors and not config.oversubscribe:
         raise ConfigError(
-            f"{flags} is {numbers} = {wanted}, this machine grants {_cores(cores, processors)}; "
-            "lower --ranks or --threads, or pass --oversubscribe"
+            f"{product} = {wanted}, this machine grants {_cores(cores, processors)}; {fix}, or pass --oversubscribe"
         )
     if wanted > MAX_OVERSUBSCRIPTION * cores:
         raise ConfigError(
-            f"{flags} is {numbers} = {wanted}, more than {MAX_OVERSUBSCRIPTION} times this machine's {cores} cores; "
-            "lower --ranks or --threads"
+            f"{product} = {wanted}, more than {MAX_OVERSUBSCRIPTION} times this machine's {cores} cores; {fix}"
         )
+
+
+def _product(config: PlacementConfig, ranks: int, threads: int = 0) -> str:
+    """Returns the flags whose values multiply, those that matter, and the values. `ranks` are a replica's."""
+    factors = {"--data-parallel-size": config.data_parallel_size, "--pipeline-parallel-size": config.stages}
+    factors = {flag: value for flag, value in factors.items() if value > 1}
+    factors |= {"--ranks": ranks // config.stages} | ({"--threads": threads} if threads else {})
+    return f"{' x '.join(factors)} is {' x '.join(map(str, factors.values()))}"
 
 
 def _cores(cores: int, processors: int) -> str:
@@ -206,8 +217,9 @@ def _place_by_list(topology: Topology, config: PlacementConfig) -> Placement:
             f'--bind is {config.bind!r}, must be auto, none or processors rank by rank as in "0-31|32-63"'
         )
     replicas = config.data_parallel_size
-    if len(lists) % replicas or config.ranks not in (0, len(lists) // replicas):
+    if len(lists) % replicas or config.world_size not in (0, len(lists) // replicas):
         times = f" and --data-parallel-size {replicas}" if replicas > 1 else ""
+        times += f" and --pipeline-parallel-size {config.stages}" if config.stages > 1 else ""
         raise ConfigError(f"--bind names processors for {len(lists)} ranks, --ranks is {config.ranks}{times}")
     allowed = {cpu: node.index for node in topology.nodes for core in node.cores for cpu in core}
     for rank, cpus in enumerate(lists):

@@ -119,3 +119,16 @@ def test_a_frozen_host_is_lost_and_is_used_again_when_it_is_back(hosts: Hosts, f
         wait_until(lambda: "is ready again" in two.log, 60, "another world")
         assert two.generate() == expected
     wait_until(lambda: not first.processes() and not second.processes(), 5, "the end of all processes")
+
+
+def test_stages_on_two_hosts_make_the_tokens_of_one_rank_and_a_killed_stage_is_told(hosts: Hosts, folder: Path) -> None:
+    first, second = hosts
+    with served(hosts, folder, f"{first.name}:1") as one:
+        expected = one.generate()
+    with served(hosts, folder, f"{first.name},{second.name}", "-pp=2") as two:
+        ranks = two.cluster()["ranks"]
+        assert [rank["host"] for rank in ranks] == [first.name, second.name]
+        assert two.generate() == expected
+        second.run(["sh", "-c", f"kill -9 {ranks[1]['pid']}"])
+        told = f"rank 1 (pid {ranks[1]['pid']} on {second.name}) was killed by signal 9 (SIGKILL)"
+        wait_until(lambda: told in two.log, 10, f"{told!r} in {two.log}")

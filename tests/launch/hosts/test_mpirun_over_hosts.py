@@ -74,6 +74,34 @@ def test_a_host_with_too_few_cores_is_named() -> None:
         place_over_hosts([Host("b", 3)], {"b": facts("b", 8)}, PlacementConfig(ranks=2), "cpu")
 
 
+def stages_of(listed: dict[str, int], stages: int, ranks: int = 0) -> list[list[str]]:
+    """The hosts of each stage's ranks."""
+    hosts, told = [Host(name, slots) for name, slots in listed.items()], {name: facts(name, 8) for name in listed}
+    placed = place_over_hosts(hosts, told, PlacementConfig(ranks=ranks, stages=stages), "cpu").ranks
+    width = len(placed) // stages
+    return [[place.host for place in placed[first : first + width]] for first in range(0, len(placed), width)]
+
+
+def test_stages_are_on_hosts_in_their_order() -> None:
+    assert stages_of({"a": 1, "b": 1}, 2) == [["a"], ["b"]]
+    assert stages_of({"a": 2, "b": 2}, 2) == stages_of({"a": 2, "b": 2}, 2, ranks=2) == [["a", "a"], ["b", "b"]]
+    assert stages_of({"a": 2, "b": 2}, 4) == [["a"], ["a"], ["b"], ["b"]]
+    assert stages_of({"a": 1, "b": 1, "c": 2}, 2) == [["a", "b"], ["c", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("listed", "stages", "ranks", "words"),
+    [
+        ({"a": 1, "b": 3}, 2, 0, r"stage 0 has some of host b's ranks and ranks of another host"),
+        ({"a": 2, "b": 1}, 2, 0, r"--pipeline-parallel-size is 2, .* the 3 ranks of --hosts \(a:2, b:1"),
+        ({"a": 2, "b": 2}, 2, 4, "--pipeline-parallel-size x --ranks is 2 x 4, --hosts gives 4"),
+    ],
+)
+def test_stages_that_hosts_cannot_hold_are_refused(listed: dict[str, int], stages: int, ranks: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        stages_of(listed, stages, ranks)
+
+
 def test_a_host_has_one_address_in_the_network() -> None:
     config = HostsConfig(mpi_network="10.1.0.0/16")
     assert address_in_network("a", facts("a", 1, "192.168.0.1", "10.1.0.7"), config).interface == "eth1"

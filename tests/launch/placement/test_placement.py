@@ -218,3 +218,8 @@ def test_processors_by_hand_go_with_gpus_in_order(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     placement = on_gpus(FOUR_NODES, PlacementConfig(ranks=2, bind="0-1|8-9"), 0, 2)
     assert [(rank.cpus, rank.gpu.index) for rank in placement.ranks if rank.gpu] == [((0, 1), 0), ((8, 9), 1)]
+
+
+def test_stages_are_named_where_there_are_too_few_cores() -> None:
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size x --ranks x --threads is 3 x 2 x 1 = 6"):
+        place(machine({0: 2}), PlacementConfig(ranks=2, threads=1, stages=3))
