@@ -14,6 +14,7 @@ from allspan.client.cluster.replica import Replica
 from allspan.client.cluster.request import OpenRequest
 from allspan.client.cluster.router import Router
 from allspan.client.cluster.snapshot import ClusterView
+from allspan.client.cluster.state import ReplicaState
 from allspan.client.cluster.world import WorldClient, WorldLost
 from allspan.client.transport.base import Connect
 from allspan.protos import worker_pb2 as pb
@@ -73,7 +74,7 @@ class Session:
     ) -> None:
         self._policy = policy or ResumePolicy()
         self._call_timeout = call_timeout
-        self._router = Router(sources, connect, call_timeout)
+        self._router = Router(sources, connect, call_timeout, self._leave_silent)
         self._open: dict[bytes, OpenRequest] = {}
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
@@ -206,6 +207,21 @@ class Session:
     def lost(self, request: OpenRequest) -> None:
         if not request.is_admitting:
             request.retry_task = self._spawn(self._requeue(request))
+
+    def _leave_silent(self) -> None:
+        """Has the requests of silent worlds go on in others where there are such: the host may be off or cut off, which
+        breaks no connection. Ranks that are heard again must not go on with them."""
+        if self._policy.enabled and any(
+            replica.status.state is ReplicaState.READY for replica in self._router.replicas
+        ):
+            for world in self._router.silent:
+                if world.requests:
+                    self._spawn(self._stop_left(world, world.leave()))
+
+    async def _stop_left(self, world: WorldClient, request_ids: list[bytes]) -> None:
+        if await world.stop(request_ids):
+            await asyncio.sleep(FINAL_OUTPUT_S)  # a follower may drop only what the leader has dropped
+            await world.forget(request_ids)
 
     def _end(self, request: OpenRequest) -> None:
         if request.replica is not None:

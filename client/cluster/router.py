@@ -36,12 +36,20 @@ class Router:
     `sources`: one for each replica, or one of a cluster that lists its replicas.
     """
 
-    def __init__(self, sources: Sequence[ClusterSource], connect: Connect, call_timeout: float) -> None:
+    def __init__(
+        self,
+        sources: Sequence[ClusterSource],
+        connect: Connect,
+        call_timeout: float,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` is called when the state of a replica has changed."""
         self.replicas: list[Replica] = []
         self._sources = list(sources)
         self._connect = connect
         self._call_timeout = call_timeout
         self._news = asyncio.Event()
+        self._on_change = on_change
         self._choice = FacadeChoice(0, 0)
 
     @property
@@ -55,6 +63,12 @@ class Router:
     def ready(self) -> list[Replica]:
         """The replicas that take requests."""
         return [replica for replica in self.replicas if replica.status.state.takes_requests]
+
+    @property
+    def silent(self) -> list[WorldClient]:
+        """The worlds of which a rank has been silent for a while."""
+        worlds = (replica.world for replica in self.replicas if replica.status.state is ReplicaState.SILENT)
+        return [world for world in worlds if world is not None]
 
     @property
     def down_cause(self) -> str:
@@ -172,6 +186,7 @@ class Router:
         """Wakes the callers of `news`."""
         self._news.set()
         self._news = asyncio.Event()
+        self._on_change()
 
     def _named(self, causes: Sequence[str]) -> str:
         """The causes of all replicas, each with its replica's name; "" if one of them is ""."""

@@ -23,7 +23,7 @@ from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailabl
 from allspan.protos.cluster.cluster_file import ClusterInfo
 
 HEARTBEAT_MS = 500
-WATCH_S = 0.25
+WATCH_S = 0.1
 """Interval between two looks at which ranks are silent."""
 GRACE_S = 5.0
 """The supervisor judges a silent rank after `watchdog_timeout`; this much later the client gives the rank up itself."""
@@ -79,7 +79,7 @@ class WorldClient:
         self._call_timeout = call_timeout
         self._knowledge = knowledge
         self._tasks: list[asyncio.Task[None]] = []
-        self._closed = False
+        self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._first_messages = [asyncio.Event() for _ in info.ranks]
         self._health = WorldHealth(info)
         self._pacer = OutputPacer(self._deliver, asyncio.get_running_loop())
@@ -127,18 +127,18 @@ class WorldClient:
         return ReplicaView(replica, self.info.epoch, self._status.cause, tuple(ranks), whole)
 
     async def start(self, message: pb.StartRequestMessage) -> None:
-        """Sends a request to all ranks. Raises RankRefused, or WorldLost as soon as that happens."""
+        """Sends a request to all ranks. Raises RankRefused, or WorldLost as soon as that or `leave` happens."""
         message.client_id = self.client_id
         message.epoch = self.info.epoch
-        sending = asyncio.create_task(fan_out(self._transports, message, self._call_timeout))
+        sending, left = asyncio.create_task(fan_out(self._transports, message, self._call_timeout)), self._left
         try:
-            await asyncio.wait({sending, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, self.gone, left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             sending.cancel()  # of no effect once it is done
         refusal = sending.exception() if sending.done() and not sending.cancelled() else None
         if isinstance(refusal, RankRefused) and await self._is_dead(refusal):
             self.lose(refusal.rank, refusal.error.message)
-        if self.gone.done():
+        if self.gone.done() or left.done():
             raise WorldLost
         if refusal is not None:
             raise refusal
@@ -151,6 +151,17 @@ class WorldClient:
     async def forget(self, request_ids: Sequence[bytes]) -> None:
         """Frees on the followers what the leader has ended, perhaps before it was ever planned."""
         await withdraw(self._transports[1:], request_ids, self._call_timeout)
+
+    def leave(self) -> list[bytes]:
+        """Has every request go on in another world, as if this one were lost. Returns the ids under which its ranks, if
+        they still run, have them."""
+        request_ids, requests = list(self.requests), list(self.requests.values())
+        self._pacer.flush()
+        self._left.set_result(None)
+        self._left = asyncio.get_running_loop().create_future()
+        for request in requests:
+            request.lose()
+        return request_ids
 
     async def statuses(self, timeout: float) -> list[pb.WorkerStatus]:
         """The status of every rank, in order of rank. Raises the first rank's failure to answer."""
@@ -178,7 +189,6 @@ class WorldClient:
 
     async def close(self) -> None:
         """Ends the lease: the ranks drop what is left of this client's requests."""
-        self._closed = True
         self._end()
         for task in self._tasks:
             task.cancel()
@@ -191,7 +201,8 @@ class WorldClient:
 
     def lose(self, rank: int, seen: str) -> None:
         """Notes that a rank is gone; the first one ends the world for all its requests."""
-        if self._closed or rank in self.lost:
+        is_closed = self.gone.done() and not self.lost
+        if is_closed or rank in self.lost:
             return
         self._pacer.flush()
         self.lost[rank] = seen
@@ -270,7 +281,7 @@ class WorldClient:
         while not self.gone.done():
             before = time.monotonic()
             await asyncio.sleep(WATCH_S)
-            if time.monotonic() - before > 4 * WATCH_S:
+            if time.monotonic() - before > 10 * WATCH_S:
                 self._health.reset()  # this process stood still (stopped, starved): it cannot judge the ranks
             elif (rank := self._health.longest_silent()) is not None:
                 self._update()

@@ -94,19 +94,24 @@ async def test_a_new_request_waits_a_moment_for_a_silent_world_and_is_then_refus
     assert time.monotonic() - started < 1.0
 
 
-async def test_requests_go_to_a_replica_that_speaks_and_those_that_run_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_requests_go_on_at_a_replica_that_speaks_and_no_token_is_lost_or_doubled() -> None:
+    """Also one that is on its way to a rank that does not answer; the silent ranks are told to stop theirs."""
     two = Replicas(2)
     await two.session.attach(5)
     first = await two.start()
+    two.ranks[0].step()
     two.ranks[0][1].silent = True
     await until(lambda: len(two.session._router.ready) == 1)
     assert two.session.down_cause == ""
+    await until(lambda: two.ranks[1][0].requests.get("StartRequest"))
+    (moved,) = two.ranks[1][0].requests["StartRequest"]
+    assert list(moved.output_token_ids) == [4]
+    two.ranks[1].step()
+    assert [token for output in [out async for out in first] for token in output.token_ids] == [4, 5]
     for _ in range(3):
         await two.start()
-    assert [len(ranks[0].requests.get("StartRequest", ())) for ranks in two.ranks] == [1, 3]
-    assert not first.state.is_final
+    assert [len(ranks[0].requests["StartRequest"]) for ranks in two.ranks] == [1, 4]
+    await until(lambda: two.ranks[0][0].requests.get("StopRequest"))
     await two.session.close()
 
 
