@@ -108,6 +108,15 @@ class Replica:
         except TimeoutError:
             logger.debug("replica %d cannot be attached to within %g s", self.index, TRY_ATTACH_S)
 
+    async def has_successor(self) -> bool:
+        """Returns whether its source tells of another world than the connected one, or that one will be started."""
+        info = await self._read_quietly(TRY_ATTACH_S)
+        if info is None or self.status.state is ReplicaState.CLOSED:
+            return False
+        if info.state == "ready":
+            return self.world is None or self.world.info.epoch != info.epoch
+        return info.state == "starting" or (info.state == "down" and info.will_restart)
+
     def keep(self) -> None:
         """Stays attached from now on, in the background: reconnects after every loss, and now if no world is
         attached."""

@@ -138,6 +138,7 @@ class OpenRequest:
         """Begins an attempt in a replica's world, and returns the payload for it. `hit_tokens`: tokens of its prompt
         that are expected in the cache there. Raises DeadlineExceeded when its time has run out."""
         self.check_time()
+        is_first = self.attempt is None
         wire_id = self.attempt.wire_id if self.attempt is not None else self.request_id
         if self._was_lost and world.info in self._known_to:
             # A world remembers the id of a request that it cancelled for a while: this one needs another there.
@@ -154,7 +155,7 @@ class OpenRequest:
             output_token_ids=self.output.token_ids,
         )
         options_to_wire(self.options, message)
-        if self._was_lost and (remaining := self.remaining_s) is not None:
+        if not is_first and (remaining := self.remaining_s) is not None:
             message.timeout_s = max(remaining, 0.001)
         return message
 

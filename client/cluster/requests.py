@@ -233,10 +233,13 @@ class Session:
             try:
                 await self._admit(request)
             except Unavailable:
-                if not request.losses:
+                if request.losses:
+                    await self._next_attempt(request)
+                elif not await self._router.is_changing():
                     await self._router.some_ready()  # reports a world that was lost just now with its cause
                     raise
-                await self._next_attempt(request)
+                else:
+                    await self._go_on(request)
         except AllspanError:
             if request.world is None:
                 self._drop(request)
@@ -268,6 +271,10 @@ class Session:
         if not self._policy.enabled:
             await last.cause_known()
             raise Unavailable(last.status.down_cause or "the world has failed")
+        await self._go_on(request)
+
+    async def _go_on(self, request: OpenRequest) -> None:
+        """Sends a request to a replica as soon as one takes it; raises why none does. Its caller may stop it."""
         if not await self._retry(request):
             request.output.cancel()
             self._drop(request)

@@ -106,9 +106,11 @@ class Router:
         if len(self.replicas) == 1:
             yield from ((replica, 0) for replica in self.ready)
             return
-        loads = {replica.index: replica.own_load for replica in self.ready}
-        for number, hit_tokens in self._choice.ranked(request.page_keys, len(request.prompt), loads):
-            yield self.replicas[number], hit_tokens
+        for state in (ReplicaState.READY, ReplicaState.HELD):  # one that refuses is asked when no other takes it
+            loads = {replica.index: replica.own_load for replica in self.replicas if replica.status.state is state}
+            if loads:
+                for number, hit_tokens in self._choice.ranked(request.page_keys, len(request.prompt), loads):
+                    yield self.replicas[number], hit_tokens
 
     def sent(self, replica: Replica, request: OpenRequest) -> None:
         """Notes that the replica is about to get the request, and will have its pages."""
@@ -119,6 +121,11 @@ class Router:
         """Notes that the replica has computed the request, where it does not tell so itself."""
         if len(self.replicas) > 1 and not replica.knowledge.is_told:
             replica.knowledge.expect(request.page_keys(replica.knowledge.shape, with_output=True))
+
+    async def is_changing(self) -> bool:
+        """Returns whether a replica has, or is about to have, another world than the one that is connected: then a
+        request that the connected ones refuse can wait for it."""
+        return any(await asyncio.gather(*(replica.has_successor() for replica in self.replicas)))
 
     async def some_ready(self) -> None:
         """Returns when a replica takes requests; Unavailable when there is none and none that was just about to."""

@@ -10,9 +10,9 @@ from typing import Protocol
 from allspan.launch.console import say
 
 POLL_S = 0.05
-SETTLE_S = 2.0
-"""Seconds between a replica's return and the next one's turn, in which every facade connects to it: facades look for
-new ranks four times a second."""
+SETTLE_S = 0.5
+"""Seconds between a replica's return and the next one's turn, in which most facades connect to it: they look for new
+ranks four times a second. One that is late keeps what is refused meanwhile until it has found them."""
 
 
 class Replaceable(Protocol):

@@ -13,7 +13,7 @@ import pytest
 from allspan import ClientEngine
 from allspan.client.cluster.requests import ResumePolicy, Session
 from allspan.client.cluster.state import ReplicaState
-from allspan.protos.api.errors import ConfigError, QueueFull, Unavailable
+from allspan.protos.api.errors import ConfigError, DeadlineExceeded, QueueFull, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import ResultQueue
 from allspan.protos.api.sampling import SamplingParams
@@ -231,6 +231,55 @@ async def test_a_request_on_its_way_into_a_replica_that_dies_goes_to_the_other(t
     for _ in range(4):
         two.step()
     assert await tokens_of(queue) == [4, 5, 6, 7]
+
+
+def drain(two: Replicas, replica: int) -> None:
+    """As a rolling restart begins: the supervisor says so, and the ranks let nothing in."""
+    two.sources[replica].info = two.ranks[replica].info("down", "is being restarted", will_restart=True)
+    two.ranks[replica][0].replies["StartRequest"] = Unavailable("the server is shutting down")
+
+
+async def test_a_request_that_draining_replicas_refuse_goes_to_the_one_that_comes_back(two: Replicas) -> None:
+    two.kill(0)
+    await until(lambda: len(two.session._router.ready) == 1)
+    drain(two, 1)  # before this client has found the new ranks of replica 0
+    starting = [asyncio.create_task(two.start([i] * 8)) for i in range(4)]
+    await until(lambda: two.counts[1] >= 4)
+    assert not any(start.done() for start in starting)
+    two.restart(0)
+    queues = await asyncio.gather(*starting)
+    assert two.counts[0] == 4
+    for _ in range(4):
+        two.step()
+    assert [await tokens_of(queue) for queue in queues] == [[i + n for n in (1, 2, 3, 4)] for i in range(4)]
+
+
+async def test_waiting_for_a_replica_that_comes_back_ends_with_the_requests_time_or_its_caller(two: Replicas) -> None:
+    for replica in range(2):
+        drain(two, replica)
+    started = time.monotonic()
+    with pytest.raises((DeadlineExceeded, Unavailable)):
+        await two.start(options=RequestOptions(timeout_s=0.1))
+    assert time.monotonic() - started < 3.0
+    start = asyncio.create_task(two.start())
+    await until(lambda: len(two.session.queues()) == 1)
+    start.cancel()
+    await until(lambda: not two.session.queues())
+    for source in two.sources:
+        source.info = two.ranks[two.sources.index(source)].info("stopped")
+    with pytest.raises(Unavailable, match="shutting down"):
+        await two.start()  # nothing will come back
+
+
+async def test_a_replica_that_says_that_it_drains_is_asked_last(two: Replicas) -> None:
+    first = await two.place(LONG)
+    two.step()
+    two.ranks[first][0].refuse("the server is shutting down")
+    held = two.session._router.replicas[first].status
+    await until(lambda: held.state is ReplicaState.HELD)
+    before = two.counts[first]
+    assert await two.place(LONG) == 1 - first
+    assert two.counts[first] == before
 
 
 async def test_both_dying_in_turn_loses_nothing(two: Replicas) -> None:
