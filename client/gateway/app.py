@@ -35,6 +35,7 @@ from allspan.client.gateway.server.protocol import GuardedProtocol
 from allspan.client.gateway.sockets import Sockets, bind, hand_over
 from allspan.client.gateway.telemetry.redaction import without_keys
 from allspan.client.gateway.telemetry.status_line import StatusLine
+from allspan.client.gateway.vllm_worker.kv_journal import KvJournal
 from allspan.client.gateway.vllm_worker.service import VLLM_SERVICE, worker_front
 from allspan.protos.api.errors import ConfigError, InternalError
 from allspan.protos.cluster.tls import is_loopback
@@ -111,9 +112,11 @@ async def _grpc_servers(
     context: GatewayContext, health: EngineHealth, sockets: Sockets, tls: Tls | None
 ) -> AsyncIterator[None]:
     fronts = [inference_front(context, sockets)]
-    if sockets.worker is not None:
-        fronts.append(worker_front(context, sockets.worker_address, sockets.worker))
     async with contextlib.AsyncExitStack() as servers:
+        if sockets.worker is not None:
+            kept = context.config.kv_events.kv_events_buffer_steps
+            journal = await servers.enter_async_context(KvJournal(context.engine.page_events, kept))
+            fronts.append(worker_front(context, sockets.worker_address, sockets.worker, journal))
         for front in fronts:
             await servers.enter_async_context(grpc_server(context, health, front, tls))
         for front in fronts[1:]:

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
+from allspan.protos import vllm_worker_pb2 as pb
 from support.serving import Served, runtime_folder
 from support.smg import free_port, smg
 from support.waiting import wait_until
+from support.worker_client import SERVICE
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,6 +43,8 @@ class Pair:
     served: Served
     router: str
     words: list[str]
+    metrics: int
+    """The port of the router's own metrics."""
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +54,10 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     words += ["--generation-config=neutral"]
     with runtime_folder() as runtime:
         served = Served(model, *words, runtime=runtime)
-        made = Pair(served, "", words)
+        made = Pair(served, "", words, free_port())
         try:
             served.wait_ready()
-            with smg(f"127.0.0.1:{port}", tmp_path_factory.mktemp("smg") / "log") as url:
+            with smg(f"127.0.0.1:{port}", tmp_path_factory.mktemp("smg") / "log", made.metrics) as url:
                 made.router = url
                 yield made
         finally:
@@ -102,6 +107,35 @@ def test_the_answer_is_the_one_without_the_router(pair: Pair, fields: dict[str, 
     direct, routed = answered(pair.served.http, request), answered(pair.router, request)
     assert routed == direct
     assert streamed(pair.router, request)[0] == streamed(pair.served.http, request)[0]
+
+
+def test_the_routers_index_holds_the_pages_that_the_worker_tells_it(pair: Pair) -> None:
+    def counted(name: str) -> float:
+        told = httpx.get(f"http://127.0.0.1:{pair.metrics}/metrics", timeout=10).text
+        return sum(float(line.split()[-1]) for line in told.splitlines() if line.startswith(name + "{"))
+
+    before = counted("smg_kv_index_blocks")
+    answered(pair.router, body("Tell the story of a router and its worker. " * 8, temperature=0))
+    wait_until(lambda: counted("smg_kv_index_blocks") >= before + 3, 10, "the new prompt's pages in the router's index")
+    assert counted("smg_kv_event_gaps_total") == counted("smg_kv_event_resyncs_total") == 0
+
+
+def test_a_logit_bias_is_followed_on_the_workers_port(pair: Pair) -> None:
+    """The router does not send it: it is not among the fields that the router fills in."""
+    params = pb.SamplingParams(temperature=0.0, max_tokens=4, logit_bias={300: 100.0})
+    request = pb.GenerateRequest(text="Hello", sampling_params=params)
+    (address,) = [word.partition("=")[2] for word in pair.words if word.startswith("--worker-port=")]
+    with grpc.insecure_channel(f"127.0.0.1:{address}") as channel:
+        generate = channel.unary_stream(
+            f"/{SERVICE}/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )
+        (answer,) = generate(request, timeout=60)
+    assert list(answer.complete.output_ids) == [300] * 4
+    biased = body("Hello", temperature=0, logit_bias={"300": 100})
+    routed = answered(pair.router, biased)
+    assert routed == answered(pair.router, body("Hello", temperature=0)) != answered(pair.served.http, biased)
 
 
 def test_a_worker_that_was_killed_serves_again_when_it_is_back(pair: Pair, model: Path) -> None:

@@ -26,13 +26,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def smg(worker: str, log: Path) -> Iterator[str]:
+def smg(worker: str, log: Path, metrics: int = 0) -> Iterator[str]:
     """Yields the router's base URL once it answers for the worker's model, whose tokenizer it fetches after it has
-    listed it. `worker`: a gRPC target."""
+    listed it. `worker`: a gRPC target; `metrics`: the port of its own metrics."""
     program = shutil.which("smg", path=Path(sys.executable).parent)
     if program is None:
         pytest.skip("smg, which the extra dev has, is not installed")
-    port, metrics = free_port(), free_port()
+    port, metrics = free_port(), metrics or free_port()
     words = [program, "launch", "--host=127.0.0.1", f"--port={port}", f"--worker-urls=grpc://{worker}"]
     words += [f"--prometheus-port={metrics}", "--prometheus-host=127.0.0.1", "--policy=cache_aware"]
     words += ["--health-check-interval-secs=1", "--health-failure-threshold=1", "--health-success-threshold=1"]

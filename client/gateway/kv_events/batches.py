@@ -40,7 +40,7 @@ class KvEvents:
                 gone.setdefault(before, []).append(page.key)
             self._media[page.key] = page.medium
         events += [self._event("BlockRemoved", keys, medium) for medium, keys in gone.items()]
-        events += [self._stored(pages, told.page_tokens) for pages in _rows(told.stored)]
+        events += [self._stored(pages, told.page_tokens) for pages in rows(told.stored)]
         return events
 
     def _stored(self, pages: Sequence[pb.PageStored], page_tokens: int) -> Any:
@@ -60,11 +60,12 @@ class KvEvents:
         return {"ts": at, "events": events, "data_parallel_rank": replica}
 
 
-def _rows(pages: Sequence[pb.PageStored]) -> list[list[pb.PageStored]]:
-    rows: list[list[pb.PageStored]] = []
+def rows(pages: Sequence[pb.PageStored]) -> list[list[pb.PageStored]]:
+    """Returns the pages in rows, each page the child of the one before it and in the same tier."""
+    found: list[list[pb.PageStored]] = []
     for page in pages:
-        if rows and page.parent == rows[-1][-1].key and page.medium == rows[-1][-1].medium:
-            rows[-1].append(page)
+        if found and page.parent == found[-1][-1].key and page.medium == found[-1][-1].medium:
+            found[-1].append(page)
         else:
-            rows.append([page])
-    return rows
+            found.append([page])
+    return found

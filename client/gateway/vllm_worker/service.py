@@ -22,7 +22,8 @@ from allspan.client.gateway.grpc.server import Front
 from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.client.gateway.vllm_worker.answers import ChoiceAnswer
 from allspan.client.gateway.vllm_worker.description import model_info, server_info
-from allspan.client.gateway.vllm_worker.kv_stream import load_batches
+from allspan.client.gateway.vllm_worker.kv_journal import KvJournal
+from allspan.client.gateway.vllm_worker.kv_stream import KvStream
 from allspan.client.gateway.vllm_worker.loads import present_load, scheduler_load
 from allspan.client.gateway.vllm_worker.operations import Operations
 from allspan.client.gateway.vllm_worker.sampling import prompt_options, sampling_fields, text_options
@@ -42,18 +43,19 @@ _REFUSED = {
 }
 
 
-def worker_front(context: GatewayContext, address: str, held: socket.socket) -> Front:
+def worker_front(context: GatewayContext, address: str, held: socket.socket, journal: KvJournal) -> Front:
     """Returns the front of --worker-port."""
     own = pb.DESCRIPTOR.package
-    services = {VLLM_SERVICE: VllmEngineService(context).handlers()}
+    services = {VLLM_SERVICE: VllmEngineService(context, journal).handlers()}
     return Front(address, held, services, (pb.DESCRIPTOR,), {own: VLLM_SERVICE.rpartition(".")[0]})
 
 
 class VllmEngineService:
     """The handlers of the worker front, on the gateway's loop. A broken stream ends its request."""
 
-    def __init__(self, context: GatewayContext) -> None:
+    def __init__(self, context: GatewayContext, journal: KvJournal) -> None:
         self._context = context
+        self._journal = journal
         self._calls = Calls(context, VLLM_SERVICE)
         self._tokenizer = TokenizerArchive(context)
         self._last_received = 0.0
@@ -114,10 +116,16 @@ class VllmEngineService:
     async def subscribe(
         self, request: pb.SubscribeKvEventsRequest, origin: Origin, context: grpc.aio.ServicerContext
     ) -> None:
-        async with aclosing(load_batches(self._context)) as batches:
-            async for batch in batches:
-                if request.load_records_before_first_batch:  # others would take number 0 for the first batch
+        stream = KvStream(self._context, self._journal, request)
+        if stream.failure is None:
+            await context.send_initial_metadata(())  # a router waits for it for two seconds at most
+            async with aclosing(stream.batches()) as batches:
+                async for batch in batches:
                     await self._calls.write(context, batch)
+        if stream.failure is not None:
+            code, details = stream.failure
+            context.set_code(code)
+            context.set_details(details)
 
     async def _jobs(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> list[Job]:
         _check(request)
