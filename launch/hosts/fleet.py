@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from allspan import __version__
+from allspan.launch.console import say
 from allspan.launch.hosts.host_list import Host, HostsConfig
 from allspan.launch.hosts.link import HostLink, keeper_command
 from allspan.launch.hosts.messages import Facts, HostError, HostLost, Message
 from allspan.launch.hosts.placement import address_in_network
 from allspan.launch.hosts.remote_shell import RemoteShell
+from allspan.launch.placement.placement import Placement
 from allspan.launch.supervision.run_dir import RunDir
 from allspan.protos.api.errors import ConfigError, InternalError, Unavailable
 
 CONNECT_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 10.0
+RETURN_WAIT_S = 1.0
+"""Seconds in which a host that was lost must answer to be used again, where the ranks may start without it."""
 
 
 @dataclass
@@ -38,8 +43,14 @@ class Fleet:
 
     def __init__(self, hosts: tuple[Host, ...], config: HostsConfig, shell: RemoteShell) -> None:
         self.hosts = hosts
+        self.used = hosts
+        """The hosts of the present world."""
         self.config = config
         self.shell = shell
+        self.can_shrink = False
+        """A world may have fewer ranks than the first had."""
+        self.place: Callable[[tuple[Host, ...]], Placement] | None = None
+        """Lays the ranks over some of the hosts."""
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when there are messages."""
@@ -51,23 +62,33 @@ class Fleet:
         """The facts of each host by its name in the host list."""
         return {name: each.link.facts for name, each in self._connected.items() if each.link.facts is not None}
 
-    def connect(self) -> None:
-        """Starts a keeper on each host that has none, and waits for their facts. Raises Unavailable with the names of
-        the hosts that do not answer, ConfigError for one that cannot be used."""
+    def connect(self, least: int = 0) -> None:
+        """Starts a keeper on each host that has none, waits for their facts, and sets `used`. With `least`, that many
+        hosts will do, this one among them. Raises Unavailable with the names of the hosts that do not answer,
+        ConfigError for one that cannot be used."""
+        may_miss = 0 < least < len(self.hosts)
         for host in self.hosts:
             if host.name not in self._connected or self._connected[host.name].lost:
                 self._connect(host)
-        missing = []
-        for host in self.hosts:
-            each = self._connected[host.name]
-            if not each.told.wait(CONNECT_TIMEOUT_S):
-                missing.append(f"host {host.name} did not answer within {CONNECT_TIMEOUT_S:g} s")
-            elif each.lost is not None:
-                missing.append(f"host {host.name} cannot be used: {each.lost.cause}")
-        if missing:
-            raise Unavailable(f"{'; '.join(missing)} (remote shell: {self.shell.name})")
-        for host in self.hosts:
+        deadline = time.monotonic() + (RETURN_WAIT_S if may_miss else CONNECT_TIMEOUT_S)
+        missing = {host: why for host in self.hosts if (why := self._missing(host, deadline))}
+        used = tuple(host for host in self.hosts if host not in missing)
+        causes = "; ".join(missing.values())
+        if missing and (not may_miss or len(used) < least or self.hosts[0] in missing):
+            raise Unavailable(f"{causes} (remote shell: {self.shell.name})")
+        for host in used:
             self._check(host.name, self.facts[host.name])
+        if missing:
+            names = ", ".join(f"{host.name}:{host.slots}" for host in used)
+            say(f"the ranks start on the hosts left, {names}: {causes}; the next start tries all again")
+        self.used = used
+
+    def _missing(self, host: Host, deadline: float) -> str:
+        """Returns why a host cannot be used; "" when it can."""
+        each = self._connected[host.name]
+        if not each.told.wait(max(0.0, deadline - time.monotonic())):
+            return f"host {host.name} does not answer"
+        return f"host {host.name} cannot be used: {each.lost.cause}" if each.lost is not None else ""
 
     def _connect(self, host: Host) -> None:
         command = tuple(keeper_command())
@@ -110,8 +131,9 @@ class Fleet:
         return address_in_network(name, self.facts[name], self.config).interface
 
     def is_lost(self, message: HostLost) -> bool:
-        """Returns whether the message is about the present link to its host, and not an earlier one."""
-        return self._connected[message.host].lost is message
+        """Returns whether the message is about the present link to a host in use, and not an earlier one."""
+        is_used = any(host.name == message.host for host in self.used)
+        return is_used and self._connected[message.host].lost is message
 
     def ship(self, files: Mapping[str, str]) -> None:
         """Notes files of the run directory that every other host gets: their paths in there, and their text."""
@@ -120,7 +142,8 @@ class Fleet:
     def begin(self, run: RunDir, epoch: int, limits: Mapping[str, float]) -> None:
         """Has the new keepers make the run directory and its files. `limits`: the watchdog's seconds.
         Raises Unavailable with the host's name."""
-        for name, each in self._connected.items():
+        for name in (host.name for host in self.used):
+            each = self._connected[name]
             if each.has_begun:
                 continue
             is_own = name == self.hosts[0].name

@@ -38,6 +38,9 @@ class HostsConfig:
     host_timeout: float = 3.0
     """Sets the seconds without a sign of life after which a host is taken for lost; a host that hears nothing of the
     supervisor for as long ends its ranks."""
+    min_hosts: int = 1
+    """Sets the hosts that the ranks may start again on, with fewer ranks, when others of --hosts stay away after a
+    failure; the number of hosts waits for all of them. The first start needs all."""
 
     @property
     def is_given(self) -> bool:
@@ -89,6 +92,8 @@ def check_network(config: HostsConfig, hosts: tuple[Host, ...]) -> None:
             f"--mpi-network is missing: the ranks of {len(hosts)} hosts talk in clear over a private network; name it, "
             "as in --mpi-network 10.1.0.0/16 (`ip -brief address` shows each host's)"
         )
+    if not 1 <= config.min_hosts <= len(hosts):
+        raise ConfigError(f"--min-hosts is {config.min_hosts}, must be from 1 to the number of hosts, {len(hosts)}")
     if not 1 <= config.host_timeout <= 3600:
         raise ConfigError(f"--host-timeout is {config.host_timeout:g}, must be between 1 and 3600 seconds")
 

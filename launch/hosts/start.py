@@ -30,6 +30,8 @@ def laid_out(hosts: HostsConfig, placement: PlacementConfig, device: str) -> Ite
     try:
         fleet.connect()
         placed = place_over_hosts(listed, fleet.facts, placement, device)
+        fleet.can_shrink = placement.stages == 1
+        fleet.place = lambda used: place_over_hosts(used, fleet.facts, replace(placement, ranks=0), device)
         yield Bound(placed, None, "bound by each rank itself"), fleet
     finally:
         fleet.close()

@@ -28,6 +28,7 @@ from allspan.launch.supervision.run_dir import RunDir
 from allspan.launch.supervision.world import END_GRACE_S, Death, WorldPlan, error_of, signal_name
 from allspan.protos.api.errors import AllspanError, ConfigError, Unavailable
 from allspan.protos.cluster import cluster_file
+from allspan.protos.config.converted_manifest import is_converted
 
 CAUSE_WAIT_S = 0.3
 """Seconds in which the ends of other ranks are waited for, one of which may have been the cause."""
@@ -45,6 +46,7 @@ class HostsWorld:
     def __init__(self, plan: WorldPlan, fleet: Fleet, run: RunDir, epoch: int) -> None:
         self.epoch = epoch
         self.weights = FileChanges(Path(plan.config.model.path))
+        # The plan's ranks are those of all hosts: a world on the hosts left has fewer.
         self._plan, self._fleet, self._run = plan, fleet, run
         self._ranks: dict[int, cluster_file.RankInfo] = {}
         self._exits: list[RankExit] = []
@@ -53,7 +55,10 @@ class HostsWorld:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         try:
-            fleet.connect()
+            may_shrink = epoch > 1 and fleet.can_shrink and not is_converted(Path(plan.config.model.path))
+            fleet.connect(fleet.config.min_hosts if may_shrink else 0)
+            if fleet.place is not None and len(fleet.used) < len(fleet.hosts):
+                self._plan = replace(plan, placement=fleet.place(fleet.used))
             service = plan.config.service
             limits = {"watchdog_timeout": service.watchdog_timeout, "start_timeout": plan.start_timeout_s}
             fleet.begin(run, epoch, limits)

@@ -108,7 +108,7 @@ def test_two_hosts_give_the_tokens_of_one_and_a_killed_rank_is_told_with_rank_ho
 
 def test_a_frozen_host_is_lost_and_is_used_again_when_it_is_back(hosts: Hosts, folder: Path) -> None:
     first, second = hosts
-    with served(hosts, folder, f"{first.name},{second.name}", "--host-timeout=2") as two:
+    with served(hosts, folder, f"{first.name},{second.name}", "--host-timeout=2", "--min-hosts=2") as two:
         expected = two.generate()
         old = {process.pid for process in second.processes()}
         second.signal_all(signal.SIGSTOP)

@@ -101,3 +101,34 @@ def test_streams_of_a_host_that_is_off_go_on_at_another_replica_within_two_secon
         for i, stream in enumerate(streams):
             assert len(tokens(stream)) == NUM_TOKENS
             assert tokens(stream) == tokens(again[i % 2])
+
+
+def test_a_host_that_is_off_leaves_a_world_on_the_hosts_left_and_its_streams_go_on(model: Path, tmp_path: Path) -> None:
+    with network_hosts(2) as hosts, ExitStack() as stack:
+        first, second = hosts
+        served = Served(
+            stack,
+            first,
+            tmp_path / "serve.log",
+            *("serve", str(model), f"--hosts={first.name},{second.name}", f"--mpi-network={hosts.network}"),
+            *(f"--remote-shell={hosts.remote_shell}", "--threads=1", "--oversubscribe", "--served-model-name=tiny"),
+            *("--port=0", "--grpc-port=0", "--kv-cache-bytes=100000000"),
+        )
+        served.wait_ready("Server is ready")
+        url = served.log.partition("HTTP ")[2].split()[0].rstrip(",") + "/completions"
+        reading = start_streams(first, url, [body(NUM_TOKENS, temperature=0)])
+        time.sleep(1.0)
+        off = time.monotonic()
+        second.power_off()
+        wait_until(lambda: "is ready again (epoch 2)" in served.log, 30, "a world on the hosts left")
+        took = time.monotonic() - off
+        (stream,) = [json.loads(line) for line in reading.communicate(timeout=60)[0].splitlines()]
+        assert longest_gap(stream, off) > 0.5, "the stream had ended before"
+        assert len(tokens(stream)) == NUM_TOKENS
+        assert f"the ranks start on the hosts left, {first.name}:1: host {second.name} cannot be used" in served.log
+        folder = served.log.partition("run directory ")[2].split()[0]
+        info = json.loads(first.run(["cat", f"{folder}/cluster.json"]).stdout)
+        assert [rank["host"] for rank in info["ranks"]] == [first.name]
+        (again,) = first.run(words(url, [body(NUM_TOKENS, temperature=0)]), timeout=60).stdout.splitlines()
+        assert tokens(stream) == tokens(json.loads(again))
+        assert took < 15.0  # 5 s and the load

@@ -96,5 +96,7 @@ def test_several_hosts_need_a_network() -> None:
         check_network(HostsConfig(), hosts)
     with pytest.raises(ConfigError, match="must be a network"):
         check_network(HostsConfig(mpi_network="eth0"), hosts)
-    check_network(HostsConfig(mpi_network="10.1.0.0/16"), hosts)
+    check_network(HostsConfig(mpi_network="10.1.0.0/16", min_hosts=2), hosts)
+    with pytest.raises(ConfigError, match="--min-hosts is 3, must be from 1 to the number of hosts, 2"):
+        check_network(HostsConfig(mpi_network="10.1.0.0/16", min_hosts=3), hosts)
     check_network(HostsConfig(), hosts[:1])
