@@ -17,6 +17,7 @@ from allspan.client.bench.engine.kernel_tables import markdown, read_report
 from allspan.client.bench.engine.latency import LATENCY
 from allspan.client.bench.engine.ops import OPS
 from allspan.client.bench.engine.perplexity import PERPLEXITY
+from allspan.client.bench.engine.pipeline import PIPELINE
 from allspan.client.bench.engine.prefix import PREFIX
 from allspan.client.bench.engine.step import STEP
 from allspan.client.bench.serving import routing as routing_bench
@@ -32,7 +33,21 @@ from allspan.protos.config.flags import Parser, add_options, build, fail, neares
 
 BENCHMARKS: dict[str, Benchmark] = {
     row.name: row
-    for row in (LATENCY, COMPARE, PERPLEXITY, PREFIX, OPS, STEP, SERVE, STREAMING, OVERLOAD, SOAK, GRAMMAR, EMBEDDINGS)
+    for row in (
+        LATENCY,
+        COMPARE,
+        PERPLEXITY,
+        PREFIX,
+        OPS,
+        STEP,
+        SERVE,
+        STREAMING,
+        OVERLOAD,
+        SOAK,
+        GRAMMAR,
+        EMBEDDINGS,
+        PIPELINE,
+    )
 }
 
 KERNELS = "kernels"

@@ -71,7 +71,7 @@ class StepLoop:
         self.steps = 0
         """Plans executed so far."""
         self.host_s = 0.0
-        """Seconds of steps outside the model."""
+        """Seconds of steps outside the model, without those of waiting for another stage."""
         self.is_executing = False
         self._inbox = inbox
         self._operate = operate
@@ -80,10 +80,10 @@ class StepLoop:
 
     def lead(self, planner: Planner) -> bool:
         """One round; False when there was nothing to do."""
-        started, model_s = time.perf_counter(), self.runner.model_s
+        started, apart_s = time.perf_counter(), self._apart_s
         has_worked = self.overlapped_round(planner) if self.depth > 1 else self.plain_round(planner)
         if has_worked:
-            self.host_s += time.perf_counter() - started - (self.runner.model_s - model_s)
+            self.host_s += time.perf_counter() - started - (self._apart_s - apart_s)
         return has_worked
 
     def plain_round(self, planner: Planner) -> bool:
@@ -115,7 +115,7 @@ class StepLoop:
         data = self._channel.receive(timeout)
         if data is None:
             return False
-        started, model_s = time.perf_counter(), self.runner.model_s
+        started, apart_s = time.perf_counter(), self._apart_s
         plan = decode(data)
         if self.depth > 1:
             while self.runner.num_in_flight > plan.in_flight:
@@ -123,8 +123,13 @@ class StepLoop:
             self._launch(plan)
         else:
             self._run(plan)
-        self.host_s += time.perf_counter() - started - (self.runner.model_s - model_s)
+        self.host_s += time.perf_counter() - started - (self._apart_s - apart_s)
         return True
+
+    @property
+    def _apart_s(self) -> float:
+        """Seconds that are not the host's."""
+        return self.runner.model_s + self.runner.wait_s
 
     def _publish(self, planner: Planner) -> StepPlan | None:
         plan = planner.plan()

@@ -48,6 +48,8 @@ class Runner:
         self._is_leader = is_leader
         self.model_s = 0.0
         """Seconds in the model: of launching it, where it runs on its own, and of waiting for it."""
+        self.wait_s = 0.0
+        """Seconds of waiting for other stages: there are none."""
         self._model = model
         self._sampler = sampler
         self._batch = batch

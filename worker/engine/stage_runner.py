@@ -50,7 +50,9 @@ class StageRunner:
 
     def __init__(self, model: StepModel, sampler: Sampler, batch: Batch, pipe: Pipe) -> None:
         self.model_s = 0.0
-        """Seconds in the model, and of waiting for other stages."""
+        """Seconds in this stage's part of the model, and of handing on what it made."""
+        self.wait_s = 0.0
+        """Seconds of waiting for other stages."""
         self._model = model
         self._sampler = sampler
         self._batch = batch
@@ -104,6 +106,7 @@ class StageRunner:
         if pipe.stage > 0:
             held = stream if stream.is_cpu else torch.empty_like(stream, device="cpu")
             pipe.receive(held)
+            before = self._waited(before)
             if held is not stream:
                 stream.copy_(held)
         logits = self._model.forward(inputs)
@@ -111,6 +114,12 @@ class StageRunner:
             pipe.send(stream if stream.is_cpu else self._sampler.to_host(stream))
         self.model_s += time.perf_counter() - before
         return logits
+
+    def _waited(self, since: float) -> float:
+        """Counts a wait for another stage; returns the time."""
+        now = time.perf_counter()
+        self.wait_s += now - since
+        return now
 
     @staticmethod
     def _makes(step: BatchStep) -> bool:
@@ -129,12 +138,13 @@ class StageRunner:
 
     def _take(self, flight: _Flight) -> _Made:
         """What the last stage has made of a step."""
-        before, step, wanted = time.perf_counter(), flight.step, flight.wanted
+        step, wanted = flight.step, flight.wanted
         size = self._model.row_inputs.hidden_size
         tokens = (len(wanted.rows), wanted.columns if len(wanted.rows) else 0)
         counts = (len(step.hidden), len(step.pooled.rows) if step.pooled is not None else 0)
+        before = time.perf_counter()
         words = self._pipe.take(tokens[0] * tokens[1] + sum(counts) * size)
-        self.model_s += time.perf_counter() - before
+        self._waited(before)
         table, states = words[: tokens[0] * tokens[1]], words[tokens[0] * tokens[1] :].view(np.float32)
         hidden, pooled = (
             torch.from_numpy(part.reshape(-1, size)) if size else None for part in np.split(states, [counts[0] * size])
