@@ -16,7 +16,7 @@ from allspan.protos.api.errors import ConfigError
 RANK_SHELL = Path(__file__).with_name("rank_shell.py")
 KEEPALIVE = {"oob_tcp_keepalive_time": "1", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "3"}
 """A daemon's dead connection is found after some 4 seconds: a backstop, keepers find it before."""
-PASSED_ON = ("ALLSPAN_", "NCCL_", "UCX_", "HF_")
+PASSED_ON = ("ALLSPAN_", "MPI4PY_", "NCCL_", "UCX_", "HF_")
 """Variables with these beginnings reach the ranks of every host, which a remote shell leaves out."""
 
 
@@ -60,9 +60,10 @@ def command(
     for rank in ranks:
         if rank.place.rank:
             words.append(":")
+        env = _environment(mpirun, rank, job, environ)
         host = f"{rank.place.host}:{job.slots[rank.place.host]}"
         words += ["-n", "1", "--host", host, "--wdir", str(job.run_dir)]
-        words += ["env", *(f"{name}={value}" for name, value in _environment(rank, job, environ).items())]
+        words += ["env", *(f"{name}={value}" for name, value in env.items())]
         words += [sys.executable, "-S", "-E", str(RANK_SHELL), str(rank.exit_file)]
         words += [sys.executable, "-m", "allspan.worker", str(rank.config)]
     return words
@@ -75,16 +76,23 @@ def _daemons(mpirun: Mpirun, job: Job) -> tuple[dict[str, str], str]:
         # Each daemon is started from here: the other hosts need no way to each other's.
         names = {"plm": "ssh", "plm_ssh_agent": agent, "plm_ssh_no_tree_spawn": "1", "prte_tmpdir_base": folder}
         return names | common, "--prtemca"
+    # Else its daemons leave the remote shell, which then ends: an agent or srun kills what a command has left.
+    common["orte_leave_session_attached"] = "1"
+    # Its daemons want the agent's first word on their own hosts, too, though they never run it.
+    agent = f"/bin/sh {agent}"
     names = {"plm": "rsh", "plm_rsh_agent": agent, "plm_rsh_no_tree_spawn": "1", "orte_tmpdir_base": folder}
     return names | common, "--mca"
 
 
-def _environment(rank: RankCommand, job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(mpirun: Mpirun, rank: RankCommand, job: Job, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of one rank, as words of its command."""
     env = {name: value for name, value in environ.items() if name.startswith(PASSED_ON)}
     env |= {"TMPDIR": str(job.shm), "OMP_NUM_THREADS": str(rank.place.threads), "PYTHONUNBUFFERED": "1"}
     if path := python_path(environ):
         env["PYTHONPATH"] = path
+    if libraries := environ.get("LD_LIBRARY_PATH"):
+        # It takes the place of the one that Open MPI makes for its own libraries.
+        env["LD_LIBRARY_PATH"] = f"{libraries}{os.pathsep}{Path(mpirun.path).parents[1] / 'lib'}"
     if rank.interface:
         env.setdefault("NCCL_SOCKET_IFNAME", f"={rank.interface}")
     if rank.place.gpu is not None:

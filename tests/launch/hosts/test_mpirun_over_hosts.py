@@ -27,11 +27,12 @@ def rank(number: int, host: str) -> RankCommand:
 
 
 @pytest.mark.parametrize(
-    ("version", "agent"), [((5, 0, 11), "--prtemca plm_ssh_agent"), ((4, 1, 4), "--mca plm_rsh_agent")]
+    ("version", "agent"), [((5, 0, 11), "--prtemca plm_ssh_agent"), ((4, 1, 4), "--mca plm_rsh_agent /bin/sh")]
 )
 def test_each_rank_is_an_app_context_on_its_host(version: tuple[int, ...], agent: str) -> None:
     ranks = [rank(0, "a"), rank(1, "b"), rank(2, "b")]
-    words = command(Mpirun("/mpirun", OPEN_MPI, version), JOB, ranks, {"ALLSPAN_X": "1", "SECRET": "2"})
+    environ = {"ALLSPAN_X": "1", "MPI4PY_LIBMPI": "/m.so", "LD_LIBRARY_PATH": "/c", "SECRET": "2"}
+    words = command(Mpirun("/opt/mpi/bin/mpirun", OPEN_MPI, version), JOB, ranks, environ)
     text = " ".join(words)
     assert f"{agent} /run/x/remote-shell" in text
     assert "oob_tcp_if_include 10.1.0.0/16" in text
@@ -39,7 +40,8 @@ def test_each_rank_is_an_app_context_on_its_host(version: tuple[int, ...], agent
     assert "oob_tcp_keepalive_probes 3" in text
     contexts = text.split(" : ")
     assert ["--host a:1" in contexts[0], "--host b:2" in contexts[1], "--host b:2" in contexts[2]] == [True] * 3
-    assert "ALLSPAN_X=1 TMPDIR=/dev/shm/x OMP_NUM_THREADS=3" in contexts[2]
+    assert "ALLSPAN_X=1 MPI4PY_LIBMPI=/m.so TMPDIR=/dev/shm/x OMP_NUM_THREADS=3" in contexts[2]
+    assert "LD_LIBRARY_PATH=/c:/opt/mpi/lib" in contexts[2]
     assert "NCCL_SOCKET_IFNAME==eth0" in contexts[2]
     assert contexts[2].endswith("rank_shell.py /run/x/exit-2.e1 " + " ".join(words[-4:]))
     assert "SECRET" not in text
