@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import subprocess
@@ -19,6 +18,7 @@ from allspan.launch.exit_codes import exit_code
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.api.errors import ConfigError, ModelNotFound
 from allspan.protos.config.config_json import from_json
+from support.dockerfile import assignments, ignored, instructions, sent, words
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -103,45 +103,27 @@ def test_an_example_of_a_config_file_is_taken(name: str) -> None:
     assert not [key for key in commented if f"--{key}" not in flags]
 
 
-def ignored(path: str) -> bool:
-    """By .dockerignore: the last line that fits decides."""
-    result = False
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        pattern = line.removeprefix("!")
-        if line and not line.startswith("#"):
-            deep = pattern.removeprefix("**/")
-            fits = fnmatch.fnmatch(path, pattern) or path.startswith(f"{pattern}/")
-            if fits or (deep != pattern and fnmatch.fnmatch(Path(path).name, deep)):
-                result = not line.startswith("!")
-    return result
-
-
-def instructions(file: Path) -> list[tuple[str, str]]:
-    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
-    whole = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in whole.splitlines() if line)]
-
-
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_an_image_is_built_from_files_that_reach_it_and_starts_as_nobody(file: Path) -> None:
     steps = instructions(file)
     for word, rest in steps:
-        if word == "COPY" and "--from" not in rest and not rest.startswith(". "):
+        if word == "COPY" and "--from" not in rest:
             source = rest.split()[0]
-            assert (ROOT / source).exists(), source
-            assert not ignored(source), source
+            assert list(sent(ROOT, source)), source
     last = dict(steps)
     assert last["USER"] == "10001:10001"
     assert last["VOLUME"] == "/models"
-    assert set(last["EXPOSE"].split()) == {"8000", "50051"}
-    check = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
+    check = words(last["HEALTHCHECK"])
     assert check[:2] == ["python", "-c"]
     compile(check[2], "HEALTHCHECK", "exec")
-    assert json.loads(last["ENTRYPOINT"]) == ["tini", "--", "allspan"]
+    assert words(last["ENTRYPOINT"]) == ["tini", "--", "allspan"]
     copied = {rest.split()[1]: rest.split()[0] for word, rest in steps if word == "COPY" and "--from" not in rest}
-    words = [str(ROOT / copied[word]) if word in copied else word for word in json.loads(last["CMD"])]
-    assert words[0] == "serve"
-    settings = serve_settings(serve_parser().parse(words[1:]))
+    command = [str(ROOT / copied[word]) if word in copied else word for word in words(last["CMD"])]
+    assert command[0] == "serve"
+    settings = serve_settings(serve_parser().parse(command[1:]))
+    assert settings.gateway is not None
+    assert set(last["EXPOSE"].split()) == {str(settings.gateway.port), str(settings.gateway.grpc_port)}
+    assert assignments(last["ENV"], {})["ALLSPAN_HEALTH_URL"] == f"http://127.0.0.1:{settings.gateway.port}/health"
     assert settings.weights.device == ("cuda" if file.suffix == ".cuda" else "cpu")
 
 
@@ -149,9 +131,9 @@ def test_what_the_package_is_built_from_is_in_the_context_and_nothing_else() -> 
     project = (ROOT / "pyproject.toml").read_text()
     folders = set(re.findall(r'"allspan/\w+" = "(\w+)"', project)) | {"public"}
     for name in (*folders, "pyproject.toml", "README.md", "LICENSE", "constraints.txt", "CMakeLists.txt"):
-        assert not ignored(name), name
+        assert not ignored(ROOT, name), name
     for name in (".git", "tests", "docs", "deploy/systemd/allspan.env", "kernels/cpu/_native.so", "build"):
-        assert ignored(name), name
+        assert ignored(ROOT, name), name
 
 
 def test_compose_mounts_what_is_there_and_publishes_to_loopback_alone() -> None:

@@ -241,6 +241,19 @@ def test_whatever_selects_pods_finds_them(name: str) -> None:
             assert (target["kind"], target["name"]) in made
 
 
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_network_policy_lets_clients_reach_what_the_service_names_and_nothing_else(name: str) -> None:
+    made = build(name)
+    listening = {port["containerPort"] for port in served(made)["spec"]["containers"][0]["ports"]}
+    policy = made["NetworkPolicy", "allspan"]["spec"]
+    (clients,) = (row for row in policy["ingress"] if "namespaceSelector" in row["from"][0])
+    assert {port["port"] for port in clients["ports"]} == listening
+    assert {port["port"] for port in made["Service", "allspan"]["spec"]["ports"]} == listening
+    others = [row for row in policy["ingress"] if row is not clients]
+    inside = [{"podSelector": policy["podSelector"]}]
+    assert [row["from"] for row in others] == ([inside] if ("LeaderWorkerSet", "allspan") in made else [])
+
+
 def served(made: dict[tuple[str, str], Any]) -> Any:
     """The template of the pods that serve."""
     if group := made.get(("LeaderWorkerSet", "allspan")):
