@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from allspan.client.cluster.routing.rendezvous import weight
+from allspan.client.cluster.routing.rendezvous import heaviest, weight
 
 LEADING_TOKENS = 1024
 """The beginning of a prompt that is hashed."""
@@ -56,7 +56,7 @@ def order(
     if holders:
         first = min(holders, key=rank)
     elif key is not None and light:
-        first = max(light, key=lambda replica: weight(replica, key))
+        first = heaviest(light, key)
     else:
         first = min(loads, key=rank)
     yield first

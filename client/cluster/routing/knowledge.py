@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from allspan.client.cluster.routing.page_index import PageIndex
 from allspan.protos import worker_pb2 as pb
@@ -20,6 +21,9 @@ MAX_EXPECTED = 65536
 """Most pages that are remembered of a replica and were not told; the least recently used are dropped first."""
 
 logger = logging.getLogger(__name__)
+
+_shape = lru_cache(maxsize=64)(PageShape)
+"""The same object for the same values."""
 
 
 class ReplicaKnowledge:
@@ -91,7 +95,7 @@ class ReplicaKnowledge:
     def _apply(self, events: pb.PageEvents, model: str) -> None:
         if events.cleared:
             self.clear()
-            self.shape = PageShape(events.page_tokens, model, events.weights_version, tuple(events.prompt_lengths))
+            self.shape = _shape(events.page_tokens, model, events.weights_version, tuple(events.prompt_lengths))
         elif not self.is_told:
             return  # after a gap, until the next snapshot
         elif events.sequence != self._next_sequence:

@@ -3,6 +3,10 @@ that changes for few keys when a replica comes or goes. (Thaler and Ravishankar,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 _MASK = 2**64 - 1
 
 
@@ -13,3 +17,17 @@ def weight(replica: int, key: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 31)
+
+
+def heaviest(replicas: Sequence[int], key: int) -> int:
+    """The replica of the greatest weight, the first of equal ones; all weights are computed at once."""
+    mixed = np.array(replicas, np.uint64)
+    mixed += np.uint64(1)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed += np.uint64(key)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return replicas[int(mixed.argmax())]

@@ -11,6 +11,7 @@ from allspan.client.cluster.routing.choice import LEADING_TOKENS, SLACK_TOKENS, 
 from allspan.client.cluster.routing.facade import FacadeChoice
 from allspan.client.cluster.routing.knowledge import UNTOLD, ReplicaKnowledge
 from allspan.client.cluster.routing.page_index import PageIndex
+from allspan.client.cluster.routing.rendezvous import heaviest, weight
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.page_keys import PageShape, page_keys, root_key, short_key
 
@@ -126,6 +127,11 @@ def test_every_replica_is_in_the_order_once_and_none_above_the_bound_is_first(
     bound = 1.25 * sum(loads.values()) / len(loads) + SLACK_TOKENS + work + 900
     if min(loads.values()) <= bound:
         assert loads[ordered[0]] <= bound
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=100), st.integers(0, 2**64 - 1))
+def test_the_heaviest_replica_is_that_of_the_greatest_weight(replicas: list[int], key: int) -> None:
+    assert heaviest(replicas, key) == max(replicas, key=lambda replica: weight(replica, key))
 
 
 def test_a_replica_that_goes_moves_only_its_own_beginnings() -> None:
