@@ -23,6 +23,7 @@ from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable, from_code
 from allspan.protos.cluster.cluster_file import ClusterInfo
+from allspan.protos.page_keys import PageShape
 
 SILENCE_WAIT_S = 1.0
 """Seconds that a request waits for a heartbeat when every world is silent."""
@@ -51,6 +52,8 @@ class Router:
         self._news = asyncio.Event()
         self._on_change = on_change
         self._choice = FacadeChoice(0, 0)
+        self._looked_up: tuple[OpenRequest, PageShape, list[int]] | None = None
+        """The keys of the prompt that a replica is being chosen for: sending it needs them again."""
 
     @property
     def info(self) -> ClusterInfo | None:
@@ -109,13 +112,14 @@ class Router:
         for state in (ReplicaState.READY, ReplicaState.HELD):  # one that refuses is asked when no other takes it
             loads = {replica.index: replica.own_load for replica in self.replicas if replica.status.state is state}
             if loads:
-                for number, hit_tokens in self._choice.ranked(request.page_keys, len(request.prompt), loads):
+                for number, hit_tokens in self._choice.ranked(partial(self._keys, request), len(request.prompt), loads):
                     yield self.replicas[number], hit_tokens
 
     def sent(self, replica: Replica, request: OpenRequest) -> None:
         """Notes that the replica is about to get the request, and will have its pages."""
         if len(self.replicas) > 1:
-            self._choice.sent(replica.index, request.work, request.page_keys(replica.knowledge.shape))
+            self._choice.sent(replica.index, request.work, self._keys(request, replica.knowledge.shape))
+            self._looked_up = None
 
     def ended(self, replica: Replica, request: OpenRequest) -> None:
         """Notes that the replica has computed the request, where it does not tell so itself."""
@@ -188,6 +192,13 @@ class Router:
     async def close(self) -> None:
         """Ends the leases. Idempotent."""
         await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+    def _keys(self, request: OpenRequest, shape: PageShape) -> list[int]:
+        """The keys of a prompt's first pages of this shape."""
+        known = self._looked_up
+        if known is None or known[0] is not request or known[1] is not shape:
+            known = self._looked_up = request, shape, request.page_keys(shape)
+        return known[2]
 
     def _announce(self) -> None:
         """Wakes the callers of `news`."""
