@@ -9,6 +9,7 @@ import random
 import re
 import struct
 import subprocess
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,8 @@ class EmulatorDriver:
         self._streams: Streams | None = None
         self.launched: list[Kernel] = []
         self.prepared: list[Kernel] = []
+        self._turn = threading.Lock()
+        """One kernel at a time: the emulator's state is that of a GPU."""
 
     def gpu(self, device: torch.device) -> Gpu:
         return self._gpu
@@ -121,8 +124,11 @@ class EmulatorDriver:
         call = (grid, threads, shared_bytes, pointers)
         if self._streams is not None:
             self._streams.add(kernel, library, call)
-        elif error := library.emulated_launch(*call):
-            raise EmulatedFault(f"{kernel}: {error.decode()}")
+        else:
+            with self._turn:
+                error = library.emulated_launch(*call)
+            if error:
+                raise EmulatedFault(f"{kernel}: {error.decode()}")
 
     @contextmanager
     def streams(self, count: int, seed: int) -> Iterator[Streams]:

@@ -20,6 +20,8 @@ FORMATS: dict[str, tuple[dict[str, Any], float]] = {
     "uint4": ({"dtype": "bfloat16", "quantization": "uint4"}, 1.2),
 }
 """Settings, and how far a token's logarithm may be off by the median: what these weights round away."""
+REFUSED = ("exaone4", "exaone4, no window")
+"""In 16 bits, as docs/models.md says."""
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
@@ -54,6 +56,11 @@ def test_every_format_of_weights(name: str, tmp_path: Path) -> None:
         except Exception as error:  # what the table is about
             found[form] = f"{type(error).__name__}: {error}"
     print(json.dumps({"family": name, **found}))
-    for form, (_, most) in FORMATS.items():
-        assert isinstance(found[form], float), found
-        assert found[form] < most, found
+    for form, (settings, most) in FORMATS.items():
+        told = found[form]
+        if name in REFUSED and settings["dtype"] != "float32":
+            assert isinstance(told, str), found
+            assert "no norm before its blocks" in told
+        else:
+            assert isinstance(told, float), found
+            assert told < most, found
