@@ -142,7 +142,9 @@ class HostsWorld:
         end = first_cause(self._exits)
         if end is not None and is_own(end):
             return _death(end)
-        assert self._process is not None
+        if self._process is None:  # a host could not be reached: nothing was started
+            assert self._failed is not None
+            return self._failed
         self._wait_for_silence(self._process)
         if self._failed is not None:
             return self._failed

@@ -13,6 +13,7 @@ _MPICH = re.compile(
     r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)[\s=]+EXIT CODE: (?P<code>\d+).*?\(signal (?P<signal>\d+)\)"
 )
 _LOST_DAEMON = re.compile(r"lost communication with a remote daemon.*? Remote daemon: \S+ on node (?P<host>\S+)")
+_SILENT_DAEMON = re.compile(r"daemon failed to report back after being spawned.*? Remote host: (?P<host>\S+)")
 _ERROR_LINE = re.compile(rb"allspan\.worker: rank \d+: ")
 _RULE = re.compile(rb"\s*(-{40,}|={40,})\s*")
 
@@ -38,8 +39,9 @@ def find_death(output: str) -> RankDeath | None:
 
 
 def find_lost_daemon(output: str) -> str:
-    """Returns the host whose daemon Open MPI says it has lost; "" when it says no such thing."""
-    match = _LOST_DAEMON.search(" ".join(output.split()))
+    """Returns the host whose daemon Open MPI says it has lost or never heard of; "" when it says no such thing."""
+    text = " ".join(output.split())
+    match = _LOST_DAEMON.search(text) or _SILENT_DAEMON.search(text)
     return match["host"] if match else ""
 
 

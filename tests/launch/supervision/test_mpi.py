@@ -187,4 +187,17 @@ This is usually due to either a failure of the TCP network
 {rule}
 """
     assert find_lost_daemon(notice) == "hostb"
+    never_heard = f"""{rule}
+A daemon failed to report back after being spawned. In some cases, the daemon was
+able to execute, but was unable to complete a TCP connection back to prterun:
+
+  Local host:    hosta
+  Remote host:   hostc
+  Daemon exit status: 1
+
+check that any firewall (e.g., iptables) has been disabled and
+try again.
+{rule}
+"""
+    assert find_lost_daemon(never_heard) == "hostc"
     assert find_lost_daemon("rank 0: hello") == ""
