@@ -115,7 +115,8 @@ class HostLink:
         if self._writer is not None:
             with suppress(InternalError):
                 self._writer.put({"do": "end"})
-        if threading.current_thread() is not self._reader:
+        # A keeper that has not said a word has begun nothing; its remote shell may wait for a host that is off.
+        if threading.current_thread() is not self._reader and self.last_heard is not None:
             self._reader.join(timeout_s)
         self._hang_up()
 

@@ -56,6 +56,18 @@ def test_a_host_that_stays_away_is_left_out_and_used_again_when_it_answers(
     assert fleet.used == (HERE, THERE)
 
 
+def test_the_end_does_not_wait_for_a_host_that_does_not_answer(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "off").touch()
+    monkeypatch.setattr(fleet_module, "CONNECT_TIMEOUT_S", 0.1)
+    with pytest.raises(Unavailable, match="does not answer"):
+        fleet.connect()
+    began = time.monotonic()
+    fleet.close()
+    assert time.monotonic() - began < 3.0
+
+
 def lose(fleet: Fleet, folder: Path) -> HostLost:
     """Kills what the remote shell has started last."""
     wait_until(lambda: (folder / "pid").exists(), what="a shell")
