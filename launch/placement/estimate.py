@@ -5,7 +5,8 @@ A decode step reads a rank's weights once and has two all-reduces a layer (and o
 
     step = weights of the heaviest rank / bandwidth of a rank + (2 · layers + 1) · all-reduce
 
-The stages of a pipeline read one after the other, and each sums its own layers' parts.
+The stages of a pipeline read one after the other, and each sums its own layers' parts. Over several hosts an all-reduce
+takes its messages over the link as well, and so does each hand-over between stages on different hosts.
 
 One rank that holds everything on a node reads all weights with the node's bandwidth. The bandwidth is assumed.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 THREAD_BYTES_PER_S = 12e9
@@ -32,16 +34,18 @@ SIZEABLE = 0.15
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Seconds of a decode step at batch 1: reading weights, all-reduces, and one rank's that holds the whole model."""
+    """Seconds of a decode step at batch 1: reading weights, all-reduces, hand-overs between the stages of a pipeline on
+    different hosts; and one rank's that holds the whole model."""
 
     read_s: float
     all_reduce_s: float
     alone_s: float
     on_gpu: bool = False
+    hand_over_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        return self.read_s + self.all_reduce_s
+        return self.read_s + self.all_reduce_s + self.hand_over_s
 
     @property
     def all_reduce_share(self) -> float:
@@ -49,20 +53,35 @@ class DecodeStep:
 
 
 def decode_step(plan: Mapping[str, Any]) -> DecodeStep:
-    """Estimates the decode step of a plan, in the form that `allspan plan --json` prints, for its first replica."""
+    """Estimates the decode step of a plan, in the form that `allspan plan --json` prints, for its first replica; over
+    hosts by the plan's `link`."""
     weights = [rank["weight_bytes"] for rank in plan["ranks"]]
     stages, nodes, threads = plan.get("stages", 1), plan["nodes"], plan["threads"][0]
     count = len(weights) // stages
     heaviest = sum(max(weights[first : first + count]) for first in range(0, len(weights), count))
+    reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
+    sum_s, hand_over_s = _over_link(plan, count)
     if plan["gpus"]:
-        reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
         read_s, alone_s = heaviest / GPU_BYTES_PER_S, sum(weights) / GPU_BYTES_PER_S
-        return DecodeStep(read_s, reduces * GPU_ALL_REDUCE_S, alone_s, on_gpu=True)
+        return DecodeStep(read_s, reduces * (GPU_ALL_REDUCE_S + sum_s), alone_s, True, hand_over_s)
     places = list(zip(plan.get("hosts") or [""] * count, nodes, strict=False))[:count]
     on_node = max(places.count(place) for place in places)
     together = min(NODE_BYTES_PER_S, on_node * threads * THREAD_BYTES_PER_S)
-    reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
-    return DecodeStep(heaviest * on_node / together, reduces * ALL_REDUCE_S, sum(weights) / together)
+    reduces_s = reduces * ((ALL_REDUCE_S if on_node > 1 or not sum_s else 0.0) + sum_s)
+    return DecodeStep(heaviest * on_node / together, reduces_s, sum(weights) / together, hand_over_s=hand_over_s)
+
+
+def _over_link(plan: Mapping[str, Any], count: int) -> tuple[float, float]:
+    """Returns the seconds on the link of an all-reduce within the stages of `count` ranks, and of a step's hand-overs
+    between them."""
+    link, hosts = plan.get("link"), plan.get("hosts") or []
+    if not link:
+        return 0.0, 0.0
+    message_s = link["hops_s"] / (link["hosts"] - 1)
+    stages = [hosts[first : first + count] for first in range(0, len(plan["ranks"]), count)]
+    rounds = max((len(set(stage)) - 1).bit_length() for stage in stages)
+    hops = sum(before[0] != after[0] for before, after in pairwise(stages))
+    return rounds * message_s, hops * message_s
 
 
 def advice(plan: Mapping[str, Any]) -> list[str]:
@@ -79,9 +98,12 @@ def advice(plan: Mapping[str, Any]) -> list[str]:
         return found
     took = f"a decode step of about {1e3 * step.step_s:.2f} ms"
     if step.all_reduce_share > SIZEABLE:
+        way = f"--ranks 1 --data-parallel-size {count * plan['replicas']}"
+        if plan.get("link"):
+            way = "one on each host that holds the model, behind a router"
         found.append(
             f"the model is small for {count} ranks: all-reduces take {step.all_reduce_share:.0%} of {took}; replicas "
-            f"need none (--ranks 1 --data-parallel-size {count * plan['replicas']})"
+            f"need none ({way})"
         )
     if step.step_s > step.alone_s:
         found.append(
@@ -107,4 +129,5 @@ def formula(step: DecodeStep) -> str:
     return (
         f"{1e3 * step.step_s:.2f} ms = {1e3 * step.read_s:.2f} ms to read the weights (assumed: {assumed}) + "
         f"{1e3 * step.all_reduce_s:.2f} ms for all-reduces"
+        f"{f' + {1e3 * step.hand_over_s:.2f} ms for hand-overs' if step.hand_over_s else ''}"
     )

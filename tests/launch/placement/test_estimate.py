@@ -37,6 +37,19 @@ def test_a_step_reads_the_heaviest_rank_and_reduces_twice_a_layer() -> None:
     assert "1000.49 ms = 1000.00 ms to read the weights" in formula(step)
 
 
+def test_sums_and_hand_overs_between_hosts_take_the_links_time() -> None:
+    link = {"hosts": 2, "hops_s": 1e-3}
+    split = plan([10**9] * 2, [0, 0]) | {"hosts": ["a", "b"], "link": link}
+    assert decode_step(split).all_reduce_s == pytest.approx(61e-3)
+    assert "one on each host" in " ".join(advice(split))
+    both = plan([10**9] * 4, [0] * 4) | {"hosts": ["a", "a", "b", "b"], "link": link}
+    assert decode_step(both).all_reduce_s == pytest.approx(61 * (1e-3 + ALL_REDUCE_S))
+    stages = decode_step(both | {"stages": 2})
+    assert stages.all_reduce_s == pytest.approx(61 * ALL_REDUCE_S)
+    assert stages.hand_over_s == pytest.approx(1e-3)
+    assert "+ 1.00 ms for hand-overs" in formula(stages)
+
+
 def test_a_node_gives_no_more_than_it_has() -> None:
     assert decode_step(plan([10**9], [0], threads=64)).read_s == pytest.approx(1e9 / NODE_BYTES_PER_S)
     assert decode_step(plan([10**9], [0], threads=2)).read_s == pytest.approx(1e9 / (2 * THREAD_BYTES_PER_S))
