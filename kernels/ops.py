@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.router_spec import RouterSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 """What a gated product may apply to its first part."""
@@ -56,6 +57,20 @@ class KvPages(NamedTuple, Generic[T]):
     v_cache: T
     k_scales: T | None
     v_scales: T | None
+
+
+class Routing(NamedTuple, Generic[T]):
+    """Where each token goes in a mixture of experts, and the same sorted by expert. Slot i · k + j is the j-th choice
+    of token i; a place is the number of an expert among those that this rank holds."""
+
+    places: T
+    """int32 [n, k]: -1 where another rank holds the expert; in each row ascending, those of other ranks last."""
+    weights: T
+    """float32 [n, k]: the factor of that expert's product."""
+    slots: T
+    """int32 [n, k]: the slots in the order of their places, then of tokens; behind them nothing that counts."""
+    starts: T
+    """int32 [1, places + 1]: where the slots of each place begin in that order, and where those of the last end."""
 
 
 class OpSet(Protocol):
@@ -135,6 +150,68 @@ class OpSet(Protocol):
     ) -> None:
         """out[:, column : column + I] = activation(gate) · up, of a weight with two interleaved parts of I features
         each; activations are those of `gated_mul`."""
+
+    def route(
+        self, logits: Tensor, bias: Tensor | None, places: Tensor, spec: RouterSpec, routing: Routing[Tensor]
+    ) -> None:
+        """Chooses `spec.top_k` of E experts for each token: logits float32 [n, E], bias float32 [E], places int32
+        [copies, E].
+
+        In float32: scores = softmax or sigmoid of the logits; choices = scores + bias; if there are groups, those but
+        the best `kept_groups` (between equal ones the lower) count as -inf; then the k largest choices, between equal
+        ones the lower expert. Weights are scores, never choices. A token with a NaN among its logits gets the first k
+        experts with weights NaN. An expert may have several copies: a token takes copy (sum of its experts' numbers)
+        modulo copies, the same on all ranks, and places[copy, expert] says where this rank holds that one (-1: another
+        rank does).
+        """
+
+    def expert_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: PackedSpec,
+        column: int,
+        routing: Routing[Tensor],
+        out: Tensor,
+    ) -> None:
+        """Each slot of a place: out[token, choice, column : column + N] = x[token] · weight[place]ᵀ (+ bias[place]).
+
+        x [n, K]; weight uint8 [places, *spec.shape]; bias float32 [places, N]; out [n, k, column + N or more]. Other
+        slots' rows are left as they are.
+        """
+
+    def expert_gated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: PackedSpec,
+        activation: str,
+        routing: Routing[Tensor],
+        out: Tensor,
+    ) -> None:
+        """Writes `gated_mul` of the two parts' columns that `expert_linear` would write. out [n, k, N / 2]."""
+
+    def expert_gated_mul(self, gate_up: Tensor, activation: str, routing: Routing[Tensor], out: Tensor) -> None:
+        """`gated_mul` of the rows of each slot of a place. gate_up [n, k, 2 · I], out [n, k, I]."""
+
+    def expert_sum(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: PackedSpec,
+        routing: Routing[Tensor],
+        adds: bool,
+        out: Tensor,
+    ) -> None:
+        """out[n, N] = (or += if it `adds`) Σ of routing.weights[token, choice] · (x[token, choice] · weight[place]ᵀ
+        (+ bias[place])) over the choices of a place; x [n, k, K]. The sum is made in float32, in ascending order of
+        places, and then rounded or added."""
+
+    def scale_rows(self, x: Tensor, logits: Tensor) -> None:
+        """x[n, H] *= sigmoid(logits[n, 1]) in place."""
 
     def packed_embedding(self, ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: int, out: Tensor) -> None:
         """out[n, K] = feature ids - first_row of a packed weight of one part where it has that feature, else 0.

@@ -43,6 +43,8 @@ class Backend:
     """(op's name, its arguments) -> name of the kernel that runs them, for ops that choose among several."""
 
 
+EXPERT_OPS = ("route", "expert_linear", "expert_gated_linear", "expert_gated_mul", "expert_sum", "scale_rows")
+
 REFERENCE = {
     "embedding": "allspan.kernels.reference.elementwise:embedding",
     "rms_norm": "allspan.kernels.reference.elementwise:rms_norm",
@@ -65,12 +67,14 @@ REFERENCE = {
     "packed_linear": "allspan.kernels.reference.packed_linear:packed_linear",
     "packed_linear_add": "allspan.kernels.reference.packed_linear:packed_linear_add",
     "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
+    **{op: f"allspan.kernels.reference.experts:{op}" for op in EXPERT_OPS},
 }
 
 _COMPILED = (
     *("embedding", "rms_norm", "add_rms_norm", "add", "linear", "head_norm", "rotary", "hadamard", "append_kv"),
     *("rotary_append", "attention", "gated_mul", "soft_cap", "layer_norm", "gather_rows"),
     *("packed_embedding", "packed_linear", "packed_linear_add", "packed_gated_linear"),
+    *EXPERT_OPS,
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
 CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows")}  # no step of a decode has them
@@ -97,6 +101,7 @@ CUDA = {
     "packed_linear_add": "allspan.kernels.cuda.linear.packed_linear:packed_linear_add",
     "packed_gated_linear": "allspan.kernels.cuda.linear.packed_linear:packed_gated_linear",
     "packed_embedding": "allspan.kernels.cuda.linear.packed_embedding:packed_embedding",
+    **{op: REFERENCE[op] for op in EXPERT_OPS},
 }
 
 BACKENDS: Mapping[str, Backend] = {

@@ -178,21 +178,21 @@ def activations(x: Tensor, spec: PackedSpec) -> Tensor:
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor) -> None:
     """See `OpSet.packed_linear`."""
-    out[:, column : column + spec.features] = _product(x, weight, bias, spec)
+    out[:, column : column + spec.features] = product(x, weight, bias, spec)
 
 
 def packed_linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
 ) -> None:
     """See `OpSet.packed_linear_add`."""
-    out[:, column : column + spec.features] += _product(x, weight, bias, spec)
+    out[:, column : column + spec.features] += product(x, weight, bias, spec)
 
 
 def packed_gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, activation: str, out: Tensor
 ) -> None:
     """See `OpSet.packed_gated_linear`."""
-    gate, up = torch.split(_product(x, weight, bias, spec), list(spec.parts), 1)
+    gate, up = torch.split(product(x, weight, bias, spec), list(spec.parts), 1)
     out[:, column : column + spec.parts[0]] = gated(gate, activation, up)
 
 
@@ -211,7 +211,7 @@ def packed_embedding(ids: Tensor, weight: Tensor, spec: PackedSpec, first_row: i
     out[ours] = panels.reshape(len(rows), FEATURES, spec.inputs)[torch.arange(len(rows)), rows % FEATURES]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec) -> Tensor:
     """float32 [n, spec.features]; unpacks some panels at a time."""
     seen = activations(x, spec)
     if spec.memory == "rows":

@@ -33,7 +33,11 @@ def test_an_op_is_where_the_page_says(op: str) -> None:
     if cpu == "reference":
         assert CPU[op] == REFERENCE[op]
     else:
-        stem = {"add_rms_norm": "rms_norm", "head_norm": "rms_norm", "gather_rows": "embedding"}.get(op, op)
+        stem = {
+            **dict.fromkeys(("add_rms_norm", "head_norm"), "rms_norm"),
+            "gather_rows": "embedding",
+            **dict.fromkeys(("expert_linear", "expert_gated_linear"), "expert_product"),
+        }.get(op, op)
         names = "packed_linear" if op.startswith("packed_") and op != "packed_embedding" else stem
         assert re.search(rf"\b{names}\(", (KERNELS / "cpu" / cpu).read_text()), f"{cpu} does not define {names}"
 

@@ -1,0 +1,200 @@
+#include "moe/experts.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace allspan {
+namespace {
+
+constexpr int64_t kMostRows = 128;             // of a tile
+constexpr int64_t kAlone = 2;                  // so few tokens every thread packs for itself
+constexpr int64_t kRowBlockBytes = 512 << 10;  // packed rows that stay in the second-level cache
+constexpr int64_t kSumRows = 512;              // tokens whose sums a thread holds at once
+
+int64_t unit_of(const PackedSpec& spec) { return spec.interleaved ? 2 : 1; }
+
+// Where a panel's sums go: columns [first, first + count) of the product.
+struct Columns {
+  int64_t first, count;
+};
+
+Columns columns_of(const PackedSpec& spec, int64_t panel) {
+  if (spec.interleaved) {
+    const int64_t first = panel / 2 * kFeatures, part = spec.parts[0];
+    return {panel % 2 * part + first, std::min(kFeatures, part - first)};
+  }
+  int64_t begin = 0;
+  for (int64_t part : spec.parts) {
+    const int64_t panels = (part + kFeatures - 1) / kFeatures;
+    if (panel < panels) return {begin + panel * kFeatures, std::min(kFeatures, part - panel * kFeatures)};
+    panel -= panels;
+    begin += part;
+  }
+  return {begin, 0};
+}
+
+// The packed rows of a step's slots. Of few tokens they lie by token, in memory of the thread; of more by slot, in the
+// order of routing.slots.
+class PackedRows {
+ public:
+  // of_token: slots of a token have the same input.
+  PackedRows(Worker& worker, const ExpertArgs& a, int64_t rows, bool of_token)
+      : row_bytes_(a.kernels->row_bytes(*a.spec)), slots_(a.routing.slots), top_k_(a.top_k) {
+    const int64_t count = a.routing.starts[a.routing.num_places], inputs = a.spec->inputs;
+    by_token_ = of_token && rows <= kAlone;
+    const int64_t held = by_token_ ? rows : count;
+    const auto pack = [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t from = by_token_ ? i : of_token ? slots_[i] / top_k_ : slots_[i];
+        a.kernels->pack_row(*a.spec, a.x + from * inputs, packed_ + i * row_bytes_);
+      }
+    };
+    if (by_token_) {
+      packed_ = static_cast<char*>(worker.scratch(held * row_bytes_));
+      pack(0, held);
+    } else {
+      packed_ = static_cast<char*>(worker.shared(std::max<int64_t>(1, held) * row_bytes_));
+      worker.split(held, 1, pack);
+    }
+  }
+
+  // The rows of neighbouring slots of one expert, of which the first is number i in the order of routing.slots. Of at
+  // most two tokens those of an expert are all, or one.
+  const char* at(int64_t i) const { return packed_ + (by_token_ ? slots_[i] / top_k_ : i) * row_bytes_; }
+  int64_t row_bytes() const { return row_bytes_; }
+
+ private:
+  const int64_t row_bytes_;
+  const int32_t* slots_;
+  const int64_t top_k_;
+  bool by_token_;
+  char* packed_;
+};
+
+// Slots [begin, end) in the order of routing.slots, all of one expert.
+struct Block {
+  int64_t place, begin, end;
+};
+
+// Cuts every expert's slots into blocks of at most `most`, and calls body(number of the block, block).
+template <class Body>
+int64_t for_blocks(const Routing& routing, int64_t most, Body body) {
+  int64_t number = 0;
+  for (int64_t p = 0; p < routing.num_places; ++p)
+    for (int64_t begin = routing.starts[p]; begin < routing.starts[p + 1]; begin += most)
+      body(number++, Block{p, begin, std::min<int64_t>(begin + most, routing.starts[p + 1])});
+  return number;
+}
+
+// One panel group of one block: its products to their slots' rows of out.
+void product_of(const ExpertArgs& a, const PackedRows& rows, const Block& block, int64_t panel, int64_t panels,
+                int64_t tile) {
+  const PackedSpec& spec = *a.spec;
+  const int64_t step = is_gated(a.epilogue) ? 2 : 1;
+  const uint8_t* weight = a.weight + (block.place * spec.panels + panel) * spec.panel_bytes;
+  const float* bias = a.bias ? a.bias + block.place * spec.features : nullptr;
+  alignas(64) float sums[kMostRows * kTileStride];
+  for (int64_t first = block.begin; first < block.end; first += tile) {
+    const int64_t count = std::min(tile, block.end - first);
+    if (spec.blocks > 0)
+      a.kernels->product(spec, rows.at(first), count, weight, panels, sums, first == block.begin);
+    else
+      std::memset(sums, 0, count * kTileStride * sizeof(float));
+    for (int64_t p = 0; p < panels; p += step) {
+      const Columns columns = columns_of(spec, panel + p);
+      const float* own = bias ? bias + columns.first : nullptr;
+      for (int64_t row = 0; row < count; ++row)
+        a.elementwise->finish({a.epilogue, sums + row * kTileStride + p * kFeatures, kTileStride, own,
+                               own ? own + spec.parts[0] : nullptr,
+                               a.out + a.routing.slots[first + row] * a.out_stride + columns.first, a.out_stride, 1,
+                               columns.count});
+    }
+  }
+}
+
+// The sums of some columns for tokens [begin, end), experts in ascending order.
+void sum_of(const ExpertArgs& a, const PackedRows& rows, int64_t begin, int64_t end, int64_t panel, int64_t panels,
+            int64_t tile, float* total) {
+  const PackedSpec& spec = *a.spec;
+  const Routing& routing = a.routing;
+  const Columns columns = columns_of(spec, panel);
+  const int64_t width = std::min(panels * kFeatures, spec.features - columns.first);
+  alignas(64) float sums[kMostRows * kTileStride];
+  std::fill_n(total, (end - begin) * kTileStride, 0.0f);
+  for (int64_t p = 0; p < routing.num_places; ++p) {
+    const auto of = [&](int64_t token) {  // the first of the expert's slots that is this token's, or a later one's
+      return std::lower_bound(routing.slots + routing.starts[p], routing.slots + routing.starts[p + 1],
+                              token * a.top_k) -
+             routing.slots;
+    };
+    if (routing.starts[p] == routing.starts[p + 1]) continue;
+    const int64_t first_slot = of(begin), end_slot = of(end);
+    const uint8_t* weight = a.weight + (p * spec.panels + panel) * spec.panel_bytes;
+    const float* bias = a.bias ? a.bias + p * spec.features + columns.first : nullptr;
+    for (int64_t first = first_slot; first < end_slot; first += tile) {
+      const int64_t count = std::min(tile, end_slot - first);
+      if (spec.blocks > 0)
+        a.kernels->product(spec, rows.at(first), count, weight, panels, sums, first == first_slot);
+      else
+        std::memset(sums, 0, count * kTileStride * sizeof(float));
+      for (int64_t row = 0; row < count; ++row) {
+        const int64_t slot = routing.slots[first + row];
+        const float factor = routing.weights[slot];
+        const float* from = sums + row * kTileStride;
+        float* to = total + (slot / a.top_k - begin) * kTileStride;
+        if (bias)
+          for (int64_t c = 0; c < width; ++c) to[c] += factor * (from[c] + bias[c]);
+        else
+          for (int64_t c = 0; c < panels * kFeatures; ++c) to[c] += factor * from[c];
+      }
+    }
+  }
+  for (int64_t row = begin; row < end; ++row)
+    a.elementwise->finish({a.epilogue, total + (row - begin) * kTileStride, kTileStride, nullptr, nullptr,
+                           a.out + row * a.out_stride + columns.first, a.out_stride, 1, width});
+}
+
+}  // namespace
+
+void expert_product(Worker& worker, const ExpertArgs& a, int64_t rows) {
+  const PackedSpec& spec = *a.spec;
+  if (rows == 0 || spec.panels == 0) return;
+  const PackedRows packed(worker, a, rows, true);
+  const int64_t tile = std::min(a.kernels->rows, kMostRows);
+  const int64_t most = std::max<int64_t>(1, kRowBlockBytes / packed.row_bytes() / tile) * tile;
+  const int64_t unit = unit_of(spec), units = spec.panels / unit;
+  const int64_t blocks = for_blocks(a.routing, most, [](int64_t, const Block&) {});
+  if (a.kernels->begin) a.kernels->begin();
+  worker.stretch(blocks * units, kTilePanels / unit, [&](int64_t begin, int64_t end) {
+    for_blocks(a.routing, most, [&](int64_t number, const Block& block) {
+      const int64_t from = std::max(begin, number * units), to = std::min(end, (number + 1) * units);
+      for (int64_t u = from; u < to; u += kTilePanels / unit) {
+        const int64_t panels = std::min(kTilePanels / unit, to - u) * unit;
+        product_of(a, packed, block, (u - number * units) * unit, panels, tile);
+      }
+    });
+  });
+  if (a.kernels->end) a.kernels->end();
+}
+
+void expert_sum(Worker& worker, const ExpertArgs& a, int64_t rows) {
+  const PackedSpec& spec = *a.spec;
+  if (rows == 0 || spec.panels == 0) return;
+  const PackedRows packed(worker, a, rows, false);
+  const int64_t tile = std::min(a.kernels->rows, kMostRows);
+  const int64_t blocks = (rows + kSumRows - 1) / kSumRows;
+  const int64_t groups = (spec.panels + kTilePanels - 1) / kTilePanels;
+  const int64_t held = std::min(rows, kSumRows) * kTileStride;
+  if (a.kernels->begin) a.kernels->begin();
+  worker.stretch(blocks * groups, 1, [&](int64_t begin, int64_t end) {
+    float* total = static_cast<float*>(worker.scratch(held * sizeof(float)));
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t block = item / groups, panel = item % groups * kTilePanels;
+      sum_of(a, packed, block * kSumRows, std::min(rows, (block + 1) * kSumRows), panel,
+             std::min(kTilePanels, spec.panels - panel), tile, total);
+    }
+  });
+  if (a.kernels->end) a.kernels->end();
+}
+
+}  // namespace allspan
