@@ -46,6 +46,11 @@ class ModelConfig:
     disable_cascade_attn: bool = False
     """Turns cascade attention off: on a GPU, a prefix that several decoding requests share is then read once for each
     request."""
+    enable_expert_parallel: bool = False
+    """Gives ranks whole experts of their own. Without it every rank has a slice of each expert."""
+    expert_parallel_size: int = 0
+    """Sets the number of groups that share out the experts with --enable-expert-parallel; the ranks of a group have
+    slices of the same ones. 0 takes a group for each rank."""
     verify: bool = False
     """Reads all weights of a converted model first and compares them with the hash in its manifest."""
 
@@ -178,6 +183,8 @@ class EngineOptions(TypedDict, total=False):
     device: str
     enforce_eager: bool
     disable_cascade_attn: bool
+    enable_expert_parallel: bool
+    expert_parallel_size: int
     verify: bool
     page_size: int
     kv_cache_dtype: str

@@ -17,6 +17,7 @@ from allspan.protos.model_files.json_values import read_json_object
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import expected_shapes
 from allspan.worker.models.model import Model
+from allspan.worker.models.pieces import EP
 from allspan.worker.models.shard import Place, make_shard
 from allspan.worker.models.spec_json import spec_json
 
@@ -52,7 +53,9 @@ class Inspection:
         """The whole model's shape, and each rank's part: its heads and its tensors."""
         holding = self._model.holding
         spec, size, stages = holding.spec, holding.shard.size, holding.shard.stage.size
-        shards = [make_shard(rank, size, Place(stage, stages)) for stage in range(stages) for rank in range(size)]
+        groups = holding.shard.groups[EP].size
+        places = [(rank, Place(stage, stages)) for stage in range(stages) for rank in range(size)]
+        shards = [make_shard(rank, size, stage, groups) for rank, stage in places]
         parts = [replace(holding, shard=shard) for shard in shards]
         return {
             "name": self._config.name,

@@ -19,6 +19,7 @@ from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.spec import ITEM_BITS, CacheGroup
 from allspan.worker.load.converted import ConvertedWeights
 from allspan.worker.load.registry import ModelSource, find_model
+from allspan.worker.models.blocks.moe import Moe
 from allspan.worker.models.holding import Holding, Progress
 from allspan.worker.models.layout import (
     IGNORED_TENSORS,
@@ -83,7 +84,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         config = replace(config, **source.converted.held(config))
     check_ranks(source.spec, size)
     check_stages(source.spec, stage.size)
-    shard = make_shard(rank, size, stage)
+    shard = make_shard(rank, size, stage, expert_groups(config, source.spec, size))
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization, config.device)
     memory = memory_of(config.device, dtype)
@@ -92,6 +93,10 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         raise ConfigError(
             f"quantization {quantization!r} is for models of 16 bits on GPUs; device is {config.device}, dtype {dtype}"
             ": use --device cuda, or --quantization a8w8"
+        )
+    if memory == "rows" and any(isinstance(layer.mlp, Moe) for layer in source.spec.layers):
+        raise ConfigError(
+            f"model type {source.spec.family!r} has experts, for which GPUs have no kernels: use --device cpu"
         )
     if dtype == "float16" and memory != "rows":
         raise ConfigError(
@@ -124,8 +129,30 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
     )
 
 
+def expert_groups(config: ModelConfig, spec: ModelSpec, size: int) -> int:
+    """See `make_shard`. Raises ConfigError for groups that are not equal, or more than there are experts."""
+    if not config.enable_expert_parallel:
+        if config.expert_parallel_size:
+            raise ConfigError(
+                f"expert_parallel_size is {config.expert_parallel_size} without --enable-expert-parallel: use both"
+            )
+        return 1
+    counts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, Moe)]
+    if not counts:
+        raise ConfigError("enable_expert_parallel: the model has no experts: leave --enable-expert-parallel out")
+    groups = config.expert_parallel_size or size
+    if size % groups or groups > min(counts):
+        raise ConfigError(
+            f"expert_parallel_size is {groups}, must divide the {size} ranks and be at most the {min(counts)} experts "
+            "of a layer: set another --expert-parallel-size"
+        )
+    return groups
+
+
 def _check_converted(config: ModelConfig, memory: str, stage: Place) -> None:
     """Raises ConfigError for what the files of a converted model are not for."""
+    if config.enable_expert_parallel:
+        raise ConfigError("a converted model has slices of every expert: leave --enable-expert-parallel out")
     if config.quantize_lm_head:
         raise ConfigError(
             f"quantize_lm_head: {config.path} is converted, its head as it was: load the model that it was made from, "

@@ -24,14 +24,17 @@ from allspan.worker.models.families.chatglm import CHATGLM
 from allspan.worker.models.families.exaone4 import EXAONE4
 from allspan.worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from allspan.worker.models.families.glm import GLM, GLM4
+from allspan.worker.models.families.glm4_moe import GLM4_MOE
 from allspan.worker.models.families.granite import GRANITE, GRANITE_HYBRID
 from allspan.worker.models.families.llama import LLAMA
 from allspan.worker.models.families.llama_like import ERNIE, HELIUM, SEED_OSS, SMOLLM3
 from allspan.worker.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from allspan.worker.models.families.mixtral import MIXTRAL
 from allspan.worker.models.families.phi3 import PHI3
 from allspan.worker.models.families.qwen import QWEN
 from allspan.worker.models.families.qwen2 import QWEN2
 from allspan.worker.models.families.qwen3 import QWEN3
+from allspan.worker.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.family import Family
 from allspan.worker.models.spec import ModelSpec
@@ -76,6 +79,10 @@ FAMILIES: dict[str, Family] = {
         QWEN,
         CHATGLM,
         BAICHUAN,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        MIXTRAL,
+        GLM4_MOE,
     )
 }
 """model_type → family. A new family is one file and one name here."""

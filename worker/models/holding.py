@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.packer import Packer
+from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.layout import embedding_of, head_of, held_layout
-from allspan.worker.models.pieces import Linear, Piece, Table, Vector
+from allspan.worker.models.pieces import Axis, Linear, Piece, Table, Vector
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.source import PieceSource, read_vector
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.process.release_memory import anonymous
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearDelta, LinearMethod, LinearShape
+from allspan.worker.quant.exact import Exact
+from allspan.worker.quant.experts import ExpertProducts, Packs
 from allspan.worker.step.backend import HOST
 from allspan.worker.weights.checkpoint import Checkpoint
 from allspan.worker.weights.held_tensor import HeldTensor
@@ -25,6 +28,7 @@ from allspan.worker.weights.weight_map import WeightMap
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of this rank's weights."""
 
+_EXACT = Exact()
 _ALIGNMENT = 128
 """Bytes: of a pair of cache lines, which the processor fetches together."""
 
@@ -57,7 +61,7 @@ class Holding:
     def shape_of(self, piece: Linear | Table) -> LinearShape:
         """What this rank holds of a layer; of one that every expert has, what it holds of one of them."""
         linear = piece if isinstance(piece, Linear) else None
-        has_bias = linear is not None and linear.has_bias and not (linear.sums_ranks and self.shard.rank > 0)
+        has_bias = linear is not None and linear.has_bias and self._is_first(linear.inputs)
         embedding, head = embedding_of(self.spec), head_of(self.spec)
         return LinearShape(
             parts=tuple(len(self.shard.part(part.rows)) for part in piece.parts),
@@ -70,6 +74,13 @@ class Holding:
             stored=tuple(self._kind(piece, f"{part.name}.weight") for part in piece.parts) if self.stored else (),
             memory=self.memory,
         )
+
+    def _is_first(self, axis: Axis) -> bool:
+        """Whether the rank is the first of those that share an axis."""
+        return not axis.group or self.shard.groups[axis.group].is_first
+
+    def _method(self, piece: Linear | Table) -> LinearMethod:
+        return _EXACT if isinstance(piece, Linear) and piece.is_exact else self.method
 
     def _kind(self, piece: Linear | Table, name: str) -> str:
         """How the checkpoint has stored a canonical tensor; one that is scaled or normalised is read as
@@ -88,7 +99,7 @@ class Holding:
         """Canonical name → shape and dtype."""
         if isinstance(piece, Vector):
             return {piece.name: HeldTensor((len(self.shard.part(piece.axis)),), torch.float32)}
-        held = self.method.tensors(self.shape_of(piece))
+        held = self._method(piece).tensors(self.shape_of(piece))
         if isinstance(piece, Linear) and piece.experts is not None:
             experts = self._num_experts(piece)
             held = {name: HeldTensor((experts, *tensor.shape), tensor.dtype) for name, tensor in held.items()}
@@ -108,15 +119,22 @@ class Holding:
     ) -> None:
         """Appends the product of x and the layer's weight; of the embedding, that with the head that is tied to it. A
         delta lies between the product and its epilogue, which is an op of its own then."""
-        shape, weights = self.shape_of(piece), self._slots(program, piece)
+        method, shape, weights = self._method(piece), self.shape_of(piece), self._slots(program, piece)
         if self.delta is None or not self.delta.has(piece.name):
-            self.method.emit(program, shape, weights, x, out, epilogue)
+            method.emit(program, shape, weights, x, out, epilogue)
             return
         product = out if epilogue is Epilogue.STORE else program.scratch("adapted", out, shape.outputs)
-        self.method.emit(program, shape, weights, x, product)
+        method.emit(program, shape, weights, x, product)
         self.delta.emit(program, piece.name, shape, x, product)
         if epilogue is not Epilogue.STORE:
             epilogue.finish(program, product, out)
+
+    def experts(self, program: ProgramBuilder, piece: Linear) -> ExpertProducts:
+        """What appends the products of a layer that every expert has. Raises ConfigError for a method whose weights are
+        not packed."""
+        if not isinstance(self.method, Packs):
+            raise ConfigError(f"quantization {self.quantization!r} has no experts: use another one")
+        return ExpertProducts(program, self.method, self.shape_of(piece), self._slots(program, piece))
 
     def emit_embedding(self, program: ProgramBuilder, ids: Slot, out: Slot) -> None:
         """Appends out = this rank's rows of the embedding, 0 for ids of others."""
@@ -184,7 +202,8 @@ class Holding:
         shape = self.shape_of(piece)
         by_suffix = {name.removeprefix(piece.name + "."): tensor for name, tensor in tensors.items()}
         if not isinstance(piece, Linear) or piece.experts is None:
-            self.method.load(shape, PieceSource(self.shard, self.weights, checkpoint, piece), by_suffix, self.packer)
+            source = PieceSource(self.shard, self.weights, checkpoint, piece)
+            self._method(piece).load(shape, source, by_suffix, self.packer)
             return
         for place, expert in enumerate(self.shard.units(piece.experts)):
             own = {suffix: tensor[place] for suffix, tensor in by_suffix.items()}

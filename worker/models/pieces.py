@@ -9,6 +9,8 @@ TP = "tp"
 """The process group of tensor parallelism: heads, columns of an MLP, rows of the vocabulary."""
 EP = "ep"
 """The process group of expert parallelism: whole experts."""
+ETP = "etp"
+"""The process group whose ranks share the columns of each expert."""
 PP = "pp"
 """The process group of pipeline parallelism: whole layers."""
 
@@ -54,13 +56,15 @@ class Linear:
     """Two parts of one size (gate and up), whose outputs are used pair by pair."""
     experts: Axis | None = None
     """Every expert has such a layer: its tensors get a leading dimension, this rank's experts."""
+    is_exact: bool = False
+    """It is held in float32, whatever the method of other layers."""
     has_unit_rows: bool = False
     """Each row of the weight is held divided by its Euclidean norm; its inputs are not split."""
 
     @property
     def sums_ranks(self) -> bool:
-        """Its input is split, so that ranks add their outputs: only the first adds the bias."""
-        return bool(self.inputs.group)
+        """Its input is split, so that ranks add their outputs: only the first adds the bias. Or its experts are."""
+        return bool(self.inputs.group) or (self.experts is not None and bool(self.experts.group))
 
 
 @dataclass(frozen=True, slots=True)

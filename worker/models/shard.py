@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from allspan.worker.models.pieces import EP, PP, TP, Axis
+from allspan.worker.models.pieces import EP, ETP, PP, TP, Axis
 
 
 def split(total: int, size: int) -> tuple[range, ...]:
@@ -68,7 +68,12 @@ class Shard:
         return range(units.start * axis.unit, units.stop * axis.unit)
 
 
-def make_shard(rank: int, size: int, stage: Place = WHOLE) -> Shard:
-    """One of `size` ranks that share all that is split of the layers of a stage."""
-    place = Place(rank, size)
-    return Shard(rank, size, {TP: place, EP: place, PP: stage})
+def make_shard(rank: int, size: int, stage: Place = WHOLE, expert_groups: int = 1) -> Shard:
+    """One of `size` ranks that share all that is split of the layers of a stage. Of `expert_groups`, neighbouring ranks
+    each, every one has whole experts of its own, whose columns its ranks share out: 1 slices every expert over all
+    ranks, `size` slices none. Raises ValueError unless the groups are equal."""
+    if size % expert_groups:
+        raise ValueError(f"{size} ranks are not {expert_groups} equal groups")
+    slices = size // expert_groups
+    experts, columns = Place(rank // slices, expert_groups), Place(rank % slices, slices)
+    return Shard(rank, size, {TP: Place(rank, size), EP: experts, ETP: columns, PP: stage})

@@ -16,6 +16,7 @@ from allspan.worker.models.spec import Norms, NormSpec
 from allspan.worker.models.step_meta import MakeMeta
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
 from allspan.worker.quant.base import Epilogue
+from allspan.worker.quant.experts import ExpertProducts
 from allspan.worker.step.inputs import axis_name, group_name
 from allspan.worker.step.row_inputs import POSITION_AXES
 
@@ -100,9 +101,14 @@ class Sublayer:
         """The layer's "k_cache", "v_cache", "k_scales" or "v_scales"."""
         return self.program.named(f"{part}.{self._number}")
 
-    def buffer(self, name: str, width: int) -> Slot:
-        """[rows of the stream, width]; blocks of other layers that ask for the same get the same memory."""
-        return self._builder.buffer(name, self.stream.rows, width)
+    def buffer(self, name: str, width: int, is_exact: bool = False, is_integer: bool = False) -> Slot:
+        """[rows of the stream, width], of activations, float32 or int32; blocks of other layers that ask for the same
+        get the same memory."""
+        return self._builder.buffer(name, self.stream.rows, width, is_exact, is_integer)
+
+    def single(self, name: str, width: int) -> Slot:
+        """int32 [1, width], shared as `buffer` is."""
+        return self._builder.buffer(name, Rows.ONE, width, is_integer=True)
 
     def constant_name(self, label: str, key: Hashable) -> str:
         return self._builder.bindings.name(label, key)
@@ -145,12 +151,21 @@ class Sublayer:
     def add_linear(self, name: str, x: Slot) -> None:
         """Appends the product of x and the block's last linear layer, and its way to the residual stream. Where nothing
         lies between, the product is added at once."""
-        piece = self.piece(name)
-        if self._norms.after is None and not self._sums(piece.sums_ranks):
-            self.linear(name, x, self.stream.residual, Epilogue.ADD)
+        sums_ranks = self.piece(name).sums_ranks
+        if (out := self.target(sums_ranks)) == self.stream.residual:
+            self.linear(name, x, out, Epilogue.ADD)
         else:
-            self.linear(name, x, self.stream.x)
-            self.add(piece.sums_ranks)
+            self.linear(name, x, out)
+            self.add(sums_ranks)
+
+    def experts(self, name: str) -> ExpertProducts:
+        """What appends the products of a layer that every expert of the block has."""
+        return self.holding.experts(self.program, self.piece(name))
+
+    def target(self, sums_ranks: bool) -> Slot:
+        """The residual stream, where a block's product may be added to it at once; else `output`."""
+        is_direct = self._norms.after is None and not self._sums(sums_ranks)
+        return self.stream.residual if is_direct else self.output
 
     @property
     def output(self) -> Slot:
@@ -190,11 +205,11 @@ class StreamBuilder:
         self._widths: dict[str, int] = {}
         self._rotations: dict[tuple[Slot, ...], Rotation[Slot]] = {}
 
-    def buffer(self, name: str, rows: Rows, width: int, is_exact: bool = False) -> Slot:
+    def buffer(self, name: str, rows: Rows, width: int, is_exact: bool = False, is_integer: bool = False) -> Slot:
         prefix = "last." if rows is Rows.LOGITS else ""
         if self._widths.setdefault(prefix + name, width) != width:
             name = f"{name} {width}"
-        return self.program.buffer(prefix + name, rows, width, is_exact=is_exact)
+        return self.program.buffer(prefix + name, rows, width, is_exact=is_exact, is_integer=is_integer)
 
     def stream(self, rows: Rows) -> Stream:
         width = self.holding.spec.hidden_size

@@ -17,7 +17,18 @@ from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import DeadlineExceeded, InternalError
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.profile import OpTimer, profiles
-from allspan.worker.program.program import COLLECTIVE_OPS, Buffer, Named, Op, Program, Rows, Slot, flat, function_of
+from allspan.worker.program.program import (
+    COLLECTIVE_OPS,
+    Argument,
+    Buffer,
+    Named,
+    Op,
+    Program,
+    Rows,
+    Slot,
+    flat,
+    function_of,
+)
 
 
 class NativeProgram:
@@ -27,7 +38,7 @@ class NativeProgram:
         native: Any = ops.program
         window = collectives.capabilities.window
         self._program = program
-        self._capacity = dict(capacity)
+        self._capacity = {**capacity, Rows.ONE: 1}
         self._native = native(len(program.slots), window)
         self._names: dict[str, int] = {}
         self._bound: dict[int, Any] = {}
@@ -39,7 +50,7 @@ class NativeProgram:
             if isinstance(slot, Buffer):
                 shape = (self._capacity[slot.rows], *slot.shape)
                 if slot.storage not in storages:
-                    storages[slot.storage] = torch.zeros(shape)
+                    storages[slot.storage] = torch.zeros(shape, dtype=slot.dtype(torch.float32))
                 self._buffers[i] = slot.rows, storages[slot.storage].view(shape)
                 self._native.bind(i, self._buffers[i][1])
             else:
@@ -147,7 +158,13 @@ class NativeProgram:
         if count == 0:
             return
         given = self._taken or {}
-        values = [self._value(a, count, foreign, given) if isinstance(a, Slot) else a for a in op.arguments]
+
+        def value(argument: Argument) -> Any:
+            if isinstance(argument, tuple):  # of the same type: ops take named ones
+                return tuple.__new__(type(argument), map(value, argument))
+            return self._value(argument, count, foreign, given) if isinstance(argument, Slot) else argument
+
+        values = [value(argument) for argument in op.arguments]
         if self._is_profiling:
             self._timer.call(op.name, foreign.function, *values)
         else:
@@ -164,7 +181,10 @@ class NativeProgram:
         if (name := foreign.inputs.get(slot.index)) is not None:
             return given.get(name)
         buffer = self._buffers.get(slot.index)
-        return self._bound[slot.index] if buffer is None else buffer[1][:count]
+        if buffer is None:
+            return self._bound[slot.index]
+        rows, whole = buffer
+        return whole if rows is Rows.ONE else whole[:count]
 
 
 class _Foreign:

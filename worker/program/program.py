@@ -17,6 +17,7 @@ from torch import Tensor
 
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.router_spec import RouterSpec
 from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import InternalError
 from allspan.worker.parallel.base import Collectives
@@ -29,10 +30,11 @@ COLLECTIVE_OPS = frozenset({"all_reduce", "all_reduce_add_rms_norm", "all_gather
 
 
 class Rows(enum.Enum):
-    """How many rows of a buffer a step uses: one a new token, or one a row of logits."""
+    """How many rows of a buffer a step uses: one a new token, one a row of logits, or one alone."""
 
     TOKENS = "tokens"
     LOGITS = "logits"
+    ONE = "one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,19 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """[rows, *shape], in the model's dtype for activations, or float32 where it `is_exact`. Buffers of one `storage`
-    are the same memory in different shapes."""
+    """[rows, *shape], in the model's dtype for activations, float32 where it `is_exact`, or int32 where it
+    `is_integer`. Buffers of one `storage` are the same memory in different shapes."""
 
     name: str
     rows: Rows
     shape: tuple[int, ...]
     storage: str
     is_exact: bool = False
+    is_integer: bool = False
+
+    def dtype(self, activations: torch.dtype) -> torch.dtype:
+        """Its elements' type where activations have this one."""
+        return torch.int32 if self.is_integer else torch.float32 if self.is_exact else activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ class Named:
     """An input of every step, and what its rows count; None: it stays where it is bound."""
 
 
-Value = Slot | PackedSpec | float | int | str | None
+Value = Slot | PackedSpec | RouterSpec | float | int | str | None
 Argument = Value | tuple[Value, ...]
 
 
@@ -133,8 +140,8 @@ def _storages(
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for slot in program.slots:
         if isinstance(slot, Buffer):
-            held = torch.float32 if slot.is_exact else dtype
-            found.setdefault(slot.storage, ((capacity[slot.rows], *slot.shape), held))
+            rows = 1 if slot.rows is Rows.ONE else capacity[slot.rows]
+            found.setdefault(slot.storage, ((rows, *slot.shape), slot.dtype(dtype)))
     return found
 
 
@@ -146,8 +153,8 @@ class ProgramBuilder:
         self._by_name: dict[str, Slot] = {}
         self._ops: list[Op] = []
 
-    def buffer(self, name: str, rows: Rows, *shape: int, is_exact: bool = False) -> Slot:
-        return self._add(Buffer(name, rows, shape, name, is_exact))
+    def buffer(self, name: str, rows: Rows, *shape: int, is_exact: bool = False, is_integer: bool = False) -> Slot:
+        return self._add(Buffer(name, rows, shape, name, is_exact, is_integer))
 
     def view(self, slot: Slot, *shape: int) -> Slot:
         """The buffer `slot` with rows of another shape."""
@@ -155,7 +162,7 @@ class ProgramBuilder:
         if math.prod(shape) != math.prod(buffer.shape):
             raise InternalError(f"slot {buffer.name!r} of shape {buffer.shape} has no view of shape {shape}")
         name = f"{buffer.name} as {' x '.join(map(str, shape))}"
-        return self._add(Buffer(name, buffer.rows, shape, buffer.storage, buffer.is_exact))
+        return self._add(replace(buffer, name=name, shape=shape))
 
     def width(self, slot: Slot) -> int:
         """Elements in a row of a buffer."""
@@ -220,7 +227,7 @@ class Interpreter:
         """`synchronize` waits for the device, when ops are timed; None: an op is done when it returns."""
         self._program = program
         self._ops = ops
-        self._capacity = dict(capacity)
+        self._capacity = {**capacity, Rows.ONE: 1}
         self._synchronize = synchronize
         self._timer = OpTimer(synchronize)
         self._is_profiling = False
@@ -255,7 +262,7 @@ class Interpreter:
 
     def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
         """The output's rows of this step, a view that the next run overwrites."""
-        counts = {Rows.TOKENS: num_tokens, Rows.LOGITS: num_logits}
+        counts = {Rows.TOKENS: num_tokens, Rows.LOGITS: num_logits, Rows.ONE: 1}
         for rows, count in counts.items():
             if count > self._capacity[rows]:
                 raise InternalError(f"a step of {count} rows of {rows.value}, the buffers hold {self._capacity[rows]}")

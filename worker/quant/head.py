@@ -12,7 +12,7 @@ from allspan.kernels.packer import Packer
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearMethod, LinearShape, Source
 from allspan.worker.quant.instant import SCHEMES, InstantQuant
-from allspan.worker.quant.packed import PackedMethod
+from allspan.worker.quant.packed import PackedMethod, PackedPart
 from allspan.worker.weights.held_tensor import HeldTensor
 
 
@@ -55,6 +55,10 @@ class QuantisedHead:
     ) -> None:
         method, shape = self._of(shape)
         method.emit_embedding(program, shape, weights, ids, first_row, out)
+
+    def packed(self, shape: LinearShape) -> tuple[PackedPart, ...]:
+        """The packed weights of a layer."""
+        return (self._head if self._of(shape)[0] is self._head else self._rest).packed(self._of(shape)[1])
 
     def _of(self, shape: LinearShape) -> tuple[LinearMethod, LinearShape]:
         if shape.is_head and not any(part.spec.kind.is_quantised for part in self._rest.packed(shape)):

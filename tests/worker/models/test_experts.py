@@ -1,7 +1,10 @@
-"""Weights with an expert dimension, and how they split: a block from outside against transformers."""
+"""Families with experts against transformers, however ranks share the experts out."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from allspan.kernels.table import BACKENDS, Backend
+from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.load.loader import prepare
-from allspan.worker.load.registry import FAMILIES
 from allspan.worker.models.layout import layout
-from support.outside_moe import BY_EXPERT, STACKED, qwen3_moe
 from support.tiny_models import logits_on_ranks, prompt, reference_logits, relative_error
 
 SIZES: dict[str, Any] = {
@@ -26,68 +27,117 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "intermediate_size": 80,
     "moe_intermediate_size": 48,
-    "num_experts": 5,
     "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
     "vocab_size": 97,
     "max_position_embeddings": 128,
+    "pad_token_id": 0,
 }
-IDS = prompt(30, 97)
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3_moe", {"num_local_experts": 5, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3, plain weights": ("qwen3_moe", {"num_local_experts": 6, "norm_topk_prob": False}),
+    "qwen2": ("qwen2_moe", {"num_experts": 6, "shared_expert_intermediate_size": 56}),
+    "qwen2, sparse": ("qwen2_moe", {"num_experts": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "glm4": ("glm4_moe", {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "use_qk_norm": True}),
+    "glm4, groups": ("glm4_moe", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_bias": True}),
+}
+IDS = prompt(40, 97)
 
 
-def save(folder: Path) -> Any:
+def save(folder: Path, name: str) -> Any:
+    """A random model whose routers' biases decide: they are far larger than scores differ."""
+    model_type, config = MODELS[name]
     torch.manual_seed(5)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SIZES))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **config))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+        for key, buffer in model.named_buffers():
+            if "correction_bias" in key:
+                buffer.copy_(torch.randperm(len(buffer)) * 2.0 - 12.0)
+                buffer[::3] += torch.rand(len(buffer[::3]))
     model.eval()
     model.save_pretrained(folder)
     return model
 
 
-def stack_experts(folder: Path) -> None:
-    """Every layer's experts in one tensor each for gate and up, and for down."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for layer in (0, 2):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        own = [
-            {name: tensors.pop(f"{prefix}{expert}.{name}_proj.weight") for name in ("gate", "up", "down")}
-            for expert in range(SIZES["num_experts"])
-        ]
-        tensors[prefix + "gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in own])
-        tensors[prefix + "down_proj"] = torch.stack([each["down"] for each in own])
-    save_file(tensors, path, metadata={"format": "pt"})
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_on_any_ranks_and_in_both_layouts(name: str, tmp_path: Path) -> None:
+    expected = reference_logits(save(tmp_path, name), IDS)
+    assert relative_error(logits_on_ranks(tmp_path, 1, [IDS])[0], expected) < 1e-4
+    for ranks, groups in ((1, 0), (2, 0), (3, 0), (2, 2), (3, 3), (4, 2)):
+        config = {"enable_expert_parallel": True, "expert_parallel_size": groups} if groups else {}
+        found = logits_on_ranks(tmp_path, ranks, [IDS], backend="cpu", **config)[0]
+        assert relative_error(found, expected) < 1e-4, f"{ranks} ranks, {groups} groups"
 
 
-@pytest.fixture(autouse=True)
-def _ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS, "toy", Backend({"experts": "support.outside_moe:experts"}))
+def test_a_prompt_in_chunks_and_among_others_gets_the_same_bits(tmp_path: Path) -> None:
+    save(tmp_path, "qwen2")
+    others = [prompt(19, 97), IDS, prompt(1, 97)]
+    alone = logits_on_ranks(tmp_path, 1, [IDS], backend="cpu", quantization="int8")[0]
+    assert torch.equal(logits_on_ranks(tmp_path, 1, [IDS], chunk=7, backend="cpu", quantization="int8")[0], alone)
+    assert torch.equal(logits_on_ranks(tmp_path, 1, others, backend="cpu", quantization="int8")[1], alone)
 
 
-@pytest.mark.parametrize("slices", [False, True])
-@pytest.mark.parametrize("is_stacked", [False, True])
-def test_logits_equal_transformers_however_experts_are_named_and_split(
-    slices: bool, is_stacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("groups", "held"), [(0, [(5, 4), (5, 4)]), (2, [(3, 6), (2, 6)])])
+def test_ranks_hold_slices_of_all_experts_or_whole_ones(
+    groups: int, held: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "qwen3_moe", qwen3_moe(STACKED if is_stacked else BY_EXPERT, slices))
-    expected = reference_logits(save(tmp_path), IDS)
-    if is_stacked:
-        stack_experts(tmp_path)
-    for num_ranks in (1, 2, 3):
-        found = logits_on_ranks(tmp_path, num_ranks, [IDS], backend="toy")[0]
-        assert relative_error(found, expected) < 1e-4, f"{num_ranks} ranks"
+    """[experts, panels] of gate and up: 48 columns are 3 panels each, half of them 2."""
+    save(tmp_path, "qwen3")
+    config = ModelConfig(str(tmp_path), "tiny", enable_expert_parallel=bool(groups))
+    holdings = [prepare(config, CacheConfig(), rank, 2).holding for rank in range(2)]
+    tensors = [
+        {name: each.shape for piece in layout(holding.spec) for name, each in holding.tensors(piece).items()}
+        for holding in holdings
+    ]
+    assert [shapes["layers.0.expert_gate_up.weight"][:2] for shapes in tensors] == held
+    assert [shapes["layers.0.router.weight"] for shapes in tensors] == [(5, 64)] * 2
 
 
-def test_each_rank_holds_its_own_experts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "qwen3_moe", qwen3_moe(BY_EXPERT, slices=False))
-    save(tmp_path)
-    held = []
-    for rank in range(2):
-        holding = prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), rank, 2).holding
-        tensors = {name: each for piece in layout(holding.spec) for name, each in holding.tensors(piece).items()}
-        held.append(tensors["layers.0.expert_down.weight"].shape)
-    assert [shape[0] for shape in held] == [3, 2]
-    assert held[0][1:] == held[1][1:]
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"enable_expert_parallel": True, "expert_parallel_size": 3}, "must divide the 2 ranks"),
+        ({"expert_parallel_size": 2}, "use both"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    save(tmp_path, "qwen3")
+    with pytest.raises(ConfigError, match=says):
+        prepare(replace(ModelConfig(str(tmp_path), "tiny"), **change), CacheConfig(), 0, 2)
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen", "one too many"])
+def test_a_checkpoint_with_a_wrong_expert_is_refused_by_its_name(change: str, tmp_path: Path) -> None:
+    save(tmp_path, "qwen3")
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.2.mlp.experts.3.up_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    elif change == "misshapen":
+        tensors[name] = tensors[name][:-1].clone()
+    else:
+        name = name.replace(".3.", ".5.")
+        tensors[name] = torch.zeros(48, 64)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        logits_on_ranks(tmp_path, 1, [IDS])
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"num_local_experts": 100000}, "num_experts"),
+        ({"num_local_experts": 0}, "num_experts"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ],
+)
+def test_configs_that_name_no_mixture_are_refused(values: dict[str, Any], says: str, tmp_path: Path) -> None:
+    save(tmp_path, "qwen3")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(CheckpointError, match=says):
+        prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), 0, 1)

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from allspan.worker.models.blocks.gated_mlp import GatedMlp
 from allspan.worker.models.blocks.gqa import Gqa
+from allspan.worker.models.blocks.moe import Moe
 
-BLOCKS: dict[str, type] = {"gqa": Gqa, "gated_mlp": GatedMlp}
+BLOCKS: dict[str, type] = {"gqa": Gqa, "gated_mlp": GatedMlp, "moe": Moe}
