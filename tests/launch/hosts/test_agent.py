@@ -209,7 +209,9 @@ def test_mpirun_starts_its_ranks_through_agents(tmp_path: Path) -> None:
         daemon, agent = ("--prtemca", "plm_ssh_agent") if mpirun.version >= (5,) else ("--mca", "plm_rsh_agent")
         words = [mpirun.path, daemon, agent, str(shell), "--bind-to", "none"]
         words += [daemon, "oob_tcp_if_include", network, "--mca", "btl_tcp_if_include", network]
-        words += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,sm"]
+        words += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
+        if mpirun.version < (5,):  # its daemons leave the remote shell, else, and the agent ends them
+            words += ["--mca", "orte_leave_session_attached", "1"]
         words += ["-n", "1", "--host", a.name, sys.executable, str(program), ":"]
         words += ["-n", "1", "--host", b.name, sys.executable, str(program)]
         ran = a.run(words, timeout=60, env=env)
