@@ -166,6 +166,8 @@ class HostLink:
                 if not data:
                     return self._ending()
                 silence.heard()
+                if self.last_heard is None:
+                    self._show(bytes(self._said))
                 now = self.last_heard = time.monotonic()
                 for values in buffer.feed(data):
                     self._take(values, now)
@@ -173,13 +175,19 @@ class HostLink:
                 return f"nothing was heard of it for {limit:g} s"
 
     def _hear_shell(self, fd: int) -> bool:
+        """Shows what the remote shell writes; before the keeper's first word it is kept, as it may be the reason why
+        there is none."""
         data = os.read(fd, 1 << 16)
         self._said += data
         del self._said[:-KEPT_WORDS]
+        if self.last_heard is not None:
+            self._show(data)
+        return bool(data)
+
+    def _show(self, data: bytes) -> None:
         with suppress(OSError):  # a log that cannot be written is no reason to end a world
             sys.stderr.buffer.write(data)
             sys.stderr.flush()
-        return bool(data)
 
     def _take(self, values: dict[str, Any], now: float) -> None:
         if "mono" in values:

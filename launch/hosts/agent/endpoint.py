@@ -7,11 +7,13 @@ import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-
-import grpc
+from typing import TYPE_CHECKING
 
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster.tls import TlsFiles, is_loopback
+
+if TYPE_CHECKING:
+    import grpc
 
 PEER_NAME = "allspan agent"
 """The common name in the agent.pem of `allspan certs`: the certificates of HTTP clients, which are from the same
@@ -73,6 +75,8 @@ def listen(server: grpc.Server, host: str, config: AgentConfig) -> int:
             "--agent-ssl-ca-certs, --agent-ssl-certfile and --agent-ssl-keyfile (allspan certs makes them), or take "
             "127.0.0.1"
         )
+    import grpc
+
     try:
         if not config.tls.is_given:
             return int(server.add_insecure_port(address))
@@ -85,6 +89,8 @@ def listen(server: grpc.Server, host: str, config: AgentConfig) -> int:
 
 def connect(host: str, config: AgentConfig) -> grpc.Channel:
     """Returns a channel to a host's agent; it is dialled at the first call."""
+    import grpc  # not with this module: it reads how much it may log when it is loaded
+
     address = target(host, config.agent_port)
     if not config.tls.is_given:
         if not is_loopback(host):

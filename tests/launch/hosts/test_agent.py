@@ -26,6 +26,7 @@ from support.network_hosts import Host, Hosts, network_hosts
 from support.waiting import wait_until
 
 ALLSPAN = (sys.executable, "-m", "allspan.launch.cli")
+FILES = {"ca-certs": "ca.pem", "certfile": "agent.pem", "keyfile": "agent.key"}
 OTHER_SERVER = """
 import http.server
 server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
@@ -105,6 +106,17 @@ def test_who_may_not_come_in_is_told_why(certificates: Path, tmp_path: Path) -> 
         assert server.stdout is not None
         assert "is no allspan agent" in said(port=int(server.stdout.readline()))
         server.kill()
+
+
+def test_the_program_tells_a_refusal_in_one_line(certificates: Path, tmp_path: Path) -> None:
+    make_certificates(tmp_path, ["127.0.0.1"])
+    flags = [f"--agent-ssl-{name}={tmp_path / file}" for name, file in FILES.items()]
+    with agent(config_with(certificates)) as port:
+        words = [*ALLSPAN, "rsh", f"--agent-port={port}", *flags, "127.0.0.1", "true"]
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert (ran.returncode, ran.stdout) == (LOST, "")
+    (line,) = ran.stderr.splitlines()
+    assert "shows is refused" in line
 
 
 def test_another_version_is_refused_and_another_time_is_told(certificates: Path) -> None:

@@ -303,7 +303,7 @@ def test_a_rank_that_writes_much_has_a_bounded_log(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.glob("log-*")) <= 2 * rank_shell.KEPT_BYTES
 
 
-def test_a_remote_shell_that_fails_is_told_with_its_words(tmp_path: Path) -> None:
+def test_a_remote_shell_that_fails_is_told_once_with_its_words(capfd: pytest.CaptureFixture[str]) -> None:
     messages: queue.Queue[Message] = queue.Queue()
     link = HostLink("hostz", ["sh", "-c", "echo no route to host >&2; exit 255"], messages.put)
     link.start()
@@ -311,3 +311,4 @@ def test_a_remote_shell_that_fails_is_told_with_its_words(tmp_path: Path) -> Non
     assert isinstance(lost, HostLost)
     assert "ended with status 255" in lost.cause
     assert "no route to host" in lost.cause
+    assert capfd.readouterr().err == ""
