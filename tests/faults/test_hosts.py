@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 
 from support.byte_model import save_byte_model
 from support.network_hosts import Hosts, network_hosts
+from support.sshd import sshd
 from support.waiting import wait_until
 
 PROMPT = "The ranks of this model are on two hosts, and"
@@ -51,12 +52,15 @@ class Served:
 
 
 @contextmanager
-def served(hosts: Hosts, folder: Path, listed: str, *flags: str) -> Iterator[Served]:
+def served(hosts: Hosts, folder: Path, listed: str, *flags: str, ssh: Path | None = None) -> Iterator[Served]:
+    """`ssh`: the folder of a program of that name, which takes the place of the hosts' own remote shell."""
     log_file = folder / f"serve-{time.monotonic_ns()}.log"
     words = [sys.executable, "-m", "allspan.launch.cli", "serve", str(folder / "model"), "--port=0", "--grpc-port=0"]
-    words += ["--hosts", listed, "--mpi-network", hosts.network, "--remote-shell", str(hosts.remote_shell)]
+    words += ["--hosts", listed, "--mpi-network", hosts.network]
+    words += ["--remote-shell", "ssh" if ssh else str(hosts.remote_shell)]
     words += ["--threads=1", "--oversubscribe", "--served-model-name=tiny", "--max-model-len=128", *flags]
     env = {**os.environ, "PYTHONPATH": os.path.abspath(os.environ.get("PYTHONPATH", "")), "XDG_RUNTIME_DIR": ""}
+    env["PATH"] = os.pathsep.join(filter(None, [str(ssh or ""), os.environ["PATH"]]))
     with log_file.open("w") as log, hosts[0].popen(words, stdout=log, stderr=log, text=True, env=env) as process:
         found = Served(hosts, process, log_file)
         try:
@@ -84,13 +88,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def expected(hosts: Hosts, folder: Path) -> str:
+    """What two ranks on one host generate."""
+    with served(hosts, folder, f"{hosts[0].name}:2") as one:
+        return one.generate()
+
+
+@pytest.mark.parametrize("shell", ["namespaces", pytest.param("ssh", marks=pytest.mark.nightly)])
 def test_two_hosts_give_the_tokens_of_one_and_a_killed_rank_is_told_with_rank_host_and_signal(
-    hosts: Hosts, folder: Path
+    shell: str, hosts: Hosts, folder: Path, expected: str, tmp_path: Path
 ) -> None:
     first, second = hosts
-    with served(hosts, folder, f"{first.name}:2") as one:
-        expected = one.generate()
-    with served(hosts, folder, f"{first.name},{second.name}") as two:
+    with ExitStack() as stack:
+        ssh = stack.enter_context(sshd(second, tmp_path)) if shell == "ssh" else None
+        two = stack.enter_context(served(hosts, folder, f"{first.name},{second.name}", ssh=ssh))
         ranks = two.cluster()["ranks"]
         assert [rank["host"] for rank in ranks] == [first.name, second.name]
         assert [rank["address"].rpartition(":")[0] for rank in ranks] == [first.address, second.address]
@@ -104,6 +116,20 @@ def test_two_hosts_give_the_tokens_of_one_and_a_killed_rank_is_told_with_rank_ho
     for host in hosts:
         left = host.run(["sh", "-c", "ls -A /dev/shm; ls /tmp/allspan-$(id -u)"]).stdout
         assert not left
+
+
+@pytest.mark.nightly
+def test_a_host_reached_by_ssh_that_is_cut_off_ends_its_ranks(hosts: Hosts, folder: Path, tmp_path: Path) -> None:
+    first, second = hosts
+    with sshd(second, tmp_path) as ssh, served(hosts, folder, f"{first.name},{second.name}", ssh=ssh) as two:
+        assert "Accepted publickey" in (tmp_path / "sshd.log").read_text()
+        second.unplug()
+        told = f"host {second.name} was lost: nothing was heard of it for 3 s"
+        wait_until(lambda: told in two.log, 10, told)
+        # sshd's own sessions last until it misses their clients, by its ClientAliveInterval.
+        wait_until(lambda: all(process.command.startswith("sshd:") for process in second.processes()), 3, "our end")
+        assert not second.run(["sh", "-c", "ls -A /dev/shm; ls /tmp/allspan-$(id -u)"]).stdout
+        second.plug()
 
 
 def test_a_frozen_host_is_lost_and_is_used_again_when_it_is_back(hosts: Hosts, folder: Path) -> None:
