@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -154,6 +155,12 @@ def _from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:
     if run.returncode:
         raise ConfigError(f"--hosts slurm: scontrol show hostnames fails: {run.stderr.strip()}")
     names = run.stdout.split()
+    here = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if names and here.partition(".")[0] != names[0].partition(".")[0]:
+        raise ConfigError(
+            f"--hosts slurm: this host is {here}, the job's first node {names[0]}: start this there, by sbatch, or by "
+            "`salloc … bash deploy/slurm/model.sbatch`, which goes there by srun"
+        )
     tasks = expand_tasks(environ.get("SLURM_TASKS_PER_NODE", ""), len(names))
     return tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
 

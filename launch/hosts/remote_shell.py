@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from allspan.launch.hosts.host_list import HostsConfig
+from allspan.launch.hosts.host_list import SCONTROL_TIMEOUT_S, HostsConfig
 from allspan.launch.hosts.mpirun import python_path
 from allspan.protos.api.errors import ConfigError
 
@@ -61,8 +63,19 @@ def _agent() -> tuple[str, ...]:
 
 def _srun() -> tuple[str, ...]:
     """srun takes no HOST COMMAND: a line of shell turns them into its own words."""
-    srun = f"host=$1; shift; exec {shlex.quote(_program('srun'))} --overlap --nodes=1 --ntasks=1 --quiet --unbuffered"
+    step = f"--overlap --nodes=1 --ntasks=1 --ntasks-per-node=1{_unbound()} --quiet --unbuffered"
+    srun = f"host=$1; shift; exec {shlex.quote(_program('srun'))} {step}"
     return ("/bin/sh", "-c", f'{srun} --nodelist="$host" --input=all --export=ALL /bin/sh -c "$*"', "srun")
+
+
+def _unbound() -> str:
+    """The flag by which a step of one task has all processors of its job on that node. A Slurm that binds no tasks
+    complains of it to standard error, which would stand in the cause of every lost host."""
+    try:
+        run = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"--remote-shell srun: `scontrol show config` fails: {error}") from error
+    return " --cpu-bind=none" if re.search(r"^TaskPlugin\s*=.*(affinity|cgroup)", run.stdout, re.M) else ""
 
 
 def _environment() -> tuple[str, ...]:

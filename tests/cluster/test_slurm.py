@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.network_hosts import network_hosts
+from support.network_hosts import Host, network_hosts
 from support.slurm import Slurm, slurm_cluster
 from support.waiting import wait_until
 
 JOBS = Path(__file__).resolve().parents[2] / "deploy" / "slurm"
+SIZES = ("--max-num-seqs=4", "--kv-cache-bytes=30000000", "--threads=1")
 ASK = """
 import json, sys, urllib.request
 body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "ignore_eos": True,
@@ -62,17 +64,71 @@ def is_over(slurm: Slurm, job: str) -> bool:
     return job not in slurm.run(["squeue", "-h", "-o", "%i"])
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
-def test_one_model_on_two_nodes_answers_and_ends_in_order(
-    launcher: str, slurm: Slurm, tiny: Path, tmp_path: Path
+def worker_pids(host: Host) -> list[int]:
+    """Ranks, without the processes that started them."""
+    return [p.pid for p in host.processes() if "-m allspan.worker" in p.command and "rank_shell" not in p.command]
+
+
+def test_a_models_ranks_start_again_inside_the_job_also_on_the_nodes_left(
+    slurm: Slurm, tiny: Path, tmp_path: Path
 ) -> None:
-    more = variables(slurm, tiny, tmp_path) | {"LAUNCHER": launcher}
-    if launcher == "srun" and "pmix" not in slurm.run(["srun", "--mpi=list"]):
+    first, second = slurm.hosts
+    log = tmp_path / "job.log"
+    log.touch()
+    flags = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--parsable", f"--output={log}"]
+    words = ["sbatch", *flags, str(JOBS / "model.sbatch"), *SIZES]
+    job = slurm.run(words, **variables(slurm, tiny, tmp_path)).strip()
+
+    def comes(said: str) -> None:
+        wait_until(lambda: said in log.read_text() or is_over(slurm, job), 60, said)
+        assert said in log.read_text()
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: slurm.run(["scancel", job]))
+        comes("Server is ready")
+        expected = answer(slurm)
+        assert expected, log.read_text()
+        (pid,) = worker_pids(second)
+        os.kill(pid, signal.SIGKILL)
+        comes(f"on {second.name}) was killed by signal 9 (SIGKILL)")
+        comes("is ready again (epoch 2)")
+        assert answer(slurm) == expected
+        second.power_off()  # its slurmd, too
+        comes(f"host {second.name} was lost: nothing was heard of it for 3 s")
+        comes("is ready again (epoch 3)")
+        assert answer(slurm) == expected
+        slurm.run(["scancel", "--batch", "--signal=TERM", job])
+        wait_until(lambda: is_over(slurm, job), 40, "the job's end")
+    assert "Traceback" not in log.read_text()
+    assert not worker_pids(first)
+
+
+def test_salloc_on_a_host_that_is_not_the_first_node_serves_on_the_first(
+    slurm: Slurm, tiny: Path, tmp_path: Path
+) -> None:
+    first, second = slurm.hosts
+    log = tmp_path / "salloc.log"
+    words = ["salloc", "--nodes=2", "--ntasks-per-node=1", "bash", str(JOBS / "model.sbatch"), *SIZES]
+    env = {**slurm.environment, **variables(slurm, tiny, tmp_path)}
+    with log.open("wb") as out, second.popen(words, stdout=out, stderr=out, env=env) as salloc:
+        try:
+            wait_until(lambda: "Server is ready" in log.read_text() or salloc.poll() is not None, 60, "the server")
+            assert answer(slurm, 0), log.read_text()
+            assert len(worker_pids(first)) == len(worker_pids(second)) == 1
+            slurm.run(["scancel", "--state=RUNNING"])
+            salloc.wait(40)
+        finally:
+            salloc.kill()
+    wait_until(lambda: not worker_pids(first) and not worker_pids(second), 20, "the end of the ranks")
+
+
+def test_one_model_started_by_srun_and_pmix_answers_and_ends_in_order(slurm: Slurm, tiny: Path, tmp_path: Path) -> None:
+    if "pmix" not in slurm.run(["srun", "--mpi=list"]):
         pytest.skip("this Slurm has no PMIx plugin")
     log = tmp_path / "job.log"
     log.touch()
     flags = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--parsable", f"--output={log}"]
-    job = slurm.run(["sbatch", *flags, str(JOBS / "model.sbatch")], **more).strip()
+    job = slurm.run(["sbatch", *flags, str(JOBS / "model-pmix.sbatch")], **variables(slurm, tiny, tmp_path)).strip()
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: slurm.run(["scancel", job]))
         wait_until(lambda: "Server is ready" in log.read_text() or is_over(slurm, job), 120, "the job's server")
@@ -81,9 +137,7 @@ def test_one_model_on_two_nodes_answers_and_ends_in_order(
         wait_until(lambda: is_over(slurm, job), 40, "the job's end")
     said = log.read_text()
     assert "Traceback" not in said, said
-    for host in slurm.hosts:
-        left = [process.command for process in host.processes() if "allspan.worker" in process.command]
-        assert not left
+    assert not any(worker_pids(host) for host in slurm.hosts)
 
 
 def test_tasks_without_pmix_are_refused_by_each_rank(slurm: Slurm, tiny: Path, tmp_path: Path) -> None:
@@ -97,8 +151,7 @@ def test_replicas_serve_on_each_node(slurm: Slurm, tiny: Path, tmp_path: Path) -
     log = tmp_path / "job.log"
     log.touch()
     flags = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--parsable", f"--output={log}"]
-    sizes = ["--max-num-seqs=4", "--kv-cache-bytes=30000000", "--threads=1", "--ranks=1", "--bind=none"]
-    words = ["sbatch", *flags, str(JOBS / "replicas.sbatch"), *sizes]
+    words = ["sbatch", *flags, str(JOBS / "replicas.sbatch"), *SIZES, "--ranks=1", "--bind=none"]
     job = slurm.run(words, **variables(slurm, tiny, tmp_path)).strip()
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: slurm.run(["scancel", job]))

@@ -188,7 +188,7 @@ def test_a_slurm_job_is_a_script_that_drains_before_its_limit_and_uses_flags_tha
 
 def test_a_slurm_jobs_settings_are_a_ranks(tmp_path: Path) -> None:
     """The script's own Python writes them; a rank reads them."""
-    (program,) = re.findall(r"<<'PYTHON'\n(.*?)\nPYTHON\n", (DEPLOY / "slurm/model.sbatch").read_text(), re.S)
+    (program,) = re.findall(r"<<'PYTHON'\n(.*?)\nPYTHON\n", (DEPLOY / "slurm/model-pmix.sbatch").read_text(), re.S)
     words = ["/models/chat", str(tmp_path), "7000", "60", "/wire"]
     more = {"WORKER_CONFIG": '{"cache": {"kv_cache_bytes": 8000000000}}', "SLURM_CPUS_PER_TASK": "16"}
     run = subprocess.run([sys.executable, "-c", program, *words], env=more, capture_output=True, text=True, timeout=20)

@@ -29,6 +29,9 @@ def test_slurms_allocation_gives_nodes_and_tasks(tmp_path: Path) -> None:
     scontrol.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames n[1-2],m" ] && printf "n1\\nn2\\nm\\n"\n')
     scontrol.chmod(0o755)
     environ = {"SLURM_JOB_NODELIST": "n[1-2],m", "SLURM_TASKS_PER_NODE": "2(x2),1", "PATH": f"{tmp_path}:/bin"}
+    with pytest.raises(ConfigError, match=r"this host is login\.x, the job's first node n1: start this there"):
+        read_hosts(HostsConfig(("slurm",)), environ | {"SLURMD_NODENAME": "login.x"})
+    environ["SLURMD_NODENAME"] = "n1"
     assert read_hosts(HostsConfig(("slurm",)), environ) == (Host("n1", 2), Host("n2", 2), Host("m", 1))
     with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST is not set"):
         read_hosts(HostsConfig(("slurm",)), {})
