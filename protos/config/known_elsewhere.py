@@ -11,10 +11,10 @@ from types import MappingProxyType
 _ALWAYS = "is always on"
 _NO_LORA = "LoRA adapters are not supported yet"
 _NO_DRAFTS = "speculative decoding is not supported yet"
-_NO_HOSTS = "all ranks of a model run on one host; several hosts are not supported yet"
+_NO_HOSTS = "--hosts a:2,b:2 (or --hostfile, --hosts slurm, --hosts lws) names all hosts at one start"
 _ROPE = "--hf-overrides"
 _NO_IMAGES = "images, audio and video are not supported yet"
-_NO_EXPERTS = "mixture-of-experts models are not supported yet"
+_NO_EXPERTS = "experts lie with the other weights; they cannot be kept apart on the CPU"
 _KERNELS = "the kernels are chosen for the processor or GPU; `allspan bench kernels` measures them"
 _ALL_LAYERS = "a model runs wholly on the CPU or wholly on GPUs: --device cuda for GPUs, --ranks N for several"
 _GRAMMAR = "structured output uses one grammar engine (llguidance); requests ask for it with response_format"
@@ -79,9 +79,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--dp": "--data-parallel-size",
         "--dp-size": "--data-parallel-size",
         "--pp-size": "--pipeline-parallel-size",
-        "--enable-expert-parallel": _NO_EXPERTS,
-        "--ep-size": _NO_EXPERTS,
-        "-ep": _NO_EXPERTS,
+        "--ep-size": "--expert-parallel-size",
+        "-ep": "--enable-expert-parallel",
         "-cmoe": _NO_EXPERTS,
         "--cpu-moe": _NO_EXPERTS,
         "--n-cpu-moe": _NO_EXPERTS,
