@@ -28,6 +28,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+CHOICE_BIAS = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2, "rope_parameters": ROPE}
+EXPERT_METADATA = {"expert_used_count": 2, "expert_feed_forward_length": 48}
 
 FAMILIES: dict[str, FamilyRow] = {
     "llama": FamilyRow("llama", {"rope_parameters": ROPE}, "llama", is_permuted=True),
@@ -196,8 +199,52 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         norm_offset=1.0,
     ),
+    "mixtral": FamilyRow(
+        "mixtral",
+        {"num_local_experts": 5, "intermediate_size": 96, "rope_parameters": ROPE},
+        "llama",
+        {"expert_count": 5, "expert_used_count": 2},
+        is_permuted=True,
+    ),
+    "qwen2_moe": FamilyRow(
+        "qwen2_moe",
+        EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 56},
+        "qwen2moe",
+        EXPERT_METADATA | {"expert_count": 6, "expert_shared_feed_forward_length": 56},
+    ),
+    "qwen3_moe": FamilyRow(
+        "qwen3_moe",
+        EXPERTS | {"num_local_experts": 5, "norm_topk_prob": True},
+        "qwen3moe",
+        EXPERT_METADATA | {"expert_count": 5},
+    ),
+    "glm4_moe": FamilyRow(
+        "glm4_moe",
+        EXPERTS | HALF | {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "use_qk_norm": True, "n_group": 2},
+        "glm4moe",
+        EXPERT_METADATA
+        | {
+            "rope.dimension_count": 8,
+            "expert_count": 8,
+            "expert_shared_count": 1,
+            "expert_gating_func": 2,
+            "expert_weights_scale": 2.5,
+            "expert_weights_norm": True,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+            "leading_dense_block_count": 1,
+        },
+    ),
 }
 """Name of a case → its row: a model type, and what sets the case apart from others of it."""
+
+
+def _parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Experts' tensors as converters have them: gate and up apart."""
+    if not name.endswith("experts.gate_up_proj"):
+        return {name + (".weight" if name.endswith("experts.down_proj") else ""): values}
+    gate, up = np.split(values, 2, axis=1)
+    return {name.replace("gate_up", "gate") + ".weight": gate, name.replace("gate_up", "up") + ".weight": up}
 
 
 def save_family(folder: Path, row: FamilyRow) -> Any:
@@ -208,6 +255,9 @@ def save_family(folder: Path, row: FamilyRow) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+        for key, buffer in model.named_buffers():
+            if key.endswith(CHOICE_BIAS):
+                buffer.copy_(torch.randperm(len(buffer)) * 2.0 - 12.0)
     model.eval()
     model.save_pretrained(folder)
     return model
@@ -235,8 +285,12 @@ def save_family_gguf(path: Path, model: Any, row: FamilyRow) -> None:
         _add(writer, f"{row.gguf}.{key}", value)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
-        values, role = parameter.detach().numpy(), name.split(".")[-2]
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOICE_BIAS)}
+    for name, buffer in biases.items():
+        writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", buffer.numpy())
+    parts = (_parts(name, parameter.detach().numpy()) for name, parameter in model.named_parameters())
+    for name, values in ((name, values) for each in parts for name, values in each.items()):
+        role = name.split(".")[-2]
         stored = permuted(values, heads[role]) if row.is_permuted and role in heads else values
         foreign = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert foreign is not None, name

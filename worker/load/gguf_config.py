@@ -12,6 +12,9 @@ from allspan.worker.weights.gguf_file import GgufFile
 
 _REFUSED = (
     "expert_count",
+    "expert_weights_scale",
+    "expert_group_scale",
+    "experts_per_group",
     "attention.clamp_kqv",
     "attention.scale",
     "attention.temperature_scale",
@@ -38,6 +41,9 @@ def gguf_values(file: GgufFile, family: Family, source: str) -> dict[str, Any]:
     for key in _REFUSED:
         if own.get(key) and key not in family.gguf_keys:
             raise CheckpointError(f"{source}: {prefix}{key} = {shown(own[key])} is not supported")
+    if family.has_draft_layers and type(drafting := own.get("nextn_predict_layers", 0)) is int:
+        own["block_count"] = own.get("block_count", 0) - drafting
+    own = {key: value for key, value in own.items() if value or not key.startswith("expert_") or value is False}
     own = {key: _same(value) if key in _BY_LAYER else value for key, value in own.items()}
     names, keys = file.names(), {**GGUF_NAMES, **family.gguf_keys}
     values: dict[str, Any] = {theirs: own[ours] for ours, theirs in keys.items() if ours in own}
@@ -46,6 +52,7 @@ def gguf_values(file: GgufFile, family: Family, source: str) -> dict[str, Any]:
     values["tie_word_embeddings"] = "output.weight" not in names
     values["attention_bias"] = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & {*names})
     values["attention_out_bias"] = "blk.0.attn_output.bias" in names
+    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in names
     values["mlp_bias"] = "blk.0.ffn_up.bias" in names
     if not own.get("attention.sliding_window"):
         values["sliding_window"] = None

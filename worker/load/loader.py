@@ -40,7 +40,7 @@ from allspan.worker.quant.stored import stored_layout
 from allspan.worker.quant.table import COMPACT, METHODS, OWN, ROWS_ONLY, STORED, group_of
 from allspan.worker.step.backend import KernelNeeds
 from allspan.worker.step.buffer_sizes import ModelLimits
-from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
+from allspan.worker.weights.checkpoint import Checkpoint, check_tensors, draft_layers
 from allspan.worker.weights.quantised_folder import PLAIN
 from allspan.worker.weights.random_weights import RandomWeights
 from allspan.worker.weights.tensor_folder import TensorFolder
@@ -269,10 +269,10 @@ def open_checkpoint(source: ModelSource, load_format: str) -> Checkpoint:
     """Opens the weights and checks that they are those of the config; nothing is read yet."""
     spec, weights = source.spec, source.family.weights
     if load_format == "dummy":
-        ours, theirs = (foreign_tensors(spec, weights, naming) for naming in (RandomWeights.naming, "gguf"))
-        names = {each.name: own.name for own, each in zip(ours, theirs, strict=True)}
+        ours = foreign_tensors(spec, weights, RandomWeights.naming)
+        kinds = {each.name: source.stored.get(weights.foreign(each.canonical, "gguf"), "") for each in ours}
         shapes = expected_shapes(spec, weights, RandomWeights.naming)
-        return RandomWeights(shapes, {names[name]: kind for name, kind in source.stored.items() if name in names})
+        return RandomWeights(shapes, {name: kind for name, kind in kinds.items() if kind})
     if load_format != "auto":
         raise ConfigError(f"load_format {load_format!r} is not known (auto, dummy)")
     checkpoint: Checkpoint = source.gguf or source.quantised or TensorFolder(source.path)
@@ -289,7 +289,8 @@ def open_checkpoint(source: ModelSource, load_format: str) -> Checkpoint:
         ignored += (weights.foreign("lm_head.weight", checkpoint.naming),)
     if source.quantised is not None:
         ignored += source.quantised.idle_biases(expected)
-    check_tensors(checkpoint, expected, ignored, family.skipped)
+    drafting = draft_layers(checkpoint.names(), len(spec.layers)) if family.has_draft_layers else ()
+    check_tensors(checkpoint, expected, ignored, (*family.skipped, *drafting))
     return checkpoint
 
 

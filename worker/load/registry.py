@@ -134,30 +134,32 @@ def _from_config(source: Path, overrides: Mapping[str, Any]) -> ModelSource:
     quantised = _quantised(source, values)
     spec = family.read(ForeignConfig(values, str(source)))
     has_dtype = any(values.get(key) is not None for key in ("dtype", "torch_dtype"))
-    spec = _as_in_weights(spec, folder, family, quantised, has_dtype)
+    family, spec = _as_in_weights(spec, folder, family, quantised, has_dtype)
     return ModelSource(folder, family, spec, None, quantised=quantised)
 
 
 def _as_in_weights(
     spec: ModelSpec, folder: Path, family: Family, quantised: QuantisedFolder | None, has_dtype: bool
-) -> ModelSpec:
-    """The spec with what the weights say and the config does not. A folder with an embedding and no head is one of tied
-    embeddings; without a dtype in the config, that of the embedding counts."""
+) -> tuple[Family, ModelSpec]:
+    """The family with the names that the weights have, and the spec with what they say and the config does not. A
+    folder with an embedding and no head is one of tied embeddings; without a dtype in the config, that of the embedding
+    counts."""
     if format_of(folder) is None:
-        return spec
+        return family, spec
     try:
         weights = quantised or TensorFolder(folder)
     except CheckpointError:  # said when the weights are opened, if they are
-        return spec
+        return family, spec
+    family = replace(family, weights=family.weights.as_spelled("hugging_face", weights.names()))
     head, embedding = (family.weights.foreign(f"{name}.weight", "hugging_face") for name in ("lm_head", "embedding"))
     if embedding not in weights.names():
-        return spec
+        return family, spec
     if not has_dtype and isinstance(weights, TensorFolder):
         spec = replace(spec, dtype=_DTYPES.get(weights.dtype(embedding), spec.dtype))
     if head not in weights.names() and not spec.tie_word_embeddings:
         logger.warning("%s: the weights have no head: the embedding is the head, too", folder)
         spec = replace(spec, tie_word_embeddings=True)
-    return spec
+    return family, spec
 
 
 def _family_of(values: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:
@@ -190,14 +192,21 @@ def _family_of(values: dict[str, Any], source: str) -> tuple[Family, dict[str, A
 def _from_converted(folder: Path) -> ModelSource:
     model = ConvertedModel(folder)
     family = _family(model.spec.family, str(folder / MANIFEST))
-    family = replace(family, weights=family.weights.in_gguf(model.manifest.stored))
+    stored = model.manifest.stored
+    family = replace(family, weights=family.weights.in_gguf(stored).as_spelled("hugging_face", stored))
     return ModelSource(folder, family, model.spec, None, model)
 
 
 def _from_gguf(path: Path, overrides: Mapping[str, Any]) -> ModelSource:
     file = GgufFile(path)
     architecture = file.metadata.get("general.architecture")
-    known = {name: family for family in FAMILIES.values() for name in family.gguf_architectures}
+    has_experts = bool(file.metadata.get(f"{architecture}.expert_count"))
+    known = {
+        name: family
+        for family in FAMILIES.values()
+        for name in family.gguf_architectures
+        if has_experts or not family.is_gguf_with_experts
+    }
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
             f"{path}: GGUF architecture {shown(architecture)} is not supported{why_refused(architecture)} "

@@ -92,12 +92,14 @@ def foreign_tensors(spec: ModelSpec, weights: WeightMap, naming: str) -> Iterato
     for piece in layout(spec):
         experts = piece.experts.count if isinstance(piece, Linear) and piece.experts is not None else 0
         for name, axes in tensors_of(piece):
-            shape = tuple(axis.size for axis in axes)
+            shape, rows = tuple(axis.size for axis in axes), int(experts > 0)
+            if weights.is_transposed(name, naming):
+                shape, rows = (*shape[:-2], shape[-1], shape[-2]), rows + 1
             if experts and weights.is_by_expert(name, naming):
                 for expert in range(experts):
                     yield ForeignTensor(name, weights.foreign(name, naming, expert), shape[1:], 0)
             else:
-                yield ForeignTensor(name, weights.foreign(name, naming), shape, int(experts > 0))
+                yield ForeignTensor(name, weights.foreign(name, naming), shape, rows)
 
 
 def expected_shapes(spec: ModelSpec, weights: WeightMap, naming: str) -> dict[str, tuple[int, ...]]:

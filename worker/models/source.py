@@ -63,6 +63,11 @@ class PieceSource:
             self._read(name, [found.read, range(self.piece.inputs.size)], found.order, values)
             out.copy_(torch.nn.functional.normalize(values, dim=1, eps=_LEAST_NORM))
             return
+        if self.weights.is_transposed(f"{self.piece.parts[part].name}.weight", self.checkpoint.naming):
+            columns = torch.empty((len(inputs), len(found.read)), dtype=out.dtype)
+            self._read(name, [inputs, found.read], None, columns)
+            out.copy_(columns.T if found.order is None else columns.T[found.order])
+            return
         self._read(name, [found.read, inputs], found.order, out)
         if isinstance(self.piece, Table) and self.piece.scale != 1.0:
             out.mul_(self.piece.scale)
@@ -71,7 +76,8 @@ class PieceSource:
         name, found = self._find(part, rows)
         if not isinstance(self.checkpoint, BlockCheckpoint):
             raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no blocks")
-        blocks = self.checkpoint.blocks(name, found.read, inputs)
+        first = self.expert * self.checkpoint.shape(name)[1] if self._is_stacked else 0
+        blocks = self.checkpoint.blocks(name, range(first + found.read.start, first + found.read.stop), inputs)
         return blocks if found.order is None else blocks[found.order]
 
     def fields(self, part: int, rows: range, inputs: range, device: torch.device) -> Mapping[str, Tensor]:
@@ -112,11 +118,21 @@ class PieceSource:
         each other."""
         naming, parts = self.checkpoint.naming, self.piece.parts
         names = [self.weights.foreign(f"{each.name}.{suffix}", naming, self.expert) for each in parts]
+        if self.weights.alternates(f"{parts[part].name}.{suffix}", naming):
+            return names[part], self._every_other(part, rows, names)
         above = sum(each.rows.size for each, name in zip(parts[:part], names, strict=False) if name == names[part])
         axis, start = parts[part].rows, self.shard.part(parts[part].rows).start
         wanted = range(start + rows.start, start + rows.stop)
         turned = parts[part].rotary_dim if self.weights.is_interleaved(naming) else 0
         return names[part], _foreign_rows(wanted, axis, turned, above)
+
+    def _every_other(self, part: int, rows: range, names: list[str]) -> _Rows:
+        """Where these rows of a part are that has every second, say, of a tensor's."""
+        start, among = self.shard.part(self.piece.parts[part].rows).start, names.count(names[part])
+        if not rows:
+            return _Rows(range(0))
+        first, last = ((start + row) * among + names[:part].count(names[part]) for row in (rows[0], rows[-1]))
+        return _Rows(range(first, last + 1), torch.arange(0, last + 1 - first, among))
 
 
 def read_vector(shard: Shard, weights: WeightMap, checkpoint: Checkpoint, vector: Vector, out: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
+
+_IN_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
 
 
 class Checkpoint(Protocol):
@@ -38,7 +41,8 @@ class BlockCheckpoint(Checkpoint, Protocol):
     """A checkpoint of quantised types, whose blocks can be had as they are."""
 
     def blocks(self, name: str, rows: range, inputs: range) -> Tensor:
-        """uint8 [rows, bytes]: the whole blocks of the matrix's type that hold `inputs`."""
+        """uint8 [rows, bytes]: the whole blocks of the matrix's type that hold `inputs`. Where a tensor has a matrix
+        for each expert, rows are counted through all of them."""
 
 
 @runtime_checkable
@@ -51,6 +55,12 @@ class QuantisedCheckpoint(Checkpoint, Protocol):
 
     def order(self, name: str) -> Tensor:
         """int32 [in]: the inputs in the order in which `fields` has them."""
+
+
+def draft_layers(names: Collection[str], count: int) -> tuple[str, ...]:
+    """Returns the beginnings of the names of layers from number `count` on, which draft tokens."""
+    found = {match[0] for name in names if (match := _IN_LAYER.match(name)) and int(match[1]) >= count}
+    return tuple(sorted(found))
 
 
 def check_tensors(

@@ -40,7 +40,7 @@ class _Stored:
 
     @property
     def num_rows(self) -> int:
-        return 1 if len(self.shape) == 1 else self.shape[0]
+        return math.prod(self.shape[:-1])
 
 
 class GgufFile:
@@ -91,8 +91,8 @@ class GgufFile:
         if out.numel() == 0:  # a rank beyond the rows or columns there are; not every type decodes nothing
             return
         stored = self._tensors[name]
-        rows, columns = (range(1), ranges[0]) if len(ranges) == 1 else ranges
-        target = out.view(1, -1) if out.ndim == 1 else out
+        rows, columns = _rows_of(stored, ranges)
+        target = out.view(len(rows), len(columns))
         step = max(1, _CHUNK // max(1, len(columns)))
         for start in range(0, len(rows), step):
             wanted = range(rows.start + start, min(rows.start + start + step, rows.stop))
@@ -145,6 +145,17 @@ def _is_vocabulary(value: object) -> bool:
     return isinstance(value, list) and len(value) > 1024
 
 
+def _rows_of(stored: _Stored, ranges: Sequence[range]) -> tuple[range, range]:
+    """The rows and columns of a slice, of one expert's matrix where there are several."""
+    if len(ranges) == 1:
+        return range(1), ranges[0]
+    if len(ranges) == 2:
+        return ranges[0], ranges[1]
+    (expert,), rows, columns = ranges
+    first = expert * stored.shape[1]
+    return range(first + rows.start, first + rows.stop), columns
+
+
 def _locate(file: MappedFile, info: GgufTensor) -> _Stored:
     try:
         kind = gguf.GGMLQuantizationType(info.kind)
@@ -156,7 +167,7 @@ def _locate(file: MappedFile, info: GgufTensor) -> _Stored:
         raise CheckpointError(
             f"{file.path}: tensor {info.name!r} has type {name}, which the gguf package cannot decode"
         ) from error
-    if not 1 <= len(info.shape) <= 2 or info.shape[-1] % block:
+    if not 1 <= len(info.shape) <= 3 or info.shape[-1] % block:
         raise CheckpointError(f"{file.path}: tensor {info.name!r} has shape {list(info.shape)} for type {kind.name}")
     stored = _Stored(file, kind, info.shape, info.offset, block, block_bytes)
     end = info.offset + stored.num_rows * stored.row_bytes

@@ -72,8 +72,12 @@ class RandomWeights:
         if name.endswith("norm.weight"):
             out.fill_(1.0)
             return
-        rows, columns = (range(1), ranges[0]) if len(ranges) == 1 else ranges
-        target = out.view(1, -1) if out.ndim == 1 else out
+        if len(ranges) == 1:
+            rows, columns = range(1), ranges[0]
+        else:  # of the matrices of experts, those rows are counted through all of them
+            above = 0 if len(ranges) == 2 else ranges[0].start * self._shapes[name][1]
+            rows, columns = range(above + ranges[-2].start, above + ranges[-2].stop), ranges[-1]
+        target = out.view(len(rows), len(columns))
         seed = zlib.crc32(name.encode()) % _POOL
         pool = self._pools[out.dtype]
         row = rows.start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -16,6 +17,12 @@ class Foreign:
     offset: float = 0.0
     """The canonical tensor is that much larger: 1 for norms that are stored as their distance from 1."""
     has_suffix: bool = True
+    bias: str = ""
+    """The name of the bias; empty: that of the weight, with its own suffix."""
+    is_transposed: bool = False
+    """The matrix lies there as [in, out]."""
+    alternates: bool = False
+    """Of parts that are one tensor, the first row of each comes first, then the second of each, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +38,45 @@ class Entry:
         return Foreign(found) if isinstance(found, str) else found
 
 
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """Entries that stand for the usual ones in checkpoints that have a tensor of the name of the first."""
+
+    naming: str
+    entries: tuple[Entry, ...]
+
+    def is_in(self, names: Collection[str]) -> bool:
+        """Whether a checkpoint with tensors of these names is spelled so."""
+        first = self.entries[0].foreign(self.naming)
+        named = re.escape(first.name).replace(r"\{i\}", r"\d+").replace(r"\{e\}", r"\d+")
+        pattern = re.compile(named + (r"\.weight" if first.has_suffix else ""))
+        return any(pattern.fullmatch(name) for name in names)
+
+
 class WeightMap:
     """The entries of a family, found by canonical name. `naming` is "hugging_face" or "gguf"."""
 
-    def __init__(self, entries: Iterable[Entry], interleaved: Iterable[str] = ()) -> None:
+    def __init__(
+        self, entries: Iterable[Entry], interleaved: Iterable[str] = (), spellings: Iterable[Spelling] = ()
+    ) -> None:
         """`interleaved`: namings of checkpoints whose heads have the pairs that rotary embedding turns side by side
-        (0, 1), (2, 3) …, not half a head apart."""
+        (0, 1), (2, 3) …, not half a head apart. `spellings`: what `as_spelled` chooses from."""
         self._entries = {entry.name: entry for entry in entries}
         self._interleaved = frozenset(interleaved)
+        self._spellings = tuple(spellings)
 
-    def with_entries(self, *entries: Entry, interleaved: Iterable[str] = ()) -> WeightMap:
+    def with_entries(
+        self, *entries: Entry, interleaved: Iterable[str] = (), spellings: Iterable[Spelling] = ()
+    ) -> WeightMap:
         """Another map, in which these are instead of those of the same names, or new."""
         merged = self._entries | {entry.name: entry for entry in entries}
-        return WeightMap(merged.values(), self._interleaved | frozenset(interleaved))
+        known = self._spellings + tuple(spellings)
+        return WeightMap(merged.values(), self._interleaved | frozenset(interleaved), known)
+
+    def as_spelled(self, naming: str, names: Collection[str]) -> WeightMap:
+        """The map for a checkpoint with tensors of these names."""
+        used = [each for each in self._spellings if each.naming == naming and each.is_in(names)]
+        return self.with_entries(*(entry for spelling in used for entry in spelling.entries))
 
     def in_gguf(self, names: Collection[str]) -> WeightMap:
         """The map for a GGUF file with tensors of these names: q, k and v may be one, and so may gate and up."""
@@ -53,9 +86,10 @@ class WeightMap:
         if "blk.0.ffn_up.weight" in names and "blk.0.ffn_gate.weight" not in names:
             fused["gate"] = "ffn_up"
         entries = {role: self._entries["layers.{i}." + role] for role in fused}
-        return self.with_entries(
+        fused_map = self.with_entries(
             *(Entry(entry.name, entry.hugging_face, "blk.{i}." + fused[role]) for role, entry in entries.items())
         )
+        return fused_map.as_spelled("gguf", names)
 
     def is_interleaved(self, naming: str) -> bool:
         return naming in self._interleaved
@@ -64,12 +98,21 @@ class WeightMap:
         """The checkpoint's name of a canonical tensor such as "layers.3.q.weight"; KeyError if there is none."""
         entry, layer, suffix = self._find(name)
         foreign = entry.foreign(naming)
-        filled = foreign.name.replace("{i}", layer).replace("{e}", str(expert))
-        return f"{filled}.{suffix}" if foreign.has_suffix else filled
+        is_own = suffix == "bias" and bool(foreign.bias)
+        filled = (foreign.bias if is_own else foreign.name).replace("{i}", layer).replace("{e}", str(expert))
+        return f"{filled}.{suffix}" if foreign.has_suffix and not is_own else filled
 
     def offset(self, name: str, naming: str) -> float:
         """See `Foreign`."""
         return self._find(name)[0].foreign(naming).offset
+
+    def is_transposed(self, name: str, naming: str) -> bool:
+        """See `Foreign`; a bias is not."""
+        return not name.endswith(".bias") and self._find(name)[0].foreign(naming).is_transposed
+
+    def alternates(self, name: str, naming: str) -> bool:
+        """See `Foreign`."""
+        return self._find(name)[0].foreign(naming).alternates
 
     def is_by_expert(self, name: str, naming: str) -> bool:
         """Whether every expert has a tensor of its own."""

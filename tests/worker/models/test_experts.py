@@ -108,6 +108,50 @@ def test_groups_that_cannot_be_are_refused(change: dict[str, Any], says: str, tm
         prepare(replace(ModelConfig(str(tmp_path), "tiny"), **change), CacheConfig(), 0, 2)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "glm4"])
+def test_experts_in_one_tensor_a_layer_are_those_of_their_own_tensors(name: str, tmp_path: Path) -> None:
+    """As transformers has them in memory, with a layer that drafts behind the last one."""
+    model = save(tmp_path, name)
+    (expected,) = logits_on_ranks(tmp_path, 1, [IDS], backend="cpu")
+    fused = {key: value.contiguous() for key, value in model.state_dict().items()}
+    if name == "glm4":
+        fused["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(fused, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_on_ranks(tmp_path, 1, [IDS], backend="cpu")[0], expected)
+    groups = {"enable_expert_parallel": True}
+    assert relative_error(logits_on_ranks(tmp_path, 3, [IDS], backend="cpu")[0], expected) < 1e-5
+    assert relative_error(logits_on_ranks(tmp_path, 2, [IDS], backend="cpu", **groups)[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("experts.down_proj", None, "experts.down_proj' is missing"),
+        ("experts.gate_up_proj", (5, 95, 64), r"has shape \[5, 95, 64\], expected \[5, 96, 64\]"),
+        ("experts.1.up_proj.weight", (48, 64), "experts.1.up_proj.weight' is not part of the model"),
+    ],
+)
+def test_wrong_experts_in_one_tensor_are_refused_by_name(
+    key: str, value: tuple[int, ...] | None, says: str, tmp_path: Path
+) -> None:
+    fused = {name: each.contiguous() for name, each in save(tmp_path, "qwen3").state_dict().items()}
+    name = f"model.layers.2.mlp.{key}"
+    if value is None:
+        del fused[name]
+    else:
+        fused[name] = torch.zeros(value)
+    save_file(fused, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=says):
+        logits_on_ranks(tmp_path, 1, [IDS])
+
+
+def test_random_weights_of_experts_are_the_same_on_any_ranks(tmp_path: Path) -> None:
+    save(tmp_path, "qwen2")
+    (tmp_path / "model.safetensors").unlink()
+    one, two = (logits_on_ranks(tmp_path, ranks, [IDS], load_format="dummy")[0] for ranks in (1, 2))
+    assert relative_error(two, one) < 1e-5
+
+
 @pytest.mark.parametrize("change", ["missing", "misshapen", "one too many"])
 def test_a_checkpoint_with_a_wrong_expert_is_refused_by_its_name(change: str, tmp_path: Path) -> None:
     save(tmp_path, "qwen3")

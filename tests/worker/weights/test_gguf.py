@@ -237,7 +237,7 @@ def test_a_random_flip_in_the_header_never_escapes_as_another_error(tmp_path: Pa
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported"),
+        ({"llama.expert_group_scale": 0.5}, "llama.expert_group_scale = 0.5 is not supported"),
         ({"llama.rope.dimension_count": 8}, r"llama.rope.dimension_count = 8 is not supported \(head size 16\)"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
     ],

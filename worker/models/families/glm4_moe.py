@@ -13,7 +13,9 @@ from allspan.worker.models.foreign.common import (
 )
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.experts import (
+    EXPERT_GGUF_KEYS,
     expert_entries,
+    expert_spellings,
     mixed,
     read_num_experts,
     read_router,
@@ -22,7 +24,7 @@ from allspan.worker.models.foreign.experts import (
 from allspan.worker.models.foreign.family import Family
 from allspan.worker.models.foreign.rotary import read_rotary
 from allspan.worker.models.spec import LayerSpec, ModelSpec, Norms
-from allspan.worker.weights.weight_map import DENSE
+from allspan.worker.weights.weight_map import DENSE, in_layer
 
 _CONTEXT = 131072
 _EPSILON = 1e-20
@@ -33,12 +35,10 @@ def _read(config: ForeignConfig) -> ModelSpec:
     eps = norm.eps if config.flag("use_qk_norm") else 0.0
     attention = read_gqa(config, rotary, qkv_bias=config.flag("attention_bias"), qk_norm_eps=eps)
     width, norms = config.size("moe_intermediate_size"), Norms(norm)
-    router = read_router(
-        config, "sigmoid", config.flag("norm_topk_prob", True), _EPSILON, config.number("routed_scaling_factor", 1.0)
-    )
+    router = read_router(config, "sigmoid", config.flag("norm_topk_prob", True), _EPSILON)
     shared = SharedExpert(config.size("n_shared_experts", 1) * width)
     sparse = Moe(read_num_experts(config), width, router, shared, has_choice_bias=True)
-    first = config.size("first_k_dense_replace", 1)
+    first = 0 if config.get("first_k_dense_replace") == 0 else config.size("first_k_dense_replace", 1)
     mlps = mixed(config, read_gated_mlp(config), sparse, range(first, config.size("num_hidden_layers")))
     layers = [LayerSpec(attention, mlp, norms, norms) for mlp in mlps]
     return model_spec(config, "glm4_moe", layers, read_context(config, rotary, _CONTEXT))
@@ -48,7 +48,16 @@ GLM4_MOE = Family(
     "glm4_moe",
     ("Glm4MoeForCausalLM", "Glm4MoeModel"),
     _read,
-    weights=DENSE.with_entries(*expert_entries(), *shared_entries("mlp.shared_experts")),
+    gguf_architectures=("glm4moe",),
+    weights=DENSE.with_entries(
+        *expert_entries(),
+        *shared_entries("mlp.shared_experts"),
+        *in_layer(mlp_norm=("post_attention_layernorm", "post_attention_norm")),
+        spellings=expert_spellings(),
+    ),
+    gguf_keys=EXPERT_GGUF_KEYS,
+    gguf_values={"first_k_dense_replace": 0, "norm_topk_prob": False},
+    has_draft_layers=True,
     renamed={"n_routed_experts": "num_experts"},
     defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "num_experts_per_tok": 8},
     turns_part=True,

@@ -12,7 +12,9 @@ from allspan.worker.models.families.qwen2 import CONTEXT, qwen_windows
 from allspan.worker.models.foreign.common import model_spec, read_context, read_gated_mlp, read_gqa, read_norm
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.experts import (
+    EXPERT_GGUF_KEYS,
     expert_entries,
+    expert_spellings,
     mixed,
     read_num_experts,
     read_router,
@@ -26,12 +28,6 @@ from allspan.worker.weights.weight_map import DENSE
 
 _HEAD_DIM = 128
 _RENAMED = {"num_local_experts": "num_experts"}
-_GGUF_KEYS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
 
 
 def _sparse_layers(config: ForeignConfig) -> Collection[int]:
@@ -79,17 +75,17 @@ QWEN2_MOE = Family(
     ("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     _qwen2,
     gguf_architectures=("qwen2moe",),
-    weights=DENSE.with_entries(*expert_entries(), *shared_entries("mlp.shared_expert")),
+    weights=DENSE.with_entries(*expert_entries(), *shared_entries("mlp.shared_expert"), spellings=expert_spellings()),
     renamed=_RENAMED,
-    gguf_keys=_GGUF_KEYS,
+    gguf_keys=EXPERT_GGUF_KEYS,
 )
 QWEN3_MOE = Family(
     "qwen3_moe",
     ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     _qwen3,
     gguf_architectures=("qwen3moe",),
-    weights=DENSE.with_entries(*expert_entries()),
+    weights=DENSE.with_entries(*expert_entries(), spellings=expert_spellings()),
     renamed=_RENAMED,
-    gguf_keys=_GGUF_KEYS,
+    gguf_keys=EXPERT_GGUF_KEYS,
     gguf_values={"norm_topk_prob": True},
 )

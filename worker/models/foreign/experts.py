@@ -8,11 +8,27 @@ from allspan.kernels.router_spec import RouterSpec
 from allspan.protos.model_files.json_values import shown
 from allspan.worker.models.blocks.base import MlpBlock
 from allspan.worker.models.foreign.config import ForeignConfig
-from allspan.worker.weights.weight_map import Entry, Foreign
+from allspan.worker.weights.weight_map import Entry, Foreign, Spelling
 
 MOST_EXPERTS = 1 << 12
 """The most that a layer may have; known models have up to 512."""
+EXPERT_GGUF_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_gating_func": "gguf_gating",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+"""A key of GGUF metadata → that in config.json: see `allspan.worker.models.foreign.family.Family.gguf_keys`."""
 _LAYER_TYPES = ("dense", "sparse")
+_GATING = {"softmax": 1, "sigmoid": 2, "softmax_of_chosen": 3}
+"""A score (`RouterSpec.score`) → its number in GGUF metadata."""
 
 
 def read_num_experts(config: ForeignConfig) -> int:
@@ -24,9 +40,15 @@ def read_num_experts(config: ForeignConfig) -> int:
 
 
 def read_router(
-    config: ForeignConfig, score: str = "softmax", normalises: bool = False, epsilon: float = 0.0, scale: float = 1.0
+    config: ForeignConfig, score: str = "softmax", normalises: bool = False, epsilon: float = 0.0
 ) -> RouterSpec:
-    """Raises CheckpointError for more choices than experts, and for groups that are not equal."""
+    """Raises CheckpointError for more choices than experts, for groups that are not equal, and for another score than
+    the family has."""
+    gating = config.get("gguf_gating")
+    if gating not in (None, 0, _GATING[score]):
+        raise config.error(
+            f"expert_gating_func {shown(gating)} is not supported (supported: {_GATING[score]}, {score})"
+        )
     experts, top_k = read_num_experts(config), config.size("num_experts_per_tok")
     groups, kept = config.size("n_group", 1), config.size("topk_group", 1)
     if top_k > experts:
@@ -36,6 +58,7 @@ def read_router(
             f"n_group {groups} and topk_group {kept} must be equal groups of {experts} experts, and those kept have at "
             f"least the {top_k} that a token goes to"
         )
+    scale = config.number("routed_scaling_factor", 1.0)
     return RouterSpec(top_k, score, groups, kept, normalises=normalises, epsilon=epsilon, scale=scale)
 
 
@@ -75,6 +98,26 @@ def expert_entries(
         )
         for name, (theirs, gguf) in names.items()
     )
+
+
+def expert_spellings(mlp: str = "mlp.") -> tuple[Spelling, ...]:
+    """Names of experts that lie in one tensor a layer, gate above up, as transformers has them in memory, and as newer
+    and older GGUF files have them: `mlp` is Hugging Face's name of the block that has them."""
+    stem, gguf = "model.layers.{i}." + mlp + "experts.", "blk.{i}."
+
+    def entry(name: str, theirs: Foreign, ours: str) -> Entry:
+        return Entry("layers.{i}." + name, theirs, gguf + ours)
+
+    made: list[Spelling] = []
+    for has_suffix in (False, True):
+        both = Foreign(stem + "gate_up_proj", has_suffix=has_suffix)
+        pair = entry("expert_gate", both, "ffn_gate_exps"), entry("expert_up", both, "ffn_up_exps")
+        down = entry("expert_down", Foreign(stem + "down_proj", has_suffix=has_suffix), "ffn_down_exps")
+        made += [Spelling("hugging_face", pair), Spelling("hugging_face", (down,))]
+    own = {role: Foreign(f"{stem}{{e}}.{role}_proj") for role in ("gate", "up", "down")}
+    fused = (entry(f"expert_{role}", own[role], "ffn_gate_up_exps") for role in ("gate", "up"))
+    split = (entry(f"expert_{role}", theirs, f"ffn_{role}.{{e}}") for role, theirs in own.items())
+    return (*made, Spelling("gguf", tuple(fused)), Spelling("gguf", tuple(split)))
 
 
 def shared_entries(shared: str) -> tuple[Entry, ...]:

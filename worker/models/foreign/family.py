@@ -36,5 +36,9 @@ class Family:
     computation and that a family does not name here are refused."""
     gguf_values: Mapping[str, Any] = field(default_factory=dict)
     """What GGUF files do not say, because every model of the family has it so."""
+    is_gguf_with_experts: bool = False
+    """GGUF files of its architectures are of this family if they have experts, and else of another one."""
+    has_draft_layers: bool = False
+    """Checkpoints may have layers behind the last one, which draft tokens and are not read."""
     turns_part: bool = False
     """Whether the rotary embedding may turn a part of each head: `read_rotary` is given the head size then."""
