@@ -22,7 +22,7 @@ class Foreign:
     is_transposed: bool = False
     """The matrix lies there as [in, out]."""
     alternates: bool = False
-    """Of parts that are one tensor, the first row of each comes first, then the second of each, and so on."""
+    """Says that of parts that are one tensor the first row of each comes first, then the second of each, and so on."""
 
 
 @dataclass(frozen=True, slots=True)

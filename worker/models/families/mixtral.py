@@ -20,7 +20,7 @@ from allspan.worker.weights.weight_map import DENSE, Entry, Spelling
 
 _CONTEXT = 131072
 _ROUTER = Spelling("hugging_face", (Entry("layers.{i}.router", "model.layers.{i}.mlp.gate", "blk.{i}.ffn_gate_inp"),))
-"""As transformers names it in memory."""
+"""The name that transformers gives it in memory."""
 
 
 def _read(config: ForeignConfig) -> ModelSpec:
