@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 KEY_BYTES = 16
@@ -20,12 +20,15 @@ def root_key(*parts: str | int) -> bytes:
 
 def page_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
     """The keys of the full pages that these token ids (int32) make, after the page of key `before`."""
+    return list(iter_page_keys(before, tokens, page_size))
+
+
+def iter_page_keys(before: bytes, tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
+    """Yields the keys that `page_keys` returns, each made when it is read."""
     data, width = array("i", tokens).tobytes(), 4 * page_size
-    keys = []
     for at in range(0, len(data) - width + 1, width):
         before = hashlib.blake2b(before + data[at : at + width], digest_size=KEY_BYTES).digest()
-        keys.append(before)
-    return keys
+        yield before
 
 
 def short_key(key: bytes) -> int:
@@ -48,9 +51,10 @@ class PageShape:
     weights_version: int = 1
     prompt_lengths: tuple[int, ...] = ()
 
-    def keys(self, tokens: Sequence[int], prompt_len: int, salt: str, most: int) -> list[int]:
-        """The short keys of the first full pages, at most `most`, of a request that came over the wire: one without an
-        adapter, embedding rows and positions of its own."""
+    def keys(self, tokens: Sequence[int], prompt_len: int, salt: str, most: int) -> Iterator[int]:
+        """The short keys of the first full pages, at most `most`, each made when it is read, of a request that came
+        over the wire: one without an adapter, embedding rows and positions of its own."""
         table = rotary_table(self.prompt_lengths, prompt_len)
         root = root_key(self.model, self.weights_version, -1, "", table, salt)
-        return [short_key(key) for key in page_keys(root, tokens[: most * self.page_tokens], self.page_tokens)]
+        pages = iter_page_keys(root, tokens[: most * self.page_tokens], self.page_tokens)
+        return map(short_key, pages)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61llspan/protos/worker.proto\x12\x11\x61llspan.worker.v1\"\x05\n\x03\x41\x63k\"\x9c\x02\n\x13StartRequestMessage\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x10\n\x08sampling\x18\x05 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\r\n\x05\x65poch\x18\t \x01(\x07\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x17\n\x0fno_prefix_cache\x18\x0b \x01(\x08\x12\x1c\n\x10output_token_ids\x18\x0c \x03(\rB\x02\x10\x01\x12\x0f\n\x07pooling\x18\r \x01(\t\"!\n\nRequestIds\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x0c\"S\n\x13ResultsSubscription\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\x12\x13\n\x0bpage_events\x18\x03 \x01(\r\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x19\n\rtop_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\"\xe1\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x32\n\x08logprobs\x18\x03 \x03(\x0b\x32 .allspan.worker.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x15\n\rstop_token_id\x18\x05 \x01(\r\x12\x19\n\x11has_stop_token_id\x18\x06 \x01(\x08\x12\x12\n\nerror_code\x18\x07 \x01(\t\x12\x15\n\rerror_message\x18\x08 \x01(\t\x12\x32\n\x07timings\x18\t \x01(\x0b\x32!.allspan.worker.v1.RequestTimings\x12\x39\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32 .allspan.worker.v1.TokenLogprobs\x12\x0e\n\x06vector\x18\x0b \x01(\x0c\"\xcc\x01\n\x0eRequestTimings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x12\n\narrived_at\x18\x07 \x01(\x01\x12\x1a\n\x12host_cached_tokens\x18\x08 \x01(\r\x12\x13\n\x0bpreemptions\x18\t \x01(\r\"\xe1\x01\n\x0bStepOutputs\x12\x0c\n\x04step\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x07\x12\x31\n\x07outputs\x18\x03 \x03(\x0b\x32 .allspan.worker.v1.RequestOutput\x12\x10\n\x08progress\x18\x04 \x01(\x06\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12+\n\x04load\x18\x06 \x01(\x0b\x32\x1d.allspan.worker.v1.EngineLoad\x12\x32\n\x0bpage_events\x18\x07 \x03(\x0b\x32\x1d.allspan.worker.v1.PageEvents\"\x84\x01\n\nEngineLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12\x12\n\npages_used\x18\x04 \x01(\x04\x12\x13\n\x0bpages_total\x18\x05 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x06 \x01(\x04\"\xb5\x01\n\nPageEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x06\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12-\n\x06stored\x18\x03 \x03(\x0b\x32\x1d.allspan.worker.v1.PageStored\x12\x0f\n\x07removed\x18\x04 \x03(\x06\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\r\x12\x17\n\x0fweights_version\x18\x06 \x01(\r\x12\x16\n\x0eprompt_lengths\x18\x07 \x03(\r\"P\n\nPageStored\x12\x0b\n\x03key\x18\x01 \x01(\x06\x12\x0e\n\x06parent\x18\x02 \x01(\x06\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0e\n\x06medium\x18\x04 \x01(\t\"\x0f\n\rStatusRequest\"\xf1\x02\n\x0cWorkerStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x07\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\x10\n\x08progress\x18\x07 \x01(\x06\x12\x16\n\x0eprogress_age_s\x18\x08 \x01(\x01\x12\r\n\x05model\x18\t \x01(\t\x12\x12\n\nmodel_path\x18\n \x01(\t\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x31\n\nstatistics\x18\r \x01(\x0b\x32\x1d.allspan.worker.v1.Statistics\x12\x0f\n\x07kernels\x18\x0e \x01(\t\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\x12\n\nnuma_nodes\x18\x11 \x01(\t\x12\x0f\n\x07threads\x18\x12 \x01(\r\"\x81\x01\n\nStatistics\x12\x10\n\x08\x63ounters\x18\x01 \x01(\x0c\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\x12\x16\n\x0epeak_rss_bytes\x18\x03 \x01(\x04\x12\x11\n\trss_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"6\n\x0e\x43ontrolRequest\x12\x11\n\toperation\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\x1e\n\x0eInspectRequest\x12\x0c\n\x04what\x18\x01 \x01(\t\"\x1c\n\x0cInspectReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xd5\x03\n\x06Worker\x12N\n\x0cStartRequest\x12&.allspan.worker.v1.StartRequestMessage\x1a\x16.allspan.worker.v1.Ack\x12\x44\n\x0bStopRequest\x12\x1d.allspan.worker.v1.RequestIds\x1a\x16.allspan.worker.v1.Ack\x12S\n\x07Results\x12&.allspan.worker.v1.ResultsSubscription\x1a\x1e.allspan.worker.v1.StepOutputs0\x01\x12K\n\x06Status\x12 .allspan.worker.v1.StatusRequest\x1a\x1f.allspan.worker.v1.WorkerStatus\x12\x44\n\x07\x43ontrol\x12!.allspan.worker.v1.ControlRequest\x1a\x16.allspan.worker.v1.Ack\x12M\n\x07Inspect\x12!.allspan.worker.v1.InspectRequest\x1a\x1f.allspan.worker.v1.InspectReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61llspan/protos/worker.proto\x12\x11\x61llspan.worker.v1\"\x05\n\x03\x41\x63k\"\x9c\x02\n\x13StartRequestMessage\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x10\n\x08sampling\x18\x05 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\r\n\x05\x65poch\x18\t \x01(\x07\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x17\n\x0fno_prefix_cache\x18\x0b \x01(\x08\x12\x1c\n\x10output_token_ids\x18\x0c \x03(\rB\x02\x10\x01\x12\x0f\n\x07pooling\x18\r \x01(\t\"!\n\nRequestIds\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x0c\"S\n\x13ResultsSubscription\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\x12\x13\n\x0bpage_events\x18\x03 \x01(\r\"\'\n\x12ResendPagesRequest\x12\x11\n\tclient_id\x18\x01 \x01(\t\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x19\n\rtop_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\"\xe1\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x32\n\x08logprobs\x18\x03 \x03(\x0b\x32 .allspan.worker.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x15\n\rstop_token_id\x18\x05 \x01(\r\x12\x19\n\x11has_stop_token_id\x18\x06 \x01(\x08\x12\x12\n\nerror_code\x18\x07 \x01(\t\x12\x15\n\rerror_message\x18\x08 \x01(\t\x12\x32\n\x07timings\x18\t \x01(\x0b\x32!.allspan.worker.v1.RequestTimings\x12\x39\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32 .allspan.worker.v1.TokenLogprobs\x12\x0e\n\x06vector\x18\x0b \x01(\x0c\"\xcc\x01\n\x0eRequestTimings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x12\n\narrived_at\x18\x07 \x01(\x01\x12\x1a\n\x12host_cached_tokens\x18\x08 \x01(\r\x12\x13\n\x0bpreemptions\x18\t \x01(\r\"\xe1\x01\n\x0bStepOutputs\x12\x0c\n\x04step\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x07\x12\x31\n\x07outputs\x18\x03 \x03(\x0b\x32 .allspan.worker.v1.RequestOutput\x12\x10\n\x08progress\x18\x04 \x01(\x06\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12+\n\x04load\x18\x06 \x01(\x0b\x32\x1d.allspan.worker.v1.EngineLoad\x12\x32\n\x0bpage_events\x18\x07 \x03(\x0b\x32\x1d.allspan.worker.v1.PageEvents\"\x84\x01\n\nEngineLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12\x12\n\npages_used\x18\x04 \x01(\x04\x12\x13\n\x0bpages_total\x18\x05 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x06 \x01(\x04\"\xb5\x01\n\nPageEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x06\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12-\n\x06stored\x18\x03 \x03(\x0b\x32\x1d.allspan.worker.v1.PageStored\x12\x0f\n\x07removed\x18\x04 \x03(\x06\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\r\x12\x17\n\x0fweights_version\x18\x06 \x01(\r\x12\x16\n\x0eprompt_lengths\x18\x07 \x03(\r\"P\n\nPageStored\x12\x0b\n\x03key\x18\x01 \x01(\x06\x12\x0e\n\x06parent\x18\x02 \x01(\x06\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0e\n\x06medium\x18\x04 \x01(\t\"\x0f\n\rStatusRequest\"\xf1\x02\n\x0cWorkerStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x07\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\x10\n\x08progress\x18\x07 \x01(\x06\x12\x16\n\x0eprogress_age_s\x18\x08 \x01(\x01\x12\r\n\x05model\x18\t \x01(\t\x12\x12\n\nmodel_path\x18\n \x01(\t\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x31\n\nstatistics\x18\r \x01(\x0b\x32\x1d.allspan.worker.v1.Statistics\x12\x0f\n\x07kernels\x18\x0e \x01(\t\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\x12\n\nnuma_nodes\x18\x11 \x01(\t\x12\x0f\n\x07threads\x18\x12 \x01(\r\"\x81\x01\n\nStatistics\x12\x10\n\x08\x63ounters\x18\x01 \x01(\x0c\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\x12\x16\n\x0epeak_rss_bytes\x18\x03 \x01(\x04\x12\x11\n\trss_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"6\n\x0e\x43ontrolRequest\x12\x11\n\toperation\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\x1e\n\x0eInspectRequest\x12\x0c\n\x04what\x18\x01 \x01(\t\"\x1c\n\x0cInspectReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xa3\x04\n\x06Worker\x12N\n\x0cStartRequest\x12&.allspan.worker.v1.StartRequestMessage\x1a\x16.allspan.worker.v1.Ack\x12\x44\n\x0bStopRequest\x12\x1d.allspan.worker.v1.RequestIds\x1a\x16.allspan.worker.v1.Ack\x12S\n\x07Results\x12&.allspan.worker.v1.ResultsSubscription\x1a\x1e.allspan.worker.v1.StepOutputs0\x01\x12L\n\x0bResendPages\x12%.allspan.worker.v1.ResendPagesRequest\x1a\x16.allspan.worker.v1.Ack\x12K\n\x06Status\x12 .allspan.worker.v1.StatusRequest\x1a\x1f.allspan.worker.v1.WorkerStatus\x12\x44\n\x07\x43ontrol\x12!.allspan.worker.v1.ControlRequest\x1a\x16.allspan.worker.v1.Ack\x12M\n\x07Inspect\x12!.allspan.worker.v1.InspectRequest\x1a\x1f.allspan.worker.v1.InspectReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,32 +51,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTIDS']._serialized_end=377
   _globals['_RESULTSSUBSCRIPTION']._serialized_start=379
   _globals['_RESULTSSUBSCRIPTION']._serialized_end=462
-  _globals['_TOKENLOGPROBS']._serialized_start=464
-  _globals['_TOKENLOGPROBS']._serialized_end=549
-  _globals['_REQUESTOUTPUT']._serialized_start=552
-  _globals['_REQUESTOUTPUT']._serialized_end=905
-  _globals['_REQUESTTIMINGS']._serialized_start=908
-  _globals['_REQUESTTIMINGS']._serialized_end=1112
-  _globals['_STEPOUTPUTS']._serialized_start=1115
-  _globals['_STEPOUTPUTS']._serialized_end=1340
-  _globals['_ENGINELOAD']._serialized_start=1343
-  _globals['_ENGINELOAD']._serialized_end=1475
-  _globals['_PAGEEVENTS']._serialized_start=1478
-  _globals['_PAGEEVENTS']._serialized_end=1659
-  _globals['_PAGESTORED']._serialized_start=1661
-  _globals['_PAGESTORED']._serialized_end=1741
-  _globals['_STATUSREQUEST']._serialized_start=1743
-  _globals['_STATUSREQUEST']._serialized_end=1758
-  _globals['_WORKERSTATUS']._serialized_start=1761
-  _globals['_WORKERSTATUS']._serialized_end=2130
-  _globals['_STATISTICS']._serialized_start=2133
-  _globals['_STATISTICS']._serialized_end=2262
-  _globals['_CONTROLREQUEST']._serialized_start=2264
-  _globals['_CONTROLREQUEST']._serialized_end=2318
-  _globals['_INSPECTREQUEST']._serialized_start=2320
-  _globals['_INSPECTREQUEST']._serialized_end=2350
-  _globals['_INSPECTREPLY']._serialized_start=2352
-  _globals['_INSPECTREPLY']._serialized_end=2380
-  _globals['_WORKER']._serialized_start=2383
-  _globals['_WORKER']._serialized_end=2852
+  _globals['_RESENDPAGESREQUEST']._serialized_start=464
+  _globals['_RESENDPAGESREQUEST']._serialized_end=503
+  _globals['_TOKENLOGPROBS']._serialized_start=505
+  _globals['_TOKENLOGPROBS']._serialized_end=590
+  _globals['_REQUESTOUTPUT']._serialized_start=593
+  _globals['_REQUESTOUTPUT']._serialized_end=946
+  _globals['_REQUESTTIMINGS']._serialized_start=949
+  _globals['_REQUESTTIMINGS']._serialized_end=1153
+  _globals['_STEPOUTPUTS']._serialized_start=1156
+  _globals['_STEPOUTPUTS']._serialized_end=1381
+  _globals['_ENGINELOAD']._serialized_start=1384
+  _globals['_ENGINELOAD']._serialized_end=1516
+  _globals['_PAGEEVENTS']._serialized_start=1519
+  _globals['_PAGEEVENTS']._serialized_end=1700
+  _globals['_PAGESTORED']._serialized_start=1702
+  _globals['_PAGESTORED']._serialized_end=1782
+  _globals['_STATUSREQUEST']._serialized_start=1784
+  _globals['_STATUSREQUEST']._serialized_end=1799
+  _globals['_WORKERSTATUS']._serialized_start=1802
+  _globals['_WORKERSTATUS']._serialized_end=2171
+  _globals['_STATISTICS']._serialized_start=2174
+  _globals['_STATISTICS']._serialized_end=2303
+  _globals['_CONTROLREQUEST']._serialized_start=2305
+  _globals['_CONTROLREQUEST']._serialized_end=2359
+  _globals['_INSPECTREQUEST']._serialized_start=2361
+  _globals['_INSPECTREQUEST']._serialized_end=2391
+  _globals['_INSPECTREPLY']._serialized_start=2393
+  _globals['_INSPECTREPLY']._serialized_end=2421
+  _globals['_WORKER']._serialized_start=2424
+  _globals['_WORKER']._serialized_end=2971
 # @@protoc_insertion_point(module_scope)

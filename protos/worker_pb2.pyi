@@ -56,6 +56,12 @@ class ResultsSubscription(_message.Message):
     page_events: int
     def __init__(self, client_id: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ..., page_events: _Optional[int] = ...) -> None: ...
 
+class ResendPagesRequest(_message.Message):
+    __slots__ = ("client_id",)
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    client_id: str
+    def __init__(self, client_id: _Optional[str] = ...) -> None: ...
+
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]

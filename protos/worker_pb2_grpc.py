@@ -51,6 +51,11 @@ class WorkerStub(object):
                 request_serializer=allspan_dot_protos_dot_worker__pb2.ResultsSubscription.SerializeToString,
                 response_deserializer=allspan_dot_protos_dot_worker__pb2.StepOutputs.FromString,
                 _registered_method=True)
+        self.ResendPages = channel.unary_unary(
+                '/allspan.worker.v1.Worker/ResendPages',
+                request_serializer=allspan_dot_protos_dot_worker__pb2.ResendPagesRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_worker__pb2.Ack.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/allspan.worker.v1.Worker/Status',
                 request_serializer=allspan_dot_protos_dot_worker__pb2.StatusRequest.SerializeToString,
@@ -95,6 +100,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResendPages(self, request, context):
+        """Has the leader tell this client's stream anew of all that is cached: the client has missed page events.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Liveness, progress counters and statistics; answered while the step loop is busy.
         """
@@ -133,6 +145,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Results,
                     request_deserializer=allspan_dot_protos_dot_worker__pb2.ResultsSubscription.FromString,
                     response_serializer=allspan_dot_protos_dot_worker__pb2.StepOutputs.SerializeToString,
+            ),
+            'ResendPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResendPages,
+                    request_deserializer=allspan_dot_protos_dot_worker__pb2.ResendPagesRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_worker__pb2.Ack.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -233,6 +250,33 @@ class Worker(object):
             '/allspan.worker.v1.Worker/Results',
             allspan_dot_protos_dot_worker__pb2.ResultsSubscription.SerializeToString,
             allspan_dot_protos_dot_worker__pb2.StepOutputs.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResendPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.worker.v1.Worker/ResendPages',
+            allspan_dot_protos_dot_worker__pb2.ResendPagesRequest.SerializeToString,
+            allspan_dot_protos_dot_worker__pb2.Ack.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,13 +120,15 @@ class OpenRequest:
         prefill = max(self.output.num_computed_before - hits, 0) if self.output.is_prefilling else 0
         return prefill + min(max(self.params.max_tokens - len(self.output.token_ids), 0), EXPECTED_TOKENS)
 
-    def page_keys(self, shape: PageShape, with_output: bool = False) -> list[int]:
-        """The keys of the first pages of this shape that it may find or leave in a prefix cache; empty if it does not
-        use that."""
-        if not self.options.prefix_cache:
-            return []
-        tokens = (*self.prompt, *self.output.token_ids) if with_output else self.prompt
-        return shape.keys(tokens, len(self.prompt), self.options.cache_salt, MAX_PAGES)
+    def page_keys(self, shape: PageShape) -> list[int]:
+        """The keys of the first pages of this shape that it leaves in a prefix cache, those of its output too; empty
+        if it does not use that."""
+        return list(self._keys(shape, (*self.prompt, *self.output.token_ids)))
+
+    def prompt_keys(self, shape: PageShape) -> Iterator[int]:
+        """The keys of its prompt's first pages of this shape, made as they are read; none if it does not use the prefix
+        cache."""
+        return self._keys(shape, self.prompt)
 
     def check_time(self) -> None:
         """Raises DeadlineExceeded when its `timeout_s` has run out."""
@@ -187,6 +189,11 @@ class OpenRequest:
     def finish(self, info: ClusterInfo) -> bool:
         """See `RequestOutput.finish`."""
         return self.output.finish(self.params, info, self._elapsed_s)
+
+    def _keys(self, shape: PageShape, tokens: Sequence[int]) -> Iterator[int]:
+        if not self.options.prefix_cache:
+            return iter(())
+        return shape.keys(tokens, len(self.prompt), self.options.cache_salt, MAX_PAGES)
 
     @property
     def _elapsed_s(self) -> float:

@@ -14,6 +14,7 @@ from allspan.client.cluster.replica import Replica, settled
 from allspan.client.cluster.request import OpenRequest
 from allspan.client.cluster.routing.facade import FacadeChoice
 from allspan.client.cluster.routing.knowledge import KEYS
+from allspan.client.cluster.routing.prompt_keys import PromptKeys
 from allspan.client.cluster.snapshot import ClusterView
 from allspan.client.cluster.state import ReplicaState
 from allspan.client.cluster.statistics import added, merged
@@ -52,7 +53,9 @@ class Router:
         self._news = asyncio.Event()
         self._on_change = on_change
         self._choice = FacadeChoice(0, 0)
-        self._looked_up: tuple[OpenRequest, PageShape, list[int]] | None = None
+        self._by_state: dict[ReplicaState, int] = {}
+        """Masks of the replicas in these states; empty since one has changed."""
+        self._looked_up: tuple[OpenRequest, PageShape, PromptKeys] | None = None
         """The keys of the prompt that a replica is being chosen for: sending it needs them again."""
 
     @property
@@ -109,22 +112,22 @@ class Router:
         if len(self.replicas) == 1:
             yield from ((replica, 0) for replica in self.ready)
             return
+        keys = partial(self._keys, request)
         for state in (ReplicaState.READY, ReplicaState.HELD):  # one that refuses is asked when no other takes it
-            loads = {replica.index: replica.own_load for replica in self.replicas if replica.status.state is state}
-            if loads:
-                for number, hit_tokens in self._choice.ranked(partial(self._keys, request), len(request.prompt), loads):
+            if among := self._in_state(state):
+                for number, hit_tokens in self._choice.ranked(keys, len(request.prompt), among, self._own_load):
                     yield self.replicas[number], hit_tokens
 
     def sent(self, replica: Replica, request: OpenRequest) -> None:
         """Notes that the replica is about to get the request, and will have its pages."""
         if len(self.replicas) > 1:
-            self._choice.sent(replica.index, request.work, self._keys(request, replica.knowledge.shape))
+            self._choice.sent(replica.index, request.work, self._keys(request, replica.knowledge.shape).all())
             self._looked_up = None
 
     def ended(self, replica: Replica, request: OpenRequest) -> None:
         """Notes that the replica has computed the request, where it does not tell so itself."""
         if len(self.replicas) > 1 and not replica.knowledge.is_told:
-            replica.knowledge.expect(request.page_keys(replica.knowledge.shape, with_output=True))
+            replica.knowledge.expect(request.page_keys(replica.knowledge.shape))
 
     async def is_changing(self) -> bool:
         """Returns whether a replica has, or is about to have, another world than the one that is connected: then a
@@ -193,15 +196,26 @@ class Router:
         """Ends the leases. Idempotent."""
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
-    def _keys(self, request: OpenRequest, shape: PageShape) -> list[int]:
+    def _in_state(self, state: ReplicaState) -> int:
+        """The mask of the replicas in this state."""
+        if state not in self._by_state:
+            found = (replica.index for replica in self.replicas if replica.status.state is state)
+            self._by_state[state] = sum(1 << index for index in found)
+        return self._by_state[state]
+
+    def _own_load(self, number: int) -> int:
+        return self.replicas[number].own_load()
+
+    def _keys(self, request: OpenRequest, shape: PageShape) -> PromptKeys:
         """The keys of a prompt's first pages of this shape."""
         known = self._looked_up
         if known is None or known[0] is not request or known[1] is not shape:
-            known = self._looked_up = request, shape, request.page_keys(shape)
+            known = self._looked_up = request, shape, PromptKeys(request.prompt_keys(shape))
         return known[2]
 
     def _announce(self) -> None:
-        """Wakes the callers of `news`."""
+        """Notes that a replica's state has changed, and wakes the callers of `news`."""
+        self._by_state.clear()
         self._news.set()
         self._news = asyncio.Event()
         self._on_change()

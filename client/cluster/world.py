@@ -17,12 +17,14 @@ from allspan.client.cluster.routing.knowledge import ReplicaKnowledge
 from allspan.client.cluster.snapshot import RankView, ReplicaView
 from allspan.client.cluster.state import ReplicaState, ReplicaStatus
 from allspan.client.cluster.statistics import merged, rank_statistics
-from allspan.client.transport.base import CONTROL, INSPECT, RESULTS, STATUS, Connect, Transport
+from allspan.client.transport.base import CONTROL, INSPECT, RESEND_PAGES, RESULTS, STATUS, Connect, Transport
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailable, from_code
 from allspan.protos.cluster.cluster_file import ClusterInfo
 
 HEARTBEAT_MS = 500
+ASK_PAGES_S = 1.0
+"""Seconds before a world is asked for all its pages, where page events were missed."""
 WATCH_S = 0.1
 """Interval between two looks at which ranks are silent."""
 GRACE_S = 5.0
@@ -243,7 +245,8 @@ class WorldClient:
                 self._first_messages[rank].set()
                 if rank == 0:
                     is_news |= self._health.note_leader(message.progress, message.refusal, bool(self.requests))
-                    self._knowledge.hear(message, self.info.model)
+                    if not self._knowledge.hear(message, self.info.model):
+                        self._tasks.append(asyncio.create_task(self._ask_for_pages()))
                 if is_news:
                     self._update()
                 if message.outputs:
@@ -255,6 +258,17 @@ class WorldClient:
             logger.exception("reading the results of %s failed", self._health.describe(rank))
             seen = f"its results could not be read: {error!r}"
         self.lose(rank, seen)
+
+    async def _ask_for_pages(self) -> None:
+        """Asks the leader to tell all its pages again, until it has: page events were missed. It waits before each
+        time, so that no fault makes snapshots without end."""
+        request = pb.ResendPagesRequest(client_id=self.client_id)
+        while not (self._knowledge.is_told or self.gone.done()):
+            await asyncio.sleep(ASK_PAGES_S)
+            try:
+                await self._transports[0].unary(RESEND_PAGES, request, self._call_timeout)
+            except AllspanError as error:
+                logger.info("%s was asked for its pages again: %s", self._health.describe(0), error.message)
 
     def _deliver(self, output: pb.RequestOutput) -> None:
         """Hands an output to its request, if that still runs here."""

@@ -24,6 +24,7 @@ class Method(Generic[Request, Reply]):
 
 START_REQUEST = Method("StartRequest", pb.StartRequestMessage, pb.Ack)
 STOP_REQUEST = Method("StopRequest", pb.RequestIds, pb.Ack)
+RESEND_PAGES = Method("ResendPages", pb.ResendPagesRequest, pb.Ack)
 STATUS = Method("Status", pb.StatusRequest, pb.WorkerStatus)
 CONTROL = Method("Control", pb.ControlRequest, pb.Ack)
 INSPECT = Method("Inspect", pb.InspectRequest, pb.InspectReply)

@@ -149,6 +149,10 @@ class PageReader:
         stored = [(key, page) for key, page in last.items() if page is not None]
         return Changes(False, stored, [key for key, page in last.items() if page is None])
 
+    def restart(self) -> None:
+        """What comes next begins with all that is cached."""
+        self._position = -1
+
     def close(self) -> None:
         """Must be called once."""
         self.log.close()

@@ -50,6 +50,10 @@ class PageEventStream:
         self._sequence += 1
         return message
 
+    def restart(self) -> None:
+        """What is told next begins with all that is cached."""
+        self._reader.restart()
+
     def close(self) -> None:
         """Must be called once."""
         self._reader.close()
@@ -87,6 +91,11 @@ class LeaderNews:
             if events is not None:
                 message.page_events.append(events)
             self.has_more = events is not None and len(events.stored) + len(events.removed) == MAX_PAGES
+
+    def resend_pages(self) -> None:
+        """Has the next message begin with all that is cached, where pages are told."""
+        if self._pages is not None:
+            self._pages.restart()
 
     def close(self) -> None:
         """Must be called once."""

@@ -162,6 +162,8 @@ class RankServicer(WorkerServicer):
         }
         self._model = config.model
         self._epoch = config.service.epoch
+        self._news: dict[str, LeaderNews] = {}
+        """What each open stream is told, by its client's id."""
 
     @translated
     async def StartRequest(self, message: pb.StartRequestMessage, context: grpc.aio.ServicerContext) -> pb.Ack:
@@ -193,17 +195,26 @@ class RankServicer(WorkerServicer):
         except AllspanError as error:
             await refuse(context, error)
             raise
-        told = self._told(message.page_events)
+        told = self._news[message.client_id] = self._told(message.page_events)
         try:
             yield self._step_outputs([], told)
             async for outputs in _outputs(lease, heartbeat, told):
                 yield self._step_outputs(outputs, told)
         finally:
+            del self._news[message.client_id]
             told.close()
             open_requests = self._leases.close(lease)
             if open_requests and self._core.is_leader:
                 logger.info("client %s left with %d open requests", lease.client_id, len(open_requests))
             self._core.cancel(open_requests)
+
+    @translated
+    async def ResendPages(self, message: pb.ResendPagesRequest, context: grpc.aio.ServicerContext) -> pb.Ack:
+        """InvalidRequest for a client without a stream."""
+        lease = self._leases.find(message.client_id)
+        self._news[lease.client_id].resend_pages()
+        lease.news.set()
+        return pb.Ack()
 
     @translated
     async def Status(self, message: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:

@@ -145,7 +145,7 @@ class Simulation:
         """Sends each request of the trace by the next facade in turn."""
         shape = PageShape(BLOCK_TOKENS, "trace")
         known: dict[tuple[int, ...], list[int]] = {}
-        beat, own = self._trace[0].at, {number: lambda: 0 for number in range(len(self.replicas))}
+        beat, among = self._trace[0].at, (1 << len(self.replicas)) - 1
         for count, request in enumerate(self._trace):
             while beat <= request.at:
                 self._beat(beat)
@@ -153,10 +153,10 @@ class Simulation:
             keys = known.get(request.blocks)
             if keys is None:
                 ids = [block for block in request.blocks for _ in range(BLOCK_TOKENS)]
-                keys = known[request.blocks] = shape.keys(ids[: request.tokens], request.tokens, "", 10**6)
+                keys = known[request.blocks] = list(shape.keys(ids[: request.tokens], request.tokens, "", 10**6))
             facade = self.facades[count % len(self.facades)]
             started = time.thread_time_ns()
-            number, hits = next(facade.ranked(_same(keys), request.tokens, own))
+            number, hits = next(facade.ranked(_same(keys), request.tokens, among, lambda number: 0))
             self.decision_ns.append(time.thread_time_ns() - started)
             facade.sent(number, request.tokens - hits, keys)
             replica = self.replicas[number]

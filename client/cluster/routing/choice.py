@@ -8,9 +8,11 @@ the next one in the order takes the request. (Bounded loads: Mirrokni, Thorup an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from allspan.client.cluster.routing.rendezvous import heaviest, weight
+from allspan.client.cluster.routing.replica_table import Loads, Numbers, numbers_in
 
 LEADING_TOKENS = 1024
 """The beginning of a prompt that is hashed."""
@@ -24,25 +26,35 @@ LEAST_HIT = 8
 """A hit of less than this part of a prompt counts for nothing: most prompts share some beginning."""
 
 
-def leading_key(keys: Sequence[int], page_tokens: int) -> int | None:
+def leading_key(keys: Iterable[int], page_tokens: int) -> int | None:
     """The key of the last page of the prompt's beginning; None: it has no full page."""
-    return keys[min(len(keys), max(LEADING_TOKENS // page_tokens, 1)) - 1] if keys else None
+    beginning = list(islice(keys, max(LEADING_TOKENS // page_tokens, 1)))
+    return beginning[-1] if beginning else None
 
 
 def order(
-    loads: Mapping[int, int], recent: Sequence[float], hits: Mapping[int, int], key: int | None, work: int
+    numbers: Numbers, loads: Loads, recent: Loads, hits: Sequence[tuple[int, int]], key: int | None, work: int
 ) -> Iterator[int]:
-    """The replicas of `loads` (tokens to compute, by replica), the best one first. `recent`: tokens that were sent
-    there lately, on any scale; `hits`: tokens of the prompt that a replica has; `work`: the prompt's. What follows the
-    first is worked out when it is asked for."""
-    if not loads:
+    """The replicas `numbers`, the best one first. `loads`: tokens to compute, `recent`: tokens that were sent there
+    lately, on any scale, both by a replica's number; `hits`: tokens of the prompt, with the mask of those of `numbers`
+    that have so many; `work`: the prompt's. What follows the first is worked out when it is asked for."""
+    if not len(numbers):
         return
-    most = MOST_LOAD * sum(loads.values()) / len(loads) + SLACK_TOKENS + work
-    most_recent = MOST_RECENT * sum(recent[replica] for replica in loads) / len(loads)
-    useful = {replica: hit for replica, hit in hits.items() if LEAST_HIT * hit >= work}
+    present, late = loads[numbers], recent[numbers]
+    most = MOST_LOAD * float(present.sum()) / len(numbers) + SLACK_TOKENS + work
+    most_recent = MOST_RECENT * float(late.sum()) / len(numbers)
+    useful = sorted((hit for hit in hits if LEAST_HIT * hit[0] >= work), reverse=True)
+    first = None
+    if key is not None:
+        first = _holder(loads, useful, key, most)
+        if first is None and len(light := numbers[(present <= most) & (late <= most_recent)]):
+            first = heaviest(light, key)
+    if first is not None:
+        yield first
+    hit_of = {int(number): hit for hit, mask in reversed(useful) for number in numbers_in(mask)}
 
     def rank(replica: int) -> tuple[float, ...]:
-        load, hit = loads[replica], useful.get(replica, 0)
+        load, hit = loads[replica], hit_of.get(replica, 0)
         if load > most + hit:
             return 3, load, replica
         if key is None:
@@ -51,13 +63,14 @@ def order(
             return 0, -hit, -weight(replica, key)
         return (2 if recent[replica] > most_recent else 1), -weight(replica, key), replica
 
-    holders = [] if key is None else [replica for replica, hit in useful.items() if loads[replica] <= most + hit]
-    light = [] if holders else [r for r, load in loads.items() if load <= most and recent[r] <= most_recent]
-    if holders:
-        first = min(holders, key=rank)
-    elif key is not None and light:
-        first = heaviest(light, key)
-    else:
-        first = min(loads, key=rank)
-    yield first
-    yield from sorted((replica for replica in loads if replica != first), key=rank)
+    yield from sorted((replica for replica in numbers.tolist() if replica != first), key=rank)
+
+
+def _holder(loads: Loads, useful: Iterable[tuple[int, int]], key: int, most: float) -> int | None:
+    """The replica with the longest of these hits, the longest given first, whose load allows it."""
+    for hit, mask in useful:
+        holders = numbers_in(mask)
+        allowed = holders[loads[holders] <= most + hit]
+        if len(allowed):
+            return heaviest(allowed, key)
+    return None

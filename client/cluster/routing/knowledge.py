@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
-from allspan.client.cluster.routing.page_index import PageIndex
+from allspan.client.cluster.routing.replica_table import ReplicaTable
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.page_keys import PageShape
 
@@ -27,17 +27,18 @@ _shape = lru_cache(maxsize=64)(PageShape)
 
 
 class ReplicaKnowledge:
-    """One replica's pages, kept in an index of all replicas, and its load.
+    """One replica's pages and its load, kept in the table of all replicas.
 
     `page_events`: what to ask of its leader; 0 where there is nothing to choose.
     """
 
-    def __init__(self, number: int, index: PageIndex, page_events: int = KEYS) -> None:
+    def __init__(self, number: int, table: ReplicaTable, page_events: int = KEYS) -> None:
         self.number = number
         self.page_events = page_events
-        self.shape = UNTOLD
-        """What its pages' keys are made of."""
-        self._index = index
+        self._table = table
+        self._index = table.index
+        self._shape = UNTOLD
+        table.reshape(number, None, UNTOLD)
         self._told: set[int] = set()
         self._expected: OrderedDict[int, None] = OrderedDict()
         self._next_sequence = 0
@@ -49,6 +50,11 @@ class ReplicaKnowledge:
         return len(self._told) + len(self._expected)
 
     @property
+    def shape(self) -> PageShape:
+        """What its pages' keys are made of."""
+        return self._shape
+
+    @property
     def load(self) -> int | None:
         """Tokens that it has to compute: as told, and what was sent since; None: nothing was told."""
         return None if self._queued is None else self._queued + self._sent
@@ -56,18 +62,24 @@ class ReplicaKnowledge:
     @property
     def is_told(self) -> bool:
         """True once its leader has told what it has cached."""
-        return self.shape is not UNTOLD
+        return self._shape is not UNTOLD
 
-    def hear(self, message: pb.StepOutputs, model: str) -> None:
-        """Takes what the leader of a world of this model tells."""
+    def hear(self, message: pb.StepOutputs, model: str) -> bool:
+        """Takes what the leader of a world of this model tells. False: page events were missing before these; nothing
+        is known of its pages until it has told all of them again, which it is to be asked for."""
         if message.HasField("load"):
             self._queued, self._sent = message.load.queued_tokens, 0
+            self._table.tell_load(self.number, self._queued)
+        is_whole = True
         for events in message.page_events:
-            self._apply(events, model)
+            is_whole &= self._apply(events, model)
+        return is_whole
 
     def sent(self, work: int, keys: Sequence[int]) -> None:
         """A request of `work` tokens goes there; it will have these pages."""
         self._sent += work
+        if self._queued is not None:
+            self._table.tell_load(self.number, self._queued + self._sent)
         self.expect(keys)
 
     def expect(self, keys: Sequence[int]) -> None:
@@ -90,19 +102,27 @@ class ReplicaKnowledge:
     def forget(self) -> None:
         """Its world is over."""
         self.clear()
-        self.shape, self._queued, self._sent = UNTOLD, None, 0
+        self._reshape(UNTOLD)
+        self._queued, self._sent = None, 0
+        self._table.tell_load(self.number, None)
 
-    def _apply(self, events: pb.PageEvents, model: str) -> None:
+    def _reshape(self, shape: PageShape) -> None:
+        self._table.reshape(self.number, self._shape, shape)
+        self._shape = shape
+
+    def _apply(self, events: pb.PageEvents, model: str) -> bool:
+        """Returns False where a gap is noticed."""
         if events.cleared:
             self.clear()
-            self.shape = _shape(events.page_tokens, model, events.weights_version, tuple(events.prompt_lengths))
+            shape = _shape(events.page_tokens, model, events.weights_version, tuple(events.prompt_lengths))
+            self._reshape(shape)
         elif not self.is_told:
-            return  # after a gap, until the next snapshot
+            return True  # what follows a gap, until the next snapshot
         elif events.sequence != self._next_sequence:
             logger.warning("page events %d of replica %d are missing", self._next_sequence, self.number)
             self.clear()
-            self.shape = UNTOLD
-            return
+            self._reshape(UNTOLD)
+            return False
         self._next_sequence = events.sequence + 1
         for key in events.removed:
             self._told.discard(key)
@@ -113,3 +133,4 @@ class ReplicaKnowledge:
             self._expected.pop(key, None)
         self._told.update(stored)
         self._index.add(self.number, stored)
+        return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 class PageIndex:
@@ -30,26 +30,20 @@ class PageIndex:
             else:
                 holders.pop(key, None)
 
-    def match(self, keys: Sequence[int], among: int) -> dict[int, int]:
-        """The number of leading pages of each replica whose bit is in `among`, those with none left out."""
-        found: dict[int, int] = {}
-        left, holders = among, self._holders
-        for count, key in enumerate(keys):
+    def match(self, keys: Iterable[int], among: int) -> list[tuple[int, int]]:
+        """Numbers of leading pages, ascending, each with the mask of the replicas that have that many and no more;
+        replicas that have none are left out. Keys are read while a replica of the mask `among` has all before."""
+        found: list[tuple[int, int]] = []
+        left, holders, count = among, self._holders, 0
+        for key in keys:
             still = left & holders.get(key, 0)
             if still != left:
                 if count:
-                    found.update((replica, count) for replica in _bits(left & ~still))
+                    found.append((count, left & ~still))
                 left = still
                 if not left:
                     return found
-        if keys:
-            found.update((replica, len(keys)) for replica in _bits(left))
+            count += 1
+        if count and left:
+            found.append((count, left))
         return found
-
-
-def _bits(mask: int) -> Iterable[int]:
-    """The numbers of the bits that are set."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low

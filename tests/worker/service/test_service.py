@@ -68,6 +68,11 @@ async def test_a_stream_that_asks_for_pages_gets_them_all_and_then_what_changes(
         (0, True, 1024, 2),
         (1, False, 476, 2),
     ]
+    await client.stub.ResendPages(pb.ResendPagesRequest(client_id="keys"))
+    again = (await asyncio.wait_for(anext(stream), 5)).page_events[0]
+    assert (again.sequence, again.cleared, len(again.stored)) == (2, True, 1024)
+    with pytest.raises(grpc.aio.AioRpcError, match="'nobody' has no open Results stream"):
+        await client.stub.ResendPages(pb.ResendPagesRequest(client_id="nobody"))
     with pytest.raises(grpc.aio.AioRpcError, match="page_events is 3, must be 0"):
         await anext(aiter(client.stub.Results(pb.ResultsSubscription(client_id="other", page_events=3))))
 
