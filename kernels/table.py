@@ -85,7 +85,7 @@ CUDA = {
     "rotary": "allspan.kernels.cuda.rows.rotary_append:rotary",
     "hadamard": "allspan.kernels.cuda.rows.rotary_append:hadamard",
     "append_kv": "allspan.kernels.cuda.rows.rotary_append:append_kv",
-    "linear": REFERENCE["linear"],  # torch's own is cuBLAS there
+    "linear": "allspan.kernels.cuda.moe.rows:linear",
     "add": "allspan.kernels.cuda.rows.elementwise:add",
     "rms_norm": "allspan.kernels.cuda.rows.rms_norm:rms_norm",
     "add_rms_norm": "allspan.kernels.cuda.rows.rms_norm:add_rms_norm",
@@ -101,7 +101,9 @@ CUDA = {
     "packed_linear_add": "allspan.kernels.cuda.linear.packed_linear:packed_linear_add",
     "packed_gated_linear": "allspan.kernels.cuda.linear.packed_linear:packed_gated_linear",
     "packed_embedding": "allspan.kernels.cuda.linear.packed_embedding:packed_embedding",
-    **{op: REFERENCE[op] for op in EXPERT_OPS},
+    "route": "allspan.kernels.cuda.moe.route:route",
+    **{op: f"allspan.kernels.cuda.moe.products:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
+    **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gated_mul", "scale_rows")},
 }
 
 BACKENDS: Mapping[str, Backend] = {

@@ -1,0 +1,242 @@
+"""Products with weights of experts in rows, on a GPU: the shape of the blocks of product.cu, and its launches.
+
+x is bfloat16 or float16, out of its type or float32; sums are float32. Weights of 16 bits are of x's type, quantised
+ones meet x as it is, whatever the spec's activation. A token's weighted sum has one order, that of its places: up to
+`_MOST_SUMMED_ROWS` rows a block goes over all places itself, with more rows every slot's product is kept, and another
+kernel adds these up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, gpu, kernel, launch
+from allspan.kernels.cuda.linear.call import GATED, is_float
+from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, groups, groups_of_k_tile, k_tiles
+from allspan.kernels.cuda.moe.rows import sum_choices
+from allspan.kernels.ops import Routing
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import FLOATS
+
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
+_SLOTS, _GATED, _SUM = 0, 1, 2
+"""Modes of the kernel."""
+_MOST_SUMMED_ROWS = 64
+"""Rows whose sums a block keeps in shared memory."""
+_HELD_SLOTS = 512
+_PRODUCT = struct.Struct("=2q16i")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The shape of the thread blocks of `expert_product`: its macros."""
+
+    tiles: int
+    """Of 8 rows."""
+    warps_k: int
+    warps_f: int
+    stages: int
+
+    @property
+    def warps(self) -> int:
+        return self.warps_k * self.warps_f
+
+    def outputs(self, mode: int) -> int:
+        """Returns the number of outputs of a unit."""
+        return (8 if mode == _GATED else 16) * self.warps_f
+
+    def shared_bytes(self, spec: PackedSpec, mode: int, rows: int, places: int) -> int:
+        sets = 16 // spec.kind.bits
+        stage = 1024 + sets * self.tiles * 512 + groups_of_k_tile(spec) * 64
+        sums = 2 * self.warps_k * 8 * self.tiles * 4 * (self.warps_f * 17 + 1)
+        totals = rows * self.outputs(mode) * 4 if mode == _SUM else 0
+        return self.warps * self.stages * stage + sums + totals + 4 * (_HELD_SLOTS + 2 * (places + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """x [rows, K], or of `has_own_rows` [slots, K]; weight uint8 [places, *spec.shape]; out in rows of slots, or of
+    tokens for `_SUM`."""
+
+    mode: int
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    spec: PackedSpec
+    routing: Routing[Tensor]
+    out: Tensor
+    column: int = 0
+    activation: int = 0
+    has_own_rows: bool = False
+    adds: bool = False
+
+    @property
+    def rows(self) -> int:
+        return len(self.routing.places)
+
+    @property
+    def slots(self) -> int:
+        return self.routing.places.numel()
+
+    @property
+    def width(self) -> int:
+        """Outputs."""
+        return self.spec.features // 2 if self.mode == _GATED else self.spec.features
+
+
+def expert_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: PackedSpec,
+    column: int,
+    routing: Routing[Tensor],
+    out: Tensor,
+) -> None:
+    """See `OpSet.expert_linear`. Raises ValueError for what the kernels would read or write past."""
+    _run(_Call(_SLOTS, x, weight, bias, spec, routing, out.view(-1, out.shape[2]), column))
+
+
+def expert_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: PackedSpec,
+    activation: str,
+    routing: Routing[Tensor],
+    out: Tensor,
+) -> None:
+    """See `OpSet.expert_gated_linear`."""
+    if len(spec.parts) != 2 or spec.parts[0] != spec.parts[1]:
+        raise ValueError(f"weight: parts {spec.parts} are not two of one size")
+    rows = out.view(-1, out.shape[2])
+    _run(_Call(_GATED, x, weight, bias, spec, routing, rows, activation=GATED[activation]))
+
+
+def expert_sum(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: PackedSpec,
+    routing: Routing[Tensor],
+    adds: bool,
+    out: Tensor,
+) -> None:
+    """See `OpSet.expert_sum`."""
+    rows = x.view(-1, x.shape[2])
+    if len(out) <= _MOST_SUMMED_ROWS:
+        _run(_Call(_SUM, rows, weight, bias, spec, routing, out, has_own_rows=True, adds=adds))
+        return
+    if out.shape[1] % 4:
+        raise ValueError(f"out: {out.shape[1]} columns are no multiple of 4")
+    products = torch.empty(*routing.places.shape, out.shape[1], dtype=torch.float32, device=x.device)
+    _run(_Call(_SLOTS, rows, weight, bias, spec, routing, products.view(-1, out.shape[1]), has_own_rows=True))
+    sum_choices(products, routing, adds, out, x.dtype)
+
+
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+    for dtype in HALVES:
+        for spec in common_specs(dtype):
+            for mode in (_SLOTS, _GATED, _SUM):
+                for tiles in (1, 2, 4):
+                    yield _kernel(spec, _Form(tiles, 16, 1, 4), mode, dtype)
+
+
+def _run(call: _Call) -> None:
+    _check(call)
+    if not call.rows or not call.width:
+        return
+    spec, device = call.spec, gpu(call.x.device)
+    places = len(call.weight)
+    blocks = _blocks(call, device)
+    form = _form(call, blocks, device)
+    x = _padded(call.x, spec)
+    count, sets = groups(spec)
+    product = _PRODUCT.pack(
+        spec.shape[0] * spec.shape[1], spec.features * k_tiles(spec) * 64,
+        places, call.rows, call.routing.places.shape[1], call.routing.places.shape[1] if call.has_own_rows else 1,
+        spec.features, x.shape[1], k_tiles(spec), sets, count,
+        x.stride(0), call.out.stride(0), call.column, call.activation, is_float(call.out), call.adds, 0,
+    )  # fmt: skip
+    routing = call.routing
+    arguments = (call.weight, x, call.bias, routing.starts, routing.slots, routing.weights, call.out, product)
+    shared = form.shared_bytes(spec, call.mode, call.rows, places)
+    launch(_kernel(spec, form, call.mode, x.dtype), (blocks,), form.warps * 32, arguments, shared, is_early=True)
+
+
+def _blocks(call: _Call, device: Gpu) -> int:
+    """Returns the number of thread blocks: no more than have work for every routing."""
+    if call.mode == _SUM:
+        return min(device.multiprocessors, call.width)
+    return min(device.multiprocessors, call.slots * -(-call.width // 8))
+
+
+def _form(call: _Call, blocks: int, device: Gpu) -> _Form:
+    """Returns the best form that fits: warps along the inputs that have several k tiles each, and as many stages as
+    there is room for."""
+    spec, places = call.spec, len(call.weight)
+    each = call.slots / places
+    tiles = 1 if call.mode == _SUM or each <= 8 else 2 if each <= 16 else 4
+    for warps in (16, 8, 4, 2, 1):
+        warps_k = next(n for n in (16, 8, 4, 2, 1) if n <= warps and (n * 2 <= k_tiles(spec) or n == 1))
+        warps_f = warps // warps_k
+        if call.mode == _SUM:  # a block has all of its outputs at once
+            own = -(-call.width // blocks)
+            warps_f = next(n for n in (1, 2, 4, 8, 16, 32, 64) if 16 * n >= own)
+            warps_k = max(1, min(warps_k if warps_f == 1 else 16, warps // warps_f))
+        if warps_f * warps_k > 32:
+            continue
+        for stages in (8, 6, 4, 3, 2):
+            form = _Form(tiles, warps_k, warps_f, stages)
+            if form.shared_bytes(spec, call.mode, call.rows, places) <= device.shared_bytes:
+                return form
+    raise ValueError(f"experts: {spec} with {places} places do not fit into the shared memory of this GPU")
+
+
+def _padded(x: Tensor, spec: PackedSpec) -> Tensor:
+    """Returns x with `k_offset` zeros before it, in rows of whole 16 bytes that begin at a multiple of 16."""
+    if spec.k_offset or spec.inputs % 8 or x.data_ptr() % 16:
+        return functional.pad(x, (spec.k_offset, -(spec.k_offset + spec.inputs) % 8))
+    return x
+
+
+def _kernel(spec: PackedSpec, form: _Form, mode: int, dtype: torch.dtype) -> Kernel:
+    sizes = {"TILES": form.tiles, "WARPS_K": form.warps_k, "WARPS_F": form.warps_f, "STAGES": form.stages}
+    return kernel("moe/product.cu", "expert_product", MODE=mode, **gemm_macros(spec, dtype), **sizes)
+
+
+def _check(call: _Call) -> None:
+    x, weight, bias, spec, routing, out = call.x, call.weight, call.bias, call.spec, call.routing, call.out
+    places, (n, top_k) = len(weight), routing.places.shape
+    if weight.dtype != torch.uint8 or tuple(weight.shape[1:]) != spec.shape or not weight.is_contiguous():
+        raise ValueError(f"weight: {weight.dtype} {list(weight.shape)} is not [places, *spec.shape] of {spec}")
+    if spec.memory != "rows":
+        raise ValueError(f"weight: lies in {spec.memory}, the kernels of a GPU take rows")
+    if places > 1 and spec.shape[0] * spec.shape[1] % 16:
+        raise ValueError(f"weight: an expert takes {spec.shape[0] * spec.shape[1]} bytes, no multiple of 16: {spec}")
+    rows = n * top_k if call.has_own_rows else n
+    if x.dtype not in HALVES or tuple(x.shape) != (rows, spec.inputs) or not x.is_contiguous():
+        raise ValueError(f"x: {x.dtype} {list(x.shape)} is not bfloat16 or float16 [{rows}, {spec.inputs}]")
+    if FLOATS.get(spec.format, x.dtype) != x.dtype:
+        raise ValueError(f"x: {x.dtype} does not meet weights in {spec.format}; convert one of them")
+    if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != (places, spec.features)):
+        raise ValueError(f"bias: {bias.dtype} {list(bias.shape)} is not float32 [{places}, {spec.features}]")
+    for name, dtype in (("places", torch.int32), ("weights", torch.float32), ("slots", torch.int32)):
+        tensor = getattr(routing, name)
+        if tensor.dtype != dtype or tuple(tensor.shape) != (n, top_k) or not tensor.is_contiguous():
+            raise ValueError(f"routing.{name}: {tensor.dtype} {list(tensor.shape)} is not {dtype} [{n}, {top_k}]")
+    if routing.starts.dtype != torch.int32 or routing.starts.numel() != places + 1:
+        raise ValueError(f"routing.starts: {list(routing.starts.shape)} is not int32 [1, {places + 1}]")
+    most = n if call.mode == _SUM else n * top_k
+    if out.dtype not in (torch.float32, x.dtype) or len(out) != most or out.shape[1] < call.column + call.width:
+        raise ValueError(f"out: {out.dtype} {list(out.shape)} does not take {most} rows of {call.column + call.width}")
+    if out.stride(1) != 1:
+        raise ValueError("out: the elements of a row do not lie together")

@@ -1,0 +1,95 @@
+"""The choice of experts and the sort by place, on a GPU: route.cu. One kernel up to `MOST_FUSED` rows, else two."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.jit.modules import Kernel, kernel, launch
+from allspan.kernels.cuda.rows.arguments import check
+from allspan.kernels.ops import Routing
+from allspan.kernels.router_spec import GROUP_SCORES, SCORES, RouterSpec
+
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
+MOST_FUSED = 128
+"""Rows for which one block chooses as fast as several would."""
+_MOST_CHOICES, _MOST_GROUPS, _WARPS = 64, 32, 32
+_EACH = (1, 2, 4, 8, 16)
+"""Logits of a lane."""
+_ROUTER = struct.Struct("=8i2f")
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    places: Tensor,
+    spec: RouterSpec,
+    routing: Routing[Tensor],
+) -> None:
+    """See `OpSet.route`. Raises ValueError for what the kernels would read or write past, and for more than 512 experts,
+    64 choices or 32 groups."""
+    n, experts = logits.shape
+    _check(logits, bias, places, spec, routing)
+    if n == 0:
+        routing.starts.zero_()
+        return
+    each = next(each for each in _EACH if experts <= 32 * each)
+    num_places, total = routing.starts.shape[1] - 1, n * spec.top_k
+    router = _ROUTER.pack(
+        experts, len(places), spec.top_k, SCORES.index(spec.score), spec.groups, spec.kept_groups,
+        GROUP_SCORES.index(spec.group_score), spec.normalises, spec.epsilon, spec.scale,
+    )  # fmt: skip
+    given = (logits, bias, places, None, np.int32(n), router, np.int32(num_places), routing.places, routing.weights)
+    sorted_into = routing.slots, routing.starts
+    held, counts = _held_bytes(each), 4 * (_WARPS + 1) * num_places
+    if n <= MOST_FUSED:
+        shared = _WARPS * held + counts
+        launch(_kernel("route", each), (1,), 32 * _WARPS, (*given, *sorted_into), shared, is_early=True)
+        return
+    launch(_kernel("choose", each), (-(-n // 8),), 256, given, 8 * held, is_early=True)
+    sizes = np.int32(total), np.int32(num_places)
+    arguments = (routing.places, *sizes, *sorted_into)
+    launch(_kernel("sort", each), (1,), 32 * _WARPS, arguments, counts, is_early=True)
+
+
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+    for each in _EACH:
+        yield from (_kernel(name, each) for name in ("route", "choose", "sort"))
+
+
+def _kernel(name: str, each: int) -> Kernel:
+    return kernel("moe/route.cu", name, EACH=each)
+
+
+def _held_bytes(each: int) -> int:
+    """Returns the size of `Chosen` in route.cu."""
+    return 4 * (32 * each + 3 * _MOST_CHOICES)
+
+
+def _check(
+    logits: Tensor, bias: Tensor | None, places: Tensor, spec: RouterSpec, routing: Routing[Tensor]
+) -> None:
+    n, experts = logits.shape
+    check("logits", logits, [torch.float32], (n, experts))
+    check("places", places, [torch.int32], (len(places), experts))
+    if bias is not None:
+        check("bias", bias, [torch.float32], (experts,))
+    for name, tensor, dtype in (
+        ("routing.places", routing.places, torch.int32),
+        ("routing.weights", routing.weights, torch.float32),
+        ("routing.slots", routing.slots, torch.int32),
+    ):
+        check(name, tensor, [dtype], (n, spec.top_k))
+    check("routing.starts", routing.starts, [torch.int32], (1, routing.starts.shape[1]))
+    if spec.score not in SCORES or spec.group_score not in GROUP_SCORES:
+        raise ValueError(f"router: {spec} has a score that is none of {', '.join(SCORES + GROUP_SCORES)}")
+    if not 1 <= spec.top_k <= min(experts, _MOST_CHOICES) or experts > 32 * _EACH[-1]:
+        raise ValueError(f"router: top_k must be from 1 to {min(experts, _MOST_CHOICES)} of at most 512 experts: {spec}")
+    if not 1 <= spec.groups <= _MOST_GROUPS or experts % spec.groups or not 1 <= spec.kept_groups <= spec.groups:
+        raise ValueError(f"router: {spec.groups} groups, {spec.kept_groups} kept, are not at most 32 of {experts} experts")

@@ -1,0 +1,249 @@
+"""Mixtures of experts by the CUDA kernels: choices against float64, products against the sums of each token's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.moe.products import expert_gated_linear, expert_linear, expert_sum
+from allspan.kernels.cuda.moe.route import route
+from allspan.kernels.cuda.moe.rows import expert_gated_mul, linear, scale_rows
+from allspan.kernels.ops import Routing
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.reference.elementwise import gated
+from allspan.kernels.reference.experts import choose
+from allspan.kernels.reference.packed_linear import unpack
+from allspan.kernels.router_spec import RouterSpec
+from support.linear_cases import spec_of
+from support.packed_cases import random_weight
+
+SPECS = {
+    "softmax": RouterSpec(4),
+    "normalised": RouterSpec(8, normalises=True),
+    "sigmoid": RouterSpec(4, "sigmoid", normalises=True, epsilon=1e-20, scale=2.5),
+    "groups by two": RouterSpec(6, "sigmoid", 4, 2, normalises=True, scale=1.8),
+    "groups by one": RouterSpec(3, "softmax", 4, 2, "max", scale=16.0),
+    "chosen": RouterSpec(4, "softmax_of_chosen"),
+    "all": RouterSpec(40),
+}
+EXPERTS = 40
+
+
+def empty_routing(rows: int, top_k: int, places: int, device: str) -> Routing[Tensor]:
+    """Filled with what no op may leave there."""
+    integers = [torch.full((rows, top_k), -9, dtype=torch.int32, device=device) for _ in range(2)]
+    starts = torch.full((1, places + 1), -9, dtype=torch.int32, device=device)
+    return Routing(integers[0], torch.full((rows, top_k), -9.0, device=device), integers[1], starts)
+
+
+def everywhere(experts: int) -> Tensor:
+    return torch.arange(experts, dtype=torch.int32)[None]
+
+
+def routed(logits: Tensor, spec: RouterSpec, bias: Tensor | None, places: Tensor, device: str) -> Routing[Tensor]:
+    routing = empty_routing(len(logits), spec.top_k, int(places.max()) + 1, device)
+    route(logits.to(device), None if bias is None else bias.to(device), places.to(device), spec, routing)
+    return Routing(*(each.cpu() for each in routing))
+
+
+def assert_sorted(routing: Routing[Tensor]) -> None:
+    starts, flat = routing.starts[0].tolist(), routing.places.flatten()
+    own = torch.nonzero(flat >= 0).flatten()
+    expected = own[flat[own].sort(stable=True).indices]
+    assert starts == [int((flat[own] < place).sum()) for place in range(len(starts))]
+    assert torch.equal(routing.slots.flatten()[: len(own)].long(), expected)
+    for row in routing.places.tolist():
+        assert row == sorted(row, key=lambda place: (place < 0, place))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_choices_and_weights_are_those_of_float64(name: str, device: str) -> None:
+    spec = SPECS[name]
+    for rows in (1, 33, 129):
+        generator = torch.Generator().manual_seed(rows)
+        logits = torch.randn(rows, EXPERTS, generator=generator) * 3
+        bias = torch.randn(EXPERTS, generator=generator) if spec.score == "sigmoid" else None
+        chosen, weights = choose(logits.double(), None if bias is None else bias.double(), spec)
+        routing = routed(logits, spec, bias, everywhere(EXPERTS), device)
+        ascending = chosen.sort(1)
+        assert torch.equal(routing.places.long(), ascending.values)
+        expected = weights.gather(1, ascending.indices)
+        torch.testing.assert_close(routing.weights.double(), expected, rtol=2e-6, atol=1e-7)
+        assert_sorted(routing)
+
+
+def test_ties_biases_groups_and_nans(device: str) -> None:
+    logits = torch.zeros(4, EXPERTS)
+    logits[1, 7:] = 1.0
+    logits[2, :20] = -0.0
+    logits[3, 39] = torch.nan
+    routing = routed(logits, RouterSpec(3), None, everywhere(EXPERTS), device)
+    assert routing.places.tolist() == [[0, 1, 2], [7, 8, 9], [0, 1, 2], [0, 1, 2]]
+    assert routing.weights.isnan().all(1).tolist() == [False, False, False, True]
+
+    logits, bias = torch.full((1, EXPERTS), -18.0), torch.zeros(EXPERTS)
+    bias[[3, 30]] = 12.0
+    logits[0, 3], logits[0, 30] = -18.5, -17.5
+    routing = routed(logits, RouterSpec(2, "sigmoid"), bias, everywhere(EXPERTS), device)
+    assert routing.places.tolist() == [[3, 30]]
+    expected = torch.tensor([-18.5, -17.5]).double().sigmoid()
+    torch.testing.assert_close(routing.weights[0].double(), expected, rtol=1e-6, atol=0)
+
+    bias = torch.full((EXPERTS,), -12.0)
+    bias[10:20] = -11.0
+    spec = RouterSpec(4, "sigmoid", 4, 1)
+    routing = routed(torch.zeros(1, EXPERTS), spec, bias, everywhere(EXPERTS), device)
+    assert routing.places.tolist() == [[10, 11, 12, 13]]
+
+
+@pytest.mark.parametrize("experts", [8, 60, 128, 512])
+def test_ranks_and_copies_share_out_what_one_would_do(experts: int, device: str) -> None:
+    logits = torch.randn(140, experts, generator=torch.Generator().manual_seed(2))
+    spec = RouterSpec(4, normalises=True)
+    whole = routed(logits, spec, None, everywhere(experts), device)
+    found: list[dict[int, float]] = [{} for _ in logits]
+    third = experts // 3
+    for first, count in ((0, third), (third, third), (2 * third, experts - 2 * third)):
+        places = torch.full((2, experts), -1, dtype=torch.int32)
+        places[:, first : first + count] = torch.arange(count, dtype=torch.int32)
+        routing = routed(logits, spec, None, places, device)
+        assert_sorted(routing)
+        for row, own, weights in zip(found, routing.places.tolist(), routing.weights.tolist(), strict=True):
+            row.update({place + first: weight for place, weight in zip(own, weights, strict=True) if place >= 0})
+    expected = zip(whole.places.tolist(), whole.weights.tolist(), strict=True)
+    assert found == [dict(zip(*row, strict=True)) for row in expected]
+
+
+def some_routing(kind: str, rows: int, top_k: int, places: int, device: str) -> Routing[Tensor]:
+    """ "spread" over all places with some of other ranks, all to the "last" ones, or "none" here."""
+    generator = torch.Generator().manual_seed(rows)
+    logits, where = torch.randn(rows, places + 2, generator=generator), everywhere(places + 2)
+    if kind == "last":
+        logits[:, places - top_k : places] += 100
+    where[where >= (0 if kind == "none" else places)] = -1
+    routing = empty_routing(rows, top_k, places, device)
+    route(logits.to(device), None, where.to(device), RouterSpec(top_k, normalises=True), routing)
+    return routing
+
+
+FORMATS = [
+    ("bf16", 0),
+    ("f16", 0),
+    ("channel8", 0),
+    ("channel4", 0),
+    ("group8", 64),
+    ("group4", 32),
+    ("group4", 128),
+    ("fp8", 0),
+    ("fp8_block", 0),
+    ("q8_0", 0),
+    ("q4_0", 0),
+]
+ROUTINGS = [("spread", 1), ("spread", 9), ("last", 33), ("spread", 129), ("none", 5), ("last", 127)]
+
+
+class Experts:
+    """Random weights of some experts, and float64 what they hold."""
+
+    def __init__(self, spec: PackedSpec, places: int, device: str) -> None:
+        self.spec = spec
+        weights = [random_weight(spec, place) for place in range(places)]
+        self.weight = torch.stack(weights).to(device)
+        self.values = torch.stack([unpack(weight, spec, torch.float64) for weight in weights])
+        generator = torch.Generator().manual_seed(1)
+        self.bias = torch.randn(places, spec.features, generator=generator)
+
+    def product(self, x: Tensor, place: int) -> Tensor:
+        return self.values[place] @ x.double() + self.bias[place]
+
+
+@pytest.mark.parametrize(("name", "group"), FORMATS)
+def test_products_are_those_of_each_token_and_expert(name: str, group: int, device: str) -> None:
+    inputs, width, hidden, top_k, places = 256, 40, 72, 2, 5
+    dtype = torch.float16 if name in ("f16", "q4_0") else torch.bfloat16
+    tolerance = 2e-3 if dtype is torch.float16 else 1e-2
+    up = Experts(spec_of(name, group, (width, width), inputs), places, device)
+    offset = 32 if group else 0
+    down = Experts(spec_of(name, group, (hidden,), 248, offset), places, device)
+    for kind, rows in ROUTINGS:
+        routing = some_routing(kind, rows, top_k, places, device)
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, inputs, generator=generator).to(dtype)
+        mlp = torch.randn(rows, top_k, 248, generator=generator).to(dtype)
+        expected = torch.full((rows, top_k, width), 7.0, dtype=torch.float64)
+        plain = torch.full((rows, top_k, 2 * width + 3), 7.0, dtype=torch.float64)
+        total = torch.zeros(rows, hidden, dtype=torch.float64)
+        weights = routing.weights.cpu().double()
+        for row, own in enumerate(routing.places.tolist()):
+            for j, place in enumerate(own):
+                if place >= 0:
+                    product = up.product(x[row], place)
+                    plain[row, j, 1 : 1 + 2 * width] = product
+                    gate, upper = product.chunk(2)
+                    expected[row, j] = gated(gate[None], "silu", upper[None])[0]
+                    total[row] += weights[row, j] * down.product(mlp[row, j], place)
+        x, mlp, bias = x.to(device), mlp.to(device), up.bias.to(device)
+        out = torch.full(expected.shape, 7.0, dtype=dtype, device=device)
+        expert_gated_linear(x, up.weight, bias, up.spec, "silu", routing, out)
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=4 * tolerance)
+        for kept in (dtype, torch.float32):
+            out = torch.full(plain.shape, 7.0, dtype=kept, device=device)
+            expert_linear(x, up.weight, bias, up.spec, 1, routing, out)
+            torch.testing.assert_close(out.cpu().double(), plain, rtol=tolerance, atol=tolerance)
+        for adds, kept in ((False, dtype), (True, torch.float32)):
+            out = torch.full(total.shape, 0.5, dtype=kept, device=device)
+            expert_sum(mlp, down.weight, down.bias.to(device), down.spec, routing, adds, out)
+            torch.testing.assert_close(out.cpu().double(), total + 0.5 * adds, rtol=tolerance, atol=2 * tolerance)
+
+
+def test_other_ops_agree_with_their_definitions(device: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    routing = some_routing("spread", 7, 2, 5, device)
+    gate_up = torch.randn(7, 2, 2 * 24, generator=generator).bfloat16().to(device)
+    out = torch.full((7, 2, 24), 7.0, device=device)
+    expert_gated_mul(gate_up, "gelu_tanh", routing, out)
+    expected = gated(gate_up[..., :24].float(), "gelu_tanh", gate_up[..., 24:].float())
+    expected = torch.where((routing.places >= 0)[..., None], expected, 7.0)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    x = torch.randn(7, 30, generator=generator).bfloat16().to(device)
+    logits = torch.randn(7, 1, generator=generator).to(device)
+    right = (x.double() * logits.double().sigmoid()).bfloat16()
+    scale_rows(x, logits)
+    torch.testing.assert_close(x, right, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 11, 65])
+@pytest.mark.parametrize("inputs", [64, 2100])
+def test_a_router_multiplies_in_float32(rows: int, inputs: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    weight, bias = torch.randn(9, inputs, generator=generator), torch.randn(9, generator=generator)
+    out = torch.zeros(rows, 9, device=device)
+    linear(x.to(device), weight.to(device), bias.to(device), out)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def _refused(change: dict[int, Any], device: str) -> None:
+    routing = empty_routing(4, 2, 5, device)
+    arguments: list[Any] = [torch.zeros(4, 5), None, everywhere(5), RouterSpec(2), routing]
+    for place, value in change.items():
+        arguments[place] = value
+    route(*(each.to(device) if isinstance(each, Tensor) else each for each in arguments))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({3: RouterSpec(6)}, "routing.places"),
+        ({3: RouterSpec(2, groups=2)}, "groups"),
+        ({3: RouterSpec(2, "cosine")}, "score that is none"),
+        ({0: torch.zeros(3, 5)}, "routing.places"),
+    ],
+)
+def test_arguments_that_would_lead_outside_are_refused(change: dict[int, Any], says: str, device: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        _refused(change, device)
