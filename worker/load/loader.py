@@ -94,10 +94,6 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
             f"quantization {quantization!r} is for models of 16 bits on GPUs; device is {config.device}, dtype {dtype}"
             ": use --device cuda, or --quantization a8w8"
         )
-    if memory == "rows" and any(isinstance(layer.mlp, Moe) for layer in source.spec.layers):
-        raise ConfigError(
-            f"model type {source.spec.family!r} has experts, for which GPUs have no kernels: use --device cpu"
-        )
     if dtype == "float16" and memory != "rows":
         raise ConfigError(
             f"dtype 'float16' is for GPUs; device is {config.device}, where float16 weights are held as float32, which "

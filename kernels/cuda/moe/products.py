@@ -146,8 +146,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dtype in HALVES:
         for spec in common_specs(dtype):
             for mode in (_SLOTS, _GATED, _SUM):
-                for tiles in (1, 2, 4):
-                    yield _kernel(spec, _Form(tiles, 16, 1, 4), mode, dtype)
+                yield _kernel(spec, _Form(1 if mode == _SUM else 4, 8, 1, 4), mode, dtype)
 
 
 def _run(call: _Call) -> None:

@@ -1,0 +1,89 @@
+"""Families with experts on the CUDA kernels: the likelihoods of transformers' model, and graphs for every routing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from allspan import Engine, SamplingParams
+from support.tiny_models import prompt, reference_logits
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3_moe", {"num_local_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2": ("qwen2_moe", {"num_experts": 6, "shared_expert_intermediate_size": 56}),
+    "glm4": ("glm4_moe", {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "use_qk_norm": True, "n_group": 4}),
+}
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 160,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "page_size": 16,
+    "kv_cache_bytes": 8_000_000,
+}
+IDS = prompt(70, 97)
+"""In two chunks, the first of more rows than a block sums up by itself."""
+
+
+def save(folder: Path, name: str) -> Any:
+    """A random model whose routers' biases decide: they are far larger than scores differ."""
+    model_type, config = MODELS[name]
+    torch.manual_seed(5)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **config))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+            parameter.copy_(parameter.bfloat16())
+        for key, buffer in model.named_buffers():
+            if "correction_bias" in key:
+                buffer.copy_(torch.randperm(len(buffer)) * 2.0 - 12.0)
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def difference(folder: Path, model: Any, settings: dict[str, Any]) -> float:
+    """How far a token's logarithm is off by the median, of prompts that run beside each other and what follows them."""
+    asked = [IDS, prompt(9, 97, 1), prompt(1, 97, 2)]
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    with Engine(folder, **SETTINGS | settings) as engine:
+        outputs = engine.generate(asked, params)
+    found: list[float] = []
+    for ids, output in zip(asked, outputs, strict=True):
+        whole = [*ids, *output.token_ids]
+        likely = reference_logits(model, whole).log_softmax(1)[range(len(whole) - 1), whole[1:]]
+        told = [entry.logprob for entry in (*output.prompt_logprobs, *output.logprobs)]
+        assert len(told) == len(likely)
+        found += (torch.tensor(told) - likely).abs().tolist()
+    return float(torch.tensor(found).median())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_likelihoods_are_those_of_transformers(name: str, tmp_path: Path, on: dict[str, Any]) -> None:
+    model = save(tmp_path, name)
+    assert difference(tmp_path, model, on) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["int8", "uint4", "fp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_quantised_experts_are_about_as_likely(name: str, quantization: str, tmp_path: Path) -> None:
+    model = save(tmp_path, name)
+    assert difference(tmp_path, model, {"device": "cuda", "quantization": quantization}) < 1.2
