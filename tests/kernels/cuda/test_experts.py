@@ -247,3 +247,38 @@ def _refused(change: dict[int, Any], device: str) -> None:
 def test_arguments_that_would_lead_outside_are_refused(change: dict[int, Any], says: str, device: str) -> None:
     with pytest.raises(ValueError, match=says):
         _refused(change, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 70])
+def test_a_graph_captured_under_one_routing_is_right_under_the_opposite(rows: int) -> None:
+    places, top_k = 8, 2
+    up = Experts(spec_of("bf16", 0, (48, 48), 128), places, "cuda")
+    down = Experts(spec_of("bf16", 0, (64,), 48), places, "cuda")
+    x = torch.randn(rows, 128, device="cuda").bfloat16()
+    logits, routing = torch.zeros(rows, places, device="cuda"), empty_routing(rows, top_k, places, "cuda")
+    mlp, out = torch.zeros(rows, top_k, 48, device="cuda").bfloat16(), torch.zeros(rows, 64, device="cuda")
+    where = everywhere(places).cuda()
+
+    def run() -> None:
+        route(logits, None, where, RouterSpec(top_k), routing)
+        expert_gated_linear(x, up.weight, None, up.spec, "silu", routing, mlp)
+        expert_sum(mlp, down.weight, None, down.spec, routing, False, out)
+
+    def of_logits(values: Tensor) -> Tensor:
+        logits.copy_(values)
+        run()
+        return out.clone()
+
+    one = torch.full((rows, places), -5.0, device="cuda")
+    one[:, :2] = 5.0  # all rows go to two experts
+    other = torch.randn(rows, places, device="cuda")
+    expected = [of_logits(values) for values in (other, one, torch.flip(one, (1,)))]
+    logits.copy_(one)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for values, right in zip((other, one, torch.flip(one, (1,))), expected, strict=True):
+        logits.copy_(values)
+        graph.replay()
+        assert torch.equal(out, right)
