@@ -228,14 +228,19 @@ def _check(call: _Call) -> None:
         raise ValueError(f"x: {x.dtype} does not meet weights in {spec.format}; convert one of them")
     if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != (places, spec.features)):
         raise ValueError(f"bias: {bias.dtype} {list(bias.shape)} is not float32 [{places}, {spec.features}]")
+    _check_routing(routing, places)
+    most = n if call.mode == _SUM else n * top_k
+    if out.dtype not in (torch.float32, x.dtype) or len(out) != most or out.shape[1] < call.column + call.width:
+        raise ValueError(f"out: {out.dtype} {list(out.shape)} does not take {most} rows of {call.column + call.width}")
+    if out.stride(1) != 1:
+        raise ValueError("out: the elements of a row do not lie together")
+
+
+def _check_routing(routing: Routing[Tensor], places: int) -> None:
+    n, top_k = routing.places.shape
     for name, dtype in (("places", torch.int32), ("weights", torch.float32), ("slots", torch.int32)):
         tensor = getattr(routing, name)
         if tensor.dtype != dtype or tuple(tensor.shape) != (n, top_k) or not tensor.is_contiguous():
             raise ValueError(f"routing.{name}: {tensor.dtype} {list(tensor.shape)} is not {dtype} [{n}, {top_k}]")
     if routing.starts.dtype != torch.int32 or routing.starts.numel() != places + 1:
         raise ValueError(f"routing.starts: {list(routing.starts.shape)} is not int32 [1, {places + 1}]")
-    most = n if call.mode == _SUM else n * top_k
-    if out.dtype not in (torch.float32, x.dtype) or len(out) != most or out.shape[1] < call.column + call.width:
-        raise ValueError(f"out: {out.dtype} {list(out.shape)} does not take {most} rows of {call.column + call.width}")
-    if out.stride(1) != 1:
-        raise ValueError("out: the elements of a row do not lie together")

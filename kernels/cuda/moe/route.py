@@ -32,8 +32,8 @@ def route(
     spec: RouterSpec,
     routing: Routing[Tensor],
 ) -> None:
-    """See `OpSet.route`. Raises ValueError for what the kernels would read or write past, and for more than 512 experts,
-    64 choices or 32 groups."""
+    """See `OpSet.route`. Raises ValueError for what the kernels would read or write past, and for more than 512
+    experts, 64 choices or 32 groups."""
     n, experts = logits.shape
     _check(logits, bias, places, spec, routing)
     if n == 0:
@@ -72,9 +72,7 @@ def _held_bytes(each: int) -> int:
     return 4 * (32 * each + 3 * _MOST_CHOICES)
 
 
-def _check(
-    logits: Tensor, bias: Tensor | None, places: Tensor, spec: RouterSpec, routing: Routing[Tensor]
-) -> None:
+def _check(logits: Tensor, bias: Tensor | None, places: Tensor, spec: RouterSpec, routing: Routing[Tensor]) -> None:
     n, experts = logits.shape
     check("logits", logits, [torch.float32], (n, experts))
     check("places", places, [torch.int32], (len(places), experts))
@@ -90,6 +88,10 @@ def _check(
     if spec.score not in SCORES or spec.group_score not in GROUP_SCORES:
         raise ValueError(f"router: {spec} has a score that is none of {', '.join(SCORES + GROUP_SCORES)}")
     if not 1 <= spec.top_k <= min(experts, _MOST_CHOICES) or experts > 32 * _EACH[-1]:
-        raise ValueError(f"router: top_k must be from 1 to {min(experts, _MOST_CHOICES)} of at most 512 experts: {spec}")
+        raise ValueError(
+            f"router: top_k must be from 1 to {min(experts, _MOST_CHOICES)} of at most 512 experts: {spec}"
+        )
     if not 1 <= spec.groups <= _MOST_GROUPS or experts % spec.groups or not 1 <= spec.kept_groups <= spec.groups:
-        raise ValueError(f"router: {spec.groups} groups, {spec.kept_groups} kept, are not at most 32 of {experts} experts")
+        raise ValueError(
+            f"router: {spec.groups} groups, {spec.kept_groups} kept, are not at most 32 of {experts} experts"
+        )
