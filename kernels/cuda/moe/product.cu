@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   float* const x_sums = sums + 2 * WARPS_K * WARPS_F * kRows * kPitch;  // [2][WARPS_K][kRows]
   float* const totals = x_sums + (kHasSums && !kGrouped ? 2 * WARPS_K * kRows : 0);
   int* const held = reinterpret_cast<int*>(totals + (MODE == kSum ? p.rows * kOutputs : 0));
-  int* const tiles_before = held + kHeld;                 // [places + 1]: row tiles of the places before
+  int* const tiles_before = held + kHeld;              // [places + 1]: row tiles of the places before
   int* const starts_of = tiles_before + p.places + 1;  // [places + 1]
   if (MODE == kSum)
     for (int i = threadIdx.x; i < p.rows * kOutputs; i += kThreads) totals[i] = 0;

@@ -24,8 +24,8 @@ __device__ __forceinline__ long long first_of_thread() {
 }
 __device__ __forceinline__ long long all_threads() { return static_cast<long long>(gridDim.x) * blockDim.x; }
 
-// out[row] (+)= sum of weights · products of the row's choices that have a place: products float32 [rows, top_k, width],
-// a multiple of 4 wide.
+// out[row] (+)= sum of weights · products of the row's choices that have a place: products float32 [rows, top_k,
+// width], a multiple of 4 wide.
 extern "C" __global__ void __launch_bounds__(256)
     sum_choices(const float4* products, const int* places, const float* weights, void* out, int rows, int top_k,
                 int width, int out_stride, int adds) {
