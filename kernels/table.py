@@ -102,7 +102,7 @@ CUDA = {
     "packed_gated_linear": "allspan.kernels.cuda.linear.packed_linear:packed_gated_linear",
     "packed_embedding": "allspan.kernels.cuda.linear.packed_embedding:packed_embedding",
     "route": "allspan.kernels.cuda.moe.route:route",
-    **{op: f"allspan.kernels.cuda.moe.products:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
+    **{op: f"allspan.kernels.cuda.moe.product:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gated_mul", "scale_rows")},
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.moe.products import expert_gated_linear, expert_linear, expert_sum
+from allspan.kernels.cuda.moe.product import expert_gated_linear, expert_linear, expert_sum
 from allspan.kernels.cuda.moe.route import route
 from allspan.kernels.cuda.moe.rows import expert_gated_mul, linear, scale_rows
 from allspan.kernels.ops import Routing

@@ -40,7 +40,7 @@ class _Form:
     """The shape of the thread blocks of `expert_product`: its macros."""
 
     tiles: int
-    """Of 8 rows."""
+    """Multiples of 8 rows that a unit has."""
     warps_k: int
     warps_f: int
     stages: int
