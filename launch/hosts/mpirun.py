@@ -78,6 +78,8 @@ def _daemons(mpirun: Mpirun, job: Job) -> tuple[dict[str, str], str]:
         return names | common, "--prtemca"
     # Else its daemons leave the remote shell, which then ends: an agent or srun kills what a command has left.
     common["orte_leave_session_attached"] = "1"
+    # Else the remote shell gets a host's name without its domain, by which a pod cannot be found.
+    common["orte_keep_fqdn_hostnames"] = "1"
     # Its daemons want the agent's first word on their own hosts, too, though they never run it.
     agent = f"/bin/sh {agent}"
     names = {"plm": "rsh", "plm_rsh_agent": agent, "plm_rsh_no_tree_spawn": "1", "orte_tmpdir_base": folder}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from allspan.launch.supervision.mpi import identify
 from allspan.worker.parallel.window import load_native
 from support import all_reduce_times, mpi_checks
 from support.mpirun import find_mpirun, mpi_environment
@@ -22,11 +23,14 @@ pytestmark = [
 def over_hosts(ranks_a_host: int, words: list[str], folder: Path) -> str:
     with network_hosts(2) as hosts:
         places = ",".join(f"{host.name}:{ranks_a_host}" for host in hosts)
-        options = ["--prtemca", "plm_ssh_agent", str(hosts.remote_shell), "--prtemca", "oob_tcp_if_include"]
+        mpi = identify(find_mpirun())
+        is_new = mpi.version >= (5,)
+        daemon, agent, memory = ("--prtemca", "plm_ssh_agent", "sm") if is_new else ("--mca", "plm_rsh_agent", "vader")
+        options = [daemon, agent, str(hosts.remote_shell), daemon, "oob_tcp_if_include"]
         options += [hosts.network, "--mca", "btl_tcp_if_include", hosts.network, "--mca", "pml", "ob1"]
-        options += ["--mca", "btl", "tcp,self,sm", "--mca", "mpi_yield_when_idle", "1", "--bind-to", "none"]
+        options += ["--mca", "btl", f"tcp,self,{memory}", "--mca", "mpi_yield_when_idle", "1", "--bind-to", "none"]
         options += ["-x", "PYTHONPATH", "--map-by", f"ppr:{ranks_a_host}:node:oversubscribe", "--host", places]
-        mpirun = [find_mpirun(), *options, "-n", str(2 * ranks_a_host), sys.executable]
+        mpirun = [mpi.path, *options, "-n", str(2 * ranks_a_host), sys.executable]
         inherited = {name: each for name, each in mpi_environment(folder).items() if "dir" not in name}
         return hosts[0].run([*mpirun, *words], timeout=110, env=inherited).stdout
 
