@@ -12,29 +12,6 @@ constexpr int64_t kRowBlockBytes = 512 << 10;  // packed rows that stay in the s
 
 constexpr int64_t kExpected = 256 << 10;  // bytes that a thread may ask for before a product begins
 
-// Panels that go together.
-int64_t unit_of(const PackedSpec& spec) { return spec.interleaved ? 2 : 1; }
-
-// Where a panel's sums go: columns [first, first + count) of the product.
-struct Columns {
-  int64_t first, count;
-};
-
-Columns columns_of(const PackedSpec& spec, int64_t panel) {
-  if (spec.interleaved) {
-    const int64_t first = panel / 2 * kFeatures, part = spec.parts[0];
-    return {panel % 2 * part + first, std::min(kFeatures, part - first)};
-  }
-  int64_t begin = 0;
-  for (int64_t part : spec.parts) {
-    const int64_t panels = (part + kFeatures - 1) / kFeatures;
-    if (panel < panels) return {begin + panel * kFeatures, std::min(kFeatures, part - panel * kFeatures)};
-    panel -= panels;
-    begin += part;
-  }
-  return {begin, 0};
-}
-
 // Calls body(first panel, panels, columns) for each stretch of a tile's panels whose columns of out lie together.
 template <class Body>
 void for_stretches(const PackedLinearArgs& a, int64_t panel, int64_t panels, Body body) {

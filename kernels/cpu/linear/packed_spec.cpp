@@ -1,5 +1,6 @@
 #include "linear/packed_spec.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace allspan {
@@ -86,6 +87,21 @@ PackedSpec PackedSpec::make(const std::string& format, const std::string& activa
   }
   spec.parts = std::move(parts);
   return spec;
+}
+
+Columns columns_of(const PackedSpec& spec, int64_t panel) {
+  if (spec.interleaved) {
+    const int64_t first = panel / 2 * kFeatures, part = spec.parts[0];
+    return {panel % 2 * part + first, std::min(kFeatures, part - first)};
+  }
+  int64_t begin = 0;
+  for (int64_t part : spec.parts) {
+    const int64_t panels = (part + kFeatures - 1) / kFeatures;
+    if (panel < panels) return {begin + panel * kFeatures, std::min(kFeatures, part - panel * kFeatures)};
+    panel -= panels;
+    begin += part;
+  }
+  return {begin, 0};
 }
 
 }  // namespace allspan

@@ -55,6 +55,15 @@ struct PackedSpec {
                          int64_t inputs, int64_t k_offset, int64_t group, bool interleaved);
 };
 
+// Panels that go together.
+inline int64_t unit_of(const PackedSpec& spec) { return spec.interleaved ? 2 : 1; }
+
+// Where a panel's sums go: columns [first, first + count) of the product.
+struct Columns {
+  int64_t first, count;
+};
+Columns columns_of(const PackedSpec& spec, int64_t panel);
+
 constexpr int64_t kTilePanels = 4;  // most panels of one call of `product`
 constexpr int64_t kTileStride = kTilePanels * kFeatures;
 

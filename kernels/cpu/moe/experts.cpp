@@ -11,28 +11,6 @@ constexpr int64_t kAlone = 2;                  // so few tokens every thread pac
 constexpr int64_t kRowBlockBytes = 512 << 10;  // packed rows that stay in the second-level cache
 constexpr int64_t kSumRows = 512;              // tokens whose sums a thread holds at once
 
-int64_t unit_of(const PackedSpec& spec) { return spec.interleaved ? 2 : 1; }
-
-// Where a panel's sums go: columns [first, first + count) of the product.
-struct Columns {
-  int64_t first, count;
-};
-
-Columns columns_of(const PackedSpec& spec, int64_t panel) {
-  if (spec.interleaved) {
-    const int64_t first = panel / 2 * kFeatures, part = spec.parts[0];
-    return {panel % 2 * part + first, std::min(kFeatures, part - first)};
-  }
-  int64_t begin = 0;
-  for (int64_t part : spec.parts) {
-    const int64_t panels = (part + kFeatures - 1) / kFeatures;
-    if (panel < panels) return {begin + panel * kFeatures, std::min(kFeatures, part - panel * kFeatures)};
-    panel -= panels;
-    begin += part;
-  }
-  return {begin, 0};
-}
-
 // The packed rows of a step's slots. Of few tokens they lie by token, in memory of the thread; of more by slot, in the
 // order of routing.slots.
 class PackedRows {
