@@ -94,6 +94,11 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
             f"quantization {quantization!r} is for models of 16 bits on GPUs; device is {config.device}, dtype {dtype}"
             ": use --device cuda, or --quantization a8w8"
         )
+    if source.quantised is not None and any(isinstance(layer.mlp, Moe) for layer in source.spec.layers):
+        raise ConfigError(
+            f"{source.path}: quantised safetensors of a model with experts are not supported: take the model that is "
+            "not quantised, with --quantization int8 or uint4, or a GGUF file"
+        )
     if dtype == "float16" and memory != "rows":
         raise ConfigError(
             f"dtype 'float16' is for GPUs; device is {config.device}, where float16 weights are held as float32, which "

@@ -32,14 +32,13 @@ class ExpertProducts:
         program, width = self._program, self._shape.parts[0]
         if len(self._packed) == 1:
             (part,) = self._packed
-            seen = self._ordered(x, 0)
             weight, bias = self._of(0)
-            program.op("expert_gated_linear", seen, weight, bias, part.spec, activation, routing, out)
+            program.op("expert_gated_linear", x, weight, bias, part.spec, activation, routing, out)
             return
         both = program.view(program.scratch("expert product", x, choices * 2 * width), choices, 2 * width)
         for number, part in enumerate(self._packed):
             weight, bias = self._of(number)
-            program.op("expert_linear", self._ordered(x, number), weight, bias, part.spec, part.column, routing, both)
+            program.op("expert_linear", x, weight, bias, part.spec, part.column, routing, both)
         program.op("expert_gated_mul", both, activation, routing, out)
 
     def sum(self, x: Slot, routing: Routing[Slot], adds: bool, out: Slot) -> None:
@@ -52,8 +51,3 @@ class ExpertProducts:
     def _of(self, number: int) -> tuple[Slot, Slot | None]:
         part = self._packed[number]
         return self._weights[part.weight], self._weights.get(part.bias)
-
-    def _ordered(self, x: Slot, number: int) -> Slot:
-        if self._packed[number].is_ordered:
-            raise NotImplementedError("experts whose inputs are in an order of their own")
-        return x
