@@ -25,6 +25,10 @@ from allspan.protos.cluster.cluster_file import ClusterInfo
 HEARTBEAT_MS = 500
 ASK_PAGES_S = 1.0
 """Seconds before a world is asked for all its pages, where page events were missed."""
+MOST_ASKS = 10
+"""Times that it is asked, until it tells them."""
+ASKS = "ask for pages"
+"""Name of the task that asks."""
 WATCH_S = 0.1
 """Interval between two looks at which ranks are silent."""
 GRACE_S = 5.0
@@ -246,7 +250,7 @@ class WorldClient:
                 if rank == 0:
                     is_news |= self._health.note_leader(message.progress, message.refusal, bool(self.requests))
                     if not self._knowledge.hear(message, self.info.model):
-                        self._tasks.append(asyncio.create_task(self._ask_for_pages()))
+                        self._ask_for_pages()
                 if is_news:
                     self._update()
                 if message.outputs:
@@ -259,16 +263,25 @@ class WorldClient:
             seen = f"its results could not be read: {error!r}"
         self.lose(rank, seen)
 
-    async def _ask_for_pages(self) -> None:
-        """Asks the leader to tell all its pages again, until it has: page events were missed. It waits before each
-        time, so that no fault makes snapshots without end."""
-        request = pb.ResendPagesRequest(client_id=self.client_id)
-        while not (self._knowledge.is_told or self.gone.done()):
+    def _ask_for_pages(self) -> None:
+        """Has the leader asked to tell all its pages again, as page events were missed; one task at a time asks."""
+        if not any(task.get_name() == ASKS and not task.done() for task in self._tasks):
+            self._tasks.append(asyncio.create_task(self._ask_until_told(), name=ASKS))
+
+    async def _ask_until_told(self) -> None:
+        """Waits before each time, so that no fault makes snapshots without end. A leader that refuses `MOST_ASKS` times
+        is of a version that cannot: nothing is known of its pages then."""
+        request, refused = pb.ResendPagesRequest(client_id=self.client_id), ""
+        for _ in range(MOST_ASKS):
             await asyncio.sleep(ASK_PAGES_S)
+            if self._knowledge.is_told or self.gone.done():
+                return
             try:
                 await self._transports[0].unary(RESEND_PAGES, request, self._call_timeout)
             except AllspanError as error:
-                logger.info("%s was asked for its pages again: %s", self._health.describe(0), error.message)
+                refused = error.message
+        if not self._knowledge.is_told:
+            logger.warning("%s does not tell its pages again: %s", self._health.describe(0), refused or "no answer")
 
     def _deliver(self, output: pb.RequestOutput) -> None:
         """Hands an output to its request, if that still runs here."""
