@@ -54,7 +54,7 @@ class Follower:
         return tokens
 
 
-def test_a_prompts_pages_are_told_once_with_the_replicas_rank_and_cleared_with_the_cache(tiny: Path) -> None:
+def test_a_prompts_pages_are_told_once_with_their_rank_and_cleared_with_the_cache(tiny: Path) -> None:
     ports = [free_port() for _ in range(3)]  # of the first replica; the second has the next ones
     words = ["--ranks=1", "--data-parallel-size=2", "--threads=1", "--oversubscribe", "--served-model-name=tiny"]
     words += [f"--worker-port={ports[2]}"]

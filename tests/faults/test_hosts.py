@@ -96,7 +96,7 @@ def expected(hosts: Hosts, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("shell", ["namespaces", pytest.param("ssh", marks=pytest.mark.nightly)])
-def test_two_hosts_give_the_tokens_of_one_and_a_killed_rank_is_told_with_rank_host_and_signal(
+def test_two_hosts_give_the_tokens_of_one_and_a_killed_rank_is_told(
     shell: str, hosts: Hosts, folder: Path, expected: str, tmp_path: Path
 ) -> None:
     first, second = hosts

@@ -172,7 +172,7 @@ SLURM_JOBS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 
 
 @pytest.mark.parametrize("file", SLURM_JOBS, ids=lambda file: file.name)
-def test_a_slurm_job_is_a_script_that_drains_before_its_limit_and_uses_flags_that_there_are(file: Path) -> None:
+def test_a_slurm_job_drains_before_its_limit_and_uses_flags_that_there_are(file: Path) -> None:
     text = file.read_text()
     subprocess.run(["bash", "-n", str(file)], check=True, timeout=20)
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", text, re.M))

@@ -254,7 +254,7 @@ async def test_a_request_that_draining_replicas_refuse_goes_to_the_one_that_come
     assert [await tokens_of(queue) for queue in queues] == [[i + n for n in (1, 2, 3, 4)] for i in range(4)]
 
 
-async def test_waiting_for_a_replica_that_comes_back_ends_with_the_requests_time_or_its_caller(two: Replicas) -> None:
+async def test_waiting_for_a_replica_ends_with_the_requests_time_or_its_caller(two: Replicas) -> None:
     for replica in range(2):
         drain(two, replica)
     started = time.monotonic()

@@ -93,7 +93,7 @@ async def test_ends_name_the_string_or_the_token_that_was_asked_for() -> None:
     assert clamped.complete.finish_reason == "stop"
 
 
-def test_zeros_of_proto3_mean_no_filter_and_numbers_are_the_decimals_that_were_written() -> None:
+def test_zeros_of_proto3_mean_no_filter_and_numbers_are_as_written() -> None:
     assert SamplingParams(**sampling_fields(pb.SamplingParams(), 20)) == SamplingParams(max_tokens=20)
     given = pb.SamplingParams(
         temperature=0.7, top_p=0.95, top_k=2**32 - 1, min_p=0.05, repetition_penalty=1.1, frequency_penalty=-0.3,
