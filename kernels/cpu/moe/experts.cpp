@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace allspan {
 namespace {
@@ -18,22 +19,22 @@ class PackedRows {
   // of_token: slots of a token have the same input.
   PackedRows(Worker& worker, const ExpertArgs& a, int64_t rows, bool of_token)
       : row_bytes_(a.kernels->row_bytes(*a.spec)), slots_(a.routing.slots), top_k_(a.top_k) {
-    const int64_t count = a.routing.starts[a.routing.num_places], inputs = a.spec->inputs;
     by_token_ = of_token && rows <= kAlone;
-    const int64_t held = by_token_ ? rows : count;
-    const auto pack = [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t from = by_token_ ? i : of_token ? slots_[i] / top_k_ : slots_[i];
-        a.kernels->pack_row(*a.spec, a.x + from * inputs, packed_ + i * row_bytes_);
-      }
-    };
     if (by_token_) {
-      packed_ = static_cast<char*>(worker.scratch(held * row_bytes_));
-      pack(0, held);
-    } else {
-      packed_ = static_cast<char*>(worker.shared(std::max<int64_t>(1, held) * row_bytes_));
-      worker.split(held, 1, pack);
+      packed_ = static_cast<char*>(worker.scratch(rows * row_bytes_));
+      for (int64_t row = 0; row < rows; ++row) pack(a, row, packed_ + row * row_bytes_);
+      return;
     }
+    const int64_t count = a.routing.starts[a.routing.num_places];
+    packed_ = static_cast<char*>(worker.shared(std::max<int64_t>(1, count) * row_bytes_));
+    if (of_token)
+      worker.split(rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) pack_token(a, row);
+      });
+    else
+      worker.split(count, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) pack(a, slots_[i], packed_ + i * row_bytes_);
+      });
   }
 
   // The rows of neighbouring slots of one expert, of which the first is number i in the order of routing.slots. Of at
@@ -42,6 +43,26 @@ class PackedRows {
   int64_t row_bytes() const { return row_bytes_; }
 
  private:
+  static void pack(const ExpertArgs& a, int64_t row, char* to) {
+    a.kernels->pack_row(*a.spec, a.x + row * a.spec->inputs, to);
+  }
+  // Packs a token once, to the first of its slots, and copies it to the others.
+  void pack_token(const ExpertArgs& a, int64_t row) {
+    const char* first = nullptr;
+    for (int64_t slot = row * top_k_; slot < (row + 1) * top_k_; ++slot) {
+      const int32_t place = a.routing.places[slot];
+      if (place < 0) continue;
+      const int32_t* const begin = slots_ + a.routing.starts[place];
+      const int64_t at = std::lower_bound(begin, slots_ + a.routing.starts[place + 1], slot) - slots_;
+      char* const to = packed_ + at * row_bytes_;
+      if (first)
+        std::memcpy(to, first, row_bytes_);
+      else
+        pack(a, row, to);
+      first = first ? first : to;
+    }
+  }
+
   const int64_t row_bytes_;
   const int32_t* slots_;
   const int64_t top_k_;
@@ -54,23 +75,38 @@ struct Block {
   int64_t place, begin, end;
 };
 
-// Cuts every expert's slots into blocks of at most `most`, and calls body(number of the block, block).
-template <class Body>
-int64_t for_blocks(const Routing& routing, int64_t most, Body body) {
-  int64_t number = 0;
+// Cuts every expert's slots into blocks of at most `most`, in memory of the thread.
+int64_t blocks_of(const Routing& routing, int64_t most, std::vector<Block>& blocks) {
+  blocks.clear();
   for (int64_t p = 0; p < routing.num_places; ++p)
     for (int64_t begin = routing.starts[p]; begin < routing.starts[p + 1]; begin += most)
-      body(number++, Block{p, begin, std::min<int64_t>(begin + most, routing.starts[p + 1])});
-  return number;
+      blocks.push_back({p, begin, std::min<int64_t>(begin + most, routing.starts[p + 1])});
+  return static_cast<int64_t>(blocks.size());
 }
 
-// One panel group of one block: its products to their slots' rows of out.
-void product_of(const ExpertArgs& a, const PackedRows& rows, const Block& block, int64_t panel, int64_t panels,
-                int64_t tile) {
-  const PackedSpec& spec = *a.spec;
+// The sums of a tile to its slots' rows of out: the epilogue over all rows in place, then row by row.
+void finish(const ExpertArgs& a, float* sums, int64_t first, int64_t count, int64_t panel, int64_t panels) {
   const int64_t step = is_gated(a.epilogue) ? 2 : 1;
+  for (int64_t p = 0; p < panels; p += step) {
+    const Columns columns = columns_of(*a.spec, panel + p);
+    const float* bias = a.bias ? a.bias + columns.first : nullptr;
+    float* const from = sums + p * kFeatures;
+    if (bias || is_gated(a.epilogue))
+      a.elementwise->finish({a.epilogue, from, kTileStride, bias, bias ? bias + a.spec->parts[0] : nullptr, from,
+                             kTileStride, count, columns.count});
+    for (int64_t row = 0; row < count; ++row)
+      std::memcpy(a.out + a.routing.slots[first + row] * a.out_stride + columns.first, from + row * kTileStride,
+                  columns.count * sizeof(float));
+  }
+}
+
+// Some panels of one block: their products to their slots' rows of out.
+void product_of(const ExpertArgs& args, const PackedRows& rows, const Block& block, int64_t panel, int64_t panels,
+                int64_t tile) {
+  const PackedSpec& spec = *args.spec;
+  ExpertArgs a = args;
+  if (a.bias) a.bias += block.place * spec.features;
   const uint8_t* weight = a.weight + (block.place * spec.panels + panel) * spec.panel_bytes;
-  const float* bias = a.bias ? a.bias + block.place * spec.features : nullptr;
   alignas(64) float sums[kMostRows * kTileStride];
   for (int64_t first = block.begin; first < block.end; first += tile) {
     const int64_t count = std::min(tile, block.end - first);
@@ -78,15 +114,7 @@ void product_of(const ExpertArgs& a, const PackedRows& rows, const Block& block,
       a.kernels->product(spec, rows.at(first), count, weight, panels, sums, first == block.begin);
     else
       std::memset(sums, 0, count * kTileStride * sizeof(float));
-    for (int64_t p = 0; p < panels; p += step) {
-      const Columns columns = columns_of(spec, panel + p);
-      const float* own = bias ? bias + columns.first : nullptr;
-      for (int64_t row = 0; row < count; ++row)
-        a.elementwise->finish({a.epilogue, sums + row * kTileStride + p * kFeatures, kTileStride, own,
-                               own ? own + spec.parts[0] : nullptr,
-                               a.out + a.routing.slots[first + row] * a.out_stride + columns.first, a.out_stride, 1,
-                               columns.count});
-    }
+    finish(a, sums, first, count, panel, panels);
   }
 }
 
@@ -141,16 +169,16 @@ void expert_product(Worker& worker, const ExpertArgs& a, int64_t rows) {
   const int64_t tile = std::min(a.kernels->rows, kMostRows);
   const int64_t most = std::max<int64_t>(1, kRowBlockBytes / packed.row_bytes() / tile) * tile;
   const int64_t unit = unit_of(spec), units = spec.panels / unit;
-  const int64_t blocks = for_blocks(a.routing, most, [](int64_t, const Block&) {});
+  const int64_t group = kTilePanels / unit;
+  std::vector<Block> blocks;
+  worker.guard([&] { blocks_of(a.routing, most, blocks); });
   if (a.kernels->begin) a.kernels->begin();
-  worker.stretch(blocks * units, kTilePanels / unit, [&](int64_t begin, int64_t end) {
-    for_blocks(a.routing, most, [&](int64_t number, const Block& block) {
-      const int64_t from = std::max(begin, number * units), to = std::min(end, (number + 1) * units);
-      for (int64_t u = from; u < to; u += kTilePanels / unit) {
-        const int64_t panels = std::min(kTilePanels / unit, to - u) * unit;
-        product_of(a, packed, block, (u - number * units) * unit, panels, tile);
-      }
-    });
+  worker.stretch(static_cast<int64_t>(blocks.size()) * units, group, [&](int64_t begin, int64_t end) {
+    for (int64_t stop; begin < end; begin = stop) {
+      const int64_t number = begin / units, first = number * units;
+      stop = std::min({end, first + units, begin + group});
+      product_of(a, packed, blocks[number], (begin - first) * unit, (stop - begin) * unit, tile);
+    }
   });
   if (a.kernels->end) a.kernels->end();
 }
