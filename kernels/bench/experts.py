@@ -1,5 +1,6 @@
 """Times the CPU's products with experts: `python -m allspan.kernels.bench.experts SETTINGS`, a JSON object whose keys
-are the arguments of `run`. Standard output gets a JSON object a line: {"machine"}, then a {"case"} each."""
+are the arguments of `run`. Standard output gets a JSON object a line: {"machine"}, then a {"case"} each, or
+{"error"}."""
 
 from __future__ import annotations
 
@@ -59,6 +60,10 @@ def run(
     seed: int,
 ) -> Iterator[dict[str, Any]]:
     ops, sizes = op_set("cpu", threads), Shape(**shape)
+    if unknown := [name for name in formats if name not in FORMATS or name.startswith("fp8")]:
+        known = (name for name in FORMATS if not name.startswith("fp8"))
+        yield {"error": f"formats: there is no {unknown[0]!r} on the CPU, but {', '.join(known)}"}
+        return
     copy = _copy_gb_s(threads, rounds)
     yield {"machine": {"kernels": ops.name, "threads": threads, "copy_gb_s": copy}}
     for name in formats:
@@ -107,7 +112,11 @@ def _case(
     x, total = torch.randn(rows, shape.hidden, generator=generator), torch.zeros(rows, shape.hidden)
     mlp = torch.zeros(rows, shape.top_k, shape.width)
     slots = rows * shape.top_k
-    many, wide, tall = torch.randn(slots, shape.hidden), torch.zeros(slots, shape.width), torch.zeros(slots, shape.hidden)
+    many, wide, tall = (
+        torch.randn(slots, shape.hidden),
+        torch.zeros(slots, shape.width),
+        torch.zeros(slots, shape.hidden),
+    )
 
     def gated(i: int) -> None:
         ops.expert_gated_linear(x, layer.up_weights, None, layer.up, "silu", routings[i], mlp)

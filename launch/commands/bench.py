@@ -1,14 +1,15 @@
 """`allspan bench NAME MODEL`: one row of the table a benchmark; each runs on a cluster that is started for it, but for
-`allspan bench kernels` and `allspan bench routing`."""
+those of `OTHERS`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from allspan.client.bench.benchmark import Benchmark
+from allspan.client.bench.engine import experts as expert_bench
 from allspan.client.bench.engine import kernels as kernel_bench
 from allspan.client.bench.engine.compare import COMPARE
 from allspan.client.bench.engine.embeddings import EMBEDDINGS
@@ -53,29 +54,31 @@ BENCHMARKS: dict[str, Benchmark] = {
 KERNELS = "kernels"
 """The name of the benchmark that takes no model, starts no cluster, and runs where the kernels do."""
 
+EXPERTS = "experts"
+"""The name of the benchmark that times products with experts on the CPU."""
+
 ROUTING = "routing"
 """The name of the benchmark that simulates the choice of a replica."""
 
 
 def run(argv: Sequence[str]) -> int:
-    names = ", ".join((*BENCHMARKS, KERNELS, ROUTING))
+    names = ", ".join((*BENCHMARKS, *OTHERS))
     if not argv:
         fail("allspan bench", f"which benchmark? there is: {names}", 2)
     if argv[0] in ("-h", "--help"):
         abouts = {row.name: row.about for row in BENCHMARKS.values()} | {
             KERNELS: kernel_bench.ABOUT,
+            EXPERTS: expert_bench.ABOUT,
             ROUTING: routing_bench.ABOUT,
         }
         width = max(map(len, abouts))
         print("usage: allspan bench NAME MODEL [flags]; NAME is one of\n")
         print("\n".join(f"  {name.ljust(width)}  {about}" for name, about in abouts.items()))
         return 0
-    if argv[0] == KERNELS:
-        return _run_kernels(argv[1:])
-    if argv[0] == ROUTING:
-        return _run_routing(argv[1:])
+    if argv[0] in OTHERS:
+        return OTHERS[argv[0]](argv[1:])
     if argv[0] not in BENCHMARKS:
-        known = nearest(argv[0], (*BENCHMARKS, KERNELS, ROUTING))
+        known = nearest(argv[0], (*BENCHMARKS, *OTHERS))
         fail("allspan bench", f"unknown benchmark {argv[0]!r}{known}; there is: {names}", 2)
     return _run(BENCHMARKS[argv[0]], argv[1:])
 
@@ -145,3 +148,25 @@ def _run_routing(argv: Sequence[str]) -> int:
     report = routing_bench.run(build(routing_bench.RoutingBenchConfig, parser.parse(argv)))
     print(json.dumps(report) if "--json" in argv else routing_bench.table(report), flush=True)
     return 0
+
+
+def _run_experts(argv: Sequence[str]) -> int:
+    parser = Parser(f"allspan bench {EXPERTS}", expert_bench.ABOUT)
+    add_options(parser, expert_bench.ExpertBenchConfig)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Prints a JSON object with all figures, the settings and the machine as the last line.",
+    )
+    config = build(expert_bench.ExpertBenchConfig, parser.parse(argv))
+    report = expert_bench.run(config, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(report) if "--json" in argv else expert_bench.table(report), flush=True)
+    return 0
+
+
+OTHERS: dict[str, Callable[[Sequence[str]], int]] = {
+    KERNELS: _run_kernels,
+    EXPERTS: _run_experts,
+    ROUTING: _run_routing,
+}
+"""The benchmarks that take no model, by name."""

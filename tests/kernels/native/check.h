@@ -72,6 +72,8 @@ class Checks {
 void check_isa(Checks& checks);
 void check_elementwise(Checks& checks);
 void check_attention(Checks& checks);
+// Products with experts, against those of each token and expert alone.
+void check_experts(Checks& checks);
 // Returns a digest of all products with codes, which are the same bits on every CPU.
 uint64_t check_packed(Checks& checks);
 // Returns a digest of the tokens drawn, which are the same on every CPU.

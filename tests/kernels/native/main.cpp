@@ -29,6 +29,7 @@ int main(int argc, char** argv) {
   check_isa(checks);
   check_elementwise(checks);
   check_attention(checks);
+  check_experts(checks);
   const uint64_t digest = check_packed(checks);
   std::printf("integer products: %016" PRIx64 "\n", digest);
   std::printf("sampled tokens: %016" PRIx64 "\n", check_sampling(checks));
