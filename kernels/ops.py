@@ -152,7 +152,14 @@ class OpSet(Protocol):
         each; activations are those of `gated_mul`."""
 
     def route(
-        self, logits: Tensor, bias: Tensor | None, places: Tensor, spec: RouterSpec, routing: Routing[Tensor]
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        places: Tensor,
+        spec: RouterSpec,
+        routing: Routing[Tensor],
+        load: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> None:
         """Chooses `spec.top_k` of E experts for each token: logits float32 [n, E], bias float32 [E], places int32
         [copies, E].
@@ -162,7 +169,9 @@ class OpSet(Protocol):
         ones the lower expert. Weights are scores, never choices. A token with a NaN among its logits gets the first k
         experts with weights NaN. An expert may have several copies: a token takes copy (sum of its experts' numbers)
         modulo copies, the same on all ranks, and places[copy, expert] says where this rank holds that one (-1: another
-        rank does).
+        rank does). load int64 [E], where it is not None: each expert's number of tokens of this step is added to it,
+        whichever rank holds the expert. rows int32 [n], where it is not None: a token whose number is negative is
+        padding, chooses no expert and is not counted.
         """
 
     def expert_linear(

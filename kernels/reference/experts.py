@@ -14,11 +14,23 @@ from allspan.kernels.reference.packed_linear import product
 from allspan.kernels.router_spec import GROUP_SCORES, SCORES, RouterSpec
 
 
-def route(logits: Tensor, bias: Tensor | None, places: Tensor, spec: RouterSpec, routing: Routing[Tensor]) -> None:
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    places: Tensor,
+    spec: RouterSpec,
+    routing: Routing[Tensor],
+    load: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
     """See `OpSet.route`."""
     chosen, weights = choose(logits.float(), bias, spec)
+    is_token = torch.ones_like(chosen[:, 0], dtype=torch.bool) if rows is None else rows >= 0
+    weights = torch.where(is_token[:, None], weights, 0.0)
+    if load is not None:
+        load += torch.bincount(chosen[is_token].flatten(), minlength=len(load))
     copies = chosen.sum(1, keepdim=True) % len(places)
-    own = places[copies, chosen].long()
+    own = torch.where(is_token[:, None], places[copies, chosen].long(), -1)
     num_places = routing.starts.shape[1] - 1
     keys = torch.where(own < 0, num_places, own)
     order = keys.sort(dim=1, stable=True)

@@ -46,7 +46,7 @@ def everywhere(experts: int) -> Tensor:
 
 def routed(backend: str, logits: Tensor, spec: RouterSpec, bias: Tensor | None, places: Tensor) -> Routing[Tensor]:
     routing = empty_routing(len(logits), spec.top_k, int(places.max()) + 1)
-    op_set(backend, 2).route(logits, bias, places, spec, routing)
+    op_set(backend, 2).route(logits, bias, places, spec, routing, None)
     return routing
 
 
@@ -150,6 +150,29 @@ def test_a_token_takes_one_copy_of_its_experts_the_same_on_every_rank(backend: s
     assert (own[1] == 19).any()
 
 
+@pytest.mark.parametrize("backend", VARIANTS)
+def test_the_tokens_of_every_expert_are_counted_on_whichever_rank_it_lies(backend: str) -> None:
+    logits = torch.randn(70, EXPERTS, generator=torch.Generator().manual_seed(6))
+    chosen = choose(logits, None, RouterSpec(3))[0]
+    places, load = everywhere(EXPERTS), torch.full((EXPERTS,), 2**40)
+    places[0, 20:] = -1
+    op_set(backend, 2).route(logits, None, places, RouterSpec(3), empty_routing(70, 3, 20), load)
+    assert torch.equal(load - 2**40, torch.bincount(chosen.flatten(), minlength=EXPERTS))
+
+
+@pytest.mark.parametrize("backend", VARIANTS)
+def test_padding_chooses_no_expert_and_is_not_counted(backend: str) -> None:
+    logits, rows = torch.randn(9, EXPERTS), torch.arange(9, dtype=torch.int32)
+    logits[4], rows[4:6] = torch.nan, -1
+    routing, load = empty_routing(9, 3, EXPERTS), torch.zeros(EXPERTS, dtype=torch.int64)
+    op_set(backend, 2).route(logits, None, everywhere(EXPERTS), RouterSpec(3), routing, load, rows)
+    assert int(load.sum()) == int(routing.starts[0, -1]) == 7 * 3
+    assert (routing.places[4:6] == -1).all()
+    assert (routing.places[[3, 6]] >= 0).all()
+    assert (routing.weights[4:6] == 0).all()
+    assert_sorted(routing)
+
+
 def experts_of(spec: PackedSpec, count: int) -> Tensor:
     """uint8 [count, *spec.shape]: one random weight, whose panels each expert has in another order."""
     weight = random_weight(spec)
@@ -167,7 +190,7 @@ def some_routing(kind: str, rows: int, top_k: int, places: int) -> Routing[Tenso
         where = torch.full_like(where, -1)
     where[where >= places] = -1
     routing = empty_routing(rows, top_k, places)
-    op_set("reference").route(logits, None, where, RouterSpec(top_k, normalises=True), routing)
+    op_set("reference").route(logits, None, where, RouterSpec(top_k, normalises=True), routing, None)
     return routing
 
 
@@ -250,7 +273,7 @@ def test_a_token_gets_the_same_bits_alone_as_among_others(backend: str, name: st
     def run(own: slice) -> tuple[Tensor, Tensor]:
         tokens = x[own].contiguous()
         routing = empty_routing(len(tokens), top_k, places)
-        ops.route(logits[own].contiguous(), None, everywhere(places), RouterSpec(top_k), routing)
+        ops.route(logits[own].contiguous(), None, everywhere(places), RouterSpec(top_k), routing, None)
         gated_rows, total = torch.zeros(len(tokens), top_k, width), torch.zeros(len(tokens), 64)
         ops.expert_gated_linear(tokens, weights[0], None, up, "silu", routing, gated_rows)
         seen = tokens[:, None].repeat(1, top_k, 1).contiguous()
@@ -285,7 +308,7 @@ def test_other_expert_ops_agree_with_their_definitions(backend: str) -> None:
 
 def _refused(change: dict[int, Any]) -> None:
     routing = empty_routing(4, 2, 5)
-    arguments: list[Any] = [torch.zeros(4, 5), None, everywhere(5), RouterSpec(2), routing]
+    arguments: list[Any] = [torch.zeros(4, 5), None, everywhere(5), RouterSpec(2), routing, None]
     for place, value in change.items():
         arguments[place] = value
     op_set("cpu").route(*arguments)
@@ -299,6 +322,7 @@ def _refused(change: dict[int, Any]) -> None:
         ({3: RouterSpec(2, "cosine")}, "score is not known"),
         ({2: torch.full((1, 5), 5, dtype=torch.int32)}, "places leaves"),
         ({0: torch.zeros(3, 5)}, "places"),
+        ({5: torch.zeros(4, dtype=torch.int64)}, "load"),
     ],
 )
 def test_arguments_that_would_lead_outside_are_refused(change: dict[int, Any], says: str) -> None:

@@ -13,6 +13,7 @@ from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
+from allspan.worker.models.blocks.moe import EXPERT_LOAD
 from allspan.worker.models.decoder import Decoder, build_decoder
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.shard import split
@@ -98,6 +99,12 @@ class Model:
     def step_metadata(self) -> tuple[StepMetadata, ...]:
         """See `allspan.worker.step.model.DeviceModel`."""
         return self._steps.step_metadata
+
+    def expert_loads(self) -> dict[int, list[int]]:
+        """The tokens that chose each expert since the model was loaded, by layer, of this rank's layers: a step that
+        runs may be counted in part. Empty where there are none."""
+        labels = ((name.rpartition("."), tensor) for name, tensor in self._constants.items())
+        return {int(layer): tensor.tolist() for (label, _, layer), tensor in labels if label == EXPERT_LOAD}
 
     def bind_cache(self, *caches: KVCache) -> None:
         """Uses these pages from now on, one cache for each of this model's `cache_groups`."""

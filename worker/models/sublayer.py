@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from allspan.kernels.ops import Rotation
@@ -87,6 +88,12 @@ class Sublayer:
         """int32 [n]: where each token's keys and values go in the pages of the layer's cache group."""
         return self.program.input(group_name("slots", self._group))
 
+    @property
+    def row_numbers(self) -> Slot:
+        """int32 [rows of the stream]: negative where a row is padding."""
+        is_last = self.stream.rows is Rows.LOGITS
+        return self.program.input("logits_rows", Rows.LOGITS) if is_last else self.slots
+
     def piece(self, name: str) -> Linear:
         """A linear layer of the block."""
         piece = self._pieces[name]
@@ -117,6 +124,12 @@ class Sublayer:
         """A tensor that is made once for all blocks that ask for it with this key."""
         name = self.constant_name(label, key)
         self._builder.bindings.constants.setdefault(name, make)
+        return self.program.named(name)
+
+    def counter(self, label: str, width: int) -> Slot:
+        """int64 [width] of this layer, which starts at zero and stays from step to step."""
+        name = f"{label}.{self._number}"
+        self._builder.bindings.constants[name] = lambda _: torch.zeros(width, dtype=torch.int64)
         return self.program.named(name)
 
     def derived(self, label: str, make: Derive) -> Slot:

@@ -57,6 +57,8 @@ Task route_op(Runtime&, OpArguments& args) {
   for (int64_t i = 0; i < places.shape[0] * experts; ++i)
     args.require(places.ints()[i] >= -1 && places.ints()[i] < num_places, "places leaves this rank's experts");
   route_args.routing = take_routing(args, 4, logits.shape[0], spec.top_k, num_places);
+  route_args.load = args.is_none(8) ? nullptr : args.longs(args.at(8), "load", {experts});
+  route_args.rows = args.is_none(9) ? nullptr : args.ints(args.at(9), "rows", {logits.shape[0]}).ints();
   return {logits.shape[0], [=](Worker& worker, int64_t rows) { route(worker, route_args, rows); }};
 }
 
@@ -153,7 +155,7 @@ Task scale_rows(Runtime&, OpArguments& args) {
 
 std::vector<OpRow> expert_ops() {
   return {
-      {"route", 8, route_op},
+      {"route", 10, route_op, 2},
       {"expert_linear", 10, expert_linear},
       {"expert_gated_linear", 10, expert_gated_linear},
       {"expert_gated_mul", 7, expert_gated_mul},

@@ -35,7 +35,7 @@ void run_op(const OpRow& op, Runtime& runtime, const nb::args& given) {
   }
   const size_t count = values.size();
   OpArguments args(op.name, std::move(values));
-  args.require(static_cast<int>(count) == op.arguments, "takes another number of arguments");
+  args.require(op.takes(count), "takes another number of arguments");
   const Task task = op.make(runtime, args);
   nb::gil_scoped_release release;
   runtime.pool().team([&](Worker& worker) { task.run(worker, task.rows); });

@@ -52,7 +52,7 @@ class OpArguments : public Arguments {
   virtual ~OpArguments() = default;
 
   nanobind::handle at(int i) const { return values_.at(i); }
-  bool is_none(int i) const { return values_.at(i).is_none(); }
+  bool is_none(int i) const { return i >= static_cast<int>(values_.size()) || values_[i].is_none(); }
   template <class T>
   T number(int i) const {
     return nanobind::cast<T>(values_.at(i));
@@ -90,6 +90,11 @@ struct OpRow {
   const char* name;
   int arguments;  // those in tuples counted one by one
   Task (*make)(Runtime& runtime, OpArguments& args);
+  int optional = 0;  // of them, at the end, that may be left out
+
+  bool takes(size_t count) const {
+    return static_cast<int>(count) <= arguments && static_cast<int>(count) >= arguments - optional;
+  }
 };
 
 std::vector<OpRow> row_ops();        // row_ops.cpp

@@ -197,7 +197,7 @@ class Program {
     for (auto& [name, input] : inputs_) input.limit = 0, input.is_batch = false;
     for (Op& op : ops_) {
       SlotArguments args(*this, op);
-      args.require(static_cast<int>(op.arguments.size()) == op.row->arguments, "takes another number of arguments");
+      args.require(op.row->takes(op.arguments.size()), "takes another number of arguments");
       op.task = op.row->make(runtime_, args);
     }
     const Task* later = nullptr;

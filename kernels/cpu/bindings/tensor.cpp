@@ -54,6 +54,7 @@ Dtype dtype_of(const DLTensor& t) {
   if (t.type_lanes != 1) return Dtype::kOther;
   if (t.type_code == kFloat && t.type_bits == 32) return Dtype::kFloat32;
   if (t.type_code == kBfloat && t.type_bits == 16) return Dtype::kBfloat16;
+  if (t.type_code == kInt && t.type_bits == 64) return Dtype::kInt64;
   if (t.type_code == kInt && t.type_bits == 32) return Dtype::kInt32;
   if (t.type_code == kInt && t.type_bits == 8) return Dtype::kInt8;
   if (t.type_code == kUint && t.type_bits == 8) return Dtype::kUint8;
@@ -127,6 +128,12 @@ Tensor Arguments::ints(nb::handle object, const char* name, std::initializer_lis
   return t;
 }
 
+int64_t* Arguments::longs(nb::handle object, const char* name, std::initializer_list<int64_t> shape) const {
+  const Tensor t = take(object, name, shape);
+  if (t.dtype != Dtype::kInt64) refuse_dtype(op_, object, name, "torch.int64");
+  return static_cast<int64_t*>(t.data);
+}
+
 Tensor Arguments::weights(nb::handle object, const char* name, std::initializer_list<int64_t> shape) const {
   const Tensor t = take(object, name, shape);
   if (t.dtype != Dtype::kFloat32 && t.dtype != Dtype::kBfloat16)
@@ -136,7 +143,7 @@ Tensor Arguments::weights(nb::handle object, const char* name, std::initializer_
 
 Tensor Arguments::pages(nb::handle object, const char* name, int64_t kv_heads, int64_t dim) const {
   const Tensor t = take(object, name, {kAny, kv_heads, kAny, kAny});
-  if (t.dtype == Dtype::kInt32 || t.dtype == Dtype::kOther)
+  if (t.dtype == Dtype::kInt32 || t.dtype == Dtype::kInt64 || t.dtype == Dtype::kOther)
     refuse_dtype(op_, object, name, "torch.float32, torch.bfloat16, torch.int8 or torch.uint8");
   take(object, name, {kAny, kv_heads, kAny, t.type() == Type::kUint4 ? (dim + 1) / 2 : dim});
   return t;

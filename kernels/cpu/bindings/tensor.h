@@ -12,7 +12,7 @@
 
 namespace allspan {
 
-enum class Dtype { kFloat32, kBfloat16, kInt32, kInt8, kUint8, kOther };
+enum class Dtype { kFloat32, kBfloat16, kInt64, kInt32, kInt8, kUint8, kOther };
 
 struct Tensor {
   void* data;
@@ -41,6 +41,7 @@ class Arguments {
   // shape: kAny matches any extent.
   Tensor floats(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   Tensor ints(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
+  int64_t* longs(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   // float32 or bfloat16.
   Tensor weights(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   // Pages of [any, kv_heads, any, elements of dim]: float32, bfloat16, int8, or uint8 with two elements a byte.

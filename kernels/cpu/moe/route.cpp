@@ -90,6 +90,8 @@ void choose(const RouteArgs& a, const float* logits, int32_t* chosen, float* wei
 // Experts become places, in ascending order, those of other ranks last.
 void place(const RouteArgs& a, int32_t* chosen, float* weights) {
   const int64_t k = a.spec.top_k;
+  if (a.load)
+    for (int64_t j = 0; j < k; ++j) __atomic_fetch_add(a.load + chosen[j], 1, __ATOMIC_RELAXED);
   const int64_t copy = std::accumulate(chosen, chosen + k, int64_t{0}) % a.copies;
   for (int64_t j = 0; j < k; ++j) chosen[j] = a.places[copy * a.experts + chosen[j]];
   const auto later = [](int32_t place) { return static_cast<uint32_t>(place); };  // -1 behind all
@@ -121,6 +123,11 @@ void route(Worker& worker, const RouteArgs& a, int64_t rows) {
   worker.split(rows, kRowsAPart, [&](int64_t begin, int64_t end) {
     float* scratch = static_cast<float*>(worker.scratch((2 * a.experts + a.spec.groups) * sizeof(float)));
     for (int64_t row = begin; row < end; ++row) {
+      if (a.rows && a.rows[row] < 0) {
+        std::fill_n(a.routing.places + row * k, k, -1);
+        std::fill_n(a.routing.weights + row * k, k, 0.0f);
+        continue;
+      }
       choose(a, a.logits + row * a.experts, a.routing.places + row * k, a.routing.weights + row * k, scratch);
       place(a, a.routing.places + row * k, a.routing.weights + row * k);
     }

@@ -36,6 +36,8 @@ struct RouteArgs {
   int64_t copies, experts;
   RouterSpec spec;
   Routing routing;
+  int64_t* load;        // [experts] or null: tokens of each expert are added
+  const int32_t* rows;  // [rows] or null: negative where a row is padding
 };
 
 void route(Worker& worker, const RouteArgs& args, int64_t rows);

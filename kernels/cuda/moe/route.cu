@@ -61,9 +61,9 @@ __device__ __forceinline__ unsigned kept_groups(const Chosen& held, const Router
   return kept;
 }
 
-__device__ __forceinline__ void choose_row(const float* logits, const float* bias, const int* places, bool is_padding,
-                                           const Router& router, int num_places, Chosen& held, int* out_places,
-                                           float* out_weights) {
+__device__ __forceinline__ void choose_row(const float* logits, const float* bias, const int* places,
+                                           unsigned long long* load, bool is_padding, const Router& router,
+                                           int num_places, Chosen& held, int* out_places, float* out_weights) {
   const int lane = threadIdx.x % 32, experts = router.experts, top_k = router.top_k;
   if (is_padding) {
     for (int j = lane; j < top_k; j += 32) out_places[j] = -1, out_weights[j] = 0;
@@ -158,6 +158,7 @@ __device__ __forceinline__ void choose_row(const float* logits, const float* bia
     if (j >= top_k) continue;
     if (router.normalises) weight[i] /= total;
     weight[i] = is_bad ? __int_as_float(0x7fc00000) : weight[i] * router.scale;
+    if (load) atomicAdd(load + expert[i], 1ull);  // whole numbers: the same in any order
     const int place = places[all % router.copies * experts + expert[i]];
     held.keys[j] = place < 0 ? num_places : place;
   }
@@ -241,31 +242,31 @@ __device__ __forceinline__ void sort_slots(const int* places, int total, int num
 }
 
 // logits [n, experts]; bias [experts] or null; places [copies, experts]; rows [n] or null: negative where a row is
-// padding. Written: own_places and weights [n, top_k], slots, starts [num_places + 1].
+// padding; load [experts] or null. Written: own_places and weights [n, top_k], slots, starts [num_places + 1].
 extern "C" __global__ void __launch_bounds__(kSortWarps * 32)
-    route(const float* logits, const float* bias, const int* places, const int* rows, int n, Router router,
-          int num_places, int* own_places, float* weights, int* slots, int* starts) {
+    route(const float* logits, const float* bias, const int* places, const int* rows, unsigned long long* load, int n,
+          Router router, int num_places, int* own_places, float* weights, int* slots, int* starts) {
   DYNAMIC_SHARED(shared);
   Chosen* const held = reinterpret_cast<Chosen*>(shared);
   const int warp = threadIdx.x / 32;
   let_next_begin();
   wait_for_ahead();
   for (int row = warp; row < n; row += kSortWarps)
-    choose_row(logits + row * router.experts, bias, places, rows && rows[row] < 0, router, num_places, held[warp],
+    choose_row(logits + row * router.experts, bias, places, load, rows && rows[row] < 0, router, num_places, held[warp],
                own_places + row * router.top_k, weights + row * router.top_k);
   __syncthreads();
   sort_slots(own_places, n * router.top_k, num_places, reinterpret_cast<int*>(held + kSortWarps), slots, starts);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    choose(const float* logits, const float* bias, const int* places, const int* rows, int n, Router router,
-           int num_places, int* own_places, float* weights) {
+    choose(const float* logits, const float* bias, const int* places, const int* rows, unsigned long long* load, int n,
+           Router router, int num_places, int* own_places, float* weights) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, row = blockIdx.x * 8 + warp;
   let_next_begin();
   wait_for_ahead();
   if (row < n)
-    choose_row(logits + static_cast<long long>(row) * router.experts, bias, places, rows && rows[row] < 0, router,
+    choose_row(logits + static_cast<long long>(row) * router.experts, bias, places, load, rows && rows[row] < 0, router,
                num_places, reinterpret_cast<Chosen*>(shared)[warp], own_places + row * router.top_k,
                weights + row * router.top_k);
 }

@@ -31,11 +31,14 @@ def route(
     places: Tensor,
     spec: RouterSpec,
     routing: Routing[Tensor],
+    load: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     """See `OpSet.route`. Raises ValueError for what the kernels would read or write past, and for more than 512
     experts, 64 choices or 32 groups."""
     n, experts = logits.shape
     _check(logits, bias, places, spec, routing)
+    _check_rows(len(logits), experts, load, rows)
     if n == 0:
         routing.starts.zero_()
         return
@@ -45,7 +48,18 @@ def route(
         experts, len(places), spec.top_k, SCORES.index(spec.score), spec.groups, spec.kept_groups,
         GROUP_SCORES.index(spec.group_score), spec.normalises, spec.epsilon, spec.scale,
     )  # fmt: skip
-    given = (logits, bias, places, None, np.int32(n), router, np.int32(num_places), routing.places, routing.weights)
+    given = (
+        logits,
+        bias,
+        places,
+        rows,
+        load,
+        np.int32(n),
+        router,
+        np.int32(num_places),
+        routing.places,
+        routing.weights,
+    )
     sorted_into = routing.slots, routing.starts
     held, counts = _held_bytes(each), 4 * (_WARPS + 1) * num_places
     if n <= MOST_FUSED:
@@ -70,6 +84,13 @@ def _kernel(name: str, each: int) -> Kernel:
 def _held_bytes(each: int) -> int:
     """Returns the size of `Chosen` in route.cu."""
     return 4 * (32 * each + 3 * _MOST_CHOICES)
+
+
+def _check_rows(n: int, experts: int, load: Tensor | None, rows: Tensor | None) -> None:
+    if load is not None:
+        check("load", load, [torch.int64], (experts,))
+    if rows is not None:
+        check("rows", rows, [torch.int32], (n,))
 
 
 def _check(logits: Tensor, bias: Tensor | None, places: Tensor, spec: RouterSpec, routing: Routing[Tensor]) -> None:

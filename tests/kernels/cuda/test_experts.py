@@ -117,6 +117,20 @@ def test_ranks_and_copies_share_out_what_one_would_do(experts: int, device: str)
     assert found == [dict(zip(*row, strict=True)) for row in expected]
 
 
+@pytest.mark.parametrize("tokens", [9, 140])
+def test_tokens_of_each_expert_are_counted_without_padding(tokens: int, device: str) -> None:
+    logits, rows = torch.randn(tokens, EXPERTS), torch.arange(tokens, dtype=torch.int32)
+    logits[4], rows[4:6] = torch.nan, -1
+    places = everywhere(EXPERTS)
+    places[0, 20:] = -1
+    chosen = choose(logits, None, RouterSpec(3))[0][rows >= 0]
+    routing, load = empty_routing(tokens, 3, 20, device), torch.full((EXPERTS,), 2**40, device=device)
+    route(logits.to(device), None, places.to(device), RouterSpec(3), routing, load, rows.to(device))
+    assert torch.equal(load.cpu() - 2**40, torch.bincount(chosen.flatten(), minlength=EXPERTS))
+    assert (routing.places[4:6] == -1).all()
+    assert int(routing.starts[0, -1]) == int((chosen < 20).sum())
+
+
 def some_routing(kind: str, rows: int, top_k: int, places: int, device: str) -> Routing[Tensor]:
     """ "spread" over all places with some of other ranks, all to the "last" ones, or "none" here."""
     generator = torch.Generator().manual_seed(rows)

@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig
+from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import prepare
 from allspan.worker.models.layout import layout
-from support.tiny_models import logits_on_ranks, prompt, reference_logits, relative_error
+from support.threads import ThreadWorld
+from support.tiny_models import load_model, logits_on_ranks, prefill, prompt, reference_logits, relative_error
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -77,6 +80,29 @@ def test_a_prompt_in_chunks_and_among_others_gets_the_same_bits(tmp_path: Path) 
     alone = logits_on_ranks(tmp_path, 1, [IDS], backend="cpu", quantization="int8")[0]
     assert torch.equal(logits_on_ranks(tmp_path, 1, [IDS], chunk=7, backend="cpu", quantization="int8")[0], alone)
     assert torch.equal(logits_on_ranks(tmp_path, 1, others, backend="cpu", quantization="int8")[1], alone)
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_every_rank_counts_the_tokens_of_all_experts_of_its_layers(groups: int, tmp_path: Path) -> None:
+    save(tmp_path, "qwen3")
+    config = ModelConfig(str(tmp_path), "tiny", enable_expert_parallel=bool(groups))
+    world = ThreadWorld(2)
+
+    def run(rank: int) -> dict[str, Any]:
+        model = load_model(config, world.collectives[rank], op_set("cpu"), 40, 40, cache=CacheConfig(page_size=16))
+        before = Inspection(config, model, "cpu").answer("experts")
+        assert [layer["imbalance"] for layer in before["layers"]] == [1.0, 1.0]
+        prefill(model, [IDS], 16)
+        return Inspection(config, model, "cpu").answer("experts")
+
+    told, other = world.run(run)
+    assert told == other
+    assert [layer["layer"] for layer in told["layers"]] == [0, 2]
+    for layer in told["layers"]:
+        tokens = layer["tokens"]
+        assert sum(tokens) == 40 * 2
+        assert layer["hottest_share"] == max(tokens) / 80 == tokens[layer["hottest"]] / 80
+        assert layer["imbalance"] == (max(sum(tokens[:3]), sum(tokens[3:])) / 40 if groups else 1.0)
 
 
 @pytest.mark.parametrize(("groups", "held"), [(0, [(5, 4), (5, 4)]), (2, [(3, 6), (2, 6)])])

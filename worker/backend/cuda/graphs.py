@@ -36,7 +36,8 @@ class Graph:
             forward()
         torch.cuda.current_stream().wait_stream(warmup)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # Other threads may read counters from the device meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._output = forward()
 
     @property

@@ -152,6 +152,8 @@ class DeviceBuffers:
         for name in ("qo_indptr", "logits_rows"):
             first, last = spans[name]
             array[first:last] = np.arange(last - first)
+        first, last = spans["logits_rows"]
+        array[first + rows : last] = -1
         if sharing is not None:
             indptr, kv_lens = (array[slice(*spans[name])] for name in ("page_indptr", "kv_lens"))
             for name, value in self.shared_rows.values(sharing, indptr, kv_lens).items():

@@ -13,6 +13,9 @@ from allspan.kernels.router_spec import RouterSpec
 from allspan.worker.models.pieces import EP, ETP, TP, Axis, Linear, Part, Piece, Vector
 from allspan.worker.quant.base import GATED, Epilogue
 
+EXPERT_LOAD = "expert_load"
+"""The label of the counts of each expert's tokens."""
+
 if TYPE_CHECKING:
     from allspan.worker.models.shard import Shard
     from allspan.worker.models.sublayer import Sublayer
@@ -103,7 +106,8 @@ class Moe:
         )
         bias = sub.weight("router_bias.weight") if self.has_choice_bias else None
         places = sub.constant("expert_places_on_rank", self.num_experts, lambda _: self.places(sub.shard))
-        sub.program.op("route", logits, bias, places, self.router, routing)
+        load = sub.counter(EXPERT_LOAD, self.num_experts)
+        sub.program.op("route", logits, bias, places, self.router, routing, load, sub.row_numbers)
         return routing
 
     def places(self, shard: Shard) -> Tensor:
