@@ -19,7 +19,7 @@ from torch import Tensor
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 """What a gated product may apply to its first part."""
 
 T = TypeVar("T")
@@ -317,7 +317,9 @@ class OpSet(Protocol):
     def gated_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
         """out[n, I] = activation(gate_up[:, :I]) · gate_up[:, I:].
 
-        Of `ACTIVATIONS`: silu(x) = x / (1 + exp(-x)); gelu_tanh(x) = x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))).
+        Of `ACTIVATIONS`: silu(x) = x / (1 + exp(-x)); gelu_tanh(x) = x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³)));
+        clamped_swiglu is g / (1 + exp(-1.702 · g)) · (u + 1), where g is the first half, at most 7, and u the second,
+        within -7 … 7; a NaN stays one.
         """
 
     def soft_cap(self, x: Tensor, cap: float) -> None:

@@ -58,15 +58,14 @@ struct AttentionTile {
 };
 
 enum class Epilogue {
-  kStore,      // out = product
-  kAdd,        // out += product
-  kGatedSilu,  // out = silu(first part) · second part, which are interleaved
-  kGatedGelu,  // out = gelu(first part) · second part, by tanh
+  kStore,         // out = product
+  kAdd,           // out += product
+  kGatedSilu,     // out = silu(first part) · second part, which are interleaved
+  kGatedGelu,     // out = gelu(first part) · second part, by tanh
+  kGatedClamped,  // clamped_swiglu of kernels/ops.py
 };
 
-constexpr bool is_gated(Epilogue epilogue) {
-  return epilogue == Epilogue::kGatedSilu || epilogue == Epilogue::kGatedGelu;
-}
+constexpr bool is_gated(Epilogue epilogue) { return epilogue >= Epilogue::kGatedSilu; }
 
 // A tile of a product's sums, and where they go.
 struct TileArgs {
@@ -103,7 +102,7 @@ struct Kernels {
                  int64_t rows);
   // center [heads, dim] or null.
   void (*hadamard)(float* x, int64_t heads, int64_t dim, const float* center, int64_t rows);
-  // activation: kGatedSilu or kGatedGelu.
+  // activation: one of those that are gated.
   void (*gated_mul)(const float* gate_up, Epilogue activation, float* out, int64_t rows, int64_t width);
   void (*soft_cap)(float* x, float cap, int64_t count);
   void (*finish)(const TileArgs& tile);

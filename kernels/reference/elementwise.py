@@ -54,12 +54,15 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def gated(gate: Tensor, activation: str, up: Tensor) -> Tensor:
-    """Returns activation(gate) · up."""
+    """Returns activation(gate) · up, or what `OpSet.gated_mul` says of clamped_swiglu."""
     if activation == "silu":
         return functional.silu(gate) * up
     if activation == "gelu_tanh":
         # As the other backends have it: torch's own cancels in float32 far below 0.
         return gate * torch.sigmoid(gate * (1.5957691216057308 + 0.07135481282553515 * gate * gate)) * up
+    if activation == "clamped_swiglu":
+        gate = gate.clamp(max=7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
     raise ValueError(f"activation: {activation!r} is none of {', '.join(ACTIVATIONS)}")
 
 

@@ -151,6 +151,9 @@ def gated_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         out.copy_(gate / (1 + (-gate).exp()) * up)
+    elif activation == "clamped_swiglu":
+        gate = gate.clamp(max=7)
+        out.copy_(gate / (1 + (-1.702 * gate).exp()) * (up.clamp(-7, 7) + 1))
     else:
         out.copy_(gate / 2 * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up)
 

@@ -71,6 +71,7 @@ class Epilogue(enum.Enum):
     ADD = "out += product"
     GATED_SILU = "out = silu(first part) · second part"
     GATED_GELU_TANH = "out = gelu_tanh(first part) · second part"
+    GATED_CLAMPED = "out = clamped_swiglu of both parts"
 
     @property
     def activation(self) -> str:
@@ -85,7 +86,11 @@ class Epilogue(enum.Enum):
             program.op("gated_mul", product, self.activation, out)
 
 
-GATED = {"silu": Epilogue.GATED_SILU, "gelu_tanh": Epilogue.GATED_GELU_TANH}
+GATED = {
+    "silu": Epilogue.GATED_SILU,
+    "gelu_tanh": Epilogue.GATED_GELU_TANH,
+    "clamped_swiglu": Epilogue.GATED_CLAMPED,
+}
 """Epilogues by activation."""
 
 

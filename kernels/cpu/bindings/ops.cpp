@@ -32,7 +32,8 @@ PackedSpec OpArguments::spec(int i) const {
 
 Epilogue gated_epilogue(const OpArguments& args, int i) {
   const std::string name = nb::cast<std::string>(args.at(i));
-  args.require(name == "silu" || name == "gelu_tanh", "activation must be silu or gelu_tanh");
+  if (name == "clamped_swiglu") return Epilogue::kGatedClamped;
+  args.require(name == "silu" || name == "gelu_tanh", "activation must be silu, gelu_tanh or clamped_swiglu");
   return name == "silu" ? Epilogue::kGatedSilu : Epilogue::kGatedGelu;
 }
 

@@ -71,7 +71,7 @@ class OpArguments : public Arguments {
   std::unique_ptr<BatchInput> batch_;
 };
 
-// The epilogue of an activation's name, "silu" or "gelu_tanh".
+// The epilogue of an activation's name, one of ACTIVATIONS of kernels/ops.py.
 Epilogue gated_epilogue(const OpArguments& args, int i);
 
 struct Task {

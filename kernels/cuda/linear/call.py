@@ -11,9 +11,9 @@ from torch.nn import functional
 from allspan.kernels.cuda.jit.modules import Gpu, gpu
 from allspan.kernels.packed_spec import PackedSpec
 
-STORE, ADD, GATED_SILU, GATED_GELU_TANH = 0, 1, 2, 3
+STORE, ADD, GATED_SILU, GATED_GELU_TANH, GATED_CLAMPED = 0, 1, 2, 3, 4
 """Epilogues: out = product; out += product; out = activation(first half of the features) · second half."""
-GATED = {"silu": GATED_SILU, "gelu_tanh": GATED_GELU_TANH}
+GATED = {"silu": GATED_SILU, "gelu_tanh": GATED_GELU_TANH, "clamped_swiglu": GATED_CLAMPED}
 """Epilogues by activation."""
 
 

@@ -44,13 +44,21 @@ __device__ __forceinline__ float offset_of(uint32_t qparams) { return FLOATS ? 0
 
 // What becomes of a product: it is stored, or added to what is there, or, from kGatedSilu on, activation(first half) ·
 // second half is stored.
-constexpr int kAdd = 1, kGatedSilu = 2, kGatedGelu = 3;
+constexpr int kAdd = 1, kGatedSilu = 2, kGatedGelu = 3, kGatedClamped = 4;
 
 // gelu by tanh is x · logistic(2 · what tanh is of).
 __device__ __forceinline__ float logit_of(float gate, int epilogue) {
+  if (epilogue == kGatedClamped) return gate * 1.702f;
   return epilogue == kGatedGelu ? gate * fmaf(gate * gate, 0.0713548163f, 1.59576912f) : gate;
 }
+// What gate and up are before they meet: clamped_swiglu of kernels/ops.py limits both, and leaves a NaN one.
+__device__ __forceinline__ void limit(float& gate, float& up, int epilogue) {
+  if (epilogue != kGatedClamped) return;
+  gate = gate > 7.0f ? 7.0f : gate;
+  up = (up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up) + 1.0f;
+}
 __device__ __forceinline__ float gated(float gate, float up, int epilogue) {
+  limit(gate, up, epilogue);
   return gate / (1.0f + __expf(-logit_of(gate, epilogue))) * up;
 }
 

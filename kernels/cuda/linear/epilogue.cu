@@ -119,8 +119,10 @@ extern "C" __global__ void __launch_bounds__(256)
         float factors[WIDTH];
         values_of(others[r], ups, scale, sum, factors);
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e)
+        for (int e = 0; e < WIDTH; ++e) {
+          limit(values[e], factors[e], epilogue);
           values[e] = __fdividef(values[e], 1.0f + __expf(-logit_of(values[e], epilogue))) * factors[e];
+        }
       }
       put(values, out, static_cast<long long>(row) * out_stride + column + feature, epilogue == kAdd, out_floats);
     }

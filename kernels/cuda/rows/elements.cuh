@@ -148,6 +148,13 @@ __device__ __forceinline__ float gelu(float x) {
   return __fdividef(x, 1.0f + __expf(-x * fmaf(x * x, 0.0713548163f, 1.59576912f)));
 }
 
+// See OpSet.gated_mul; a NaN stays one.
+__device__ __forceinline__ float clamped_swiglu(float gate, float up) {
+  gate = gate > 7.0f ? 7.0f : gate;
+  up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+  return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
+}
+
 // The bits of |x|: ordered as the numbers are, NaN above all.
 __device__ __forceinline__ unsigned size_bits(float x) { return __float_as_uint(x) & 0x7fffffff; }
 

@@ -1,14 +1,15 @@
-// What needs no more of a row than the element at hand: sums, SwiGLU and GeGLU, soft caps, rows gathered; and scales
-// for 128 elements.
+// What needs no more of a row than the element at hand: sums, SwiGLU, GeGLU and the clamped SwiGLU, soft caps, rows
+// gathered; and scales for 128 elements.
 //
 // A thread has one unit of 16 bytes (of the widest type), a thread block a piece of a row; many are on their way at
 // once. Memory bounds all of them, and at few rows the launch.
 //
-// OP: kPlain (out = source), kAdd (source += addend), kSilu, kGelu, kGather (out = source[ids - first]) or kSoftCap
-// (out = cap · tanh(source / cap)). SOURCE, ADDEND, OUT: types. With OUT of 8 bits there are scales for 128 elements.
+// OP: kPlain (out = source), kAdd (source += addend), kSilu, kGelu, kClamped, kGather (out = source[ids - first]) or
+// kSoftCap (out = cap · tanh(source / cap)). SOURCE, ADDEND, OUT: types. With OUT of 8 bits there are scales for 128
+// elements.
 #include "rows/elements.cuh"
 
-enum Op { kPlain, kAdd, kSilu, kGather, kGelu, kSoftCap };
+enum Op { kPlain, kAdd, kSilu, kGather, kGelu, kSoftCap, kClamped };
 constexpr bool kIsQuantised = OUT == kInt8 || OUT == kE4m3;
 constexpr int kUnit = SOURCE == kFloat32 || ADDEND == kFloat32 || OUT == kFloat32 ? 4 : 8;
 constexpr int kGroup = 128 / kUnit;  // lanes
@@ -32,11 +33,12 @@ extern "C" __global__ void __launch_bounds__(256)
       load<ADDEND, kUnit>(addend, to, left, y);
 #pragma unroll
       for (int j = 0; j < kUnit; ++j) x[j] += y[j];
-    } else if constexpr (OP == kSilu || OP == kGelu) {
+    } else if constexpr (OP == kSilu || OP == kGelu || OP == kClamped) {
       load<SOURCE, kUnit>(source, to + row * width, left, x);
       load<SOURCE, kUnit>(source, to + row * width + width, left, y);
 #pragma unroll
-      for (int j = 0; j < kUnit; ++j) x[j] = (OP == kGelu ? gelu(x[j]) : silu(x[j])) * y[j];
+      for (int j = 0; j < kUnit; ++j)
+        x[j] = OP == kClamped ? clamped_swiglu(x[j], y[j]) : (OP == kGelu ? gelu(x[j]) : silu(x[j])) * y[j];
     } else {
       load<SOURCE, kUnit>(source, to, left, x);
       if constexpr (OP == kSoftCap) {

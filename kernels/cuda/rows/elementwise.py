@@ -26,7 +26,7 @@ from allspan.kernels.ops import ACTIVATIONS
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
 
-_OPS = {"plain": 0, "add": 1, "silu": 2, "gather": 3, "gelu_tanh": 4, "soft_cap": 5}
+_OPS = {"plain": 0, "add": 1, "silu": 2, "gather": 3, "gelu_tanh": 4, "soft_cap": 5, "clamped_swiglu": 6}
 
 
 def embedding(ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:

@@ -110,8 +110,18 @@ def test_activations_far_out_is_finite(device: str) -> None:
     out = poisoned(1, 8, device=device)
     expected = torch.tensor([[max(x, 0.0) for x in gate]], device=device).bfloat16()
     for activation in ACTIVATIONS:
-        gated_mul(torch.tensor([gate + [1.0] * 8], device=device).bfloat16(), activation, out)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-30)
+        up = 0.0 if activation == "clamped_swiglu" else 1.0
+        gated_mul(torch.tensor([gate + [up] * 8], device=device).bfloat16(), activation, out)
+        limit = 7.0 if activation == "clamped_swiglu" else torch.inf
+        torch.testing.assert_close(out, expected.clamp(max=limit), rtol=2**-7, atol=1e-30)
+
+
+def test_a_clamped_nan_stays_one(device: str) -> None:
+    gate_up = torch.tensor([[torch.nan, 1.0, 9.0, 9.0, torch.nan, 9.0]], device=device).bfloat16()
+    out = poisoned(1, 3, device=device)
+    gated_mul(gate_up, "clamped_swiglu", out)
+    assert out.isnan().tolist() == [[True, True, False]]
+    assert out[0, 2] == 56.0
 
 
 def test_soft_caps_agree_with_float64(device: str) -> None:

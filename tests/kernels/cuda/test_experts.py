@@ -184,6 +184,7 @@ def test_products_are_those_of_each_token_and_expert(name: str, group: int, devi
     down = Experts(spec_of(name, group, (hidden,), 248, offset), places, device)
     for kind, rows in ROUTINGS:
         routing = some_routing(kind, rows, top_k, places, device)
+        activation = "silu" if rows % 2 else "clamped_swiglu"
         generator = torch.Generator().manual_seed(rows)
         x = torch.randn(rows, inputs, generator=generator).to(dtype)
         mlp = torch.randn(rows, top_k, 248, generator=generator).to(dtype)
@@ -197,11 +198,11 @@ def test_products_are_those_of_each_token_and_expert(name: str, group: int, devi
                     product = up.product(x[row], place)
                     plain[row, j, 1 : 1 + 2 * width] = product
                     gate, upper = product.chunk(2)
-                    expected[row, j] = gated(gate[None], "silu", upper[None])[0]
+                    expected[row, j] = gated(gate[None], activation, upper[None])[0]
                     total[row] += weights[row, j] * down.product(mlp[row, j], place)
         x, mlp, bias = x.to(device), mlp.to(device), up.bias.to(device)
         out = torch.full(expected.shape, 7.0, dtype=dtype, device=device)
-        expert_gated_linear(x, up.weight, bias, up.spec, "silu", routing, out)
+        expert_gated_linear(x, up.weight, bias, up.spec, activation, routing, out)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=4 * tolerance)
         for kept in (dtype, torch.float32):
             out = torch.full(plain.shape, 7.0, dtype=kept, device=device)
@@ -218,10 +219,11 @@ def test_other_ops_agree_with_their_definitions(device: str) -> None:
     routing = some_routing("spread", 7, 2, 5, device)
     gate_up = torch.randn(7, 2, 2 * 24, generator=generator).bfloat16().to(device)
     out = torch.full((7, 2, 24), 7.0, device=device)
-    expert_gated_mul(gate_up, "gelu_tanh", routing, out)
-    expected = gated(gate_up[..., :24].float(), "gelu_tanh", gate_up[..., 24:].float())
-    expected = torch.where((routing.places >= 0)[..., None], expected, 7.0)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for activation in ("gelu_tanh", "clamped_swiglu"):
+        expert_gated_mul(gate_up, activation, routing, out)
+        expected = gated(gate_up[..., :24].float(), activation, gate_up[..., 24:].float())
+        expected = torch.where((routing.places >= 0)[..., None], expected, 7.0)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     x = torch.randn(7, 30, generator=generator).bfloat16().to(device)
     logits = torch.randn(7, 1, generator=generator).to(device)
     right = (x.double() * logits.double().sigmoid()).bfloat16()

@@ -7,17 +7,26 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.nn import functional
 
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.linear import packed_linear as linear
-from allspan.kernels.cuda.linear.call import ADD, GATED, GATED_GELU_TANH, GATED_SILU, STORE, LinearCall, Output
+from allspan.kernels.cuda.linear.call import (
+    ADD,
+    GATED,
+    GATED_CLAMPED,
+    GATED_GELU_TANH,
+    GATED_SILU,
+    STORE,
+    LinearCall,
+    Output,
+)
 from allspan.kernels.cuda.linear.dispatch import choose
 from allspan.kernels.cuda.linear.gemm import gemm_sm90 as module
 from allspan.kernels.cuda.linear.gemm.gemm_sm90 import Scales, gemm_sm90
 from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference.packed_linear import unpack
+from support import kernel_oracle
 from support.emulator.driver import EmulatorDriver
 from support.packed_cases import random_weight
 
@@ -65,8 +74,8 @@ def check(
         product = x.double() @ matrix.double().T
     product += 0 if bias is None else bias
     if epilogue in GATED.values():
-        gate, up = product.chunk(2, 1)
-        product = (functional.silu(gate) if epilogue == GATED_SILU else functional.gelu(gate, approximate="tanh")) * up
+        gate_up, product = product, product.new_empty(rows, features // 2)
+        kernel_oracle.gated_mul(gate_up, next(each for each in GATED if GATED[each] == epilogue), product)
     outputs = product.shape[1]
     all_of = torch.full(
         (rows + 1, -(-outputs // 8) * 8 + 16), 0.5, dtype=torch.float32 if epilogue == ADD else of, device=device
@@ -96,6 +105,7 @@ def check(
         (E4M3, ADD, (257, 300, 704), False),
         (E4M3, GATED_GELU_TANH, (129, 2 * 136, 272), True),
         (F16, GATED_GELU_TANH, (70, 2 * 136, 200), False),
+        (BF16, GATED_CLAMPED, (70, 2 * 136, 200), False),
     ],
 )
 def test_small_products_agree_with_float64(

@@ -29,8 +29,9 @@ constexpr int kPieces = kAcross / kColumns, kTiles = kColumns / 8;  // and tiles
 constexpr uint64_t kAlong = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32 | 1 << 16;
 __device__ __forceinline__ uint64_t matrix(uint32_t at) { return kAlong | (at & 0x3ffff) >> 4; }
 
-__device__ __forceinline__ float activated(float x) {
-  return __fdividef(x, 1.0f + power(logit_of(x, EPILOGUE) * -1.4426950408889634f));
+__device__ __forceinline__ float activated(float x, float up) {
+  limit(x, up, EPILOGUE);
+  return __fdividef(x, 1.0f + power(logit_of(x, EPILOGUE) * -1.4426950408889634f)) * up;
 }
 
 struct Shared {
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             float value[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-              value[e] = EPILOGUE >= kGatedSilu ? activated(sums[e]) * sums[kFeatures / 4 + e] : sums[e];
+              value[e] = EPILOGUE >= kGatedSilu ? activated(sums[e], sums[kFeatures / 4 + e]) : sums[e];
             const int to = h * 1024 + ((i ^ lane / 4) << 4) + lane % 4 * 4;
             *reinterpret_cast<uint32_t*>(row_at + to) = pack(value[0], value[1]);
           }
