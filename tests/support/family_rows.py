@@ -295,6 +295,7 @@ def save_family_gguf(path: Path, model: Any, row: FamilyRow) -> None:
         foreign = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert foreign is not None, name
         stored = stored + np.float32(row.norm_offset) if "norm" in name else stored
+        stored = stored[0] if "ffn_gate_inp_shexp" in foreign else stored  # llama.cpp's converter drops such dimensions
         writer.add_tensor(foreign, np.ascontiguousarray(stored))
     for name, floats in row.tensors.items():
         writer.add_tensor(name, np.array(floats, np.float32))

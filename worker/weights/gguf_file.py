@@ -21,6 +21,8 @@ from allspan.protos.text.tokenizers.gguf_metadata import GgufTensor, gguf_header
 from allspan.worker.weights.mapped_file import MappedFile
 
 _PLAIN = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"
+"""How names end of matrices of one row, which llama.cpp's converter writes as vectors."""
 _CHUNK = 1 << 20
 """Elements decoded at a time: bounds the temporaries and keeps them near the processor."""
 
@@ -169,7 +171,8 @@ def _locate(file: MappedFile, info: GgufTensor) -> _Stored:
         ) from error
     if not 1 <= len(info.shape) <= 3 or info.shape[-1] % block:
         raise CheckpointError(f"{file.path}: tensor {info.name!r} has shape {list(info.shape)} for type {kind.name}")
-    stored = _Stored(file, kind, info.shape, info.offset, block, block_bytes)
+    shape = (1, *info.shape) if info.name.endswith(_ONE_ROW) and len(info.shape) == 1 else info.shape
+    stored = _Stored(file, kind, shape, info.offset, block, block_bytes)
     end = info.offset + stored.num_rows * stored.row_bytes
     if end > file.size:
         raise CheckpointError(
