@@ -271,7 +271,7 @@ class ClientEngine(EmbeddingCalls):
         return str(self._inspect("version")["version"])
 
     async def ainspect(self, what: str) -> dict[str, Any]:
-        """ "profile", "model", "files", "experts" or "version", for asyncio."""
+        """ "profile", "model", "files" or "version", for asyncio."""
         return await self._loop.arun(self._session.inspect(what))
 
     def generate(

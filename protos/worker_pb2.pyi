@@ -189,7 +189,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "world_size", "epoch", "pid", "host", "state", "progress", "progress_age_s", "model", "model_path", "max_model_len", "vocab_size", "statistics", "kernels", "eos_token_ids", "device", "numa_nodes", "threads")
+    __slots__ = ("rank", "world_size", "epoch", "pid", "host", "state", "progress", "progress_age_s", "model", "model_path", "max_model_len", "vocab_size", "statistics", "kernels", "eos_token_ids", "device", "numa_nodes", "threads", "experts")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +208,7 @@ class WorkerStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     epoch: int
@@ -226,7 +227,18 @@ class WorkerStatus(_message.Message):
     device: str
     numa_nodes: str
     threads: int
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., progress_age_s: _Optional[float] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., kernels: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., numa_nodes: _Optional[str] = ..., threads: _Optional[int] = ...) -> None: ...
+    experts: _containers.RepeatedCompositeFieldContainer[ExpertLoad]
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., progress_age_s: _Optional[float] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., kernels: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., numa_nodes: _Optional[str] = ..., threads: _Optional[int] = ..., experts: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ...) -> None: ...
+
+class ExpertLoad(_message.Message):
+    __slots__ = ("layer", "tokens", "groups")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    groups: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, layer: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("counters", "load_s", "peak_rss_bytes", "rss_bytes", "weight_bytes", "kv_bytes")

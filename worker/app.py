@@ -110,7 +110,8 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
         )
     facts = _facts(config, world, loaded, kernels, backend.device_name())
     inspection = Inspection(config.model, loaded.model, kernels, loaded.core.sampler.masks.summary)
-    server = RankServer(loaded.core, facts, config, stop.fail, inspection.answer, cpus)
+    experts = loaded.model.expert_loads if loaded.model.holding.shard.rank == 0 else tuple
+    server = RankServer(loaded.core, facts, config, stop.fail, inspection.answer, cpus, experts)
     loaded.core.on_outputs = server.deliver
     address = server.start()
     _log_ready(config, world, loaded, kernels)

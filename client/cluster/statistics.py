@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.counters import EngineCounters, combined, counters_of
 from allspan.protos.api.engine import EngineStatistics, RankStatistics
+from allspan.protos.api.expert_load import ExpertLoad
+from allspan.protos.api.expert_load import added as added_experts
 from allspan.protos.convert import counters_from_wire
 
 
@@ -21,6 +23,7 @@ def merged(statuses: Sequence[pb.WorkerStatus], replica: int = 0) -> EngineStati
         statuses[0].model,
         statuses[0].max_model_len,
         tuple(map(_rank_statistics, statuses, counters, (replica,) * len(statuses))),
+        experts=_experts(statuses),
         **counters_of(leader),
     )
 
@@ -33,8 +36,14 @@ def added(worlds: Sequence[EngineStatistics], replicas: int) -> EngineStatistics
         tuple(rank for world in worlds for rank in world.ranks),
         replicas,
         replicas_ready=len(worlds),
+        experts=added_experts(load for world in worlds for load in world.experts),
         **combined(worlds),
     )
+
+
+def _experts(statuses: Iterable[pb.WorkerStatus]) -> tuple[ExpertLoad, ...]:
+    told = (load for status in statuses for load in status.experts)
+    return added_experts(ExpertLoad(load.layer, tuple(load.tokens), tuple(load.groups)) for load in told)
 
 
 def rank_statistics(status: pb.WorkerStatus, replica: int) -> RankStatistics:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from allspan.protos.api.counters import EngineCounters
+from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import RequestHandle, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
@@ -74,6 +75,8 @@ class EngineStatistics(EngineCounters):
     ranks: tuple[RankStatistics, ...] = ()
     replicas: int = 1
     replicas_ready: int = 1
+    experts: tuple[ExpertLoad, ...] = ()
+    """Of each layer with experts."""
 
     @property
     def pages_free(self) -> int:

@@ -14,6 +14,7 @@ from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.counters import STEP_TOKENS_BOUNDS
 from allspan.protos.api.engine import EngineStatistics, Prompt, RankStatistics
 from allspan.protos.api.errors import AllspanError, Unavailable
+from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import Output, RequestHandle, RequestTimings, ResultQueue, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
@@ -155,6 +156,7 @@ class FakeEngine:
             prompt_tokens_per_s=1203.0,
             step_tokens=(made, *(0 for _ in STEP_TOKENS_BOUNDS)),
             step_tokens_sum=made,
+            experts=(ExpertLoad(3, (10, 60, 30, 0), (70.0, 30.0)),),
         )
 
     async def acontrol(self, operation: str, timeout: float = 0.0) -> None:

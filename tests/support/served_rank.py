@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.settings import ModelConfig, ServiceConfig, WorkerConfig
 from allspan.protos.convert import CHANNEL_OPTIONS, sampling_to_wire
@@ -43,9 +45,17 @@ class Rank:
     def __init__(self, run_dir: Path, is_leader: bool = True) -> None:
         self.core = FakeCore(is_leader)
         self.failures: list[BaseException] = []
+        self.counting = threading.Event()
+        self.counting.set()
         facts = RankFacts(0 if is_leader else 1, 2, "here", 512, 1000, (2, 3), "reference", "", "0", 2, 1.5, 100, 200)
-        self.server = RankServer(self.core, facts, worker_config(run_dir), self.failures.append, inspect)
+        self.server = RankServer(
+            self.core, facts, worker_config(run_dir), self.failures.append, inspect, experts=self.experts
+        )
         self.address = self.server.start()
+
+    def experts(self) -> tuple[ExpertLoad, ...]:
+        self.counting.wait(10)
+        return (ExpertLoad(2, (5, 6), (11.0,)),)
 
     def deliver(self, request: Request, *results: Any) -> None:
         self.server.deliver([(request, result) for result in results])

@@ -224,7 +224,8 @@ class Engine(EmbeddingCalls):
             host_s=counters.host_s,
             model_s=counters.model_s,
         )
-        return EngineStatistics(self.model, self.max_model_len, (rank,), **counters_of(counters))
+        experts = self._loaded.model.expert_loads()
+        return EngineStatistics(self.model, self.max_model_len, (rank,), experts=experts, **counters_of(counters))
 
     def reset_prefix_cache(self) -> None:
         self._core.reset_prefix_cache()

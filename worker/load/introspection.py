@@ -18,7 +18,7 @@ from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import expected_shapes
 from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import EP
-from allspan.worker.models.shard import Place, make_shard, split
+from allspan.worker.models.shard import Place, make_shard
 from allspan.worker.models.spec_json import spec_json
 
 _LIBRARIES = ("torch", "numpy", "grpcio", "mpi4py")
@@ -39,7 +39,6 @@ class Inspection:
             "model": self.model,
             "files": self.files,
             "profile": self.profile,
-            "experts": self.experts,
             "masks": masks,
             "version": self.version,
         }
@@ -97,33 +96,12 @@ class Inspection:
         """{"ops": [...]}: the fields of each OpProfile, on this rank."""
         return {"ops": [asdict(op) for op in self._model.profile()]}
 
-    def experts(self) -> dict[str, Any]:
-        """{"layers": [...]}: of each of this rank's mixtures the tokens that every expert has had since the start,
-        whichever rank holds it; "hottest_share" of all choices went to the expert "hottest", and "imbalance" is the
-        load of the busiest group of ranks over the mean one."""
-        groups = self._model.holding.shard.groups[EP].size
-        return {
-            "layers": [_layer_load(layer, load, groups) for layer, load in sorted(self._model.expert_loads().items())]
-        }
-
     def version(self) -> dict[str, Any]:
         libraries = ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES)
         line = (
             f"allspan {allspan.__version__} (kernels {self._kernels}; {libraries}; Python {platform.python_version()})"
         )
         return {"version": line}
-
-
-def _layer_load(layer: int, load: list[int], groups: int) -> dict[str, Any]:
-    total = sum(load)
-    busiest = max(sum(load[place] for place in own) for own in split(len(load), groups))
-    return {
-        "layer": layer,
-        "tokens": load,
-        "hottest": load.index(max(load)),
-        "hottest_share": max(load) / total if total else 0.0,
-        "imbalance": busiest * groups / total if total else 1.0,
-    }
 
 
 def _part(holding: Holding) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from allspan.kernels.ops import OpSet
 from allspan.kernels.table import activations_of
 from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import InternalError
+from allspan.protos.api.expert_load import ExpertLoad
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.models.blocks.moe import EXPERT_LOAD
 from allspan.worker.models.decoder import Decoder, build_decoder
 from allspan.worker.models.holding import Holding
+from allspan.worker.models.pieces import EP
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.step_meta import MetaContext
@@ -100,11 +102,24 @@ class Model:
         """See `allspan.worker.step.model.DeviceModel`."""
         return self._steps.step_metadata
 
-    def expert_loads(self) -> dict[int, list[int]]:
+    def expert_loads(self) -> tuple[ExpertLoad, ...]:
         """The tokens that chose each expert since the model was loaded, by layer, of this rank's layers: a step that
-        runs may be counted in part. Empty where there are none."""
-        labels = ((name.rpartition("."), tensor) for name, tensor in self._constants.items())
-        return {int(layer): tensor.tolist() for (label, _, layer), tensor in labels if label == EXPERT_LOAD}
+        runs may be counted in part. May be called from any thread; on a GPU it waits for the steps that are queued."""
+        counters = {
+            int(name.removeprefix(f"{EXPERT_LOAD}.")): tensor
+            for name, tensor in self._constants.items()
+            if name.startswith(f"{EXPERT_LOAD}.")
+        }
+        if not counters:
+            return ()
+        tokens = torch.split(torch.cat(tuple(counters.values())).cpu(), [len(each) for each in counters.values()])
+        groups = self.holding.shard.groups[EP].size
+        return tuple(
+            ExpertLoad(
+                layer, tuple(own), tuple(float(sum(own[held.start : held.stop])) for held in split(len(own), groups))
+            )
+            for layer, own in zip(counters, map(Tensor.tolist, tokens), strict=True)
+        )
 
     def bind_cache(self, *caches: KVCache) -> None:
         """Uses these pages from now on, one cache for each of this model's `cache_groups`."""

@@ -15,6 +15,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from allspan.protos.api.errors import ConfigError, InternalError
+from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.cluster.cluster_file import socket_path
 from allspan.protos.cluster.tls import TlsFiles, is_loopback
 from allspan.protos.config.settings import WorkerConfig
@@ -22,6 +23,7 @@ from allspan.protos.convert import SERVER_OPTIONS
 from allspan.protos.worker_pb2_grpc import add_WorkerServicer_to_server
 from allspan.worker.process.processors import ProcessorLoad
 from allspan.worker.service.leases import Leases, Outcome, is_urgent
+from allspan.worker.service.load_reader import LoadReader
 from allspan.worker.service.mailbox import Mailbox
 from allspan.worker.service.servicer import Core, Inspect, RankFacts, RankServicer
 
@@ -75,9 +77,11 @@ class RankServer:
         on_failure: Callable[[BaseException], None],
         inspect: Inspect,
         cpus: Sequence[int] = (),
+        experts: Callable[[], Sequence[ExpertLoad]] = tuple,
     ) -> None:
         """`on_failure` is called, on the service's thread, when it breaks; `inspect` answers what the Inspect method
-        is asked; `cpus` are where that thread may run."""
+        is asked; `cpus` are where that thread may run; `experts` tells how many tokens each has
+        had."""
         self._target = listen_target(config, facts.rank)
         self._tls = config.service.tls
         self._host_name = facts.host
@@ -86,7 +90,7 @@ class RankServer:
         load = ProcessorLoad(cpus)
         self._leases = Leases(capacity, config.scheduler.stream_interval, lambda: load.saturated)
         self._outcomes = Mailbox(self._leases.deliver, self._is_urgent, self._leases.release)
-        self._servicer = RankServicer(core, self._leases, facts, config, inspect)
+        self._servicer = RankServicer(core, self._leases, facts, config, inspect, LoadReader(experts))
         self._on_failure = on_failure
         self._cpus = tuple(cpus)
         self._thread = threading.Thread(target=self._main, name="service", daemon=True)

@@ -30,6 +30,7 @@ from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
 from allspan.worker.service.leader_news import TOKEN_IDS, LeaderNews, PageEventStream, check_page_events
 from allspan.worker.service.leases import Lease, Leases
+from allspan.worker.service.load_reader import LoadReader
 from allspan.worker.service.messages import request_from_wire, request_ids_from_wire
 
 HEARTBEAT_MS = (50, 60_000)
@@ -145,11 +146,14 @@ async def compiled(compiling: concurrent.futures.Future[CompiledGrammar]) -> Com
 class RankServicer(WorkerServicer):
     """One rank's answers. `leases` is shared with the server, which delivers outputs to it."""
 
-    def __init__(self, core: Core, leases: Leases, facts: RankFacts, config: WorkerConfig, inspect: Inspect) -> None:
+    def __init__(
+        self, core: Core, leases: Leases, facts: RankFacts, config: WorkerConfig, inspect: Inspect, experts: LoadReader
+    ) -> None:
         self._core = core
         self._leases = leases
         self._facts = facts
         self._inspect = inspect
+        self._experts = experts
         self._controls: dict[str, Callable[[float], None]] = {
             "start_model": lambda timeout: core.start_model(),
             "stop_model": core.stop_model,
@@ -238,6 +242,7 @@ class RankServicer(WorkerServicer):
             device=facts.device,
             numa_nodes=facts.numa_nodes,
             threads=facts.threads,
+            experts=await self._experts.read(),
         )
 
     @translated

@@ -12,6 +12,7 @@ from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.telemetry.histogram import Histogram
 from allspan.protos.api.counters import STEP_TOKENS_BOUNDS
 from allspan.protos.api.engine import EngineStatistics, RankStatistics
+from allspan.protos.api.expert_load import ExpertLoad
 
 Buckets = tuple[tuple[float, ...], tuple[int, ...], float]
 """Upper bounds, counts (one more, for what is above them) and the sum of all values."""
@@ -121,6 +122,18 @@ def pages(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
 
 def usage(used: int, total: int) -> float:
     return used / total if total else 0.0
+
+
+def experts(value: Callable[[ExpertLoad], float]) -> Read:
+    """Returns a reader of a value of each layer with experts. Experts have no labels of their own: there may be
+    tens of thousands of them."""
+
+    def read(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+        for replica in scene.view.replicas:
+            for load in replica.statistics.experts if replica.statistics is not None else ():
+                yield (str(replica.index), str(load.layer)), value(load)
+
+    return read
 
 
 def step_tokens(told: EngineStatistics) -> Value:

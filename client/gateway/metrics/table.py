@@ -30,6 +30,7 @@ class Metric:
 
 _REPLICA = ("replica",)
 _RANK = ("replica", "rank")
+_LAYER = ("replica", "layer")
 
 _COUNTERS = tuple(
     Metric(row.name, "counter" if row.name.endswith("_total") else "gauge", row.help, _REPLICA, read.counter(name))
@@ -206,6 +207,28 @@ METRICS = (
         "Of a step, the leader's time outside the model's forward pass.",
         _REPLICA,
         read.engines(lambda told: (told.steps, told.host_s)),
+    ),
+    # Layers of mixtures of experts.
+    Metric(
+        "expert_choices_total",
+        "counter",
+        "Choices of experts by the tokens of a layer, over all experts.",
+        _LAYER,
+        read.experts(lambda load: load.choices),
+    ),
+    Metric(
+        "expert_imbalance",
+        "gauge",
+        "Tokens of the busiest group of ranks that hold the same experts, over the mean group's.",
+        _LAYER,
+        read.experts(lambda load: load.imbalance),
+    ),
+    Metric(
+        "expert_hottest_share",
+        "gauge",
+        "Share of a layer's choices that went to the expert with most, from 0 to 1.",
+        _LAYER,
+        read.experts(lambda load: load.hottest_share),
     ),
     # Ranks.
     Metric(

@@ -14,6 +14,7 @@ from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.endpoint import Endpoint
 from allspan.protos.api.counters import COUNTERS
 from allspan.protos.api.engine import EngineStatistics
+from allspan.protos.api.expert_load import ExpertLoad
 
 _TOTALS = tuple(name for name, declared in COUNTERS.items() if declared["is_total"])
 _OF_A_RANK = (
@@ -79,6 +80,17 @@ def _counted(counted: EngineStatistics) -> dict[str, Any]:
             "generation": round(counted.generated_tokens_per_s, 1),
         },
         "totals": {name: getattr(counted, name) for name in _TOTALS},
+        **({"experts": [_experts(load) for load in counted.experts]} if counted.experts else {}),
+    }
+
+
+def _experts(load: ExpertLoad) -> dict[str, Any]:
+    return {
+        "layer": load.layer,
+        "imbalance": round(load.imbalance, 4),
+        "hottest": load.hottest,
+        "hottest_share": round(load.hottest_share, 4),
+        "tokens": load.tokens,
     }
 
 

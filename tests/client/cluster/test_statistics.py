@@ -8,6 +8,7 @@ from typing import Any
 from allspan.client.cluster.statistics import added, merged
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.counters import COUNTERS, EngineCounters, counters_of
+from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.convert import counters_to_wire
 
 
@@ -25,6 +26,7 @@ def statuses(count: int, scale: int, refused: Sequence[int] = (0, 0, 0)) -> list
             model="tiny",
             max_model_len=64,
             pid=100 + rank,
+            experts=[] if rank else [pb.ExpertLoad(layer=3, tokens=[scale, 2 * scale], groups=[1.0, 2.0])],
             statistics=pb.Statistics(counters=counters_to_wire(ranks[rank]), kv_bytes=5 + rank),
         )
         for rank in range(count)
@@ -50,6 +52,7 @@ def test_replicas_are_added_up() -> None:
     assert whole.prompt_tokens == 11 * worlds[0].prompt_tokens
     assert whole.pages_total == 11 * worlds[0].pages_total
     assert whole.step_tokens == (11, 22)
+    assert whole.experts == (ExpertLoad(3, (11, 22), (2.0, 4.0)),)
     assert (whole.page_size, whole.weights_version) == (worlds[0].page_size, worlds[0].weights_version)
     assert not whole.weights_loaded, "one world has none"
     assert (whole.replicas, whole.replicas_ready, len(whole.ranks)) == (3, 2, 4)

@@ -35,6 +35,8 @@ async def test_the_live_cluster_is_one_object() -> None:
     assert told["prefix"] == {"queries": 100, "hits": 63}
     assert told["tokens_per_s"] == {"prompt": 1203.0, "generation": 845.0}
     assert told["totals"]["generated_tokens"] == 5
+    load = {"layer": 3, "imbalance": 1.4, "hottest": 1, "hottest_share": 0.6, "tokens": [10, 60, 30, 0]}
+    assert told["experts"] == [load]
 
 
 async def test_a_cluster_that_is_down_is_told_with_its_cause_and_without_counts() -> None:

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, ConfigError
+from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.config.settings import CacheConfig, ModelConfig
-from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import prepare
 from allspan.worker.models.layout import layout
 from support.threads import ThreadWorld
@@ -88,21 +88,20 @@ def test_every_rank_counts_the_tokens_of_all_experts_of_its_layers(groups: int, 
     config = ModelConfig(str(tmp_path), "tiny", enable_expert_parallel=bool(groups))
     world = ThreadWorld(2)
 
-    def run(rank: int) -> dict[str, Any]:
+    def run(rank: int) -> tuple[ExpertLoad, ...]:
         model = load_model(config, world.collectives[rank], op_set("cpu"), 40, 40, cache=CacheConfig(page_size=16))
-        before = Inspection(config, model, "cpu").answer("experts")
-        assert [layer["imbalance"] for layer in before["layers"]] == [1.0, 1.0]
+        assert [(load.choices, load.imbalance) for load in model.expert_loads()] == [(0, 1.0), (0, 1.0)]
         prefill(model, [IDS], 16)
-        return Inspection(config, model, "cpu").answer("experts")
+        return model.expert_loads()
 
     told, other = world.run(run)
     assert told == other
-    assert [layer["layer"] for layer in told["layers"]] == [0, 2]
-    for layer in told["layers"]:
-        tokens = layer["tokens"]
-        assert sum(tokens) == 40 * 2
-        assert layer["hottest_share"] == max(tokens) / 80 == tokens[layer["hottest"]] / 80
-        assert layer["imbalance"] == (max(sum(tokens[:3]), sum(tokens[3:])) / 40 if groups else 1.0)
+    assert [load.layer for load in told] == [0, 2]
+    for load in told:
+        assert load.choices == sum(load.tokens) == 40 * 2
+        assert load.hottest_share == max(load.tokens) / 80 == load.tokens[load.hottest] / 80
+        busiest = max(sum(load.tokens[:3]), sum(load.tokens[3:]))
+        assert load.imbalance == (busiest / 40 if groups else 1.0)
 
 
 @pytest.mark.parametrize(("groups", "held"), [(0, [(5, 4), (5, 4)]), (2, [(3, 6), (2, 6)])])

@@ -31,6 +31,16 @@ async def test_status_tells_the_rank_its_engine_and_its_memory(client: Client) -
     assert status.statistics.peak_rss_bytes > 2**20
 
 
+async def test_status_tells_the_tokens_of_experts_and_does_not_wait_for_a_device_that_hangs(
+    leader: Rank, client: Client
+) -> None:
+    for _ in range(2):
+        (load,) = (await client.stub.Status(pb.StatusRequest())).experts
+        assert (load.layer, list(load.tokens), list(load.groups)) == (2, [5, 6], [11.0])
+        leader.counting.clear()
+    leader.counting.set()
+
+
 async def test_status_is_answered_while_the_model_drains(leader: Rank, client: Client) -> None:
     draining = client.stub.Control(pb.ControlRequest(operation="stop_model", timeout_s=30))
     await client.stub.Status(pb.StatusRequest())

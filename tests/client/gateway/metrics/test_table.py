@@ -95,6 +95,8 @@ async def test_what_requests_did_is_what_is_counted() -> None:
     assert seen['http_requests_total{handler="other",method="other",status="404"}'] == 1
     assert seen["ready"] == seen['replica_up{replica="0"}'] == 1
     assert seen['prefix_cache_hits_total{replica="0"}'] == 63
+    of_layer = {name.split("{")[0]: value for name, value in seen.items() if 'layer="3",replica="0"' in name}
+    assert of_layer == {"expert_choices_total": 100, "expert_imbalance": 1.4, "expert_hottest_share": 0.6}
 
 
 async def test_a_request_that_its_caller_leaves_or_that_fails_counts_once_under_its_reason() -> None:

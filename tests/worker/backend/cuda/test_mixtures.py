@@ -65,6 +65,9 @@ def difference(folder: Path, model: Any, settings: dict[str, Any]) -> float:
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, prompt_logprobs=0, logprobs=0)
     with Engine(folder, **SETTINGS | settings) as engine:
         outputs = engine.generate(asked, params)
+        for load in engine.statistics().experts:
+            computed = sum(map(len, asked)) + len(asked) * (params.max_tokens - 1)
+            assert load.choices == 2 * computed, f"layer {load.layer}: padding is not counted"
     found: list[float] = []
     for ids, output in zip(asked, outputs, strict=True):
         whole = [*ids, *output.token_ids]
