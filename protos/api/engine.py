@@ -76,7 +76,7 @@ class EngineStatistics(EngineCounters):
     replicas: int = 1
     replicas_ready: int = 1
     experts: tuple[ExpertLoad, ...] = ()
-    """Of each layer with experts."""
+    """The tokens of experts, an entry for each layer that has some."""
 
     @property
     def pages_free(self) -> int:

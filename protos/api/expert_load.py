@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Counts the tokens of each expert of a layer since the ranks started; a token counts for every expert it chooses."""
+    """How many tokens chose each expert of a layer since the ranks started; a token counts for all that it chooses."""
 
     layer: int
     tokens: tuple[int, ...]
-    """Of each expert, whichever rank holds it."""
+    """Each expert's tokens, whichever rank holds it."""
     groups: tuple[float, ...] = ()
-    """Of each group of ranks that hold the same experts; copies of an expert share its tokens equally."""
+    """The tokens of each group of ranks that hold the same experts; copies of an expert share its tokens equally."""
 
     @property
     def choices(self) -> int:
