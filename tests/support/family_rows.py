@@ -81,6 +81,13 @@ MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2, "rope_parameters": ROPE}
 EXPERT_METADATA = {"expert_used_count": 2, "expert_feed_forward_length": 48}
 
@@ -235,16 +242,45 @@ FAMILIES: dict[str, FamilyRow] = {
             "leading_dense_block_count": 1,
         },
     ),
+    "gpt_oss": FamilyRow(
+        "gpt_oss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24, "rope_parameters": GPT_OSS_ROPE},
+        "gpt-oss",
+        {
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 88,
+            "attention.sliding_window": 24,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
 }
 """Name of a case → its row: a model type, and what sets the case apart from others of it."""
 
 
-def _parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+def _parts(name: str, values: np.ndarray, model_type: str) -> dict[str, np.ndarray]:
     """Experts' tensors as converters have them: gate and up apart."""
+    if model_type == "gpt_oss":
+        return _gpt_oss_parts(name, values)
     if not name.endswith("experts.gate_up_proj"):
         return {name + (".weight" if name.endswith("experts.down_proj") else ""): values}
     gate, up = np.split(values, 2, axis=1)
     return {name.replace("gate_up", "gate") + ".weight": gate, name.replace("gate_up", "up") + ".weight": up}
+
+
+def _gpt_oss_parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Matrices of its experts are transposed, and rows of gate and up come in turn."""
+    if name.endswith("sinks"):
+        return {f"{name}.weight": values}
+    if ".experts." not in name:
+        return {name: values}
+    stem, suffix = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+    values = values.swapaxes(1, 2) if suffix == "weight" else values
+    if not stem.endswith("gate_up_proj"):
+        return {f"{stem}.{suffix}": values}
+    return {f"{stem.replace('gate_up', each)}.{suffix}": values[:, i::2] for i, each in enumerate(("gate", "up"))}
 
 
 def save_family(folder: Path, row: FamilyRow) -> Any:
@@ -288,7 +324,7 @@ def save_family_gguf(path: Path, model: Any, row: FamilyRow) -> None:
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOICE_BIAS)}
     for name, buffer in biases.items():
         writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", buffer.numpy())
-    parts = (_parts(name, parameter.detach().numpy()) for name, parameter in model.named_parameters())
+    parts = (_parts(name, parameter.detach().numpy(), row.model_type) for name, parameter in model.named_parameters())
     for name, values in ((name, values) for each in parts for name, values in each.items()):
         role = name.split(".")[-2]
         stored = permuted(values, heads[role]) if row.is_permuted and role in heads else values

@@ -25,6 +25,7 @@ from allspan.worker.models.families.exaone4 import EXAONE4
 from allspan.worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from allspan.worker.models.families.glm import GLM, GLM4
 from allspan.worker.models.families.glm4_moe import GLM4_MOE
+from allspan.worker.models.families.gpt_oss import GPT_OSS
 from allspan.worker.models.families.granite import GRANITE, GRANITE_HYBRID
 from allspan.worker.models.families.llama import LLAMA
 from allspan.worker.models.families.llama_like import ERNIE, HELIUM, SEED_OSS, SMOLLM3
@@ -83,6 +84,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         MIXTRAL,
         GLM4_MOE,
+        GPT_OSS,
     )
 }
 """model_type → family. A new family is one file and one name here."""
