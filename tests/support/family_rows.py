@@ -291,6 +291,8 @@ def save_family(folder: Path, row: FamilyRow) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+            if key.endswith("router.bias"):  # decides, so that roundings do not
+                parameter.add_(12.0 * (-1.0) ** torch.arange(len(parameter)))
         for key, buffer in model.named_buffers():
             if key.endswith(CHOICE_BIAS):
                 buffer.copy_(torch.randperm(len(buffer)) * 2.0 - 12.0)

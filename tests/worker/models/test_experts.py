@@ -6,13 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from allspan.kernels.ops import OpSet, Routing
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.api.expert_load import ExpertLoad
@@ -43,18 +45,36 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "glm4": ("glm4_moe", {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "use_qk_norm": True}),
     "glm4, groups": ("glm4_moe", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_bias": True}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+            },
+        },
+    ),
 }
 IDS = prompt(40, 97)
 
 
 def save(folder: Path, name: str) -> Any:
-    """A random model whose routers' biases decide: they are far larger than scores differ."""
+    """A random model whose routers' biases decide: they are far larger than scores differ. Sinks are as large, and
+    experts' biases leave the limits of a clamped activation."""
     model_type, config = MODELS[name]
     torch.manual_seed(5)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **config))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+            parameter.normal_(1.0 if "norm" in key else 0.0, 4.0 if key.endswith("_proj_bias") else 0.15)
+            if key.endswith(("sinks", "router.bias")):
+                size = 5.0 if key.endswith("sinks") else 12.0
+                parameter.add_(size * (-1.0) ** torch.arange(len(parameter)))
         for key, buffer in model.named_buffers():
             if "correction_bias" in key:
                 buffer.copy_(torch.randperm(len(buffer)) * 2.0 - 12.0)
@@ -72,6 +92,35 @@ def test_logits_equal_transformers_on_any_ranks_and_in_both_layouts(name: str, t
         config = {"enable_expert_parallel": True, "expert_parallel_size": groups} if groups else {}
         found = logits_on_ranks(tmp_path, ranks, [IDS], backend="cpu", **config)[0]
         assert relative_error(found, expected) < 1e-4, f"{ranks} ranks, {groups} groups"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_chooses_the_experts_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, expected, found = save(tmp_path, name), list[Tensor](), list[Tensor]()
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            hook = lambda _, arguments: expected.append(arguments[1].sort(1).values)  # noqa: E731
+            layer.mlp.experts.register_forward_pre_hook(hook)
+    reference_logits(model, IDS)
+
+    def op_set_that_tells(backend: str) -> OpSet:
+        ops: Any = op_set(backend)
+        route = ops.route
+
+        def tells(*arguments: Any) -> None:
+            route(*arguments)
+            found.extend(each.places.clone() for each in arguments if isinstance(each, Routing))
+
+        ops.route = tells
+        return cast(OpSet, ops)
+
+    monkeypatch.setattr("support.tiny_models.op_set", op_set_that_tells)
+    logits_on_ranks(tmp_path, 1, [IDS])
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.long(), theirs)
 
 
 def test_a_prompt_in_chunks_and_among_others_gets_the_same_bits(tmp_path: Path) -> None:

@@ -82,9 +82,7 @@ GPT_OSS = Family(
     gguf_architectures=("gpt-oss",),
     weights=DENSE.with_entries(
         *_entries(),
-        *in_layer(
-            router=("mlp.router", "ffn_gate_inp"), mlp_norm=("post_attention_layernorm", "post_attention_norm")
-        ),
+        *in_layer(router=("mlp.router", "ffn_gate_inp"), mlp_norm=("post_attention_layernorm", "post_attention_norm")),
     ),
     gguf_keys=EXPERT_GGUF_KEYS | {"expert_feed_forward_length": "intermediate_size"},
     renamed={"num_local_experts": "num_experts"},

@@ -25,10 +25,12 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "pad_token_id": 0,
 }
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3_moe", {"num_local_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2": ("qwen2_moe", {"num_experts": 6, "shared_expert_intermediate_size": 56}),
     "glm4": ("glm4_moe", {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "use_qk_norm": True, "n_group": 4}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "sliding_window": 24, "rope_parameters": ROPE}),
 }
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
