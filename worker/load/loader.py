@@ -42,12 +42,14 @@ from allspan.worker.step.backend import KernelNeeds
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors, draft_layers
 from allspan.worker.weights.quantised_folder import PLAIN
+from allspan.worker.weights.quantised_matrix import without_order
 from allspan.worker.weights.random_weights import RandomWeights
 from allspan.worker.weights.tensor_folder import TensorFolder
 
 logger = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+_UNDESCRIBED = "there is no quantization_config in its config.json"
 _QUANTISED_NAMES = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
 
 
@@ -93,11 +95,6 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         raise ConfigError(
             f"quantization {quantization!r} is for models of 16 bits on GPUs; device is {config.device}, dtype {dtype}"
             ": use --device cuda, or --quantization a8w8"
-        )
-    if source.quantised is not None and any(isinstance(layer.mlp, Moe) for layer in source.spec.layers):
-        raise ConfigError(
-            f"{source.path}: quantised safetensors of a model with experts are not supported: take the model that is "
-            "not quantised, with --quantization int8 or uint4, or a GGUF file"
         )
     if dtype == "float16" and memory != "rows":
         raise ConfigError(
@@ -279,10 +276,9 @@ def open_checkpoint(source: ModelSource, load_format: str) -> Checkpoint:
     checkpoint: Checkpoint = source.gguf or source.quantised or TensorFolder(source.path)
     for name in checkpoint.names():
         if name.endswith(_QUANTISED_NAMES):
-            raise CheckpointError(
-                f"{checkpoint.where(name)}: tensor {name!r} is of a quantised checkpoint, and there is no "
-                "quantization_config in its config.json"
-            )
+            known = source.quantised is not None
+            lack = "the codes of its matrix are missing" if known else _UNDESCRIBED
+            raise CheckpointError(f"{checkpoint.where(name)}: tensor {name!r} is of a quantised checkpoint, and {lack}")
     expected = expected_shapes(spec, weights, checkpoint.naming)
     family = source.family
     ignored = IGNORED_TENSORS + family.ignored
@@ -372,7 +368,8 @@ def note_decoded(path: str, holding: Holding) -> None:
 
 def _without_order(kind: str) -> str:
     """See `allspan.worker.weights.quantised_matrix.QuantisedMatrix.kind`: every matrix has an order of its own."""
-    return kind if kind.count("/") < 2 else f"{kind.rpartition('/')[0]} with inputs out of order"
+    plain = without_order(kind)
+    return kind if plain == kind else f"{plain} with inputs out of order"
 
 
 def context_length(wanted: int, spec: ModelSpec) -> int:

@@ -23,12 +23,14 @@ from allspan.worker.quant.experts import ExpertProducts, Packs
 from allspan.worker.step.backend import HOST
 from allspan.worker.weights.checkpoint import Checkpoint
 from allspan.worker.weights.held_tensor import HeldTensor
+from allspan.worker.weights.quantised_matrix import joint_kind
 from allspan.worker.weights.weight_map import WeightMap
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of this rank's weights."""
 
 _EXACT = Exact()
+_NAMINGS = "gguf", "hugging_face"
 _ALIGNMENT = 128
 """Bytes: of a pair of cache lines, which the processor fetches together."""
 
@@ -88,8 +90,13 @@ class Holding:
         is_scaled = isinstance(piece, Table) and piece.scale != 1.0
         if is_scaled or (isinstance(piece, Linear) and piece.has_unit_rows):
             return ""
-        foreign = (self.weights.foreign(name, naming) for naming in ("gguf", "hugging_face"))
-        return next((self.stored[each] for each in foreign if each in self.stored), "")
+        naming = next((each for each in _NAMINGS if self.weights.foreign(name, each) in self.stored), "")
+        if not naming:
+            return ""
+        if not isinstance(piece, Linear) or piece.experts is None:
+            return self.stored[self.weights.foreign(name, naming)]
+        foreign = self.weights.of_experts(name, naming, piece.experts.count)
+        return joint_kind([self.stored.get(each, "") for each in foreign])
 
     def _num_experts(self, piece: Piece) -> int:
         """This rank's; 0 for a piece that is not of experts."""

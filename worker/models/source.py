@@ -76,13 +76,12 @@ class PieceSource:
         name, found = self._find(part, rows)
         if not isinstance(self.checkpoint, BlockCheckpoint):
             raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no blocks")
-        first = self.expert * self.checkpoint.shape(name)[1] if self._is_stacked else 0
-        blocks = self.checkpoint.blocks(name, range(first + found.read.start, first + found.read.stop), inputs)
+        blocks = self.checkpoint.blocks(name, self._through_experts(name, found.read), inputs)
         return blocks if found.order is None else blocks[found.order]
 
     def fields(self, part: int, rows: range, inputs: range, device: torch.device) -> Mapping[str, Tensor]:
         name, found = self._find(part, rows)
-        fields = self._quantised(name).fields(name, found.read, inputs, device)
+        fields = self._quantised(name).fields(name, self._through_experts(name, found.read), inputs, device)
         if found.order is None:
             return fields
         order = found.order.to(device)
@@ -106,6 +105,11 @@ class PieceSource:
             self.checkpoint.read(name, ranges, target)
         if order is not None:
             torch.index_select(target, 0, order, out=out)
+
+    def _through_experts(self, name: str, rows: range) -> range:
+        """Rows of the expert's matrix, counted through those of all experts where they are one tensor."""
+        first = self.expert * self.checkpoint.shape(name)[1] if self._is_stacked else 0
+        return range(first + rows.start, first + rows.stop)
 
     @property
     def _is_stacked(self) -> bool:

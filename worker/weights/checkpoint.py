@@ -51,7 +51,7 @@ class QuantisedCheckpoint(Checkpoint, Protocol):
 
     def fields(self, name: str, rows: range, inputs: range, device: torch.device) -> dict[str, Tensor]:
         """Codes, scales and offsets, on `device`, which unpacks them: see
-        `allspan.worker.weights.quantised_matrix.QuantisedMatrix.fields`."""
+        `allspan.worker.weights.quantised_matrix.QuantisedMatrix.fields`. Rows as in `BlockCheckpoint.blocks`."""
 
     def order(self, name: str) -> Tensor:
         """int32 [in]: the inputs in the order in which `fields` has them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
-from allspan.worker.weights.quantised_forms import MARKS, SUFFIXES, quantised_matrix
+from allspan.worker.weights.quantised_forms import MARKS, STACKED_MARKS, SUFFIXES, quantised_matrix
 from allspan.worker.weights.quantised_matrix import QuantisedMatrix
 from allspan.worker.weights.tensor_folder import TensorFolder
 
@@ -26,8 +26,15 @@ METHODS = {
 PLAIN = "plain"
 """The kind of a tensor that is not quantised."""
 
-_UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale", "input_scale_ub")
-"""Scales for activations, which get their own as they come."""
+_UNUSED = (
+    *(f".{each}" for each in ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale")),
+    ".input_scale_ub",
+    "activation_scale",
+)
+"""Endings of scales for activations, which get their own as they come."""
+
+_CODES = ("F8_E4M3", "I8")
+"""Dtypes of matrices that are nothing without scales."""
 
 
 class QuantisedFolder:
@@ -44,15 +51,28 @@ class QuantisedFolder:
         self._matrices: dict[str, QuantisedMatrix] = {}
         self._first: dict[str, str] = {}
         """Matrix → the name of one of its tensors, which is in the file."""
-        used = {name for name in names if name.rpartition(".")[2] in _UNUSED}
-        for name in sorted(names):
+        used = {name for name in names if name.endswith(_UNUSED)}
+        for name in sorted(names - used):
             stem, _, suffix = name.rpartition(".")
-            if suffix in MARKS and f"{stem}.weight" not in self._matrices:
+            whole = next((name.removesuffix(mark) for mark in STACKED_MARKS if name.endswith(mark)), "")
+            tensors: dict[str, str] = {}
+            if suffix in MARKS:
+                whole = f"{stem}.weight"
                 tensors = {each: f"{stem}.{each}" for each in SUFFIXES if f"{stem}.{each}" in names}
-                self._matrices[f"{stem}.weight"] = self._matrix(stem, tensors)
-                self._first[f"{stem}.weight"] = name
+            elif whole in names:  # the matrices of all experts
+                marks = {f"weight{mark}": whole + mark for mark in STACKED_MARKS if whole + mark in names}
+                tensors = {"weight": whole} | marks
+            if tensors and whole not in self._matrices:
+                self._matrices[whole] = self._matrix(whole.removesuffix(".weight"), tensors)
+                self._first[whole] = name
                 used.update(tensors.values())
         self._plain = names - used
+        for name in sorted(self._plain):
+            if self._folder.dtype(name) in _CODES:
+                raise CheckpointError(
+                    f"{self._folder.where(name)}: tensor {name!r} has dtype {self._folder.dtype(name)}, and there are "
+                    f"no scales for it ({', '.join(mark for mark in MARKS if 'scale' in mark)})"
+                )
         self._near: tuple[str, torch.device, QuantisedMatrix] | None = None
         if not self._matrices:
             raise CheckpointError(
@@ -70,7 +90,7 @@ class QuantisedFolder:
 
     def shape(self, name: str) -> tuple[int, ...]:
         matrix = self._matrices.get(name)
-        return self._folder.shape(name) if matrix is None else matrix.shape
+        return self._folder.shape(name) if matrix is None else matrix.dimensions
 
     def where(self, name: str) -> Path:
         return self._folder.where(self._first.get(name, name))
@@ -91,7 +111,9 @@ class QuantisedFolder:
         if matrix is None:
             self._folder.read(name, ranges, out)
         elif out.numel():
-            out.copy_(matrix.floats(ranges[0], ranges[1]))
+            *expert, rows, inputs = ranges
+            first = expert[0].start * matrix.dimensions[1] if expert else 0
+            out.copy_(matrix.floats(range(first + rows.start, first + rows.stop), inputs))
 
     def fields(self, name: str, rows: range, inputs: range, device: torch.device) -> dict[str, Tensor]:
         if self._near is None or self._near[:2] != (name, device):  # rows come in pieces, matrix after matrix

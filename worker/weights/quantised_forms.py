@@ -3,6 +3,7 @@
 | tensors | written by |
 |---|---|
 | weight (e4m3), weight_scale or weight_scale_inv (a scale, too) | vLLM's `fp8` and `fbgemm_fp8`, compressed-tensors |
+| X [experts, out, in] (e4m3), X_scale_inv, with or without `.weight` | transformers, of experts in one tensor |
 | weight (int8), weight_scale, weight_zero_point | compressed-tensors, `int-quantized` |
 | weight_packed, weight_shape, weight_scale, weight_zero_point, weight_g_idx | compressed-tensors, `pack-quantized` |
 | qweight, qzeros, scales, g_idx | GPTQ |
@@ -29,6 +30,9 @@ from allspan.worker.weights.quantised_matrix import (
 Config = Mapping[str, Any]
 """A quantization_config."""
 
+STACKED_MARKS = ("_scale", "_scale_inv")
+"""Endings of the names of scales beside a tensor that has the matrices of all experts, behind its own name."""
+
 MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 """Suffixes of tensors that only quantised matrices have."""
 
@@ -36,9 +40,15 @@ SUFFIXES = (*MARKS, "weight", "weight_shape", "weight_zero_point", "weight_g_idx
 """Suffixes of all tensors that a matrix may have."""
 
 
+_ALTERNATIVES = ("weight", "weight_packed", "qweight"), ("weight_scale", "weight_scale_inv")
+
+
 def quantised_matrix(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
     """From the tensors of a matrix by their suffixes, and the config. Raises ValueError, or KeyError for one that is
     missing."""
+    for alternatives in _ALTERNATIVES:
+        if len(there := [each for each in alternatives if each in tensors]) > 1:
+            raise ValueError(f"it has both {there[0]} and {there[1]}: remove one of them")
     if "weight_packed" in tensors:
         return _packed(tensors, config)
     if "qweight" not in tensors:
@@ -54,6 +64,10 @@ def _scaled(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
     names = {torch.float8_e4m3fn: "fp8", torch.int8: "a8w8" if _has_small_inputs(config) else "int8"}
     if weight.dtype not in names:
         raise ValueError(f"weights are {weight.dtype}, which is not supported ({', '.join(map(str, names))})")
+    if scale.dtype in (torch.float8_e8m0fnu, torch.uint8):  # exponents of powers of two
+        scale = scale.view(torch.float8_e8m0fnu).float()
+    if weight.ndim == 3:
+        return _stacked(names[weight.dtype], weight, scale, _block(config))
     outputs, inputs = weight.shape
     block = _block(config)
     if scale.numel() == 1:
@@ -68,6 +82,26 @@ def _scaled(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
         raise ValueError(f"the scales are neither one for all, nor for each output, nor for blocks of {block}")
     zero = None if zero is None else zero.reshape(scale.shape)
     return ScaledMatrix(names[weight.dtype], (outputs, inputs), group, None, weight, scale, tall, zero)
+
+
+def _stacked(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> QuantisedMatrix:
+    """The matrices of all experts, [experts, out, in], with scales [experts, groups of outputs, groups of inputs]: one
+    for a matrix, for each output or for blocks; of gate and up in one, one for each of the two, too."""
+    experts, outputs, inputs = weight.shape
+    if scale.numel() in (1, experts):
+        scale = scale.reshape(-1, 1, 1).expand(experts, 1, 1)
+    elif scale.shape == (experts, outputs):
+        scale = scale.unsqueeze(2)
+    tall = {1: outputs, 2: -(-outputs // 2), outputs: 1}.get(scale.shape[1] if scale.ndim == 3 else 0, 0)
+    group = -1
+    if block is not None and scale.shape == (experts, -(-outputs // block[0]), -(-inputs // block[1])):
+        tall, group = block
+    elif not tall or len(scale) != experts or scale.shape[2] != 1:
+        raise ValueError(f"the scales are neither one an expert, nor for each output, nor for blocks of {block}")
+    scale = scale.reshape(-1, scale.shape[2])
+    return ScaledMatrix(
+        name, (experts * outputs, inputs), group, None, weight.flatten(0, 1), scale, tall, None, experts
+    )
 
 
 def _packed(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:

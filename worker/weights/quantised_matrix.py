@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -51,6 +52,11 @@ class QuantisedMatrix(ABC):
         if not torch.equal(self.group_of.sort()[0], in_groups(self.shape[1], self.group)):
             return f"{kind}/{IRREGULAR}"
         return f"{kind}/{zlib.crc32(self.order().numpy().tobytes()):08x}"
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """`shape`, or [experts, out, in] of matrices that are one tensor."""
+        return self.shape
 
     def order(self) -> Tensor:
         """int32 [in]: the inputs, group by group."""
@@ -96,6 +102,13 @@ class ScaledMatrix(QuantisedMatrix):
     tall: int
     zero: Tensor | None
     """int8, like `scale`; None: 0."""
+    experts: int = 0
+    """Matrices that lie below each other, each with scales of its own; 0: it is one matrix."""
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        outputs, inputs = self.shape
+        return (self.experts, outputs // self.experts, inputs) if self.experts else self.shape
 
     def codes(self, rows: range, inputs: range) -> Tensor:
         codes = self.weight.view(torch.uint8)[rows.start : rows.stop, inputs.start : inputs.stop]
@@ -110,7 +123,11 @@ class ScaledMatrix(QuantisedMatrix):
         return torch.full_like(self.scales(rows), 128) if self.zero is None else self._of(self.zero, rows).float() + 128
 
     def _of(self, numbers: Tensor, rows: range) -> Tensor:
-        return numbers[torch.arange(rows.start, rows.stop, device=numbers.device) // self.tall]
+        row = torch.arange(rows.start, rows.stop, device=numbers.device)
+        if not self.experts:
+            return numbers[row // self.tall]
+        each = self.shape[0] // self.experts
+        return numbers[row // each * (len(numbers) // self.experts) + row % each // self.tall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +212,20 @@ class AwqMatrix(QuantisedMatrix):
         words, first = _words(rows, 8)
         codes = unpacked(packed[:, words], 4)[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
         return codes[:, first : first + len(rows)]
+
+
+def joint_kind(kinds: Sequence[str]) -> str:
+    """The kind of experts' matrices, which are held alike: theirs, or one that no method holds as it is, where there
+    are several, or where inputs are out of order, which each expert has of its own."""
+    plain = sorted({without_order(kind) for kind in kinds})
+    if len(plain) > 1:
+        return " and ".join(kind or "another" for kind in plain)
+    return plain[0] if {*kinds} == {*plain} else f"{plain[0]}/{IRREGULAR}"
+
+
+def without_order(kind: str) -> str:
+    """A kind but for the order of inputs."""
+    return kind if kind.count("/") < 2 or " " in kind else kind.rpartition("/")[0]
 
 
 def in_groups(inputs: int, group: int) -> Tensor:

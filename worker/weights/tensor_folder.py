@@ -18,6 +18,7 @@ from allspan.worker.weights.usual_names import usual_names
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CODES = {
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
     "I8": torch.int8,
     "I16": torch.int16,

@@ -102,6 +102,16 @@ class WeightMap:
         filled = (foreign.bias if is_own else foreign.name).replace("{i}", layer).replace("{e}", str(expert))
         return f"{filled}.{suffix}" if foreign.has_suffix and not is_own else filled
 
+    def of_experts(self, name: str, naming: str, count: int) -> list[str]:
+        """The checkpoint's names of a canonical tensor that `count` experts have: one, where it has that of all."""
+        if not self.is_by_expert(name, naming):
+            return [self.foreign(name, naming)]
+        entry, layer, suffix = self._find(name)
+        foreign = entry.foreign(naming)
+        before, after = foreign.name.replace("{i}", layer).split("{e}")
+        ending = f"{after}.{suffix}" if foreign.has_suffix else after
+        return [f"{before}{expert}{ending}" for expert in range(count)]
+
     def offset(self, name: str, naming: str) -> float:
         """See `Foreign`."""
         return self._find(name)[0].foreign(naming).offset

@@ -242,18 +242,6 @@ def test_a_checkpoint_with_a_wrong_expert_is_refused_by_its_name(change: str, tm
         logits_on_ranks(tmp_path, 1, [IDS])
 
 
-def test_quantised_safetensors_with_experts_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, "qwen3")
-    tensors, stem = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.experts.0.up_proj."
-    tensors[stem + "weight"] = tensors[stem + "weight"].to(torch.float8_e4m3fn)
-    tensors[stem + "weight_scale"] = torch.ones(1)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ConfigError, match="quantised safetensors of a model with experts"):
-        prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), 0, 1)
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [
