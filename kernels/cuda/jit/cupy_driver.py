@@ -170,10 +170,12 @@ class CupyDriver:
         """Raises RuntimeError for what CUDA refuses."""
         made = (ctypes.c_char * 192)()
         at = ctypes.addressof(made) + -ctypes.addressof(made) % 64
-        sizes, strides = (ctypes.c_uint64 * 2)(matrix.elements, matrix.rows), (ctypes.c_uint64 * 1)(matrix.row_bytes)
-        tile, ones = (ctypes.c_uint32 * 2)(matrix.tile_elements, matrix.tile_rows), (ctypes.c_uint32 * 2)(1, 1)
+        rank = 3 if matrix.places else 2
+        sizes = (ctypes.c_uint64 * 3)(matrix.elements, matrix.rows, matrix.places)
+        strides = (ctypes.c_uint64 * 2)(matrix.row_bytes, matrix.place_bytes)
+        tile, ones = (ctypes.c_uint32 * 3)(matrix.tile_elements, matrix.tile_rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
         to, kind, of = ctypes.c_void_p(at), _MAP_TYPES[matrix.dtype], ctypes.c_void_p(matrix.address)
-        result = self._encode(to, kind, 2, of, sizes, strides, tile, ones, 0, _SWIZZLE_128, _PROMOTION_256, 0)
+        result = self._encode(to, kind, rank, of, sizes, strides, tile, ones, 0, _SWIZZLE_128, _PROMOTION_256, 0)
         if result:
             raise RuntimeError(f"{matrix}: CUDA refuses to copy tiles of it: error {result}")
         return ctypes.string_at(at, 128)

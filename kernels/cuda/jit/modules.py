@@ -51,6 +51,10 @@ class Matrix:
     row_bytes: int
     dtype: torch.dtype
     tile_rows: int
+    places: int = 0
+    """Matrices of these sizes; 0: one, which is no part of any."""
+    place_bytes: int = 0
+    """From one to the next."""
 
     @property
     def element_bytes(self) -> int:
@@ -154,13 +158,16 @@ def is_noting() -> bool:
 
 
 def tensor_map(tensor: Tensor, tile_rows: int) -> bytes:
-    """A kernel's parameter: `TensorMap` of ptx_sm90.cuh, for a matrix whose address and rows are multiples of 16 bytes
-    (ValueError otherwise)."""
-    rows, elements = tensor.shape
-    address, row_bytes = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
-    if address % 16 or row_bytes % 16 or tensor.stride(1) != 1:
+    """A kernel's parameter: `TensorMap` of ptx_sm90.cuh, for a matrix, or [places] of them, whose address and rows are
+    multiples of 16 bytes (ValueError otherwise)."""
+    *places, rows, elements = tensor.shape
+    *place_bytes, row_bytes, _ = (stride * tensor.element_size() for stride in tensor.stride())
+    address = tensor.data_ptr()
+    if any(number % 16 for number in (address, row_bytes, *place_bytes)) or tensor.stride(-1) != 1:
         raise ValueError(f"matrix: at {address:#x}, in rows of {row_bytes} bytes; both must be multiples of 16")
-    return driver().tensor_map(Matrix(address, rows, elements, row_bytes, tensor.dtype, tile_rows))
+    return driver().tensor_map(
+        Matrix(address, rows, elements, row_bytes, tensor.dtype, tile_rows, *places, *place_bytes)
+    )
 
 
 def gpu(device: torch.device) -> Gpu:

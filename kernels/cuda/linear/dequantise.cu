@@ -2,10 +2,14 @@
 // memory: 16 bytes a thread, one pass. Compiled with BITS, FLOATS and GROUPED (dequantise.cuh).
 #include "linear/dequantise.cuh"
 
-// out: 16-bit elements [features, k tiles · 32 · kSets], inputs in their order.
-extern "C" __global__ void dequantise(const uint4* weight, const void* qparams, uint4* out, int features, int groups,
-                                      int group_sets, int k_tiles) {
+// Block (any, place), places place_bytes apart. out: 16-bit elements [places, features, k tiles · 32 · kSets], inputs
+// in their order.
+extern "C" __global__ void dequantise(const char* weights, const char* all_qparams, uint4* out, long long place_bytes,
+                                      int features, int groups, int group_sets, int k_tiles) {
   const long long chunks = static_cast<long long>(features) * k_tiles * 4;
+  const uint4* const weight = reinterpret_cast<const uint4*>(weights + blockIdx.y * place_bytes);
+  const char* const qparams = all_qparams + blockIdx.y * place_bytes;
+  out += blockIdx.y * chunks * kSets;
   for (long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; at < chunks;
        at += static_cast<long long>(gridDim.x) * blockDim.x) {
     const int feature = static_cast<int>(at / (k_tiles * 4)), k_tile = static_cast<int>(at / 4 % k_tiles);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,12 +27,17 @@ def matrix_of(call: LinearCall) -> Tensor:
 
 
 def dequantised(weight: Tensor, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
-    """Returns a new matrix [features, depth] in `dtype`."""
-    out = torch.empty(spec.features, spec.depth, dtype=dtype, device=weight.device)
+    """Returns a new matrix [features, depth] in `dtype`, or of a weight with places before its own dimensions [places,
+    features, depth]."""
+    *places, _, _ = weight.shape
+    out = torch.empty(*places, spec.features, spec.depth, dtype=dtype, device=weight.device)
     sizes = map(np.int32, (spec.features, *groups(spec), k_tiles(spec)))
-    chunks = spec.features * k_tiles(spec) * 4
-    blocks = max(1, min(-(-chunks // 256), BLOCKS_A_MULTIPROCESSOR * gpu(weight.device).multiprocessors))
-    launch(_kernel(spec, dtype), (blocks,), 256, (weight, qparams_of(weight, spec), out, *sizes))
+    chunks, each = spec.features * k_tiles(spec) * 4, math.prod(places)
+    most = -(-BLOCKS_A_MULTIPROCESSOR * gpu(weight.device).multiprocessors // each)
+    blocks = max(1, min(-(-chunks // 256), most)), each
+    qparams = qparams_of(weight[0] if places else weight, spec)
+    place_bytes = np.int64(spec.shape[0] * spec.shape[1])
+    launch(_kernel(spec, dtype), blocks, 256, (weight, qparams, out, place_bytes, *sizes))
     return out
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, gpu, kernel, launch
 from allspan.kernels.cuda.linear.call import GATED, is_float
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, groups, groups_of_k_tile, k_tiles
+from allspan.kernels.cuda.moe import grouped_sm90
 from allspan.kernels.cuda.moe.rows import sum_choices
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
@@ -86,6 +87,13 @@ class _Call:
     def slots(self) -> int:
         return self.routing.places.numel()
 
+    def grouped(self) -> grouped_sm90.Grouped:
+        """Returns the same call for the kernels of many rows."""
+        out = self.out[:, self.column : self.column + self.width]
+        activation = self.activation if self.mode == _GATED else None
+        arguments = self.x, self.weight, self.bias, self.spec, self.routing, out, activation, self.has_own_rows
+        return grouped_sm90.Grouped(*arguments)
+
     @property
     def width(self) -> int:
         """Outputs."""
@@ -132,12 +140,14 @@ def expert_sum(
 ) -> None:
     """See `OpSet.expert_sum`."""
     rows = x.view(-1, x.shape[2])
-    if len(out) <= _MOST_SUMMED_ROWS:
+    is_many = grouped_sm90.pays(rows, weight, spec) and out.shape[1] % 8 == 0
+    if len(out) <= _MOST_SUMMED_ROWS and not is_many:
         _run(_Call(_SUM, rows, weight, bias, spec, routing, out, has_own_rows=True, adds=adds))
         return
     if out.shape[1] % 4:
         raise ValueError(f"out: {out.shape[1]} columns are no multiple of 4")
-    products = torch.empty(*routing.places.shape, out.shape[1], dtype=torch.float32, device=x.device)
+    dtype = _dtype_of_products(x, out) if is_many else torch.float32
+    products = torch.empty(*routing.places.shape, out.shape[1], dtype=dtype, device=x.device)
     _run(_Call(_SLOTS, rows, weight, bias, spec, routing, products.view(-1, out.shape[1]), has_own_rows=True))
     sum_choices(products, routing, adds, out, x.dtype)
 
@@ -152,6 +162,9 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 def _run(call: _Call) -> None:
     _check(call)
     if not call.rows or not call.width:
+        return
+    if call.mode != _SUM and grouped_sm90.takes(grouped := call.grouped()):
+        grouped_sm90.multiply(grouped)
         return
     spec, device = call.spec, gpu(call.x.device)
     places = len(call.weight)
@@ -169,6 +182,13 @@ def _run(call: _Call) -> None:
     arguments = (call.weight, x, call.bias, routing.starts, routing.slots, routing.weights, call.out, product)
     shared = form.shared_bytes(spec, call.mode, call.rows, places)
     launch(_kernel(spec, form, call.mode, x.dtype), (blocks,), form.warps * 32, arguments, shared, is_early=True)
+
+
+def _dtype_of_products(x: Tensor, out: Tensor) -> torch.dtype:
+    """Returns what many products of single slots are kept in, until they are added up: bfloat16, whose range is
+    float32's, where x is and all rows are whole 16 bytes."""
+    is_aligned = out.data_ptr() % 16 == out.stride(0) * out.element_size() % 16 == 0
+    return torch.bfloat16 if is_aligned and x.dtype == torch.bfloat16 else torch.float32
 
 
 def _blocks(call: _Call, device: Gpu) -> int:

@@ -47,6 +47,54 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
+// … of products of 16 bits, a multiple of 8 wide; rows of out begin at multiples of 16 bytes.
+extern "C" __global__ void __launch_bounds__(256)
+    sum_halves(const uint4* products, const int* places, const float* weights, void* out, int rows, int top_k,
+               int width, int out_stride, int adds) {
+  constexpr int kTogether = 8;
+  const int units = width / 8;
+  for (long long at = first_of_thread(); at < static_cast<long long>(rows) * units; at += all_threads()) {
+    const long long row = at / units, unit = at % units;
+    float total[8] = {};
+    for (int first = 0; first < top_k; first += kTogether) {
+      uint4 product[kTogether];
+      float weight[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const long long slot = row * top_k + first + j;
+        const bool is_there = first + j < top_k && places[slot] >= 0;
+        product[j] = is_there ? products[slot * units + unit] : make_uint4(0, 0, 0, 0);
+        weight[j] = is_there ? weights[slot] : 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          total[i * 2] += weight[j] * wide_low(word(product[j], i));
+          total[i * 2 + 1] += weight[j] * wide_high(word(product[j], i));
+        }
+    }
+    const long long to = row * out_stride + unit * 8;
+    if (OUT_FLOATS) {
+      float4* const four = reinterpret_cast<float4*>(static_cast<float*>(out) + to);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float4 old = adds ? four[i] : make_float4(0, 0, 0, 0);
+        four[i] = make_float4(old.x + total[i * 4], old.y + total[i * 4 + 1], old.z + total[i * 4 + 2],
+                              old.w + total[i * 4 + 3]);
+      }
+    } else {
+      uint4* const eight = reinterpret_cast<uint4*>(static_cast<bf16*>(out) + to);
+      const uint4 old = adds ? *eight : make_uint4(0, 0, 0, 0);
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        pairs[i] = pack(wide_low(word(old, i)) + total[i * 2], wide_high(word(old, i)) + total[i * 2 + 1]);
+      *eight = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}
+
 // out[slot] = activation(first half) · second half of rows of slots that have a place.
 extern "C" __global__ void __launch_bounds__(256)
     gated_slots(const bf16* gate_up, const int* places, void* out, long long slots, int width, int activation) {

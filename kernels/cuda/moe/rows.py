@@ -59,18 +59,23 @@ def expert_gated_mul(gate_up: Tensor, activation: str, routing: Routing[Tensor],
 
 
 def sum_choices(products: Tensor, routing: Routing[Tensor], adds: bool, out: Tensor, dtype: torch.dtype) -> None:
-    """out[n, N] (or += if it `adds`) the weighted sums of products float32 [n, k, N], N a multiple of 4, over the
-    choices that have a place, in their order. dtype: that of 16-bit elements."""
+    """out[n, N] (or += if it `adds`) the weighted sums of products [n, k, N] over the choices that have a place, in
+    their order. products: float32, N a multiple of 4, or `dtype`, that of 16-bit elements, N a multiple of 8, and rows
+    of out begin at multiples of 16 bytes."""
     n, top_k, width = products.shape
     sizes = map(np.int32, (n, top_k, width, out.stride(0), adds))
     arguments = (products, routing.places, routing.weights, out, *sizes)
-    _launch("sum_choices", out, dtype, n * width // 4, arguments)
+    if products.dtype == torch.float32:
+        _launch("sum_choices", out, dtype, n * width // 4, arguments)
+    else:
+        _launch("sum_halves", out, dtype, n * width // 8, arguments)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dtype in HALVES:
         for out in (torch.float32, dtype):
-            yield from (_kernel(name, out, dtype) for name in ("sum_choices", "gated_slots", "scale_rows"))
+            for name in ("sum_choices", "sum_halves", "gated_slots", "scale_rows"):
+                yield _kernel(name, out, dtype)
         yield _kernel("exact_linear", torch.float32, dtype)
 
 

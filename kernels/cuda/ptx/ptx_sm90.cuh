@@ -44,8 +44,8 @@ __device__ __forceinline__ void barrier_arrive_for(uint32_t at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
-// A matrix in global memory, of which tiles are copied: what Driver.tensor_map makes. A kernel has it as a parameter
-// that is __grid_constant__.
+// A matrix in global memory, or several, of which tiles are copied: what Driver.tensor_map makes. A kernel has it as a
+// parameter that is __grid_constant__.
 struct alignas(64) TensorMap {
   char words[128];
 };
@@ -56,6 +56,15 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const TensorMap& map, int
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
       "l"(&map), "r"(element), "r"(row), "r"(barrier)
+      : "memory");
+}
+// … of one of several matrices.
+__device__ __forceinline__ void copy_tile(uint32_t to, const TensorMap& map, int element, int row, int place,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(to),
+      "l"(&map), "r"(element), "r"(row), "r"(place), "r"(barrier)
       : "memory");
 }
 // Asks for a tile to be in the L2 cache.

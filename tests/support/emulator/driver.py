@@ -99,7 +99,8 @@ class EmulatorDriver:
 
     def tensor_map(self, matrix: Matrix) -> bytes:
         sizes = (matrix.row_bytes, matrix.elements, matrix.rows, matrix.tile_elements, matrix.tile_rows)
-        return struct.pack("=QQ6I88x", matrix.address, *sizes, matrix.element_bytes, 0x5A5A)
+        of_places = (matrix.place_bytes, max(1, matrix.places))
+        return struct.pack("=QQ6IQI76x", matrix.address, *sizes, matrix.element_bytes, 0x5A5A, *of_places)
 
     def launch(
         self,

@@ -59,12 +59,14 @@ struct alignas(64) TensorMap {
   uint32_t elements, rows;            // of the matrix
   uint32_t tile_elements, tile_rows;  // of a tile
   uint32_t element_bytes, is_made;    // 0x5a5a
-  char rest[128 - 2 * 8 - 6 * 4];
+  uint64_t place_bytes;
+  uint32_t places;
+  char rest[128 - 3 * 8 - 7 * 4];
 };
 static_assert(sizeof(TensorMap) == 128);
 // Of each 4 bytes of a tile: where they are in shared memory and in the matrix, or null where it has none.
 template <class Visit>
-void visit_tile(const TensorMap& map, int element, int row, uint32_t at, Visit&& visit) {
+void visit_tile(const TensorMap& map, int element, int row, int place, uint32_t at, Visit&& visit) {
   if (map.is_made != 0x5a5a) emulator::fail("a parameter is no tensor map");
   if (map.tile_elements * map.element_bytes != 128 || at % 1024)
     emulator::fail("a tile is not aligned or not 128 wide");
@@ -74,20 +76,24 @@ void visit_tile(const TensorMap& map, int element, int row, uint32_t at, Visit&&
                       y = row + static_cast<long long>(r);
       uint32_t to = at + r * 128 + byte;
       to ^= to >> 3 & 112;
-      const bool is_there = x >= 0 && x < map.elements && y >= 0 && y < map.rows;
+      const bool is_there = x >= 0 && x < map.elements && y >= 0 && y < map.rows && place >= 0 &&
+                            static_cast<uint32_t>(place) < map.places;
       const int bytes = is_there ? static_cast<int>(std::min<long long>(4, (map.elements - x) * map.element_bytes)) : 0;
-      visit(emulator::block.base + to, is_there ? map.base + y * map.row_bytes + x * map.element_bytes : nullptr,
-            bytes);
+      visit(emulator::block.base + to,
+            is_there ? map.base + place * map.place_bytes + y * map.row_bytes + x * map.element_bytes : nullptr, bytes);
     }
 }
-inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
+inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, int place, uint32_t barrier) {
   emulator::block.later.push_back([=] {
-    visit_tile(map, element, row, to, [](char* into, const char* from, int bytes) {
+    visit_tile(map, element, row, place, to, [](char* into, const char* from, int bytes) {
       std::memset(into, 0, 4);
       if (from) std::memcpy(into, from, bytes);
     });
     barrier_count(barrier, false, 0, -static_cast<int>(map.tile_rows) * 128);
   });
+}
+inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
+  copy_tile(to, map, element, row, 0, barrier);
 }
 inline void fetch_tile(const TensorMap&, int, int) {}
 template <class Put>
@@ -96,7 +102,7 @@ void send_tile(const TensorMap& map, int element, int row, uint32_t from, Put&& 
   auto count = emulator::me->tiles.back();
   ++*count;
   emulator::block.later.push_back([=] {
-    visit_tile(map, element, row, from, [&](const char* there, char* to, int bytes) {
+    visit_tile(map, element, row, 0, from, [&](const char* there, char* to, int bytes) {
       if (to) put(to, there, bytes);
     });
     --*count;

@@ -1,0 +1,260 @@
+// Products of many rows of each expert with that expert's weight in rows (kernels/row_layout.py), for sm_90a: out[slot]
+// = x · weight[place]ᵀ (· scales of rows and features + bias), as 16-bit elements or float32, or activation(first half)
+// · second half.
+//
+// A persistent block makes tiles of up to 128 slots of one place by 256 features, which it finds from where the slots
+// of each place begin: nothing here depends on a routing but what blocks do. Four warps gather rows of x by the slots,
+// and one thread asks for tiles of the weight, ahead, into a ring; two warpgroups with 64 rows each multiply, and one
+// of them has nothing to do where a tile has 64 rows or fewer. Outputs are scattered through a little shared memory of
+// each warp, while the ring fills for the next tile. Of a gated product, a tile has 128 features of each half. Bound by
+// the tensor cores, or by reading the weights where places have few rows.
+//
+// Compiled with E4M3 (elements of x and weight; else of 16 bits), GATED and OUT_FLOATS.
+#include "linear/decode.cuh"
+#include "ptx/ptx_sm90.cuh"
+
+#ifndef E4M3
+#define E4M3 0
+#endif
+#ifndef GATED
+#define GATED 0
+#endif
+#ifndef OUT_FLOATS
+#define OUT_FLOATS 0
+#endif
+static_assert(!(GATED && OUT_FLOATS));
+constexpr int kRows = 128, kFeatures = 256, kStages = 4, kLead = 2, kGroup = 128, kThreads = 3 * kGroup;
+constexpr int kBand = 16;                                              // tiles of rows that meet all features together
+constexpr int kTile = 128 * 128, kStage = 3 * kTile;                   // bytes: of x, then of the weight
+constexpr int kAcross = GATED ? 128 : 256;                             // outputs of a tile
+constexpr int kColumns = OUT_FLOATS ? 32 : 64, kChunk = kColumns / 8;  // outputs in 128 bytes, and in 16
+constexpr int kPiece = 16 * 128;                                       // bytes that a warp stores at once: its 16 rows
+constexpr int kPieces = kAcross / kColumns, kTiles = kColumns / 8;     // and tiles of 8 features in a piece
+constexpr int kEach = kRows / 16;                                      // rows that a thread gathers
+
+// What the tensor cores read, but for its address: rows of 128 bytes along k, swizzled; eight take 1,024 bytes.
+constexpr uint64_t kAlong = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32 | 1 << 16;
+__device__ __forceinline__ uint64_t matrix(uint32_t at) { return kAlong | (at & 0x3ffff) >> 4; }
+
+// How x, weights and out lie; sizes are of elements, but for chunks of 16 bytes and steps of 128 along the inputs.
+struct Product {
+  long long place_bytes, qparams_at;  // of a place, and where its qparams begin
+  int places, top_k, x_top_k, features, outputs, steps, x_chunks, x_stride_chunks, out_stride, activation;
+};
+
+struct Unit {
+  int place, first, rows, output;  // slots in order of places, from `first` on
+};
+
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+};
+
+// x_top_k: 1 where slots of a token share its row of x, else top_k. row_scales [rows of x] of e4m3; bias [places]
+// [features] or null.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    grouped_sm90(const __grid_constant__ TensorMap weight, const char* weights, const uint4* x, const float* row_scales,
+                 const float* bias, const int* starts, const int* slots, void* out, Product p) {
+  DYNAMIC_SHARED(memory);
+  char* const begin = memory + (1024 - smem(memory) % 1024) % 1024;
+  char* const pieces = begin + kStages * kStage;
+  const uint32_t stages = smem(begin), full = smem(pieces) + 8 * kPiece, empty = full + kStages * 8;
+  int* const tiles_before = reinterpret_cast<int*>(pieces + 8 * kPiece + 2 * kStages * 8);  // [places + 1]
+  int* const starts_of = tiles_before + p.places + 1;                                       // [places + 1]
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full + i * 8, kGroup + 1);
+      barrier_init(empty + i * 8, 8);  // warps that multiply
+    }
+    fence_shared();  // copies count at them
+  }
+  wait_for_ahead();
+  let_next_begin();
+  for (int i = threadIdx.x; i <= p.places; i += kThreads) starts_of[i] = starts[i];
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int before = 0;
+    for (int first = 0; first < p.places; first += 32) {
+      const int place = first + lane;
+      const int own = place < p.places ? (starts_of[place + 1] - starts_of[place] + kRows - 1) / kRows : 0;
+      int up_to = own;
+#pragma unroll
+      for (int o = 1; o < 32; o <<= 1) {
+        const int other = __shfl_up_sync(~0u, up_to, o);
+        if (lane >= o) up_to += other;
+      }
+      if (place < p.places) tiles_before[place] = before + up_to - own;
+      before += __shfl_sync(~0u, up_to, 31);
+    }
+    if (lane == 0) tiles_before[p.places] = before;
+  }
+  __syncthreads();
+
+  const int feature_tiles = (p.outputs + kAcross - 1) / kAcross, count = tiles_before[p.places] * feature_tiles;
+  const int second = GATED ? p.outputs : 128;  // features from one half of a tile's to the other
+  const auto unit_at = [&](int tile) {
+    const int row_tile = tile / feature_tiles;
+    int low = 0, high = p.places;  // tiles_before[low] <= row_tile < tiles_before[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (tiles_before[middle] <= row_tile ? low : high) = middle;
+    }
+    const int of_place = tile - tiles_before[low] * feature_tiles, row_tiles = tiles_before[high] - tiles_before[low];
+    const int band0 = of_place / (kBand * feature_tiles) * kBand, in_band = min(kBand, row_tiles - band0);
+    const int rest = of_place - band0 * feature_tiles;
+    Unit unit;
+    unit.place = low, unit.first = starts_of[low] + (band0 + rest % in_band) * kRows;
+    unit.rows = min(kRows, starts_of[high] - unit.first);
+    unit.output = rest / in_band * kAcross;
+    return unit;
+  };
+
+  if (threadIdx.x < kGroup) {
+    give_registers<56>();
+    const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, to_chunk = line * 128 + ((chunk ^ line % 8) << 4);
+    Ring ring;
+    for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
+      const Unit unit = unit_at(tile);
+      int from[kEach];  // chunks
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int row = line + i * 16, slot = row < unit.rows ? slots[unit.first + row] : 0;
+        from[i] = (p.x_top_k == 1 ? slot / p.top_k : slot) * p.x_stride_chunks;
+      }
+      const int feature = unit.output;
+      for (int step = 0; step < p.steps; ++step) {
+        const uint32_t to = stages + ring.slot * kStage, barrier = full + ring.slot * 8;
+        barrier_wait(empty + ring.slot * 8, ring.parity ^ 1);
+        if (threadIdx.x == 0) {
+          const int element = step * (E4M3 ? 128 : 64);
+          barrier_arrive_for(barrier, 2 * kTile);
+          copy_tile(to + kTile, weight, element, feature, unit.place, barrier);
+          copy_tile(to + 2 * kTile, weight, element, feature + second, unit.place, barrier);
+        }
+        const int at = step * 8 + chunk;
+        const bool is_there = at < p.x_chunks;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+          if (line + i * 16 < unit.rows) copy16(to + to_chunk + i * 2048, x + from[i] + (is_there ? at : 0), is_there);
+        barrier_arrive_with_copies(barrier);
+        ring.next();
+      }
+    }
+  } else {
+    take_registers<224>();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, side = warp / 4, lane = threadIdx.x % 32;
+    const uint64_t a = matrix(stages + side * kTile / 2), b = matrix(stages + kTile);
+    char* const piece_at = pieces + warp * kPiece;
+    Ring ring;
+    float d[kFeatures / 2];
+    const auto release = [&](int slot) {
+      if (lane == 0) barrier_arrive(empty + slot * 8);
+    };
+    if (side == 1 && p.steps > kLead && blockIdx.x < count) barrier_wait(full + kLead * 8, 0);
+    for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
+      const Unit unit = unit_at(tile);
+      const bool has_rows = side * 64 < unit.rows;
+      int slot_of[4];  // of rows that this lane stores
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = warp * 16 + i * 4 + lane / 8;
+        slot_of[i] = row < unit.rows ? slots[unit.first + row] : -1;
+      }
+      float scale_of[2] = {1, 1};
+      if (E4M3)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = warp * 16 + lane / 4 + h * 8, slot = row < unit.rows ? slots[unit.first + row] : -1;
+          scale_of[h] = slot >= 0 ? row_scales[p.x_top_k == 1 ? slot / p.top_k : slot] : 0;
+        }
+
+      int last = 0;
+      for (int step = 0; step < p.steps; ++step) {
+        barrier_wait(full + ring.slot * 8, ring.parity);
+        if (has_rows) {
+          const uint32_t ahead = ring.slot * (kStage >> 4);
+          fence_shared();
+          begin_products();
+#pragma unroll
+          for (int part = 0; part < 4; ++part) {
+            if (E4M3)
+              multiply_tiles_e4m3(d, a + ahead + part * 2, b + ahead + part * 2, step + part > 0);
+            else
+              multiply_tiles(d, a + ahead + part * 2, b + ahead + part * 2, step + part > 0);
+          }
+          end_products();
+          wait_products<1>();
+        }
+        if (step > 0) release(last);
+        last = ring.slot;
+        ring.next();
+      }
+      if (has_rows) wait_products<0>();
+      settle(d);
+      release(last);
+      if (!has_rows) continue;
+
+      if (E4M3 || bias) {
+        const float4* const qparams =
+            reinterpret_cast<const float4*>(weights + unit.place * p.place_bytes + p.qparams_at);
+        const float* const own_bias = bias + static_cast<long long>(unit.place) * p.features;
+#pragma unroll
+        for (int n = 0; n < kFeatures / 8; ++n) {
+          const int column = n * 8 + lane % 4 * 2;
+          if (unit.output + column % kAcross >= p.outputs) continue;
+          const int feature = unit.output + column % 128 + column / 128 * second;
+          float2 scale = make_float2(1, 1), more = make_float2(0, 0);
+          if (E4M3) {
+            const float4 two = qparams[feature / 2];
+            scale = make_float2(two.x, two.z);
+          }
+          if (bias) more = *reinterpret_cast<const float2*>(own_bias + feature);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float* const sums = d + n * 4 + h * 2;
+            sums[0] = sums[0] * (scale_of[h] * scale.x) + more.x, sums[1] = sums[1] * (scale_of[h] * scale.y) + more.y;
+          }
+        }
+      }
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        char* const row_at = piece_at + lane / 4 * 128;
+        __syncwarp();  // all have read what was here
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float* const sums = d + (piece * kTiles + i) * 4 + h * 2;
+            if (OUT_FLOATS) {
+              const int to = h * 1024 + ((i * 2 + lane % 4 / 2 ^ lane / 4) << 4) + lane % 2 * 8;
+              *reinterpret_cast<float2*>(row_at + to) = make_float2(sums[0], sums[1]);
+              continue;
+            }
+            float value[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              value[e] = GATED ? gated(sums[e], sums[kFeatures / 4 + e], p.activation) : sums[e];
+            const int to = h * 1024 + ((i ^ lane / 4) << 4) + lane % 4 * 4;
+            *reinterpret_cast<uint32_t*>(row_at + to) = pack(value[0], value[1]);
+          }
+        __syncwarp();
+        const int output = unit.output + piece * kColumns + lane % 8 * kChunk;
+        if (output >= p.outputs) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (slot_of[i] < 0) continue;
+          const int row = i * 4 + lane / 8;
+          const uint4 chunk = *reinterpret_cast<const uint4*>(piece_at + row * 128 + ((lane % 8 ^ row % 8) << 4));
+          const long long to = static_cast<long long>(slot_of[i]) * p.out_stride + output;
+          *reinterpret_cast<uint4*>(static_cast<char*>(out) + to * (OUT_FLOATS ? 4 : 2)) = chunk;
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,141 @@
+"""Products of many rows with weights of experts, on Hopper: see grouped_sm90.cu.
+
+Weights of 16 bits are multiplied as they are, quantised ones are dequantised to x's type before, some experts at a
+time. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch, tensor_map
+from allspan.kernels.cuda.linear.call import is_float
+from allspan.kernels.cuda.linear.dequantise import dequantised
+from allspan.kernels.ops import Routing
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.row_layout import FLOATS
+
+CAPABILITY = (9, 0)
+
+LEAST_SLOTS, LEAST_SLOTS_QUANTISED = 4, 32
+"""Slots a place from which on this is faster than the kernel that streams weights; quantised weights are read, written
+and read again. µs on one H200, 128 places of 768 columns with 2,048 inputs, the gated product, streaming against this:
+bfloat16 with 4 slots a place 263 against 239, with 8 374 against 252, with 64 1,025 against 254; uint4 with 16 294
+against 588, with 32 630 against 588, with 64 1,100 against 589."""
+
+_ROWS, _ACROSS, _STAGES, _THREADS = 128, 256, 4, 384
+_SHARED = 1024 - 128 + _STAGES * 3 * 128 * 128 + 8 * 2048 + 2 * _STAGES * 8
+_MOST_PLACES = 1024
+_MOST_SCRATCH = 1 << 29
+"""Bytes of dequantised weights at a time."""
+_PRODUCT = struct.Struct("=2q10i")
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """x [rows, inputs], or of `has_own_rows` [slots, inputs]; weight uint8 [places, *spec.shape]; out [slots, outputs]
+    in rows of slots, of x's type or float32. Tensors are as product.py has checked them."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    spec: PackedSpec
+    routing: Routing[Tensor]
+    out: Tensor
+    activation: int | None = None
+    """A gated product's: GATED_SILU …"""
+    has_own_rows: bool = False
+
+    @property
+    def slots(self) -> int:
+        return self.routing.places.numel()
+
+
+def takes(call: Grouped) -> bool:
+    """Whether `multiply` is faster than the kernel that streams weights, and takes these tensors."""
+    return pays(call.routing.slots.view(-1), call.weight, call.spec) and fits(call)
+
+
+def pays(slots: Tensor, weight: Tensor, spec: PackedSpec) -> bool:
+    """Whether `multiply` is faster than the kernel that streams weights; `slots` has a row for each."""
+    least = LEAST_SLOTS_QUANTISED if spec.kind.is_quantised else LEAST_SLOTS
+    return len(slots) >= least * len(weight) and gpu(weight.device).capability == CAPABILITY
+
+
+def fits(call: Grouped) -> bool:
+    """Whether `multiply` takes these tensors."""
+    out, spec, places = call.out, call.spec, len(call.weight)
+    if gpu(call.x.device).capability != CAPABILITY or places > _MOST_PLACES or spec.inputs == 0:
+        return False
+    if is_float(out) and call.activation is not None:
+        return False
+    row_bytes = out.stride(0) * out.element_size()
+    is_aligned = out.data_ptr() % 16 == row_bytes % 16 == out.shape[1] * out.element_size() % 16 == 0
+    return is_aligned and spec.features % 2 == 0 and call.x.numel() < 1 << 33
+
+
+def multiply(call: Grouped) -> None:
+    """Writes the products of all slots that have a place."""
+    x = _padded(call.x, call.spec)
+    if call.spec.format in FLOATS:
+        matrices = call.weight.view(FLOATS[call.spec.format]).view(len(call.weight), call.spec.features, -1)
+        _launch(replace(call, x=x), matrices)
+        return
+    each = max(1, _MOST_SCRATCH // (call.spec.features * call.spec.depth * x.element_size()))
+    for first in range(0, len(call.weight), each):
+        some = slice(first, first + each)
+        matrices = dequantised(call.weight[some], call.spec, x.dtype)
+        routing = call.routing._replace(starts=call.routing.starts[:, first : first + len(matrices) + 1])
+        bias = None if call.bias is None else call.bias[some]
+        _launch(replace(call, x=x, weight=call.weight[some], bias=bias, routing=routing), matrices)
+
+
+def _launch(call: Grouped, matrices: Tensor) -> None:
+    """matrices [places, features, depth]."""
+    x, routing, out, spec = call.x, call.routing, call.out, call.spec
+    top_k, places = routing.places.shape[1], len(matrices)
+    outputs = spec.features if call.activation is None else spec.features // 2
+    depth_bytes = matrices.shape[2] * matrices.element_size()
+    row_chunks = x.stride(0) * x.element_size() // 16
+    product = _PRODUCT.pack(
+        0, 0, places, top_k, top_k if call.has_own_rows else 1, spec.features, outputs, -(-depth_bytes // 128),
+        row_chunks, row_chunks, out.stride(0), call.activation or 0,
+    )  # fmt: skip
+    blocks = min(gpu(x.device).multiprocessors, _most_tiles(call.slots, places, outputs))
+    arguments = (
+        tensor_map(matrices, 128), call.weight, x, None, call.bias, routing.starts, routing.slots, out, product,
+    )  # fmt: skip
+    shared = _SHARED + 2 * 4 * (places + 1)
+    launch(_kernel(x.dtype, call.activation is not None, out.dtype), (blocks,), _THREADS, arguments, shared, True)
+
+
+def _most_tiles(slots: int, places: int, outputs: int) -> int:
+    """Returns a number of tiles that no routing exceeds."""
+    return (slots // _ROWS + min(slots, places)) * -(-outputs // (_ACROSS // 2))
+
+
+def _padded(x: Tensor, spec: PackedSpec) -> Tensor:
+    """Returns x with `k_offset` zeros before it, in rows of whole 16 bytes that begin at a multiple of 16."""
+    if spec.k_offset or spec.inputs % 8 or x.data_ptr() % 16:
+        return functional.pad(x, (spec.k_offset, -(spec.k_offset + spec.inputs) % 8))
+    return x
+
+
+def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
+    if capability == CAPABILITY:
+        for dtype in HALVES:
+            for is_gated, out in itertools.product((False, True), (dtype, torch.float32)):
+                if not (is_gated and out is torch.float32):
+                    yield _kernel(dtype, is_gated, out)
+
+
+def _kernel(inputs: torch.dtype, is_gated: bool, out: torch.dtype) -> Kernel:
+    macros = {"GATED": int(is_gated), "OUT_FLOATS": int(out is torch.float32), **element_macro(inputs)}
+    return kernel("moe/grouped_sm90.cu", "grouped_sm90", E4M3=0, **macros)
