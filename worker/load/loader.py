@@ -18,6 +18,7 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfi
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.spec import ITEM_BITS, CacheGroup
 from allspan.worker.load.converted import ConvertedWeights
+from allspan.worker.load.expert_checks import check_expert_bytes
 from allspan.worker.load.registry import ModelSource, find_model
 from allspan.worker.models.blocks.moe import Moe
 from allspan.worker.models.holding import Holding, Progress
@@ -105,18 +106,20 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         _check_converted(config, memory, stage)
     pages = _page_dtype(cache.kv_cache_dtype, dtype)
     method = METHODS[quantization](getattr(torch, dtype), config.quantization_group)
+    holding = Holding(
+        source.spec,
+        shard,
+        source.family.weights,
+        QuantisedHead(method, getattr(torch, dtype)) if config.quantize_lm_head else method,
+        getattr(torch, dtype),
+        source.stored,
+        quantization,
+        memory=memory,
+    )
+    check_expert_bytes(holding)
     return Prepared(
         source=source,
-        holding=Holding(
-            source.spec,
-            shard,
-            source.family.weights,
-            QuantisedHead(method, getattr(torch, dtype)) if config.quantize_lm_head else method,
-            getattr(torch, dtype),
-            source.stored,
-            quantization,
-            memory=memory,
-        ),
+        holding=holding,
         cache_groups=cache_groups(source.spec, shard, cache.page_size, pages),
         max_model_len=context_length(config.max_model_len, source.spec),
         held={

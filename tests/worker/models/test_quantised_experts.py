@@ -7,7 +7,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from allspan.kernels.reference.packed_linear import unpack
-from allspan.protos.api.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.load import loader
 from allspan.worker.load.loader import note_decoded, open_checkpoint, prepare
@@ -82,7 +82,7 @@ class Saved:
 def save_plain(folder: Path, model_type: str, **config: Any) -> dict[str, Tensor]:
     """A random model, and its tensors."""
     torch.manual_seed(5)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **config))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | config))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.1)
@@ -164,6 +164,16 @@ def test_rows_of_a_gpu_hold_what_the_tensors_of_each_expert_stand_for(
                     torch.testing.assert_close(held, expected, rtol=4e-3, atol=5e-4, msg=lambda m, n=name: f"{n}: {m}")
                     checked += 1
     assert checked == 2 * 3 * 5 * (ranks if not groups else 1)
+
+
+def test_experts_that_a_gpu_cannot_load_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 204 columns each of four ranks has 51."""
+    monkeypatch.setattr(loader, "memory_of", lambda device, dtype: "rows")
+    save_plain(tmp_path, "qwen3_moe", num_experts=5, moe_intermediate_size=204)
+    config = ModelConfig(str(tmp_path), "tiny", dtype="bfloat16", quantization="uint4")
+    with pytest.raises(ConfigError, match=r"layers.0.expert_gate_up.weight: on rank 0 of 4 an expert has 102 rows of"):
+        prepare(config, CacheConfig(), 0, 4)
+    prepare(replace(config, **split(4)), CacheConfig(), 0, 4)
 
 
 @pytest.mark.parametrize(

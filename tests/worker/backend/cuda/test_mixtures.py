@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from allspan import Engine, SamplingParams
+from support.quantised_checkpoints import FORMS, quantise_folder
 from support.tiny_models import prompt, reference_logits
 
 SIZES: dict[str, Any] = {
@@ -40,6 +43,7 @@ SETTINGS: dict[str, Any] = {
     "page_size": 16,
     "kv_cache_bytes": 8_000_000,
 }
+EMULATED = ("fp8-blocks", "gptq-channel")
 IDS = prompt(70, 97)
 """In two chunks, the first of more rows than a block sums up by itself."""
 
@@ -92,3 +96,24 @@ def test_likelihoods_are_those_of_transformers(name: str, tmp_path: Path, on: di
 def test_quantised_experts_are_about_as_likely(name: str, quantization: str, tmp_path: Path) -> None:
     model = save(tmp_path, name)
     assert difference(tmp_path, model, {"device": "cuda", "quantization": quantization}) < 1.2
+
+
+@pytest.mark.parametrize(
+    "form", [name if name in EMULATED else pytest.param(name, marks=pytest.mark.gpu) for name in FORMS]
+)
+def test_experts_of_quantised_checkpoints_are_about_as_likely(form: str, tmp_path: Path, on: dict[str, Any]) -> None:
+    """As transformers finds tokens with the weights that the tensors stand for."""
+    save(tmp_path, "qwen3")
+    plain = load_file(tmp_path / "model.safetensors")
+    make, config = FORMS[form]
+    decoded = quantise_folder(tmp_path, make, config, kept=(".gate.",))
+    (tmp_path / "plain").mkdir()
+    save_file(
+        {name: decoded.get(name, each).float() for name, each in plain.items()},
+        tmp_path / "plain/model.safetensors",
+        {"format": "pt"},
+    )
+    described = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": None}
+    (tmp_path / "plain/config.json").write_text(json.dumps(described))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    assert difference(tmp_path, model, on) < (0.6 if "fp8" in form or form == "compressed-int8" else 0.05)
