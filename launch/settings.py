@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, field, fields
 
 from allspan.client.gateway.config import GROUPS, GatewayConfig
@@ -174,10 +175,11 @@ def serve_parser() -> Parser:
 
 
 def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
+    load = namespace.expert_load and os.path.abspath(namespace.expert_load)  # ranks run in another folder
     return ServeSettings(
         model=namespace.model,
         placement=build(PlacementConfig, namespace, stages=namespace.pipeline_parallel_size),
-        weights=build(ModelConfig, namespace, path="", name=""),
+        weights=build(ModelConfig, namespace, path="", name="", expert_load=load),
         cache=build(CacheConfig, namespace),
         scheduler=build(SchedulerConfig, namespace),
         # The launcher's `threads` 0 means "decide"; each rank gets its own number.

@@ -51,6 +51,15 @@ class ModelConfig:
     expert_parallel_size: int = 0
     """Sets the number of groups that share out the experts with --enable-expert-parallel; the ranks of a group have
     slices of the same ones. 0 takes a group for each rank."""
+    redundant_experts: int = 0
+    """Sets how many copies of experts each layer has beside the experts themselves, with --enable-expert-parallel:
+    those with most tokens then lie on several ranks, which share their tokens."""
+    expert_load: str = ""
+    """Names a JSON file with the tokens that each expert has had, as GET /cluster tells them: ranks then hold those
+    experts and copies that give all ranks about the same load."""
+    expert_nodes: int = 1
+    """Sets the number of hosts for a model whose router takes experts in groups: each host then holds whole groups and
+    their copies, so that a token's experts lie on few hosts."""
     verify: bool = False
     """Reads all weights of a converted model first and compares them with the hash in its manifest."""
 
@@ -185,6 +194,9 @@ class EngineOptions(TypedDict, total=False):
     disable_cascade_attn: bool
     enable_expert_parallel: bool
     expert_parallel_size: int
+    redundant_experts: int
+    expert_load: str
+    expert_nodes: int
     verify: bool
     page_size: int
     kv_cache_dtype: str
@@ -228,6 +240,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "threads": (0, 4096),
     "pipeline_parallel_size": (1, 64),
     "pipeline_batches": (0, 256),
+    "redundant_experts": (0, 1 << 16),
+    "expert_nodes": (1, 1024),
     "timeout_s": (1, 86400),
     "watchdog_timeout": (1, 86400),
     "shutdown_timeout": (0, 3600),

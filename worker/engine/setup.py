@@ -4,6 +4,7 @@ a cluster and for `Engine`."""
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
 from allspan.worker.load.loader import Prepared, load_model
 from allspan.worker.load.score_head import ScoreHead
+from allspan.worker.models.holding import Holding
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
@@ -61,14 +63,14 @@ def load_engine(
 
     Raises ModelNotFound, CheckpointError, or ConfigError (also when one full context does not fit the cache).
     """
-    started = time.monotonic()
-    config = settled(check(config))
+    started, config = time.monotonic(), settled(check(config))
     world = _checked_world(config.parallel.pipeline_parallel_size, collectives)
     model, cache, most = config.model, config.cache, config.scheduler
     backend = open_backend(model.device, config.service.watchdog_timeout)
     logits = most_logits_rows(most.max_num_seqs)
 
     def check_room(prepared: Prepared) -> None:
+        _check_placements(prepared.holding, world)
         _check_room(config, prepared, backend.room(config.parallel.cpus), ranks_on_node)
         await_others()  # a rank that reads already leaves less to those that look
 
@@ -120,6 +122,20 @@ def _checked_world(wanted: int, collectives: Collectives) -> Collectives:
             "ranks that allspan serve starts are in stages; leave it at 1 elsewhere"
         )
     return all_ranks(collectives)
+
+
+def _check_placements(holding: Holding, collectives: Collectives) -> None:
+    """Raises ConfigError unless all ranks place experts alike, which they do by files of their own hosts."""
+    if not holding.placements:
+        return
+    mine = zlib.crc32(repr(sorted(holding.placements.items())).encode()) & 0x7FFFFFFF
+    everyone = [digest for (digest,) in gather_counts([mine], collectives)]
+    for rank, digest in enumerate(everyone):
+        if digest != everyone[0]:
+            raise ConfigError(
+                f"rank {rank} places experts on ranks otherwise than rank 0: --expert-load must name the same file on "
+                "all hosts"
+            )
 
 
 def _score_head(config: ModelConfig, model: Model, rank: int) -> ScoreHead:

@@ -19,8 +19,8 @@ from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.spec import ITEM_BITS, CacheGroup
 from allspan.worker.load.converted import ConvertedWeights
 from allspan.worker.load.expert_checks import check_expert_bytes
+from allspan.worker.load.expert_placements import ONE_RANK, expert_groups, placements
 from allspan.worker.load.registry import ModelSource, find_model
-from allspan.worker.models.blocks.moe import Moe
 from allspan.worker.models.holding import Holding, Progress
 from allspan.worker.models.layout import (
     IGNORED_TENSORS,
@@ -87,7 +87,8 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         config = replace(config, **source.converted.held(config))
     check_ranks(source.spec, size)
     check_stages(source.spec, stage.size)
-    shard = make_shard(rank, size, stage, expert_groups(config, source.spec, size))
+    groups = expert_groups(config, source.spec, size)
+    shard = make_shard(rank, size, stage, groups)
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization, config.device)
     memory = memory_of(config.device, dtype)
@@ -115,6 +116,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         source.stored,
         quantization,
         memory=memory,
+        placements=placements(config, source.spec, groups),
     )
     check_expert_bytes(holding)
     return Prepared(
@@ -128,26 +130,6 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
             "quantization_group": group_of(quantization, config.quantization_group),
         },
     )
-
-
-def expert_groups(config: ModelConfig, spec: ModelSpec, size: int) -> int:
-    """See `make_shard`. Raises ConfigError for groups that are not equal, or more than there are experts."""
-    if not config.enable_expert_parallel:
-        if config.expert_parallel_size:
-            raise ConfigError(
-                f"expert_parallel_size is {config.expert_parallel_size} without --enable-expert-parallel: use both"
-            )
-        return 1
-    counts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, Moe)]
-    if not counts:
-        raise ConfigError("enable_expert_parallel: the model has no experts: leave --enable-expert-parallel out")
-    groups = config.expert_parallel_size or size
-    if size % groups or groups > min(counts):
-        raise ConfigError(
-            f"expert_parallel_size is {groups}, must divide the {size} ranks and be at most the {min(counts)} experts "
-            "of a layer: set another --expert-parallel-size"
-        )
-    return groups
 
 
 def _check_converted(config: ModelConfig, memory: str, stage: Place) -> None:
@@ -255,7 +237,8 @@ def open_ops(config: WorkerConfig, kernels: str = "auto") -> OpSet:
     an instruction set or a library that cannot be had."""
 
     def needs() -> KernelNeeds:
-        return prepare(config.model, config.cache, 0, 1).kernel_needs
+        whole = replace(config.model, **ONE_RANK)
+        return prepare(whole, config.cache, 0, 1).kernel_needs
 
     backend, parallel = open_backend(config.model.device), config.parallel
     try:

@@ -11,7 +11,8 @@ from torch import Tensor
 from allspan.kernels.packer import Packer
 from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.layout import embedding_of, head_of, held_layout
-from allspan.worker.models.pieces import Axis, Linear, Piece, Table, Vector
+from allspan.worker.models.pieces import EP, Axis, Linear, Piece, Table, Vector
+from allspan.worker.models.placement import Placement, numbered
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.source import PieceSource, read_vector
 from allspan.worker.models.spec import ModelSpec
@@ -52,6 +53,9 @@ class Holding:
     """Packs the weights that are read, on its threads."""
     memory: str = "panels"
     """How packed weights lie: `allspan.kernels.packed_spec.MEMORIES`."""
+    placements: dict[int, Placement] = field(default_factory=dict)
+    """Which groups of ranks hold which experts, by layer; changed where experts move while the model runs. A layer that
+    is missing has its experts in the order of their numbers."""
     delta: LinearDelta | None = None
     """What is added to products of linear layers."""
 
@@ -98,9 +102,14 @@ class Holding:
         foreign = self.weights.of_experts(name, naming, piece.experts.count)
         return joint_kind([self.stored.get(each, "") for each in foreign])
 
-    def _num_experts(self, piece: Piece) -> int:
-        """This rank's; 0 for a piece that is not of experts."""
-        return len(self.shard.units(piece.experts)) if isinstance(piece, Linear) and piece.experts is not None else 0
+    def placement(self, layer: int, num_experts: int) -> Placement:
+        """Which groups of ranks hold which of a layer's experts."""
+        return self.placements.get(layer) or numbered(num_experts, self.shard.groups[EP].size)
+
+    def _held_experts(self, piece: Linear, experts: Axis) -> tuple[int, ...]:
+        """The experts of which this rank holds the layer, by place."""
+        layer = int(piece.name.split(".")[1])  # layers.N.…
+        return self.placement(layer, experts.count).groups[self.shard.groups[EP].rank]
 
     def tensors(self, piece: Piece) -> dict[str, HeldTensor]:
         """Canonical name → shape and dtype."""
@@ -108,7 +117,7 @@ class Holding:
             return {piece.name: HeldTensor((len(self.shard.part(piece.axis)),), torch.float32)}
         held = self._method(piece).tensors(self.shape_of(piece))
         if isinstance(piece, Linear) and piece.experts is not None:
-            experts = self._num_experts(piece)
+            experts = len(self._held_experts(piece, piece.experts))
             held = {name: HeldTensor((experts, *tensor.shape), tensor.dtype) for name, tensor in held.items()}
         return {f"{piece.name}.{suffix}": tensor for suffix, tensor in held.items()}
 
@@ -212,7 +221,10 @@ class Holding:
             source = PieceSource(self.shard, self.weights, checkpoint, piece)
             self._method(piece).load(shape, source, by_suffix, self.packer)
             return
-        for place, expert in enumerate(self.shard.units(piece.experts)):
-            own = {suffix: tensor[place] for suffix, tensor in by_suffix.items()}
-            source = PieceSource(self.shard, self.weights, checkpoint, piece, expert)
-            self.method.load(shape, source, own, self.packer)
+        for place, expert in enumerate(self._held_experts(piece, piece.experts)):
+            self.fill_expert(piece, expert, checkpoint, {name: tensor[place] for name, tensor in by_suffix.items()})
+
+    def fill_expert(self, piece: Linear, expert: int, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+        """Reads this rank's part of one expert's layer into `tensors`, by suffix."""
+        source = PieceSource(self.shard, self.weights, checkpoint, piece, expert)
+        self.method.load(self.shape_of(piece), source, tensors, self.packer)

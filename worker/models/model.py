@@ -17,7 +17,6 @@ from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.models.blocks.moe import EXPERT_LOAD
 from allspan.worker.models.decoder import Decoder, build_decoder
 from allspan.worker.models.holding import Holding
-from allspan.worker.models.pieces import EP
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.step_meta import MetaContext
@@ -113,13 +112,9 @@ class Model:
         if not counters:
             return ()
         tokens = torch.split(torch.cat(tuple(counters.values())).cpu(), [len(each) for each in counters.values()])
-        groups = self.holding.shard.groups[EP].size
-        return tuple(
-            ExpertLoad(
-                layer, tuple(own), tuple(float(sum(own[held.start : held.stop])) for held in split(len(own), groups))
-            )
-            for layer, own in zip(counters, map(Tensor.tolist, tokens), strict=True)
-        )
+        found = {layer: tuple(each.tolist()) for layer, each in zip(counters, tokens, strict=True)}
+        placement = self.holding.placement
+        return tuple(ExpertLoad(layer, own, placement(layer, len(own)).tokens(own)) for layer, own in found.items())
 
     def bind_cache(self, *caches: KVCache) -> None:
         """Uses these pages from now on, one cache for each of this model's `cache_groups`."""

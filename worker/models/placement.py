@@ -9,7 +9,6 @@ balances what it has by itself: a token's choices lie on few nodes.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -34,11 +33,6 @@ class Placement:
         held = [expert for group in self.groups for expert in group]
         return tuple(held.count(expert) for expert in range(max(held) + 1))
 
-    @property
-    def digest(self) -> int:
-        """31 bits, which differ where the placement does."""
-        return zlib.crc32(repr(self.groups).encode()) & 0x7FFFFFFF
-
     def tokens(self, load: Sequence[float]) -> tuple[float, ...]:
         """Each group's tokens, where `load` are those of each expert, which its copies share equally."""
         each = [tokens / copies for tokens, copies in zip(load, self.copies, strict=True)]
@@ -53,10 +47,9 @@ class Placement:
                 places[expert].append((number, place))
         table = torch.full((rows, len(places)), -1, dtype=torch.int32)
         for expert, copies in enumerate(places):
-            for row in range(rows):
-                owner, place = copies[row % len(copies)]
+            for number, (owner, place) in enumerate(copies):
                 if owner == group:
-                    table[row, expert] = place
+                    table[number :: len(copies), expert] = place
         return table
 
     def moved_from(self, old: Placement) -> Placement:
@@ -72,8 +65,10 @@ class Placement:
         return Placement(tuple(chosen.values()))
 
 
-def table_rows(num_redundant: int, groups: int) -> int:
-    """The rows of tables for `num_redundant` copies, so that an expert's copies get equally many tokens."""
+def table_rows(placement: Placement) -> int:
+    """The rows of tables, as many for all placements with so many places: an expert's copies then get equally many
+    tokens."""
+    groups, num_redundant = len(placement.groups), sum(map(len, placement.groups)) - len(placement.copies)
     return min(math.lcm(*range(1, min(groups, num_redundant + 1) + 1)), MOST_TABLE_ROWS)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from allspan.kernels.ops import Rotation
 from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.pieces import Linear, Piece
+from allspan.worker.models.placement import Placement
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.spec import Norms, NormSpec
 from allspan.worker.models.step_meta import MakeMeta
@@ -126,11 +126,15 @@ class Sublayer:
         self._builder.bindings.constants.setdefault(name, make)
         return self.program.named(name)
 
-    def counter(self, label: str, width: int) -> Slot:
-        """int64 [width] of this layer, which starts at zero and stays from step to step."""
+    def state(self, label: str, make: Callable[[], Tensor]) -> Slot:
+        """A tensor of this layer alone, which stays from step to step and may change."""
         name = f"{label}.{self._number}"
-        self._builder.bindings.constants[name] = lambda _: torch.zeros(width, dtype=torch.int64)
+        self._builder.bindings.constants[name] = lambda _: make()
         return self.program.named(name)
+
+    def placement(self, num_experts: int) -> Placement:
+        """Which groups of ranks hold which of the layer's experts."""
+        return self.holding.placement(self._number, num_experts)
 
     def derived(self, label: str, make: Derive) -> Slot:
         """A tensor of this layer that follows from its weights."""

@@ -89,7 +89,8 @@ def test_copies_that_no_rank_could_use_are_refused() -> None:
 @pytest.mark.parametrize("num_redundant", [0, 3, 8])
 def test_tables_give_each_sum_of_experts_one_copy_of_every_expert_on_one_rank(num_redundant: int) -> None:
     load, groups = [50, 1, 1, 9, 9, 30, 2, 2], 4
-    placement, rows = balanced(load, groups, num_redundant), table_rows(num_redundant, groups)
+    placement = balanced(load, groups, num_redundant)
+    rows = table_rows(placement)
     tables = [placement.table(group, rows) for group in range(groups)]
     for row in range(rows):
         for expert in range(8):

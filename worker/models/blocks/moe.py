@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from allspan.kernels.ops import Routing
 from allspan.kernels.router_spec import RouterSpec
 from allspan.worker.models.pieces import EP, ETP, TP, Axis, Linear, Part, Piece, Vector
+from allspan.worker.models.placement import table_rows
 from allspan.worker.quant.base import GATED, Epilogue
 
-EXPERT_LOAD = "expert_load"
-"""The label of the counts of each expert's tokens."""
+EXPERT_LOAD, EXPERT_PLACES = "expert_load", "expert_places"
+"""The labels of the counts of each expert's tokens, and of where the rank holds its copies (`Placement.table`)."""
 
 if TYPE_CHECKING:
-    from allspan.worker.models.shard import Shard
     from allspan.worker.models.sublayer import Sublayer
     from allspan.worker.program.program import Slot
 
@@ -97,25 +96,19 @@ class Moe:
     def _route(self, sub: Sublayer, x: Slot) -> Routing[Slot]:
         logits = sub.buffer("router_logits", self.num_experts, is_exact=True)
         sub.linear("router", x, logits)
-        choices, own = self.router.top_k, len(sub.shard.units(self.experts))
+        choices, placement = self.router.top_k, sub.placement(self.num_experts)
+        group = sub.shard.groups[EP].rank
         routing = Routing(
             sub.buffer("expert_places", choices, is_integer=True),
             sub.buffer("expert_weights", choices, is_exact=True),
             sub.buffer("expert_slots", choices, is_integer=True),
-            sub.single("expert_starts", own + 1),
+            sub.single("expert_starts", len(placement.groups[group]) + 1),
         )
         bias = sub.weight("router_bias.weight") if self.has_choice_bias else None
-        places = sub.constant("expert_places_on_rank", self.num_experts, lambda _: self.places(sub.shard))
-        load = sub.counter(EXPERT_LOAD, self.num_experts)
+        places = sub.state(EXPERT_PLACES, lambda: placement.table(group, table_rows(placement)))
+        load = sub.state(EXPERT_LOAD, lambda: torch.zeros(self.num_experts, dtype=torch.int64))
         sub.program.op("route", logits, bias, places, self.router, routing, load, sub.row_numbers)
         return routing
-
-    def places(self, shard: Shard) -> Tensor:
-        """int32 [1, E]: see `OpSet.route`."""
-        own = shard.units(self.experts)
-        places = torch.full((1, self.num_experts), -1, dtype=torch.int32)
-        places[0, own.start : own.stop] = torch.arange(len(own), dtype=torch.int32)
-        return places
 
 
 def _shared_pieces(shared: SharedExpert, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
