@@ -28,6 +28,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_NONE: Mapping[str, np.ndarray] = {}
 CHOICE_BIAS = "e_score_correction_bias"
 
 
@@ -244,12 +245,18 @@ FAMILIES: dict[str, FamilyRow] = {
     ),
     "gpt_oss": FamilyRow(
         "gpt_oss",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24, "rope_parameters": GPT_OSS_ROPE},
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 96,
+            "sliding_window": 24,
+            "rope_parameters": GPT_OSS_ROPE,
+        },
         "gpt-oss",
         {
             "expert_count": 5,
             "expert_used_count": 2,
-            "expert_feed_forward_length": 88,
+            "expert_feed_forward_length": 96,
             "attention.sliding_window": 24,
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 8.0,
@@ -301,8 +308,9 @@ def save_family(folder: Path, row: FamilyRow) -> Any:
     return model
 
 
-def save_family_gguf(path: Path, model: Any, row: FamilyRow) -> None:
-    """Writes the model in float32 under the names that the `gguf` package has for its architecture."""
+def save_family_gguf(path: Path, model: Any, row: FamilyRow, mxfp4: Mapping[str, np.ndarray] = _NONE) -> None:
+    """Writes the model in float32 under the names that the `gguf` package has for its architecture; `mxfp4` has the
+    blocks of tensors that are of that type."""
     config, kind = model.config, next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.gguf)
     writer = gguf.GGUFWriter(path, row.gguf)
     writer.add_block_count(config.num_hidden_layers)
@@ -334,7 +342,10 @@ def save_family_gguf(path: Path, model: Any, row: FamilyRow) -> None:
         assert foreign is not None, name
         stored = stored + np.float32(row.norm_offset) if "norm" in name else stored
         stored = stored[0] if "ffn_gate_inp_shexp" in foreign else stored  # llama.cpp's converter drops such dimensions
-        writer.add_tensor(foreign, np.ascontiguousarray(stored))
+        if foreign in mxfp4:
+            writer.add_tensor(foreign, mxfp4[foreign], raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        else:
+            writer.add_tensor(foreign, np.ascontiguousarray(stored))
     for name, floats in row.tensors.items():
         writer.add_tensor(name, np.array(floats, np.float32))
     writer.write_header_to_file()

@@ -20,7 +20,7 @@ from allspan.worker.cache.spec import ITEM_BITS, CacheGroup
 from allspan.worker.load.converted import ConvertedWeights
 from allspan.worker.load.expert_checks import check_expert_bytes
 from allspan.worker.load.expert_placements import ONE_RANK, expert_groups, placements
-from allspan.worker.load.registry import ModelSource, find_model
+from allspan.worker.load.registry import ModelSource, find_model, with_random_weights
 from allspan.worker.models.holding import Holding, Progress
 from allspan.worker.models.layout import (
     IGNORED_TENSORS,
@@ -42,6 +42,7 @@ from allspan.worker.quant.table import COMPACT, METHODS, OWN, ROWS_ONLY, STORED,
 from allspan.worker.step.backend import KernelNeeds
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors, draft_layers
+from allspan.worker.weights.mxfp4_folder import Mxfp4Folder
 from allspan.worker.weights.quantised_folder import PLAIN
 from allspan.worker.weights.quantised_matrix import without_order
 from allspan.worker.weights.random_weights import RandomWeights
@@ -82,7 +83,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
     does."""
     source = find_model(config.path, parse_overrides(config.hf_overrides))
     if config.load_format == "dummy":
-        source = replace(source, quantised=None)
+        source = with_random_weights(source, config.quantization)
     if source.converted is not None:
         config = replace(config, **source.converted.held(config))
     check_ranks(source.spec, size)
@@ -295,8 +296,8 @@ def own_quantization(source: ModelSource) -> str:
     """The method that holds a checkpoint's matrices as they are quantised; "none" where they are not."""
     if source.converted is not None:
         return str(source.converted.manifest.held.get("quantization", "none"))
-    if source.quantised is not None:
-        return source.quantised.method
+    if source.quantised is not None or source.drawn:
+        return Mxfp4Folder.method if source.quantised is None else source.quantised.method
     return "gguf" if source.gguf is not None and source.gguf.is_quantised() else "none"
 
 
@@ -338,13 +339,13 @@ def note_decoded(path: str, holding: Holding) -> None:
     """Says which types of a quantised checkpoint are not computed with as they are."""
     pieces = [piece for piece in holding.pieces if not isinstance(piece, Vector)]
     kinds = {(kind, shape) for shape in map(holding.shape_of, pieces) for kind in shape.stored}
-    is_gguf = holding.quantization == "gguf"
+    has_blocks = holding.quantization in ("gguf", "mxfp4")
     decoded = sorted(
         {
             _without_order(kind)
             for kind, shape in kinds
             if kind not in ("F32", "BF16", PLAIN, "", "F16" if holding.dtype is torch.float16 else "")
-            and (native(kind, shape.memory) if is_gguf else stored_layout(kind, shape)) is None
+            and (native(kind, shape.memory) if has_blocks else stored_layout(kind, shape)) is None
         }
     )
     if holding.quantization in OWN and decoded:

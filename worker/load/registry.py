@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,8 +38,10 @@ from allspan.worker.models.families.qwen3 import QWEN3
 from allspan.worker.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.family import Family
+from allspan.worker.models.layout import foreign_tensors
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.gguf_file import GgufFile
+from allspan.worker.weights.mxfp4_folder import MXFP4, Mxfp4Folder
 from allspan.worker.weights.quantised_folder import METHODS, QuantisedFolder
 from allspan.worker.weights.tensor_folder import TensorFolder
 
@@ -100,7 +102,9 @@ class ModelSource:
     spec: ModelSpec
     gguf: GgufFile | None
     converted: ConvertedModel | None = None
-    quantised: QuantisedFolder | None = None
+    quantised: QuantisedFolder | Mxfp4Folder | None = None
+    drawn: Mapping[str, str] = field(default_factory=dict)
+    """The types of random weights, by GGUF's names, where these are not plain."""
 
     @property
     def stored(self) -> Mapping[str, str]:
@@ -108,7 +112,18 @@ class ModelSource:
         if self.converted is not None:
             return self.converted.manifest.stored
         checkpoint = self.gguf or self.quantised
+        if self.drawn:
+            return self.drawn
         return {} if checkpoint is None else checkpoint.kinds()
+
+
+def with_random_weights(source: ModelSource, quantization: str) -> ModelSource:
+    """The model with weights that are drawn, those of experts as "mxfp4" has them if that is the method."""
+    weights, drawn = source.family.weights, {}
+    if quantization == Mxfp4Folder.method:
+        tensors = foreign_tensors(source.spec, weights, "gguf")
+        drawn = {each.name: MXFP4 for each in tensors if len(each.shape) == 3}
+    return replace(source, quantised=None, drawn=drawn)
 
 
 def find_model(path: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> ModelSource:
@@ -141,7 +156,7 @@ def _from_config(source: Path, overrides: Mapping[str, Any]) -> ModelSource:
 
 
 def _as_in_weights(
-    spec: ModelSpec, folder: Path, family: Family, quantised: QuantisedFolder | None, has_dtype: bool
+    spec: ModelSpec, folder: Path, family: Family, quantised: QuantisedFolder | Mxfp4Folder | None, has_dtype: bool
 ) -> tuple[Family, ModelSpec]:
     """The family with the names that the weights have, and the spec with what they say and the config does not. A
     folder with an embedding and no head is one of tied embeddings; without a dtype in the config, that of the embedding
@@ -229,7 +244,7 @@ def _family(model_type: object, source: str) -> Family:
     return FAMILIES[model_type]
 
 
-def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | None:
+def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | Mxfp4Folder | None:
     """The folder, if its config (or a file beside it, of old) says that weights are quantised; one without weights is
     for random ones, which are not."""
     folder = source.parent
@@ -242,11 +257,13 @@ def _quantised(source: Path, values: Mapping[str, Any]) -> QuantisedFolder | Non
     method = (described.get("quant_method") or described.get("quant_type")) if isinstance(described, dict) else None
     if method is None and isinstance(described, dict) and any(described.get(key) for key in _BITSANDBYTES):
         method = "bitsandbytes"
+    if method == Mxfp4Folder.method:
+        return Mxfp4Folder(folder, str(source)) if format_of(folder) else None
     if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
             f"{source}: quantised checkpoint ({str(method or 'unnamed method')[:MAX_MESSAGE_CHARS]}) is not "
-            f"supported (supported: {', '.join(METHODS)}, safetensors in float32, bfloat16 or float16, and GGUF): "
-            "take the model that is not quantised, and quantise it with --quantization int8 or uint4"
+            f"supported (supported: {', '.join(METHODS)}, mxfp4, safetensors in float32, bfloat16 or float16, and "
+            "GGUF): take the model that is not quantised, and quantise it with --quantization int8 or uint4"
         )
     return QuantisedFolder(folder, described, str(source)) if format_of(folder) else None
 

@@ -15,7 +15,7 @@ from allspan.worker.quant.packed import PackedMethod
 from allspan.worker.quant.plain import Plain
 from allspan.worker.quant.stored import Stored
 
-STORED = ("gptq", "awq", "compressed-tensors")
+STORED = ("gptq", "awq", "compressed-tensors", "mxfp4")
 """Methods for checkpoints that are quantised so, and no others."""
 
 MakeMethod = Callable[[torch.dtype, int], PackedMethod]
@@ -59,6 +59,7 @@ METHODS: dict[str, MakeMethod] = {
     "fp8": partial(_grouped, "fp8", Fp8),
     "gguf": _without_group("gguf", Gguf),
     **{name: _without_group(name, Stored) for name in STORED},
+    "mxfp4": _without_group("mxfp4", Gguf),
 }
 """`quantization` → its method."""
 

@@ -13,7 +13,7 @@ from allspan.worker.models.foreign.family import Family
 from allspan.worker.models.foreign.rotary import read_rotary
 from allspan.worker.models.foreign.windows import FULL, SLIDING, read_window, read_windows
 from allspan.worker.models.spec import ModelSpec
-from allspan.worker.weights.weight_map import DENSE, Entry, Foreign, in_layer
+from allspan.worker.weights.weight_map import DENSE, Entry, Foreign, Spelling, in_layer
 
 _CONTEXT = 131072
 _HEAD_DIM = 64
@@ -63,11 +63,11 @@ def _completed(config: ForeignConfig) -> ForeignConfig:
     return config.changed({**changes, **kept})
 
 
-def _entries() -> tuple[Entry, ...]:
+def _entries(ending: str = "", is_transposed: bool = True) -> tuple[Entry, ...]:
     """Gate and up are one tensor in Hugging Face's folders, row by row in turn."""
     stem = "model.layers.{i}.mlp.experts."
     up, down = (
-        Foreign(stem + name, has_suffix=False, bias=f"{stem}{name}_bias", is_transposed=True, alternates=name[0] == "g")
+        Foreign(stem + name + ending, 0.0, False, f"{stem}{name}_bias", is_transposed, alternates=name[0] == "g")
         for name in ("gate_up_proj", "down_proj")
     )
     theirs = {"expert_gate": up, "expert_up": up, "expert_down": down}
@@ -83,6 +83,7 @@ GPT_OSS = Family(
     weights=DENSE.with_entries(
         *_entries(),
         *in_layer(router=("mlp.router", "ffn_gate_inp"), mlp_norm=("post_attention_layernorm", "post_attention_norm")),
+        spellings=[Spelling("hugging_face", _entries("_blocks", is_transposed=False))],
     ),
     gguf_keys=EXPERT_GGUF_KEYS | {"expert_feed_forward_length": "intermediate_size"},
     renamed={"num_local_experts": "num_experts"},
