@@ -9,15 +9,15 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from allspan import ClientEngine, Grammar, SamplingParams
-from allspan.protos.api.results import ResultQueue
 from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served
+from support.streams import Streams
 from support.waiting import wait_until
 
 Start = Callable[..., Served]
@@ -49,40 +49,6 @@ def mixed(num_greedy: int, num_sampled: int) -> list[SamplingParams]:
     words = Grammar("regex", "[a-z ]{300}")
     listed = [greedy] * num_greedy + [sampled.with_(seed=seed) for seed in range(num_sampled)]
     return [listed[0].with_(grammar=words), *listed[1:-1], listed[-1].with_(grammar=words)]
-
-
-class Streams:
-    """Requests whose tokens are collected by whoever calls `read`."""
-
-    def __init__(self, engine: ClientEngine, listed: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
-        pairs = zip(listed, params, strict=True)
-        self.queues: list[ResultQueue] = [engine.start_request(prompt, each)[1] for prompt, each in pairs]
-        self.tokens: list[list[int]] = [[] for _ in self.queues]
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.tokens))
-
-    @property
-    def is_over(self) -> bool:
-        return all(queue.state.is_final for queue in self.queues)
-
-    def read(self) -> None:
-        for queue, tokens in zip(self.queues, self.tokens, strict=True):
-            if (output := queue.get_nowait()) is not None:
-                tokens.extend(output.token_ids)
-
-    def read_until(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
-        def reached() -> bool:
-            self.read()
-            return condition()
-
-        wait_until(reached, timeout, what)
-
-    def read_to_the_end(self) -> list[tuple[int, ...]]:
-        self.read_until(lambda: self.is_over, 90.0, "the end of every stream")
-        self.read()
-        return [tuple(tokens) for tokens in self.tokens]
 
 
 def streamed_text(served: Served) -> str:

@@ -46,6 +46,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2, "hidden_size": 96},
     "qwen2-yarn": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_parameters": YARN},
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "hidden_size": 64,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 56,
+    },
     "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "head_dim": 20},
 }
 _DEFAULTS = {

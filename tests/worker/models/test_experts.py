@@ -226,19 +226,30 @@ def test_random_weights_of_experts_are_the_same_on_any_ranks(tmp_path: Path) -> 
     assert relative_error(two, one) < 1e-5
 
 
-@pytest.mark.parametrize("change", ["missing", "misshapen", "one too many"])
-def test_a_checkpoint_with_a_wrong_expert_is_refused_by_its_name(change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("missing", r"3.up_proj.weight' is missing \(expected with shape \[48, 64\]\)"),
+        ("misshapen", r"3.up_proj.weight' has shape \[47, 64\], expected \[48, 64\]"),
+        ("one too many", r"5.up_proj.weight' is not part of the model"),
+        ("doubled", r"00002.safetensors: tensor .*3.up_proj.weight' is in model-00001-of-00002.safetensors, too"),
+    ],
+)
+def test_a_checkpoint_with_a_wrong_expert_is_refused_by_its_name(change: str, says: str, tmp_path: Path) -> None:
     save(tmp_path, "qwen3")
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.2.mlp.experts.3.up_proj.weight"
     if change == "missing":
         del tensors[name]
     elif change == "misshapen":
         tensors[name] = tensors[name][:-1].clone()
+    elif change == "one too many":
+        tensors[name.replace(".3.", ".5.")] = torch.zeros(48, 64)
     else:
-        name = name.replace(".3.", ".5.")
-        tensors[name] = torch.zeros(48, 64)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        save_file({name: tensors[name]}, tmp_path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+        (tmp_path / "model.safetensors").unlink()
+    file = "model-00001-of-00002.safetensors" if change == "doubled" else "model.safetensors"
+    save_file(tensors, tmp_path / file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=says):
         logits_on_ranks(tmp_path, 1, [IDS])
 
 
