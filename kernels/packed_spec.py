@@ -85,10 +85,17 @@ class Format:
     """Before the codes of a block."""
     is_e4m3: bool = False
     """Codes are floating-point numbers of 8 bits."""
+    is_e2m1: bool = False
+    """Codes are floating-point numbers of 4 bits; `values` has twice each."""
     values: tuple[int, ...] = ()
     """What each code stands for, where that is not a number less `zero`."""
     step: float = 1.0
     """A power of two by which d · s is multiplied."""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are floating-point numbers: in rows such weights have scales in float32, and no offsets."""
+        return self.is_e4m3 or self.is_e2m1
 
     @property
     def is_quantised(self) -> bool:
@@ -139,6 +146,7 @@ ROW_FORMATS: Mapping[str, Format] = {
     "f16": Format(16),
     "fp8": Format(8, zero=0, head_bytes=128, is_e4m3=True),
     "fp8_block": Format(8, zero=0, block=128, scale_bytes=64, is_e4m3=True),
+    "mxfp4": Format(4, zero=0, scale_bytes=64, values=_FP4, is_e2m1=True),
 }
 """The formats of weights in rows; `allspan.kernels.row_layout` says how they lie."""
 

@@ -5,7 +5,7 @@ A weight is one contiguous uint8 tensor of `PackedSpec.shape`, its parts one bel
     codes    [features][k tiles of 64 bytes]
     qparams  [groups][features][scale, offset]: all features of a group together, since threads that work on
              neighbouring features need them at once; where a format has a zero, offset = zero · scale
-             (of fp8_block: [groups][features], scales alone)
+             (of fp8_block and mxfp4: [groups][features], scales alone)
 
 A k tile holds 32 inputs of 16 bits, 64 of 8 or 128 of 4: some sets of 32. Each of its four 16-byte chunks is what one
 of four threads loads at once; chunk t holds inputs 8·t … 8·t + 7 of every set, so that the four have whole sets between
@@ -23,6 +23,7 @@ the first input lie `k_offset` codes, after the last zeros up to the end of the 
 | q8_0 (zero 128), q4_0 (zero 8) | float16 for each 32 |
 | fp8 | float32, one group; codes are e4m3 numbers, as they are |
 | fp8_block | float32 for each 128; codes are those of fp8 |
+| mxfp4 | float32 for each 32: 2^(e - 128) of GGUF's e; codes are e2m1 numbers, as they are |
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
 
 
 def qparams_of(weight: Tensor, spec: PackedSpec) -> Tensor:
-    """[groups, features, 2]: a view of the scales and offsets; of fp8_block [groups, features, 1]."""
+    """[groups, features, 2]: a view of the scales and offsets; of fp8_block and mxfp4 [groups, features, 1]."""
     kind = spec.kind
-    dtype = torch.float32 if kind.head_bytes or kind.is_e4m3 else torch.float16
-    each = 1 if kind.is_e4m3 and kind.scale_bytes else 2
+    dtype = torch.float32 if kind.head_bytes or kind.is_float else torch.float16
+    each = 1 if kind.is_float and kind.scale_bytes else 2
     begin = spec.features * spec.depth * kind.bits // 8
     return weight.view(-1)[begin:].view(dtype).view(spec.groups, spec.features, each if spec.groups else 0)
 
@@ -64,6 +65,9 @@ def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, fi
         into[:, spec.k_offset : spec.k_offset + spec.inputs] = values.to(weight.device)
         into[:, : spec.k_offset], into[:, spec.k_offset + spec.inputs :] = 0, 0
         return
+    if "e" in fields:
+        exponents = fields["e"].int() - 128
+        fields = {**fields, "scales": torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)}
     codes = fields["codes"].to(weight.device, torch.uint8)[:, : spec.depth]
     packed = _pack_codes(functional.pad(codes, (0, spec.depth - codes.shape[1])), spec.kind)
     codes_of(weight, spec)[first : first + len(codes)] = packed

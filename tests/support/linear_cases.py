@@ -19,7 +19,7 @@ from support.packed_cases import random_weight
 
 
 def spec_of(name: str, group: int, parts: tuple[int, ...], inputs: int, k_offset: int = 0) -> PackedSpec:
-    activation = {"bf16": "bf16", "f16": "f16", "fp8": "e4m3", "fp8_block": "e4m3"}.get(name, "a16")
+    activation = {"bf16": "bf16", "f16": "f16", "fp8": "e4m3", "fp8_block": "e4m3", "mxfp4": "a8"}.get(name, "a16")
     return PackedSpec(name, activation, parts, inputs, k_offset, group, memory="rows")
 
 

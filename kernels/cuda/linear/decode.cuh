@@ -1,5 +1,5 @@
 // What rows of packed weights hold (kernels/row_layout.py), as pairs of 16-bit elements (ptx.cuh). Compiled with BITS
-// (16: such elements themselves, 8 or 4) and, of 8 bits, FLOATS (e4m3) or not.
+// (16: such elements themselves, 8 or 4) and FLOATS (e4m3, of 4 bits e2m1) or not.
 #pragma once
 #include "ptx/ptx.cuh"
 
@@ -13,8 +13,8 @@ constexpr int kSets = 16 / BITS;  // of 32 inputs, in a k tile
 // What a decoded code is more than the code: small integers are cheapest in bfloat16 as 128 + code, and bytes lie
 // less 128. In half precision they are subnormal numbers as they are, and e4m3 numbers 2^8 times smaller: what is
 // decoded times kUnit is the code.
-constexpr float kBase = FP16 ? 0.0f : BITS == 4 ? 128.0f : BITS == 8 && !FLOATS ? -128.0f : 0.0f;
-constexpr float kUnit = !FP16 || BITS == 16 ? 1.0f : FLOATS ? 256.0f : 16777216.0f;
+constexpr float kBase = FP16 || FLOATS ? 0.0f : BITS == 4 ? 128.0f : BITS == 8 ? -128.0f : 0.0f;
+constexpr float kUnit = !FP16 || BITS == 16 ? 1.0f : !FLOATS ? 16777216.0f : BITS == 4 ? 32768.0f : 256.0f;
 
 constexpr uint32_t kOnes = FP16 ? 0x3c003c00 : 0x3f803f80;
 
@@ -34,6 +34,14 @@ __device__ __forceinline__ uint32_t pair_of_bytes(uint32_t bytes, int low, int h
 __device__ __forceinline__ uint32_t pair_of_floats(uint32_t halves) {
   if (FP16) return (halves >> 1 & 0x3f803f80) | (halves & 0x80008000);
   return multiply_pairs((halves >> 4 & 0x07f007f0) | (halves & 0x80008000), 0x7b807b80);
+}
+
+// Twice two e2m1 numbers, in the lowest bits of halves: their bits are those of a bfloat16 2^126 times smaller, or of a
+// half-precision number 2^14 times smaller.
+__device__ __forceinline__ uint32_t pair_of_small_floats(uint32_t halves) {
+  const uint32_t signs = halves << 12 & 0x80008000;
+  if (FP16) return (halves << 9 & 0x0e000e00) | signs;
+  return multiply_pairs((halves << 6 & 0x01c001c0) | signs, 0x7f007f00);
 }
 
 // What a group's 32 bits are: two halves, or of e4m3 codes a float32 scale, which has no offset beside it.
@@ -70,7 +78,9 @@ __device__ __forceinline__ void decode(const uint4& chunk, int set, uint32_t* pa
     const uint32_t codes = word(chunk, set);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      pairs[j] = FP16 ? codes >> 4 * j & 0x000f000f : and_or(codes >> 4 * j, 0x000f000f, 0x43004300);
+      pairs[j] = FLOATS ? pair_of_small_floats(codes >> 4 * j)
+                 : FP16 ? codes >> 4 * j & 0x000f000f
+                        : and_or(codes >> 4 * j, 0x000f000f, 0x43004300);
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -50,7 +50,7 @@ def dequant_macros(spec: PackedSpec, dtype: torch.dtype) -> dict[str, int]:
 
 def bits_macros(spec: PackedSpec, dtype: torch.dtype) -> dict[str, int]:
     """Returns the macros of decode.cuh, for activations in `dtype`."""
-    return {"BITS": spec.kind.bits, "FLOATS": int(spec.kind.is_e4m3), **element_macro(dtype)}
+    return {"BITS": spec.kind.bits, "FLOATS": int(spec.kind.is_float), **element_macro(dtype)}
 
 
 def groups_of_k_tile(spec: PackedSpec) -> int:

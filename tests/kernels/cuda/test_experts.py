@@ -155,6 +155,7 @@ FORMATS = [
     ("fp8_block", 0),
     ("q8_0", 0),
     ("q4_0", 0),
+    ("mxfp4", 0),
 ]
 ROUTINGS = [("spread", 1), ("spread", 9), ("last", 33), ("spread", 129), ("none", 5), ("last", 127)]
 

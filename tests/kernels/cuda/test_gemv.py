@@ -107,4 +107,4 @@ def test_rows_of_every_size_agree_with_float64(name: str, group: int, inputs: in
 
 
 def test_sizes_of_formats_are_known() -> None:
-    assert {name for name, _ in ALL} == {name for name, kind in ROW_FORMATS.items() if kind.is_quantised}
+    assert {name for name, _ in ALL} == {name for name, kind in ROW_FORMATS.items() if kind.is_quantised} - {"mxfp4"}

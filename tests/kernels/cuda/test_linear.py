@@ -33,6 +33,7 @@ FORMATS_AND_GROUPS = [
     ("group4", 128),
     ("q8_0", 0),
     ("q4_0", 0),
+    ("mxfp4", 0),
 ]
 
 

@@ -12,47 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.load.loader import prepare
 from allspan.worker.load.registry import find_model
-from support.family_rows import FAMILIES, save_family, save_family_gguf
+from support.family_rows import save_family, save_family_gguf
+from support.mxfp4_model import EXPERTS, ROW, save_mxfp4
 from support.tiny_models import logits_on_ranks, prompt, reference_logits, relative_error
 
-ROW = FAMILIES["gpt_oss"]
 IDS = prompt(40, 97)
 """Longer than the window."""
-EXPERTS = "model.layers.{}.mlp.experts.{}_proj"
-
-
-def save(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Writes a folder with experts in MXFP4; the model with their values, and the blocks and scales."""
-    model, generator = save_family(folder, ROW), torch.Generator().manual_seed(1)
-    codes: dict[str, Tensor] = {}
-    tensors = load_file(folder / "model.safetensors")
-    for layer in range(4):
-        experts = model.model.layers[layer].mlp.experts
-        for part in ("gate_up", "down"):
-            stem, parameter = EXPERTS.format(layer, part), getattr(experts, f"{part}_proj")
-            count, inputs, outputs = parameter.shape
-            shape = (count, outputs, inputs // 32)
-            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
-            codes |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
-            del tensors[stem]
-            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-            with torch.no_grad():
-                parameter.copy_(values)
-    save_file({**tensors, **codes}, folder / "model.safetensors", metadata={"format": "pt"})
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
-    return model, codes
 
 
 def test_experts_are_those_that_transformers_decodes_on_any_ranks_and_in_both_layouts(tmp_path: Path) -> None:
-    expected = reference_logits(save(tmp_path)[0], IDS)
+    expected = reference_logits(save_mxfp4(tmp_path)[0], IDS)
     exact: dict[str, Any] = {"quantization": "none", "dtype": "float32", "backend": "cpu"}
     assert find_model(str(tmp_path)).quantised is not None
     for ranks, groups in ((1, 0), (2, 0), (4, 0), (2, 2), (4, 2), (4, 4)):
@@ -67,7 +41,7 @@ def test_experts_are_those_that_transformers_decodes_on_any_ranks_and_in_both_la
 
 
 def test_a_gguf_file_with_the_same_blocks_gives_the_same_logits(tmp_path: Path) -> None:
-    model, codes = save(tmp_path)
+    model, codes = save_mxfp4(tmp_path)
     raw = {name: block for layer in range(4) for name, block in _gguf_blocks(codes, layer).items()}
     save_family_gguf(tmp_path / "model.gguf", model, ROW, raw)
     for ranks, dtype in ((1, "bfloat16"), (2, "auto")):
@@ -107,7 +81,7 @@ def _gguf_blocks(codes: dict[str, Tensor], layer: int) -> dict[str, np.ndarray]:
     ],
 )
 def test_wrong_blocks_are_refused_by_name(ending: str, value: Tensor | None, says: str, tmp_path: Path) -> None:
-    save(tmp_path)
+    save_mxfp4(tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), EXPERTS.format(2, "gate_up") + ending
     tensors.pop(name, None)
     save_file(tensors if value is None else {**tensors, name: value}, tmp_path / "model.safetensors")

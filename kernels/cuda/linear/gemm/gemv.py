@@ -40,9 +40,9 @@ class Form:
 
 
 def takes(spec: PackedSpec, output: Output, device: Gpu) -> bool:
-    """Whether `run` takes such a weight: quantised, and no larger than `_MOST_BYTES`."""
+    """Whether `run` takes such a weight: quantised, but not mxfp4, and no larger than `_MOST_BYTES`."""
     sets = group_sets(spec)
-    if spec.inputs == 0 or spec.kind.bits == 16 or sets & (sets - 1):
+    if spec.inputs == 0 or spec.kind.bits == 16 or spec.kind.is_e2m1 or sets & (sets - 1):
         return False
     is_large = spec.shape[0] * spec.shape[1] > _MOST_BYTES
     return not is_large and form_of(spec, output, device) is not None

@@ -85,7 +85,7 @@ def _form(spec: PackedSpec, rows: int, output: Output, device: Gpu) -> _Form:
 
 def _forms(spec: PackedSpec, parts: int) -> Iterator[_Form]:
     """Yields the forms in which x stays in shared memory, best first."""
-    if spec.kind.bits < 16 and not spec.kind.is_e4m3:
+    if spec.kind.bits < 16 and not spec.kind.is_float:
         yield from (_Form(tiles, parts, 1, 1, stages=stages) for tiles in (1, 2) for stages in (4, 3))
     yield from (_Form(1, parts, 1, stages=stages) for stages in (4, 3))
 

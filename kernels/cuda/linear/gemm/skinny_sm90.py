@@ -39,7 +39,9 @@ class Cut:
 
 def takes(rows: int, spec: PackedSpec, device: Gpu) -> bool:
     """Whether `run` is faster than the kernels for all GPUs."""
-    return device.capability == CAPABILITY and spec.kind.bits == 4 and 32 < rows <= 8 * _TILES
+    return (
+        device.capability == CAPABILITY and spec.kind.bits == 4 and not spec.kind.is_float and 32 < rows <= 8 * _TILES
+    )
 
 
 def run(call: LinearCall) -> None:

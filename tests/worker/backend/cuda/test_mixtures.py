@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from allspan import Engine, SamplingParams
+from support.mxfp4_model import save_mxfp4
 from support.quantised_checkpoints import FORMS, quantise_folder
 from support.tiny_models import prompt, reference_logits
 
@@ -88,6 +89,10 @@ def difference(folder: Path, model: Any, settings: dict[str, Any]) -> float:
 def test_likelihoods_are_those_of_transformers(name: str, tmp_path: Path, on: dict[str, Any]) -> None:
     model = save(tmp_path, name)
     assert difference(tmp_path, model, on) < 0.05
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_decodes(tmp_path: Path, on: dict[str, Any]) -> None:
+    assert difference(tmp_path, save_mxfp4(tmp_path)[0], on) < 0.1
 
 
 @pytest.mark.gpu
