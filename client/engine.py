@@ -248,6 +248,9 @@ class ClientEngine(EmbeddingCalls):
     def reload_weights(self, timeout: float = 600.0) -> None:
         self._control("reload_weights", timeout)
 
+    def rebalance_experts(self, timeout: float = 600.0) -> None:
+        self._control("rebalance_experts", timeout)
+
     def start_profile(self) -> None:
         self._control("start_profile", 0.0)
 

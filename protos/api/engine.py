@@ -162,6 +162,10 @@ class EngineProtocol(Protocol):
         """Reads the weights again from the model's path, which may hold new ones of the same shapes; what the prefix
         cache held is void. The model stays stopped until `start_model`. CheckpointError."""
 
+    def rebalance_experts(self, timeout: float = 600.0) -> None:
+        """Has ranks exchange experts by the tokens since the last call, so that all have about the same load; requests
+        go on meanwhile. Unavailable where no rank has experts of its own, DeadlineExceeded after `timeout` seconds."""
+
     def start_profile(self) -> None:
         """Begins to time every op on every rank, from zero."""
 

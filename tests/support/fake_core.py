@@ -58,6 +58,9 @@ class FakeCore:
             raise self.rejection
         self.calls.append(f"{operation.name} {timeout:g}")
 
+    def rebalance_experts(self, timeout: float) -> None:
+        self.calls.append(f"rebalance_experts {timeout:g}")
+
     def reset_prefix_cache(self) -> None:
         self.calls.append("reset_prefix_cache")
 

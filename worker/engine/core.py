@@ -160,6 +160,12 @@ class EngineCore:
         self._check_leader()
         self.operations.request(operation, timeout, self._planner.is_drained)
 
+    def rebalance_experts(self, timeout: float) -> None:
+        """Leader: has ranks exchange experts so that all have about the same load, while steps go on. InvalidRequest on
+        a follower; raises as `ExpertMoves.rebalance`."""
+        self._check_leader()
+        self.operations.rebalance(timeout)
+
     def draft_with(self, drafter: str, most: int) -> None:
         """Leader, before the first step: verifies up to `most` drafts of a request in a step. ConfigError for a drafter
         that DRAFTERS does not have."""

@@ -236,6 +236,9 @@ class Engine(EmbeddingCalls):
     def reload_weights(self, timeout: float = 600.0) -> None:
         self._core.operate(Operation.RELOAD_WEIGHTS, timeout)
 
+    def rebalance_experts(self, timeout: float = 600.0) -> None:
+        self._core.rebalance_experts(timeout)
+
     def start_profile(self) -> None:
         self._core.operate(Operation.START_PROFILE, PROFILE_TIMEOUT_S)
 

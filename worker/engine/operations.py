@@ -35,6 +35,8 @@ class Operations:
         self.on_operation: OnOperation = lambda operation: None
         """Called on every rank for each operation but SHUTDOWN, at the same step. It must end alike on all ranks: an
         AllspanError is raised for the caller of `request` and the loop goes on; anything else ends all ranks."""
+        self.rebalance: Callable[[float], None] = lambda timeout: None
+        """The leader's: places experts by their load, within `timeout` seconds."""
         self.weights_version, self.weights_loaded = 1, True
         self._changed = changed
         self._status = status

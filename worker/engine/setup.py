@@ -7,11 +7,14 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from allspan.kernels.ops import OpSet
-from allspan.protos.api.errors import ConfigError
+from allspan.kernels.packer import Packer
+from allspan.kernels.table import op_set
+from allspan.protos.api.errors import ConfigError, Unavailable
 from allspan.protos.api.wording import counted
 from allspan.protos.config.config_json import check, settled
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
@@ -22,10 +25,12 @@ from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
+from allspan.worker.load.expert_moves import ExpertMoves
 from allspan.worker.load.loader import Prepared, load_model
 from allspan.worker.load.score_head import ScoreHead
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.model import Model
+from allspan.worker.models.pieces import EP
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
 from allspan.worker.scheduler.limits import GroupLimits
@@ -107,7 +112,7 @@ def load_engine(
     pages = [tensor for cache in kv for tensor in (*cache.keys, *cache.values)]
     pages += [tensor for tier in host for tensor in tier.tensors]
     weights = Weights(loaded, model, cache, collectives, pages, await_others, steps)
-    core.operations.on_operation = _on_operation(core, loaded, weights, head)
+    _set_operations(core, model, loaded, weights, head, ops, collectives)
     return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
 
 
@@ -161,17 +166,52 @@ def ends_of(model: ModelConfig, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(sorted({*spec.eos_token_ids, *more}))
 
 
-def _on_operation(core: EngineCore, model: Model, weights: Weights, head: ScoreHead) -> Callable[[Operation], None]:
+def _packer_beside(ops: OpSet, holding: Holding) -> Packer:
+    """One that packs weights while the op set runs steps: by the same kernels, on a thread of its own."""
+    can_move = holding.shard.groups[EP].size > 1 and holding.memory == "panels"
+    return Packer(op_set(ops.name).runtime if can_move else None)
+
+
+def _set_operations(
+    core: EngineCore,
+    config: ModelConfig,
+    model: Model,
+    weights: Weights,
+    head: ScoreHead,
+    ops: OpSet,
+    collectives: Collectives,
+) -> None:
+    """Says what this rank does at operations of a plan."""
+    moves = ExpertMoves(model, config, collectives, weights.checkpoint, _packer_beside(ops, model.holding))
+    core.operations.on_operation = _on_operation(core, model, weights, head, moves)
+    core.operations.rebalance = partial(moves.rebalance, core.operate)
+
+
+def _on_operation(
+    core: EngineCore, model: Model, weights: Weights, head: ScoreHead, moves: ExpertMoves
+) -> Callable[[Operation], None]:
     """What a rank does at an operation of a plan."""
 
+    def unload() -> None:
+        moves.drop("the weights were unloaded while experts moved")
+        weights.unload()
+
+    def rebalance() -> None:
+        if not weights.is_loaded:
+            raise Unavailable("the weights are unloaded; reload them first (reload_weights)")
+        moves.begin()
+
     def reload() -> None:
+        moves.drop("the weights were read again while experts moved")
         weights.reload(core.loop_progress.beat)
         if core.is_leader:
             head.load()
 
     actions: dict[Operation, Callable[[], None]] = {
-        Operation.UNLOAD_WEIGHTS: weights.unload,
+        Operation.UNLOAD_WEIGHTS: unload,
         Operation.RELOAD_WEIGHTS: reload,
+        Operation.REBALANCE_EXPERTS: rebalance,
+        Operation.SWITCH_EXPERTS: moves.advance,
         Operation.START_PROFILE: model.start_profile,
         Operation.STOP_PROFILE: model.stop_profile,
     }

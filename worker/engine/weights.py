@@ -17,6 +17,7 @@ from allspan.worker.models.spec_json import difference as spec_difference
 from allspan.worker.parallel.base import Collectives, all_ranks
 from allspan.worker.process.release_memory import give_back, take_again
 from allspan.worker.step.backend import DeviceSteps
+from allspan.worker.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,13 @@ class Weights:
         if self._steps is not None:
             self._steps.capture()
         self.is_loaded = True
+
+    def checkpoint(self) -> Checkpoint:
+        """Opens what the weights were read from. Raises CheckpointError."""
+        weights = self._open()
+        if not isinstance(weights, loader.CheckpointWeights):
+            raise CheckpointError(f"{self._config.path}: is converted, and has slices of experts alone")
+        return weights.checkpoint
 
     def _give_back(self) -> None:
         if self._steps is not None:

@@ -222,9 +222,27 @@ class Holding:
             self._method(piece).load(shape, source, by_suffix, self.packer)
             return
         for place, expert in enumerate(self._held_experts(piece, piece.experts)):
-            self.fill_expert(piece, expert, checkpoint, {name: tensor[place] for name, tensor in by_suffix.items()})
+            self._fill_expert(piece, expert, checkpoint, {name: tensor[place] for name, tensor in by_suffix.items()})
 
-    def fill_expert(self, piece: Linear, expert: int, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    def expert_pieces(self, layer: int) -> tuple[Linear, ...]:
+        """The linear layers that every expert of a layer has."""
+        linears = (piece for piece in self.pieces if isinstance(piece, Linear) and piece.experts is not None)
+        return tuple(piece for piece in linears if piece.name.startswith(f"layers.{layer}."))
+
+    def read_expert(
+        self, piece: Linear, expert: int, checkpoint: Checkpoint, like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """This rank's part of one expert's layer, in new tensors like these, by canonical name."""
+        declared = self.tensors(piece)
+        read = {
+            name: torch.zeros(own.shape, dtype=own.dtype, device=self._place(declared[name], str(own.device)))
+            for name, own in like.items()
+        }
+        by_suffix = {name.removeprefix(piece.name + "."): tensor for name, tensor in read.items()}
+        self._fill_expert(piece, expert, checkpoint, by_suffix)
+        return read
+
+    def _fill_expert(self, piece: Linear, expert: int, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         """Reads this rank's part of one expert's layer into `tensors`, by suffix."""
         source = PieceSource(self.shard, self.weights, checkpoint, piece, expert)
         self.method.load(self.shape_of(piece), source, tensors, self.packer)

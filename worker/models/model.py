@@ -14,9 +14,11 @@ from allspan.protos.api.errors import InternalError
 from allspan.protos.api.expert_load import ExpertLoad
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
-from allspan.worker.models.blocks.moe import EXPERT_LOAD
+from allspan.worker.models.blocks.moe import EXPERT_LOAD, EXPERT_PLACES
 from allspan.worker.models.decoder import Decoder, build_decoder
 from allspan.worker.models.holding import Holding
+from allspan.worker.models.pieces import EP
+from allspan.worker.models.placement import Placement
 from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.step_meta import MetaContext
@@ -115,6 +117,12 @@ class Model:
         found = {layer: tuple(each.tolist()) for layer, each in zip(counters, tokens, strict=True)}
         placement = self.holding.placement
         return tuple(ExpertLoad(layer, own, placement(layer, len(own)).tokens(own)) for layer, own in found.items())
+
+    def place_experts(self, layer: int, placement: Placement) -> None:
+        """Routes tokens by another placement from the next step on; the weights must be there."""
+        table = self._constants[f"{EXPERT_PLACES}.{layer}"]
+        self.holding.placements[layer] = placement
+        table.copy_(placement.table(self.holding.shard.groups[EP].rank, len(table)))
 
     def bind_cache(self, *caches: KVCache) -> None:
         """Uses these pages from now on, one cache for each of this model's `cache_groups`."""

@@ -18,6 +18,8 @@ class Operation(enum.IntEnum):
     RELOAD_WEIGHTS = 3
     START_PROFILE = 4
     STOP_PROFILE = 5
+    REBALANCE_EXPERTS = 6
+    SWITCH_EXPERTS = 7
 
 
 @dataclass(frozen=True, slots=True)

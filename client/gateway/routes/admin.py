@@ -59,6 +59,7 @@ def _table(operator: _Operator) -> list[tuple[str, str, Act, str]]:
         ("POST", "/wake_up", operator.wake_up, "Loads the weights again and lets new requests in."),
         ("GET", "/is_sleeping", operator.is_sleeping, "Says whether the weights are unloaded."),
         ("POST", "/reset_prefix_cache", operator.reset_prefix_cache, "Forgets every cached page."),
+        ("POST", "/rebalance_experts", operator.rebalance_experts, "Spreads experts over the ranks by their load."),
         ("POST", "/start_profile", operator.start_profile, "Begins to time every op."),
         ("POST", "/stop_profile", operator.stop_profile, "Ends the timing of ops."),
         ("GET", "/profile", operator.profile, "Gives what each op took."),
@@ -118,6 +119,11 @@ class _Operator:
     async def reset_prefix_cache(self, request: Request) -> dict[str, Any]:
         await self._engine.acontrol("reset_prefix_cache")
         return {"status": "reset"}
+
+    async def rebalance_experts(self, request: Request) -> dict[str, Any]:
+        """Requests go on meanwhile; 504 after `timeout` seconds, when some layers have moved and others have not."""
+        await self._engine.acontrol("rebalance_experts", _seconds(request, WEIGHTS_S))
+        return {"status": "rebalanced"}
 
     async def start_profile(self, request: Request) -> dict[str, Any]:
         await self._engine.acontrol("start_profile")

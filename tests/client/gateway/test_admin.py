@@ -87,9 +87,14 @@ async def test_each_endpoint_asks_the_engine_for_its_operation() -> None:
         assert asked[3:] == [("unload_weights", 5), ("stop_model", 60), ("reload_weights", 600), ("start_model", 0)]
         assert asked[0] == ("stop_model", 7)
         asked.clear()
-        for name in ("reset_prefix_cache", "start_profile", "stop_profile"):
+        for name in ("reset_prefix_cache", "rebalance_experts", "start_profile", "stop_profile"):
             assert "status" in await operate(server, f"/{name}")
-        assert [name for name, _ in asked] == ["reset_prefix_cache", "start_profile", "stop_profile"]
+        assert [name for name, _ in asked] == [
+            "reset_prefix_cache",
+            "rebalance_experts",
+            "start_profile",
+            "stop_profile",
+        ]
         assert await operate(server, "/profile", "GET") == {"what": "profile"}
         for bad in ("-1", "nan", "1e9", "x"):
             status, message = await operate(server, f"/pause?timeout={bad}")

@@ -78,6 +78,7 @@ async def test_each_operation_reaches_the_core_with_its_time(leader: Rank, clien
     for operation in ("reset_prefix_cache", "unload_weights", "reload_weights", "start_profile", "stop_profile"):
         await client.stub.Control(pb.ControlRequest(operation=operation, timeout_s=7))
     await client.stub.Control(pb.ControlRequest(operation="start_profile"))
+    await client.stub.Control(pb.ControlRequest(operation="rebalance_experts", timeout_s=7))
     assert leader.core.calls == [
         "reset_prefix_cache",
         "UNLOAD_WEIGHTS 7",
@@ -85,6 +86,7 @@ async def test_each_operation_reaches_the_core_with_its_time(leader: Rank, clien
         "START_PROFILE 7",
         "STOP_PROFILE 7",
         "START_PROFILE 20",
+        "rebalance_experts 7",
     ]
     leader.core.rejection = CheckpointError("rank 1: /m/model.safetensors: truncated")
     request = pb.ControlRequest(operation="reload_weights", timeout_s=7)

@@ -1,0 +1,108 @@
+"""Experts that change ranks beside a model's steps: what a rank then holds is what it would have read at its start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allspan.kernels.packer import Packer
+from allspan.kernels.table import op_set
+from allspan.protos.api.errors import CheckpointError, Unavailable
+from allspan.protos.config.settings import CacheConfig, ModelConfig
+from allspan.worker.load.expert_moves import ExpertMoves
+from allspan.worker.load.loader import open_checkpoint, prepare
+from allspan.worker.models.model import Model
+from allspan.worker.weights.checkpoint import Checkpoint
+from support.threads import ThreadWorld
+from support.tiny_models import load_model, prefill, prompt, relative_error, save_tiny
+
+RANKS = 3
+IDS = prompt(60, 97)
+CACHE = CacheConfig(page_size=16)
+
+
+def settings(folder: Path, **more: Any) -> ModelConfig:
+    return ModelConfig(str(folder), "tiny", enable_expert_parallel=True, redundant_experts=3, **more)
+
+
+def on_ranks(config: ModelConfig, run: Callable[[Model, ExpertMoves], Any], fails_on: int = -1) -> list[Any]:
+    """What each rank makes of its model, which has run a prompt, and its moves."""
+    world = ThreadWorld(RANKS)
+
+    def one(rank: int) -> Any:
+        def opened() -> Checkpoint:
+            if rank == fails_on:
+                raise CheckpointError("the disk is gone")
+            return open_checkpoint(prepare(config, CACHE, rank, RANKS).source, "auto")
+
+        model = load_model(config, world.collectives[rank], op_set("cpu"), 60, 60, cache=CACHE)
+        packer = Packer(op_set("cpu").runtime)
+        return run(model, ExpertMoves(model, config, world.collectives[rank], opened, packer))
+
+    return world.run(one)
+
+
+def advance_all(moves: ExpertMoves) -> None:
+    deadline = time.monotonic() + 20
+    while moves.num_left:
+        moves.advance()
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_moved_experts_are_those_that_a_rank_with_this_placement_reads(quantization: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2_moe")
+    config = settings(tmp_path, quantization=quantization)
+
+    def run(model: Model, moves: ExpertMoves) -> Any:
+        (before,) = prefill(model, [IDS], 60)
+        was = dict(model.holding.placements)
+        busiest = [max(load.groups) for load in model.expert_loads()]
+        moves.begin()
+        advance_all(moves)
+        after = [max(load.groups) for load in model.expert_loads()]
+        assert all(now <= then for now, then in zip(after, busiest, strict=True))
+        assert sum(after) < sum(busiest)
+        assert model.holding.placements != was
+        checkpoint = open_checkpoint(prepare(config, CACHE, 0, RANKS).source, "auto")
+        for name, tensor in model.holding.read(checkpoint, "cpu").items():
+            assert torch.equal(tensor, model.weights[name]), name
+        (logits,) = prefill(model, [IDS], 60)
+        assert relative_error(logits, before) < 1e-5
+        moves.begin()  # by the second prompt's tokens, which are the first one's
+        assert moves.num_left == 0
+        return model.holding.placements
+
+    placements = on_ranks(config, run)
+    assert placements == [placements[0]] * RANKS
+
+
+def test_a_rank_that_cannot_read_leaves_every_rank_as_it_was(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2_moe")
+
+    def run(model: Model, moves: ExpertMoves) -> None:
+        (before,) = prefill(model, [IDS], 60)
+        was = dict(model.holding.placements)
+        moves.begin()
+        with pytest.raises(CheckpointError, match="rank 1 could not read experts"):
+            advance_all(moves)
+        assert moves.num_left == 0
+        assert model.holding.placements == was
+        assert torch.equal(prefill(model, [IDS], 60)[0], before)
+
+    on_ranks(settings(tmp_path), run, fails_on=1)
+
+
+def test_slices_of_every_expert_cannot_move(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2_moe")
+
+    def run(model: Model, moves: ExpertMoves) -> None:
+        with pytest.raises(Unavailable, match="start with --enable-expert-parallel"):
+            moves.begin()
+
+    on_ranks(ModelConfig(str(tmp_path), "tiny"), run)

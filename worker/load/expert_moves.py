@@ -1,0 +1,197 @@
+"""ExpertMoves: experts change ranks while the model serves, a layer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.packer import Packer
+from allspan.protos.api.errors import CheckpointError, DeadlineExceeded, Unavailable
+from allspan.protos.config.settings import ModelConfig
+from allspan.worker.load.expert_placements import mixtures
+from allspan.worker.models.model import Model
+from allspan.worker.models.pieces import EP
+from allspan.worker.models.placement import Placement, balanced
+from allspan.worker.parallel.base import Collectives, all_ranks
+from allspan.worker.scheduler.plan import Operation
+from allspan.worker.weights.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+LEAST_GAIN = 0.02
+"""A layer whose busiest group of ranks would lose a smaller share of its tokens stays as it is."""
+POLL_S = 0.05
+_WAITS, _READY, _FAILED = range(3)
+
+Staged = list[tuple[Tensor, Tensor]]
+"""Where a tensor of an expert goes, and what goes there."""
+
+
+class ExpertMoves:
+    """Every rank's step loop calls `begin` and `advance` at the same step, between two of them; the leader calls
+    `rebalance`, which has that done, from another thread.
+
+    Between these steps a thread of each rank reads the weights that its places are to hold, into memory of their own.
+    A layer switches at one step, once all ranks have read theirs. So no step waits for a file, and a rank that dies
+    meanwhile ends the world as at any other time: the next one places experts as its configuration says.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        collectives: Collectives,
+        open_weights: Callable[[], Checkpoint],
+        packer: Packer,
+    ) -> None:
+        """`open_weights` opens what the weights were read from; `packer` must not be the one of the steps."""
+        self._model, self._config, self._collectives = model, config, collectives
+        self._open, self._holding = open_weights, replace(model.holding, packer=packer)
+        self._before: dict[int, tuple[int, ...]] = {}
+        self._checkpoint = open_weights
+        self._queue: deque[tuple[int, Placement]] = deque()
+        self._staging: Future[Staged] | None = None
+        self._dropped = threading.Event()
+        self._reader = ThreadPoolExecutor(1, "experts")
+        self._one_call = threading.Lock()
+        self.num_left, self._failure = 0, ""
+
+    def rebalance(self, operate: Callable[[Operation, float], None], timeout: float) -> None:
+        """Leader: places experts by the tokens since the last call. Returns once all layers have switched. Raises
+        DeadlineExceeded after `timeout` seconds, with some layers switched and others not, Unavailable without ranks
+        that have experts of their own, and what `operate` raises."""
+        deadline = time.monotonic() + timeout
+
+        def left() -> float:
+            if (seconds := deadline - time.monotonic()) <= 0:
+                raise DeadlineExceeded(f"experts have not all moved within {timeout:g} s; call again to go on")
+            return seconds
+
+        with self._one_call:
+            operate(Operation.REBALANCE_EXPERTS, left())
+            while self.num_left:
+                staging, before = self._staging, self.num_left
+                if staging is not None:
+                    with contextlib.suppress(Exception):  # every rank hears of it at the next step
+                        staging.result(left())
+                operate(Operation.SWITCH_EXPERTS, left())
+                if self.num_left == before:
+                    time.sleep(min(POLL_S, left()))
+            if self._failure:
+                raise Unavailable(self._failure)
+
+    def begin(self) -> None:
+        """Chooses the placements, and begins to read. Raises, alike on every rank, Unavailable."""
+        self.drop("")
+        groups = self._model.holding.shard.groups[EP].size
+        if groups == 1:
+            raise Unavailable("no rank has experts of its own to exchange: start with --enable-expert-parallel")
+        chosen = self._choose(groups)
+        digest = zlib.crc32(repr(chosen).encode()) & 0x7FFFFFFF
+        told = self._gather([len(chosen), digest]).view(-1, self._collectives.size, 2)  # of each stage's ranks
+        if (told != told[:, :1]).any():
+            raise Unavailable("the ranks have counted the tokens of experts differently: nothing has moved")
+        self._checkpoint = functools.cache(self._open)
+        self._queue.extend(chosen)
+        self._stage()
+        self.num_left = int(told[:, :, 0].max())
+
+    def advance(self) -> None:
+        """Switches the next layer, if all ranks have read it. Raises, alike on every rank, CheckpointError."""
+        staging = self._staging
+        state = _READY if staging is None else _state_of(staging)
+        told = self._gather([state, len(self._queue)])
+        states = told[:, 0].tolist()
+        if _FAILED in states:
+            self.drop("")
+            raise CheckpointError(
+                f"rank {states.index(_FAILED)} could not read experts, its log says why; none move now"
+            )
+        if _WAITS in states:
+            return
+        if staging is not None:
+            layer, placement = self._queue.popleft()
+            for target, staged in staging.result():
+                target.copy_(staged)
+            self._model.place_experts(layer, placement)
+            self._stage()
+        self.num_left = max(0, int(told[:, 1].max()) - 1)
+
+    def drop(self, why: str) -> None:
+        """Gives up what is not switched yet; `rebalance` raises Unavailable if there is a reason."""
+        self._dropped.set()
+        self._dropped = threading.Event()
+        self._queue.clear()
+        self._failure = why if self.num_left else ""
+        self._staging, self.num_left = None, 0
+
+    def _choose(self, groups: int) -> list[tuple[int, Placement]]:
+        """The layers that gain from another placement, and theirs: the same on all ranks that share the layers, which
+        have counted the same tokens."""
+        chosen: list[tuple[int, Placement]] = []
+        for load in self._model.expert_loads():
+            since = [now - old for now, old in zip(load.tokens, self._before.get(load.layer, load.tokens), strict=True)]
+            tokens = since if any(since) else list(load.tokens)
+            self._before[load.layer] = load.tokens
+            now = self._holding.placement(load.layer, len(tokens))
+            new = self._balanced(load.layer, tokens, groups).moved_from(now)
+            if max(new.tokens(tokens)) < (1 - LEAST_GAIN) * max(now.tokens(tokens)):
+                chosen.append((load.layer, new))
+        return chosen
+
+    def _balanced(self, layer: int, tokens: Sequence[int], groups: int) -> Placement:
+        expert_groups = mixtures(self._holding.spec)[layer].router.groups
+        return balanced(tokens, groups, self._config.redundant_experts, self._config.expert_nodes, expert_groups)
+
+    def _stage(self) -> None:
+        """Begins to read what the next layer's new places hold."""
+        self._staging = None
+        if self._queue:
+            self._staging = self._reader.submit(self._read, *self._queue[0], self._checkpoint, self._dropped)
+
+    def _read(
+        self, layer: int, placement: Placement, opened: Callable[[], Checkpoint], dropped: threading.Event
+    ) -> Staged:
+        with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        holding, group = self._holding, self._holding.shard.groups[EP].rank
+        held = holding.placement(layer, len(placement.copies)).groups[group]
+        places = [place for place, expert in enumerate(placement.groups[group]) if held[place] != expert]
+        staged: Staged = []
+        for piece in holding.expert_pieces(layer) if places else ():
+            for place in places:
+                if dropped.is_set():
+                    return []
+                weights = {name: self._model.weights[name][place] for name in holding.tensors(piece)}
+                read = holding.read_expert(piece, placement.groups[group][place], opened(), weights)
+                staged += [(weights[name], tensor) for name, tensor in read.items()]
+            opened().release()
+        return staged
+
+    def _gather(self, values: Sequence[int]) -> Tensor:
+        """int32 [ranks of all stages, values]."""
+        world = all_ranks(self._collectives)
+        everyone = torch.empty((world.size, len(values)), dtype=torch.int32)
+        world.all_gather_rows(torch.tensor([list(values)], dtype=torch.int32), everyone)
+        return everyone
+
+
+def _state_of(staging: Future[Staged]) -> int:
+    if not staging.done():
+        return _WAITS
+    if (error := staging.exception()) is None:
+        return _READY
+    logger.error("experts cannot be moved to this rank: %s", error, exc_info=error)
+    return _FAILED
