@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     cost = link_cost(plan, build(LinkConfig, namespace))
     plan |= {"link": asdict(cost) | {"tensor_pays": cost.tensor_pays} if cost else None}
     step = decode_step(plan)
-    plan |= {"decode_step": asdict(step), "advice": advice(plan)}
+    plan |= {"decode_step": asdict(step), "floor_tokens_per_s": step.floor_tokens_per_s, "advice": advice(plan)}
     print(json.dumps(plan) if namespace.json else table(plan, cost))
     return 1 if plan["refusal"] else 0
 
@@ -128,8 +128,8 @@ def table(plan: dict[str, Any], cost: LinkCost | None = None) -> str:
         f"{plan['model_name']} ({plan['model_path']})",
         f"  {plan['placement']}; weights as {plan['dtype'] if quantization == 'none' else quantization}",
         "",
-        f"{column}  {'rank':>4}  {'node':>4}  {'threads':>7}  {'weights':>12}  {'KV cache':>12}  {'host tier':>12}"
-        f"  {'sum':>12}  processors",
+        f"{column}  {'rank':>4}  {'node':>4}  {'threads':>7}  {'weights':>12}  {'a token':>12}"
+        f"  {'KV cache':>12}  {'host tier':>12}  {'sum':>12}  processors",
     ]
     for index, (node, threads) in enumerate(zip(plan["nodes"], plan["threads"], strict=True)):
         replica, place = divmod(index, len(plan["ranks"]))
@@ -139,7 +139,8 @@ def table(plan: dict[str, Any], cost: LinkCost | None = None) -> str:
         where = "-" if node is None else node
         lines.append(
             f"{column}  {rank['rank']:>4}  {where:>4}  {threads:>7}"
-            f"  {size(weights):>12}  {size(cache):>12}  {size(tier):>12}  {size(weights + cache + tier):>12}"
+            f"  {size(weights):>12}  {size(rank['token_bytes']):>12}"
+            f"  {size(cache):>12}  {size(tier):>12}  {size(weights + cache + tier):>12}"
             f"  {ranges(plan['cpus'][index]) or 'not pinned'}{_layers(rank) if plan['stages'] > 1 else ''}"
         )
     gpus = [f"{gpu['index']} ({gpu['name']})" for gpu in plan["gpus"]]
@@ -154,8 +155,10 @@ def table(plan: dict[str, Any], cost: LinkCost | None = None) -> str:
         f"({counted(plan['host_pages'], 'page')})",
         f"  context of a request       {plan['max_model_len']:,} tokens",
         f"  largest context that fits  {plan['largest_model_len']:,} tokens",
+        f"  parameters                 {plan['parameters']:,}{_active(plan)}",
+        f"  a decode step, estimated   {formula(DecodeStep(**plan['decode_step']))}",
+        f"  one request, by bytes      at most {plan['floor_tokens_per_s']:,.1f} tokens/s, if reading were all",
     ]
-    lines.append(f"  a decode step, estimated   {formula(DecodeStep(**plan['decode_step']))}")
     lines += _hosts(plan, cost)
     lines += [f"  warning: {words}" for words in plan["advice"]]
     if plan["refusal"]:
@@ -172,6 +175,12 @@ def _hosts(plan: dict[str, Any], cost: LinkCost | None) -> list[str]:
         ranks = ", ".join(str(plan["ranks"].index(rank)) for rank in mine)
         lines.append(f"  {f'host {name}':<25}  ranks {ranks}: {size(takes)} of {size(available)} available")
     return [*lines, *(f"  over the link: {words}" for words in cost.lines())] if cost else lines
+
+
+def _active(plan: dict[str, Any]) -> str:
+    """Returns what `parameters` is followed by for a mixture of experts."""
+    active = plan["active_parameters"]
+    return f", of which a token uses {active:,}" if active < plan["parameters"] else ""
 
 
 def _layers(rank: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
 """Estimates whether ranks that share a model decode faster than replicas would: a rough formula, stated with its
 figures.
 
-A decode step reads a rank's weights once and has two all-reduces a layer (and one for the embedding):
+A decode step reads a rank's weights once, of experts those that the token goes to, and has two all-reduces a layer (and
+one for the embedding):
 
-    step = weights of the heaviest rank / bandwidth of a rank + (2 · layers + 1) · all-reduce
+    step = weights read by the busiest rank / bandwidth of a rank + (2 · layers + 1) · all-reduce
 
 The stages of a pipeline read one after the other, and each sums its own layers' parts. Over several hosts an all-reduce
 takes its messages over the link as well, and so does each hand-over between stages on different hosts.
@@ -24,8 +25,9 @@ NODE_BYTES_PER_S = 150e9
 """Memory bandwidth of all threads of a NUMA node together, in bytes per second."""
 ALL_REDUCE_S = 8e-6
 """Seconds of an all-reduce of a row or a few, through a window of shared memory."""
-GPU_BYTES_PER_S = 3.5e12
-"""Memory bandwidth of a GPU with HBM3e, in bytes per second; an H100 or A100 has two thirds or half of it."""
+GPU_BYTES_PER_S = 4.25e12
+"""Memory bandwidth of an H200, in bytes per second, as a copy reaches it; an H100 or A100 has two thirds or 0.4 of
+it."""
 GPU_ALL_REDUCE_S = 5e-6
 """Seconds of an all-reduce of a row or a few over NVLink, with the residual stream and its norm."""
 SIZEABLE = 0.15
@@ -48,6 +50,11 @@ class DecodeStep:
         return self.read_s + self.all_reduce_s + self.hand_over_s
 
     @property
+    def floor_tokens_per_s(self) -> float:
+        """Returns the tokens per second of one request if a step did nothing but read weights."""
+        return 1 / self.read_s if self.read_s else 0.0
+
+    @property
     def all_reduce_share(self) -> float:
         return self.all_reduce_s / self.step_s
 
@@ -55,20 +62,21 @@ class DecodeStep:
 def decode_step(plan: Mapping[str, Any]) -> DecodeStep:
     """Estimates the decode step of a plan, in the form that `allspan plan --json` prints, for its first replica; over
     hosts by the plan's `link`."""
-    weights = [rank["weight_bytes"] for rank in plan["ranks"]]
+    weights = [rank["busiest_token_bytes"] for rank in plan["ranks"]]
+    whole = sum(rank["token_bytes"] for rank in plan["ranks"])
     stages, nodes, threads = plan.get("stages", 1), plan["nodes"], plan["threads"][0]
     count = len(weights) // stages
     heaviest = sum(max(weights[first : first + count]) for first in range(0, len(weights), count))
     reduces = 2 * plan["model"]["num_layers"] + 1 if count > 1 else 0
     sum_s, hand_over_s = _over_link(plan, count)
     if plan["gpus"]:
-        read_s, alone_s = heaviest / GPU_BYTES_PER_S, sum(weights) / GPU_BYTES_PER_S
+        read_s, alone_s = heaviest / GPU_BYTES_PER_S, whole / GPU_BYTES_PER_S
         return DecodeStep(read_s, reduces * (GPU_ALL_REDUCE_S + sum_s), alone_s, True, hand_over_s)
     places = list(zip(plan.get("hosts") or [""] * count, nodes, strict=False))[:count]
     on_node = max(places.count(place) for place in places)
     together = min(NODE_BYTES_PER_S, on_node * threads * THREAD_BYTES_PER_S)
     reduces_s = reduces * ((ALL_REDUCE_S if on_node > 1 or not sum_s else 0.0) + sum_s)
-    return DecodeStep(heaviest * on_node / together, reduces_s, sum(weights) / together, hand_over_s=hand_over_s)
+    return DecodeStep(heaviest * on_node / together, reduces_s, whole / together, hand_over_s=hand_over_s)
 
 
 def _over_link(plan: Mapping[str, Any], count: int) -> tuple[float, float]:

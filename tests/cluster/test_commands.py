@@ -82,6 +82,9 @@ def test_plan_tells_what_the_ranks_would_hold(tiny: Path, ranks: int) -> None:
     plan = json.loads(run.stdout)
     assert [rank["rank"] for rank in plan["ranks"]] == [*range(ranks)]
     assert all(rank["weight_bytes"] > 0 and rank["kv_bytes"] > 0 for rank in plan["ranks"])
+    assert all(0 < rank["token_bytes"] <= rank["weight_bytes"] for rank in plan["ranks"])
+    assert plan["parameters"] == plan["active_parameters"]
+    assert plan["floor_tokens_per_s"] > 0
     assert plan["max_model_len"] == plan["largest_model_len"] == 256
 
 

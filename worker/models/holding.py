@@ -58,6 +58,8 @@ class Holding:
     is missing has its experts in the order of their numbers."""
     delta: LinearDelta | None = None
     """What is added to products of linear layers."""
+    expert_kinds: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `_kind` has found of tensors that many experts have."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -99,8 +101,10 @@ class Holding:
             return ""
         if not isinstance(piece, Linear) or piece.experts is None:
             return self.stored[self.weights.foreign(name, naming)]
-        foreign = self.weights.of_experts(name, naming, piece.experts.count)
-        return joint_kind([self.stored.get(each, "") for each in foreign])
+        if name not in self.expert_kinds:
+            foreign = self.weights.of_experts(name, naming, piece.experts.count)
+            self.expert_kinds[name] = joint_kind([self.stored.get(each, "") for each in foreign])
+        return self.expert_kinds[name]
 
     def placement(self, layer: int, num_experts: int) -> Placement:
         """Which groups of ranks hold which of a layer's experts."""

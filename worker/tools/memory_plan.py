@@ -40,6 +40,7 @@ from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.spec_json import spec_json
 from allspan.worker.program.program import Rows, buffer_bytes
 from allspan.worker.step.buffer_sizes import most_logits_rows
+from allspan.worker.tools.token_bytes import count_parameters, token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class RankMemory:
     step_bytes: int = 0
     layers: tuple[int, int] = (0, 0)
     """Its first layer and its last + 1."""
+    token_bytes: int = 0
+    busiest_token_bytes: int = 0
+    """What a decode step of one token reads of the weights: `allspan.worker.tools.token_bytes.TokenBytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,9 @@ class MemoryPlan:
     ranks: tuple[RankMemory, ...]
     stages: int = 1
     """Equally many ranks hold each stage's layers."""
+    parameters: int = 0
+    active_parameters: int = 0
+    """The parameters that a token uses."""
 
 
 def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_node: int) -> MemoryPlan:
@@ -114,6 +121,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     host_pages = tiered // widest
     if tiered and not host_pages:
         refusal = refusal or f"host_kv_cache_bytes is {tiered}, must be at least a page's ({widest} bytes), or 0"
+    numbers = count_parameters(first.source.spec)
     return MemoryPlan(
         model=_described(first.source.spec),
         dtype=str(first.holding.dtype).removeprefix("torch."),
@@ -126,21 +134,10 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
         host_pages=host_pages,
         available_bytes=available.available,
         refusal=refusal,
-        ranks=tuple(
-            RankMemory(
-                rank=rank,
-                weight_bytes=each.weight_bytes,
-                kv_bytes_per_page=page_bytes[rank],
-                kv_bytes=sum(
-                    group.spec.bytes_per_page * count for group, count in zip(each.cache_groups, counts, strict=True)
-                ),
-                host_kv_bytes=page_bytes[rank] * host_pages,
-                step_bytes=step_bytes(each, config),
-                layers=_layers(each),
-            )
-            for rank, each in enumerate(prepared)
-        ),
+        ranks=tuple(_rank_memory(rank, each, config, counts, host_pages) for rank, each in enumerate(prepared)),
         stages=config.parallel.pipeline_parallel_size,
+        parameters=numbers.total,
+        active_parameters=numbers.active,
     )
 
 
@@ -154,6 +151,24 @@ def _prepared(config: WorkerConfig, num_ranks: int) -> list[Prepared]:
         for stage in range(stages)
         for number in range(width)
     ]
+
+
+def _rank_memory(
+    rank: int, prepared: Prepared, config: WorkerConfig, pages: Sequence[int], host_pages: int
+) -> RankMemory:
+    """`pages` of each cache group."""
+    page_bytes, read = [group.spec.bytes_per_page for group in prepared.cache_groups], token_bytes(prepared.holding)
+    return RankMemory(
+        rank=rank,
+        weight_bytes=prepared.weight_bytes,
+        kv_bytes_per_page=sum(page_bytes),
+        kv_bytes=sum(each * count for each, count in zip(page_bytes, pages, strict=True)),
+        host_kv_bytes=sum(page_bytes) * host_pages,
+        step_bytes=step_bytes(prepared, config),
+        layers=_layers(prepared),
+        token_bytes=read.mean,
+        busiest_token_bytes=read.busiest,
+    )
 
 
 def _layers(prepared: Prepared) -> tuple[int, int]:

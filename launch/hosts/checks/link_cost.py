@@ -86,7 +86,7 @@ def link_cost(plan: Mapping[str, Any], link: LinkConfig) -> LinkCost | None:
         return None
     model = plan["model"]
     bandwidth = min(_bandwidth(plan, name) for name in names)
-    weights = sum(rank["weight_bytes"] for rank in plan["ranks"])
+    weights = sum(rank["token_bytes"] for rank in plan["ranks"])
     message_s = link.link_latency_us / 1e6 + model["hidden_size"] * ROW_BYTES * 8 / (link.link_gbits * 1e9)
     rounds = (len(names) - 1).bit_length()
     return LinkCost(

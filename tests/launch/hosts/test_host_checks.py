@@ -94,7 +94,7 @@ def test_a_host_that_hangs_is_given_up_with_all_that_was_started() -> None:
 def cost(weights: int, latency_us: float = 25.0) -> LinkCost:
     """Two hosts of 150 GB/s, the shape of Llama-3-8B."""
     plan = {"hosts": ["a", "b"], "nodes": [0, 0], "threads": [32, 32], "gpus": []}
-    plan |= {"ranks": [{"weight_bytes": weights // 2}] * 2, "model": {"num_layers": 32, "hidden_size": 4096}}
+    plan |= {"ranks": [{"token_bytes": weights // 2}] * 2, "model": {"num_layers": 32, "hidden_size": 4096}}
     found = link_cost(plan, LinkConfig(link_latency_us=latency_us))
     assert found is not None
     return found

@@ -20,7 +20,7 @@ from allspan.launch.placement.estimate import (
 
 def plan(weights: list[int], nodes: list[int], threads: int = 1, heads: tuple[int, int] = (16, 8)) -> dict[str, Any]:
     return {
-        "ranks": [{"weight_bytes": each} for each in weights],
+        "ranks": [{"token_bytes": each, "busiest_token_bytes": each} for each in weights],
         "nodes": nodes,
         "threads": [threads] * len(nodes),
         "replicas": 1,
@@ -35,6 +35,15 @@ def test_a_step_reads_the_heaviest_rank_and_reduces_twice_a_layer() -> None:
     assert step.all_reduce_s == pytest.approx(61 * ALL_REDUCE_S)
     assert step.alone_s == pytest.approx(18e9 / THREAD_BYTES_PER_S)
     assert "1000.49 ms = 1000.00 ms to read the weights" in formula(step)
+
+
+def test_a_step_reads_what_the_busiest_rank_reads_and_alone_what_all_do() -> None:
+    """Of a mixture of experts: two ranks with whole experts, of which a token's mostly lie on one."""
+    ranks = [{"weight_bytes": 9 * 10**9, "token_bytes": 10**9, "busiest_token_bytes": 1.2 * 10**9}] * 2
+    step = decode_step(plan([0, 0], [0, 1]) | {"ranks": ranks})
+    assert step.read_s == pytest.approx(1.2e9 / THREAD_BYTES_PER_S)
+    assert step.floor_tokens_per_s == pytest.approx(10.0)
+    assert step.alone_s == pytest.approx(2e9 / THREAD_BYTES_PER_S)
 
 
 def test_sums_and_hand_overs_between_hosts_take_the_links_time() -> None:
@@ -84,5 +93,5 @@ def test_gpus_read_with_bandwidth_of_their_own() -> None:
     assert step.read_s == pytest.approx(7e9 / GPU_BYTES_PER_S)
     assert step.alone_s == pytest.approx(2 * step.read_s)
     assert step.all_reduce_s == pytest.approx(61 * GPU_ALL_REDUCE_S)
-    assert "3500 GB/s per GPU" in formula(step)
+    assert "4250 GB/s per GPU" in formula(step)
     assert not [words for words in advice(on_gpus) if "bandwidth" in words]
