@@ -1,7 +1,7 @@
 """Products of many rows with weights of experts, on Hopper: see grouped_sm90.cu.
 
-Weights of 16 bits are multiplied as they are, quantised ones are dequantised to x's type before, some experts at a
-time. Sums are float32.
+Weights of 16 bits are multiplied as they are; those of fp8, too, and x becomes e4m3, with a scale a row. Others are
+dequantised to x's type before, some experts at a time. Sums are float32, those of e4m3 as the tensor cores have them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from torch.nn import functional
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch, tensor_map
 from allspan.kernels.cuda.linear.call import is_float
 from allspan.kernels.cuda.linear.dequantise import dequantised
+from allspan.kernels.cuda.linear.quantise_input import quantise_rows
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import FLOATS
 
 CAPABILITY = (9, 0)
 
-LEAST_SLOTS, LEAST_SLOTS_QUANTISED = 4, 32
-"""Slots a place from which on this is faster than the kernel that streams weights; quantised weights are read, written
-and read again. µs on one H200, 128 places of 768 columns with 2,048 inputs, the gated product, streaming against this:
-bfloat16 with 4 slots a place 263 against 239, with 8 374 against 252, with 64 1,025 against 254; uint4 with 16 294
+LEAST_SLOTS, LEAST_SLOTS_DEQUANTISED = 4, 32
+"""Slots a place from which on this is faster than the kernel that streams weights; those that are dequantised are read,
+written and read again. µs on one H200, 128 places of 768 columns with 2,048 inputs, the gated product, streaming against this:
+bfloat16 with 4 slots a place 263 against 239, with 8 374 against 252, with 64 1,025 against 254; fp8 with 8 372 against 191; uint4 with 16 294
 against 588, with 32 630 against 588, with 64 1,100 against 589."""
 
 _ROWS, _ACROSS, _STAGES, _THREADS = 128, 256, 4, 384
 _SHARED = 1024 - 128 + _STAGES * 3 * 128 * 128 + 8 * 2048 + 2 * _STAGES * 8
 _MOST_PLACES = 1024
+_AS_THEY_ARE = (*FLOATS, "fp8")
+"""Formats of weights that are multiplied as they are."""
 _MOST_SCRATCH = 1 << 29
 """Bytes of dequantised weights at a time."""
 _PRODUCT = struct.Struct("=2q10i")
@@ -65,7 +68,7 @@ def takes(call: Grouped) -> bool:
 
 def pays(slots: Tensor, weight: Tensor, spec: PackedSpec) -> bool:
     """Whether `multiply` is faster than the kernel that streams weights; `slots` has a row for each."""
-    least = LEAST_SLOTS_QUANTISED if spec.kind.is_quantised else LEAST_SLOTS
+    least = LEAST_SLOTS if spec.format in _AS_THEY_ARE else LEAST_SLOTS_DEQUANTISED
     return len(slots) >= least * len(weight) and gpu(weight.device).capability == CAPABILITY
 
 
@@ -83,10 +86,12 @@ def fits(call: Grouped) -> bool:
 
 def multiply(call: Grouped) -> None:
     """Writes the products of all slots that have a place."""
-    x = _padded(call.x, call.spec)
-    if call.spec.format in FLOATS:
-        matrices = call.weight.view(FLOATS[call.spec.format]).view(len(call.weight), call.spec.features, -1)
-        _launch(replace(call, x=x), matrices)
+    x, spec = _padded(call.x, call.spec), call.spec
+    if spec.format in _AS_THEY_ARE:
+        codes, scales = x, None
+        if spec.format == "fp8":
+            codes, scales, _ = quantise_rows(x, spec, torch.float8_e4m3fn)
+        _launch(replace(call, x=codes), _matrices(call.weight, spec, codes.dtype), scales)
         return
     each = max(1, _MOST_SCRATCH // (call.spec.features * call.spec.depth * x.element_size()))
     for first in range(0, len(call.weight), each):
@@ -97,20 +102,27 @@ def multiply(call: Grouped) -> None:
         _launch(replace(call, x=x, weight=call.weight[some], bias=bias, routing=routing), matrices)
 
 
-def _launch(call: Grouped, matrices: Tensor) -> None:
-    """matrices [places, features, depth]."""
+def _matrices(weight: Tensor, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
+    """Returns the codes [places, features, depth]: a view."""
+    place_bytes, depth = spec.shape[0] * spec.shape[1], spec.depth
+    sizes, strides = (len(weight), spec.features, depth), (place_bytes // dtype.itemsize, depth, 1)
+    return weight.view(-1).view(dtype).as_strided(sizes, strides)
+
+
+def _launch(call: Grouped, matrices: Tensor, scales: Tensor | None = None) -> None:
+    """matrices [places, features, depth] of x's type; scales float32 of the rows of x."""
     x, routing, out, spec = call.x, call.routing, call.out, call.spec
     top_k, places = routing.places.shape[1], len(matrices)
     outputs = spec.features if call.activation is None else spec.features // 2
     depth_bytes = matrices.shape[2] * matrices.element_size()
     row_chunks = x.stride(0) * x.element_size() // 16
     product = _PRODUCT.pack(
-        0, 0, places, top_k, top_k if call.has_own_rows else 1, spec.features, outputs, -(-depth_bytes // 128),
+        spec.shape[0] * spec.shape[1], spec.features * spec.depth, places, top_k, top_k if call.has_own_rows else 1, spec.features, outputs, -(-depth_bytes // 128),
         row_chunks, row_chunks, out.stride(0), call.activation or 0,
     )  # fmt: skip
     blocks = min(gpu(x.device).multiprocessors, _most_tiles(call.slots, places, outputs))
     arguments = (
-        tensor_map(matrices, 128), call.weight, x, None, call.bias, routing.starts, routing.slots, out, product,
+        tensor_map(matrices, 128), call.weight, x, scales, call.bias, routing.starts, routing.slots, out, product,
     )  # fmt: skip
     shared = _SHARED + 2 * 4 * (places + 1)
     launch(_kernel(x.dtype, call.activation is not None, out.dtype), (blocks,), _THREADS, arguments, shared, True)
@@ -133,9 +145,9 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         for dtype in HALVES:
             for is_gated, out in itertools.product((False, True), (dtype, torch.float32)):
                 if not (is_gated and out is torch.float32):
-                    yield _kernel(dtype, is_gated, out)
+                    yield from (_kernel(inputs, is_gated, out) for inputs in (dtype, torch.float8_e4m3fn))
 
 
 def _kernel(inputs: torch.dtype, is_gated: bool, out: torch.dtype) -> Kernel:
-    macros = {"GATED": int(is_gated), "OUT_FLOATS": int(out is torch.float32), **element_macro(inputs)}
-    return kernel("moe/grouped_sm90.cu", "grouped_sm90", E4M3=0, **macros)
+    macros = {"GATED": int(is_gated), "OUT_FLOATS": int(out is torch.float32), **element_macro(inputs, out)}
+    return kernel("moe/grouped_sm90.cu", "grouped_sm90", E4M3=int(inputs is torch.float8_e4m3fn), **macros)

@@ -1,4 +1,5 @@
-"""The choice of experts and the sort by place, on a GPU: route.cu. One kernel up to `MOST_FUSED` rows, else two."""
+"""The choice of experts and the sort by place, on a GPU: route.cu. One kernel up to `MOST_FUSED` rows, else two or,
+with many slots, three."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import Kernel, kernel, launch
+from allspan.kernels.cuda.moe.sort import sort_slots
 from allspan.kernels.cuda.rows.arguments import check
 from allspan.kernels.ops import Routing
 from allspan.kernels.router_spec import GROUP_SCORES, SCORES, RouterSpec
@@ -19,6 +21,8 @@ LEAST_CAPABILITY = (7, 5)
 
 MOST_FUSED = 128
 """Rows for which one block chooses as fast as several would."""
+_LEAST_SHARED = 4096
+"""Slots from which on several blocks sort them."""
 _MOST_CHOICES, _MOST_GROUPS, _WARPS = 64, 32, 32
 _EACH = (1, 2, 4, 8, 16)
 """Logits of a lane."""
@@ -68,6 +72,9 @@ def route(
         return
     launch(_kernel("choose", each), (-(-n // 8),), 256, given, 8 * held, is_early=True)
     sizes = np.int32(total), np.int32(num_places)
+    if total >= _LEAST_SHARED:
+        sort_slots(routing)
+        return
     arguments = (routing.places, *sizes, *sorted_into)
     launch(_kernel("sort", each), (1,), 32 * _WARPS, arguments, counts, is_early=True)
 

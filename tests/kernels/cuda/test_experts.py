@@ -75,6 +75,17 @@ def test_choices_and_weights_are_those_of_float64(name: str, device: str) -> Non
         assert_sorted(routing)
 
 
+@pytest.mark.parametrize("places", [3, 130, 300])
+def test_many_slots_are_sorted_by_several_blocks(places: int, device: str) -> None:
+    spec = RouterSpec(2)
+    for rows in (2048, 2600):
+        logits = torch.randn(rows, places + 1, generator=torch.Generator().manual_seed(rows))
+        logits[: rows // 2, places - 1] += 20
+        where = everywhere(places + 1)
+        where[0, places] = -1
+        assert_sorted(routed(logits, spec, None, where, device))
+
+
 def test_ties_biases_groups_and_nans(device: str) -> None:
     logits = torch.zeros(4, EXPERTS)
     logits[1, 7:] = 1.0
