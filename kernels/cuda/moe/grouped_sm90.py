@@ -27,8 +27,9 @@ CAPABILITY = (9, 0)
 
 LEAST_SLOTS, LEAST_SLOTS_DEQUANTISED = 4, 32
 """Slots a place from which on this is faster than the kernel that streams weights; those that are dequantised are read,
-written and read again. µs on one H200, 128 places of 768 columns with 2,048 inputs, the gated product, streaming against this:
-bfloat16 with 4 slots a place 263 against 239, with 8 374 against 252, with 64 1,025 against 254; fp8 with 8 372 against 191; uint4 with 16 294
+written and read again. µs on one H200, 128 places of 768 columns with 2,048 inputs, the gated product, streaming
+against this: bfloat16 with 4 slots a place 263 against 239, with 8 374 against 252, with 64 1,025 against 254; fp8 with
+8 372 against 191; uint4 with 16 294
 against 588, with 32 630 against 588, with 64 1,100 against 589."""
 
 _ROWS, _ACROSS, _STAGES, _THREADS = 128, 256, 4, 384
@@ -117,7 +118,8 @@ def _launch(call: Grouped, matrices: Tensor, scales: Tensor | None = None) -> No
     depth_bytes = matrices.shape[2] * matrices.element_size()
     row_chunks = x.stride(0) * x.element_size() // 16
     product = _PRODUCT.pack(
-        spec.shape[0] * spec.shape[1], spec.features * spec.depth, places, top_k, top_k if call.has_own_rows else 1, spec.features, outputs, -(-depth_bytes // 128),
+        spec.shape[0] * spec.shape[1], spec.features * spec.depth, places,
+        top_k, top_k if call.has_own_rows else 1, spec.features, outputs, -(-depth_bytes // 128),
         row_chunks, row_chunks, out.stride(0), call.activation or 0,
     )  # fmt: skip
     blocks = min(gpu(x.device).multiprocessors, _most_tiles(call.slots, places, outputs))
