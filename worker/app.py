@@ -37,6 +37,7 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.backend.table import open_backend
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import LoadedEngine, load_engine
+from allspan.worker.load.expert_moves import rebalance_regularly
 from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.world import World, join_world
@@ -120,6 +121,10 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
     stop.core = loaded.core
     loaded.core.loop_progress.within_step = lambda: loaded.model.progress
     heartbeat.serve(loaded.core)
+    ended, interval = threading.Event(), config.model.rebalance_experts_s
+    if interval and world.rank == 0:
+        arguments = loaded.core.rebalance_experts, interval, ended
+        threading.Thread(target=rebalance_regularly, args=arguments, name="rebalance", daemon=True).start()
     if world.rank == 0:
         info = _cluster_info(config, facts, infos)
         write_cluster(Path(config.service.run_dir), info)
@@ -129,6 +134,7 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
         stop.exit_report.write(error)  # reported while the streams still carry it to the clients
         raise
     finally:
+        ended.set()
         heartbeat.end()
         stop.begin("the end of the step loop")
         server.stop()

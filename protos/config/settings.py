@@ -60,6 +60,9 @@ class ModelConfig:
     expert_nodes: int = 1
     """Sets the number of hosts for a model whose router takes experts in groups: each host then holds whole groups and
     their copies, so that a token's experts lie on few hosts."""
+    rebalance_experts_s: float = 0.0
+    """Sets the seconds after which ranks exchange experts again and again, by the tokens of that time, while requests
+    go on; 0 leaves experts where they are unless POST /rebalance_experts asks for it."""
     verify: bool = False
     """Reads all weights of a converted model first and compares them with the hash in its manifest."""
 
@@ -197,6 +200,7 @@ class EngineOptions(TypedDict, total=False):
     redundant_experts: int
     expert_load: str
     expert_nodes: int
+    rebalance_experts_s: float
     verify: bool
     page_size: int
     kv_cache_dtype: str
@@ -242,6 +246,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "pipeline_batches": (0, 256),
     "redundant_experts": (0, 1 << 16),
     "expert_nodes": (1, 1024),
+    "rebalance_experts_s": (0, 10**9),
     "timeout_s": (1, 86400),
     "watchdog_timeout": (1, 86400),
     "shutdown_timeout": (0, 3600),

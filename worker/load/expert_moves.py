@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.packer import Packer
-from allspan.protos.api.errors import CheckpointError, DeadlineExceeded, Unavailable
+from allspan.protos.api.errors import AllspanError, CheckpointError, DeadlineExceeded, Unavailable
 from allspan.protos.config.settings import ModelConfig
 from allspan.worker.load.expert_placements import mixtures
 from allspan.worker.models.model import Model
@@ -142,8 +142,8 @@ class ExpertMoves:
         have counted the same tokens."""
         chosen: list[tuple[int, Placement]] = []
         for load in self._model.expert_loads():
-            since = [now - old for now, old in zip(load.tokens, self._before.get(load.layer, load.tokens), strict=True)]
-            tokens = since if any(since) else list(load.tokens)
+            before = self._before.get(load.layer, (0,) * len(load.tokens))
+            tokens = [now - then for now, then in zip(load.tokens, before, strict=True)]
             self._before[load.layer] = load.tokens
             now = self._holding.placement(load.layer, len(tokens))
             new = self._balanced(load.layer, tokens, groups).moved_from(now)
@@ -186,6 +186,16 @@ class ExpertMoves:
         everyone = torch.empty((world.size, len(values)), dtype=torch.int32)
         world.all_gather_rows(torch.tensor([list(values)], dtype=torch.int32), everyone)
         return everyone
+
+
+def rebalance_regularly(rebalance: Callable[[float], None], interval: float, ended: threading.Event) -> None:
+    """Calls `rebalance` every `interval` seconds until the end, with that much time. What it raises is logged: the next
+    call may find the weights loaded and files readable again."""
+    while not ended.wait(interval):
+        try:
+            rebalance(interval)
+        except AllspanError as error:
+            logger.warning("experts are not rebalanced, which is tried again in %g s: %s", interval, error.message)
 
 
 def _state_of(staging: Future[Staged]) -> int:

@@ -17,6 +17,7 @@ _OF_WHOLE_EXPERTS: dict[str, Any] = {
     "redundant_experts": 0,
     "expert_nodes": 1,
     "expert_load": "",
+    "rebalance_experts_s": 0.0,
 }
 """The settings that say something only of ranks with whole experts, and their defaults."""
 ONE_RANK: dict[str, Any] = {"enable_expert_parallel": False, **_OF_WHOLE_EXPERTS}

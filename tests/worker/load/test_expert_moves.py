@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from allspan.kernels.packer import Packer
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, Unavailable
 from allspan.protos.config.settings import CacheConfig, ModelConfig
-from allspan.worker.load.expert_moves import ExpertMoves
+from allspan.worker.load.expert_moves import ExpertMoves, rebalance_regularly
 from allspan.worker.load.loader import open_checkpoint, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.weights.checkpoint import Checkpoint
@@ -96,6 +97,19 @@ def test_a_rank_that_cannot_read_leaves_every_rank_as_it_was(tmp_path: Path) -> 
         assert torch.equal(prefill(model, [IDS], 60)[0], before)
 
     on_ranks(settings(tmp_path), run, fails_on=1)
+
+
+def test_what_keeps_experts_from_moving_now_is_tried_again_until_the_end() -> None:
+    ended, timeouts = threading.Event(), []
+
+    def rebalance(timeout: float) -> None:
+        timeouts.append(timeout)
+        if len(timeouts) == 3:
+            ended.set()
+        raise Unavailable("the weights are unloaded")
+
+    rebalance_regularly(rebalance, 0.01, ended)
+    assert timeouts == [0.01] * 3
 
 
 def test_slices_of_every_expert_cannot_move(tmp_path: Path) -> None:
