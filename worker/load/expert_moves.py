@@ -11,14 +11,17 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from allspan.kernels.packer import Packer
 from allspan.protos.api.errors import AllspanError, CheckpointError, DeadlineExceeded, Unavailable
+from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.config.settings import ModelConfig
 from allspan.worker.load.expert_placements import mixtures
 from allspan.worker.models.model import Model
@@ -43,7 +46,8 @@ class ExpertMoves:
     """Every rank's step loop calls `begin` and `advance` at the same step, between two of them; the leader calls
     `rebalance`, which has that done, from another thread.
 
-    Between these steps a thread of each rank reads the weights that its places are to hold, into memory of their own.
+    Between these steps a thread of each rank chooses placements, and reads the weights that its places are to hold,
+    into memory of their own.
     A layer switches at one step, once all ranks have read theirs. So no step waits for a file, and a rank that dies
     meanwhile ends the world as at any other time: the next one places experts as its configuration says.
     """
@@ -62,6 +66,7 @@ class ExpertMoves:
         self._before: dict[int, tuple[int, ...]] = {}
         self._checkpoint = open_weights
         self._queue: deque[tuple[int, Placement]] = deque()
+        self._planning: Future[list[tuple[int, Placement]]] | None = None
         self._staging: Future[Staged] | None = None
         self._dropped = threading.Event()
         self._reader = ThreadPoolExecutor(1, "experts")
@@ -82,37 +87,33 @@ class ExpertMoves:
         with self._one_call:
             operate(Operation.REBALANCE_EXPERTS, left())
             while self.num_left:
-                staging, before = self._staging, self.num_left
-                if staging is not None:
-                    with contextlib.suppress(Exception):  # every rank hears of it at the next step
-                        staging.result(left())
+                task: Future[Any] | None = self._planning or self._staging
+                if task is not None:
+                    futures.wait([task], left())
                 operate(Operation.SWITCH_EXPERTS, left())
-                if self.num_left == before:
+                if (self._planning or self._staging) is task:  # another rank is not as far
                     time.sleep(min(POLL_S, left()))
             if self._failure:
                 raise Unavailable(self._failure)
 
     def begin(self) -> None:
-        """Chooses the placements, and begins to read. Raises, alike on every rank, Unavailable."""
+        """Takes the counts by which placements are chosen. Raises, alike on every rank, Unavailable."""
         self.drop("")
         groups = self._model.holding.shard.groups[EP].size
         if groups == 1:
             raise Unavailable("no rank has experts of its own to exchange: start with --enable-expert-parallel")
-        chosen = self._choose(groups)
-        digest = zlib.crc32(repr(chosen).encode()) & 0x7FFFFFFF
-        told = self._gather([len(chosen), digest]).view(-1, self._collectives.size, 2)  # of each stage's ranks
-        if (told != told[:, :1]).any():
-            raise Unavailable("the ranks have counted the tokens of experts differently: nothing has moved")
         self._checkpoint = functools.cache(self._open)
-        self._queue.extend(chosen)
-        self._stage()
-        self.num_left = int(told[:, :, 0].max())
+        self._planning = self._reader.submit(self._choose, self._model.expert_loads(), groups)
+        self.num_left = 1
 
     def advance(self) -> None:
-        """Switches the next layer, if all ranks have read it. Raises, alike on every rank, CheckpointError."""
-        staging = self._staging
-        state = _READY if staging is None else _state_of(staging)
-        told = self._gather([state, len(self._queue)])
+        """Switches the next layer, if all ranks have read it. Raises, alike on every rank, CheckpointError, and
+        Unavailable for ranks that have chosen differently."""
+        planning, staging = self._planning, self._staging
+        task: Future[Any] | None = planning or staging
+        state, left = _READY if task is None else _state_of(task), len(self._queue)
+        chosen = planning.result() if planning is not None and state == _READY else []
+        told = self._gather([state, left or len(chosen), zlib.crc32(repr(chosen).encode()) & 0x7FFFFFFF])
         states = told[:, 0].tolist()
         if _FAILED in states:
             self.drop("")
@@ -121,13 +122,23 @@ class ExpertMoves:
             )
         if _WAITS in states:
             return
+        self.num_left = int(told[:, 1].max())
+        if planning is not None:
+            of_stages = told.view(-1, self._collectives.size, 3)
+            if (of_stages != of_stages[:, :1]).any():
+                self.drop("")
+                raise Unavailable("the ranks have counted the tokens of experts differently: nothing has moved")
+            self._planning = None
+            self._queue.extend(chosen)
+            self._stage()
+            return
         if staging is not None:
             layer, placement = self._queue.popleft()
             for target, staged in staging.result():
                 target.copy_(staged)
             self._model.place_experts(layer, placement)
             self._stage()
-        self.num_left = max(0, int(told[:, 1].max()) - 1)
+        self.num_left -= 1
 
     def drop(self, why: str) -> None:
         """Gives up what is not switched yet; `rebalance` raises Unavailable if there is a reason."""
@@ -135,13 +146,13 @@ class ExpertMoves:
         self._dropped = threading.Event()
         self._queue.clear()
         self._failure = why if self.num_left else ""
-        self._staging, self.num_left = None, 0
+        self._planning, self._staging, self.num_left = None, None, 0
 
-    def _choose(self, groups: int) -> list[tuple[int, Placement]]:
+    def _choose(self, loads: Sequence[ExpertLoad], groups: int) -> list[tuple[int, Placement]]:
         """The layers that gain from another placement, and theirs: the same on all ranks that share the layers, which
         have counted the same tokens."""
         chosen: list[tuple[int, Placement]] = []
-        for load in self._model.expert_loads():
+        for load in loads:
             before = self._before.get(load.layer, (0,) * len(load.tokens))
             tokens = [now - then for now, then in zip(load.tokens, before, strict=True)]
             self._before[load.layer] = load.tokens
@@ -198,10 +209,10 @@ def rebalance_regularly(rebalance: Callable[[float], None], interval: float, end
             logger.warning("experts are not rebalanced, which is tried again in %g s: %s", interval, error.message)
 
 
-def _state_of(staging: Future[Staged]) -> int:
-    if not staging.done():
+def _state_of(task: Future[Any]) -> int:
+    if not task.done():
         return _WAITS
-    if (error := staging.exception()) is None:
+    if (error := task.exception()) is None:
         return _READY
     logger.error("experts cannot be moved to this rank: %s", error, exc_info=error)
     return _FAILED

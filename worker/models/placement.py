@@ -8,7 +8,9 @@ balances what it has by itself: a token's choices lie on few nodes.
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +32,8 @@ class Placement:
     @property
     def copies(self) -> tuple[int, ...]:
         """How many places hold each expert."""
-        held = [expert for group in self.groups for expert in group]
-        return tuple(held.count(expert) for expert in range(max(held) + 1))
+        held = Counter(expert for group in self.groups for expert in group)
+        return tuple(held[expert] for expert in range(len(held)))
 
     def tokens(self, load: Sequence[float]) -> tuple[float, ...]:
         """Each group's tokens, where `load` are those of each expert, which its copies share equally."""
@@ -99,7 +101,8 @@ def balanced(
     for node, own in enumerate(of_nodes):
         room = capacities[node * of_ranks : (node + 1) * of_ranks]
         copied = _copied(load, own, sum(room), of_ranks)
-        found += _packed([load[expert] / copied.count(expert) for expert in copied], copied, room)
+        copies = Counter(copied)
+        found += _packed([load[expert] / copies[expert] for expert in copied], copied, room)
     rule, plain = Placement(tuple(found)), numbered(experts, groups, num_redundant)
     return rule if nodes > 1 else min(plain, rule, key=lambda placement: max(placement.tokens(load)))
 
@@ -115,11 +118,15 @@ def _of_nodes(load: Sequence[float], nodes: int, expert_groups: int) -> list[lis
 def _copied(load: Sequence[float], experts: Sequence[int], places: int, most: int) -> list[int]:
     """Every expert, and again with each place more the one with most tokens a copy of those with fewer than `most`
     copies."""
-    copies = dict.fromkeys(experts, 1)
-    for _ in range(places - len(experts)):
-        able = [expert for expert in experts if copies[expert] < most]
-        copies[max(able, key=lambda expert: (load[expert] / copies[expert], -expert))] += 1
-    return [expert for expert in experts for _ in range(copies[expert])]
+    found = list(experts)
+    heaviest = [(-load[expert], expert, 1) for expert in experts if most > 1]
+    heapq.heapify(heaviest)
+    while len(found) < places:
+        _, expert, copies = heapq.heappop(heaviest)
+        found.append(expert)
+        if copies + 1 < most:
+            heapq.heappush(heaviest, (-load[expert] / (copies + 1), expert, copies + 1))
+    return found
 
 
 def _packed(load: Sequence[float], names: Iterable[int], capacities: Sequence[int]) -> list[tuple[int, ...]]:
