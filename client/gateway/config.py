@@ -135,12 +135,12 @@ class ChatConfig:
     rerank_template: str = ""
     """Uses this text file instead of a reranker's own prompt; it has the places {query}, {document} and perhaps
     {instruction}."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "granite", "generic"] = "auto"
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "granite", "harmony", "generic"] = "auto"
     """Sets how the model writes tool calls; auto finds it out from the chat template."""
     enable_auto_tool_choice: bool = True
     """Lets the model decide whether to call tools that a request offers. Switched off, only requests that require a
     call, or forbid calls, may offer tools."""
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "generic"] = "auto"
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "harmony", "generic"] = "auto"
     """Sets how the model marks its reasoning, which is reported apart from its answer; auto finds it out from the chat
     template."""
     allow_chat_template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from allspan.client.gateway.chat.formats import CallFormat
+from allspan.client.gateway.chat.harmony import calls_rules
 from allspan.client.gateway.chat.tools import ToolUse
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.grammar import Grammar
@@ -15,6 +16,9 @@ def calls_grammar(form: CallFormat, use: ToolUse, answer: Grammar | None = None)
     """Returns the grammar of an output that may call tools: calls and nothing else when they are required; else calls
     or the `answer`, where that has a form; text and well-formed calls, when one of the functions is strict. None where
     the model is free. InvalidRequest when the schemas are too large, or the answer's form cannot be told from calls."""
+    if form.marks and use.functions and (use.required or answer or any(each.strict for each in use.functions)):
+        wanted = f"%json {_schema_of(answer)}" if answer is not None and not use.required else ""
+        return Grammar("grammar", calls_rules(use.functions, use.required, wanted))
     if use.required:
         start = "start: calls\n"
     elif answer is not None and use.functions:

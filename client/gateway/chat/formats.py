@@ -31,10 +31,15 @@ class CallFormat:
     """The member that holds the arguments, where we write a call; read are all names in use."""
     separator: str = "\n"
     """The text between two calls of one output."""
+    marks: tuple[str, ...] = ()
+    """The marks of messages with channels, in whose headers the names of functions stand; else none."""
 
     def written(self, name: str, arguments: Any) -> Written:
         """Returns one call as this format's model would write it; its marks are ours, the rest is the caller's.
         `arguments` is an object, or text that is none."""
+        if self.marks:
+            header = f"{self.regions[0].open}{name} <|constrain|>json<|message|>"
+            return written(header) + json.dumps(arguments, ensure_ascii=False) + written(self.regions[0].close)
         return self._marked(json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False))
 
     def instructions(self, tools: Sequence[Mapping[str, Any]]) -> Written:
@@ -58,6 +63,10 @@ class CallFormat:
         return written(f"{region.open}\n") + call + written(f"\n{region.close}")
 
 
+HARMONY = "harmony"
+MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+"""The marks of OpenAI's "harmony" format, which gpt-oss writes."""
+
 _BARE = Region("", known_names_only=True)
 _HERMES = Region("<tool_call>", "</tool_call>")
 
@@ -65,6 +74,7 @@ HERMES = CallFormat("hermes", (_HERMES,))
 LLAMA3_JSON = CallFormat("llama3_json", (_BARE, Region("<|python_tag|>")), arguments="parameters", separator="; ")
 MISTRAL = CallFormat("mistral", (Region("[TOOL_CALLS]"),))
 GRANITE = CallFormat("granite", (Region("<|tool_call|>"), Region("<tool_call>")))
+CHANNELS = CallFormat(HARMONY, (Region("<|channel|>commentary to=functions.", "<|call|>"),), marks=MARKS)
 GENERIC = CallFormat(
     "generic",
     (
@@ -77,13 +87,22 @@ GENERIC = CallFormat(
     ),
 )
 
-FORMATS: Mapping[str, CallFormat] = {row.name: row for row in (HERMES, LLAMA3_JSON, MISTRAL, GRANITE, GENERIC)}
+FORMATS: Mapping[str, CallFormat] = {
+    row.name: row for row in (HERMES, LLAMA3_JSON, MISTRAL, GRANITE, CHANNELS, GENERIC)
+}
 """The formats by the name that `--tool-call-parser` takes."""
+
+
+def has_channels(source: str) -> bool:
+    """Whether a chat template is of a model whose messages have channels."""
+    return "<|channel|>" in source and "<|message|>" in source
 
 
 def format_of_template(source: str, renders_tools: bool) -> CallFormat:
     """Returns the format that a chat template's own text shows; for a template without tools, the one that the system
     prompt teaches."""
+    if has_channels(source):
+        return CHANNELS
     if "[TOOL_CALLS]" in source:
         return MISTRAL
     if "<|tool_call|>" in source:

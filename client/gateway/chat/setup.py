@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from allspan.client.gateway.chat.formats import FORMATS, CallFormat, format_of_template
+from allspan.client.gateway.chat.harmony import FINAL
 from allspan.client.gateway.chat.reader import Reading
 from allspan.client.gateway.chat.template import RESERVED, Conversations, Rendering, traits_of
 from allspan.client.gateway.chat.thinking import TAGS, Tags, tags_of_template
@@ -74,6 +75,8 @@ class ChatSetup:
         if self.conversations is None:  # says what is wrong with the template
             return self.tokenizer.render_chat(messages, how.generation_prompt)
         text = self.conversations.render(messages, how, within_s)
+        if not how.think and self.tags and self.tags.marks:
+            return text + written(FINAL) if how.generation_prompt and not how.continues else text
         if not how.think and (opened := self._opened(text)):
             closing = dict(self.tags.pairs)[opened] if self.tags else ""
             text = text.rstrip() + written(f"\n\n{closing}\n\n")
@@ -96,11 +99,14 @@ class ChatSetup:
 
     def _opened(self, prompt: str) -> str:
         end = prompt.rstrip()
+        if self.tags and self.tags.marks and end.endswith(FINAL):
+            return FINAL
         return next((opening for opening, _ in self.tags.pairs if end.endswith(opening)), "") if self.tags else ""
 
     def tokenizer_for(self, reading: Reading) -> Tokenizer:
         """The one that shows the marks which that reading looks for, should they be control tokens."""
-        marks = [mark for pair in reading.tags.pairs for mark in pair] if reading.tags else []
+        marks = list(reading.marks)
+        marks += [mark for pair in reading.tags.pairs for mark in pair] if reading.tags else []
         marks += (
             [mark for region in reading.form.regions for mark in (region.open, region.close)] if reading.form else []
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from allspan.client.gateway.chat.formats import CallFormat
+from allspan.client.gateway.chat.formats import CallFormat, has_channels
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.text.chat_template import RENDER_S, ChatTemplate, TemplateTooSlow
 from allspan.protos.text.vendors.chat_formats import GLM4_CALLS
@@ -148,6 +148,8 @@ class Conversations:
         self._template = template
         self._traits = traits
         self._form = form
+        self._has_channels = has_channels(template.source)
+        """Whether the template calls an earlier message's reasoning `thinking`, as gpt-oss's does."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering, within_s: float = RENDER_S) -> Written:
         """The prompt. InvalidRequest for what the template does not take."""
@@ -160,7 +162,7 @@ class Conversations:
             messages = _taught(messages, self._form.instructions(how.tools), self._traits.system)
         variables = dict(how.variables) if how.think else {**how.variables, "enable_thinking": False}
         if how.tools and self._traits.tools:
-            variables["tools"] = list(how.tools)
+            variables["tools"] = [_described(tool) for tool in how.tools] if self._has_channels else list(how.tools)
         shown = [self._shown(message) for message in messages]
         prompted = how.generation_prompt and not how.continues
         text = self._template.render(shown, prompted, within_s=within_s, **variables)
@@ -175,6 +177,8 @@ class Conversations:
 
     def _shown(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         calls = message.get("tool_calls")
+        if self._has_channels and message.get("reasoning_content") and not (calls and message["content"]):
+            message = {**message, "thinking": message["reasoning_content"]}
         if not calls:
             return message
         content = message["content"] or ""
@@ -190,6 +194,12 @@ class Conversations:
         if not self._traits.arguments_are_text:
             arguments = _object_of(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with an empty description if it has none: gpt-oss's template takes no tool without."""
+    function = tool["function"]
+    return {**tool, "function": {**function, "description": function.get("description") or ""}}
 
 
 def _object_of(arguments: str) -> Any:

@@ -6,6 +6,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from allspan.client.gateway.chat.formats import HARMONY, MARKS, has_channels
 from allspan.client.gateway.chat.json_scan import SPACE
 from allspan.client.gateway.chat.pieces import MAX_HELD_CHARS, end_of, overlap
 
@@ -18,6 +19,8 @@ class Tags:
     pairs: tuple[tuple[str, str], ...]
     from_start: bool = False
     """The model thinks from its first token, whether or not it writes the opening tag."""
+    marks: tuple[str, ...] = ()
+    """The marks of messages with channels, which `HarmonyReader` reads."""
 
 
 _THINK = ("<think>", "</think>")
@@ -27,6 +30,7 @@ TAGS: Mapping[str, Tags] = {
     for row in (
         Tags("qwen3", (_THINK,)),
         Tags("deepseek_r1", (_THINK,), from_start=True),
+        Tags(HARMONY, (("<|channel|>analysis<|message|>", "<|end|>"),), marks=MARKS),
         Tags(
             "generic",
             (
@@ -44,6 +48,8 @@ TAGS: Mapping[str, Tags] = {
 
 def tags_of_template(source: str) -> Tags | None:
     """Returns the tags that a chat template's own text contains."""
+    if has_channels(source):
+        return TAGS[HARMONY]
     named = [pair for pair in TAGS["generic"].pairs if pair[0] in source or pair[1] in source]
     return Tags("auto", tuple(named)) if named else None
 
@@ -139,7 +145,8 @@ class ThoughtCounter:
     """Counts the tokens of an output that are reasoning, its tags among them."""
 
     def __init__(self, tags: Tags | None, opened: str, piece: Callable[[int], bytes]) -> None:
-        self._reader = ThinkReader(tags, opened) if tags else None
+        known = opened if tags and opened in dict(tags.pairs) else ""
+        self._reader = ThinkReader(tags, known) if tags else None
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._piece = piece
         self._pushed = 0

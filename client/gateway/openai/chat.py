@@ -49,7 +49,7 @@ async def chat_job(
     chat = read_chat(request, setup, fields.get("grammar"))
     if chat.grammar is not None:
         fields["grammar"] = chat.grammar
-    how = replace(chat.rendering, think=chat.grammar is None)
+    how = chat.rendering
     options = request.options()
     token_ids = await context.prompts.encode_chat(chat.messages, request.prompt_options(), how)
     params = context.sampling.params(fields, len(token_ids), default_max_tokens=most_tokens)
@@ -71,5 +71,5 @@ async def count_chat(context: GatewayContext, request: ChatRequest) -> int:
     context.sampling.params(context.sampling.fields(request.sampling()), 0, None)
     chat = read_chat(request, context.prompts.chat)
     options = replace(request.prompt_options(), only_counted=True)
-    how = replace(chat.rendering, think=chat.grammar is None)
+    how = chat.rendering
     return len(await context.prompts.encode_chat(chat.messages, options, how))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from allspan.client.gateway.admission.prompts import PromptOptions
 from allspan.client.gateway.chat.enforce import calls_grammar
+from allspan.client.gateway.chat.harmony import FINAL
 from allspan.client.gateway.chat.messages import Message, read_messages
 from allspan.client.gateway.chat.reader import Reading
 from allspan.client.gateway.chat.setup import ChatSetup
@@ -84,12 +85,16 @@ class Chat:
     tell_reasoning: bool
 
     def reading(self, setup: ChatSetup, prompt: Sequence[int]) -> Reading:
-        """`prompt`: its token ids. Under a grammar nothing is thought: it holds from the first token on."""
-        tags = setup.tags if self.separate_reasoning and self.grammar is None else None
+        """`prompt`: its token ids. Under a grammar nothing is thought: it holds from the first token on, but for models
+        whose reasoning has a channel of its own."""
+        has_channels = setup.tags is not None and bool(setup.tags.marks)
+        tags = setup.tags if has_channels or (self.separate_reasoning and self.grammar is None) else None
+        continued = FINAL if has_channels else ""
         return Reading(
             tags=tags,
-            opened=setup.opened(prompt) if tags and not self.rendering.continues else "",
+            opened=continued if self.rendering.continues else setup.opened(prompt) if tags else "",
             tell_reasoning=self.tell_reasoning,
+            separates=self.separate_reasoning,
             form=setup.form if self.use.functions else None,
             names=self.use.names,
             parallel=self.use.parallel,
@@ -127,6 +132,7 @@ def read_chat(request: ChatRequest, setup: ChatSetup, answer: Grammar | None = N
             generation_prompt=request.add_generation_prompt is not False,
             continues=continues,
             variables=_variables(request, setup),
+            think=grammar is None or (grammar is not answer and bool(setup.form.marks)),
         ),
         grammar=grammar,
         grammar_field=request.grammar_field if grammar is answer else "tools",

@@ -10,6 +10,9 @@ SPM_BOS, SPM_EOS = 1, 2  # of a SentencePiece vocabulary that does not say
 # Texts that end a turn in the chat formats of the supported families; a file may leave their ids out of its metadata.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|observation|>", "<turn|>")
 
+_CHANNELS, _CHANNEL_ENDS = "gpt-oss", {"<|return|>", "<|call|>"}
+"""The architecture whose answers have several messages, each with an end of its own, and what ends an answer there."""
+
 _GLM = ("chatglm", "glm4")
 """The architectures whose answers end where the next role begins."""
 
@@ -35,6 +38,8 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
         found.setdefault("eos_token_id", SPM_EOS)
     ids = list(found.values())
     turn_ends = {*_TURN_ENDS, *(("<|user|>",) if metadata.get("general.architecture") in _GLM else ())}
+    if metadata.get("general.architecture") == _CHANNELS:
+        turn_ends, ids = _CHANNEL_ENDS, ids[:1]
     ids += [i for i, text in enumerate(tokens) if text in turn_ends and types[i] == TokenType.CONTROL]
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < len(tokens)))
 

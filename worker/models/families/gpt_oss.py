@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from allspan.protos.model_files.json_values import shown
 from allspan.worker.models.blocks.moe import Moe
@@ -55,12 +56,13 @@ def _completed(config: ForeignConfig) -> ForeignConfig:
     """With what GGUF files and short configs leave out: the kinds of layers, and the rotary embedding."""
     scaling = config.section("rope_scaling") or config.section("rope_parameters")
     kinds = [FULL if layer % 2 else SLIDING for layer in range(config.size("num_hidden_layers"))]
-    changes = {} if config.get("layer_types") is not None else {"layer_types": kinds}
-    if config.has("gguf_sliding_window"):
-        kept = {} if scaling is None else {"rope_scaling": {**config.get("rope_scaling"), "truncate": False}}
-    else:
-        kept = {"rope_parameters": _ROPE} if scaling is None else {}
-    return config.changed({**changes, **kept})
+    changes: dict[str, Any] = {} if config.get("layer_types") is not None else {"layer_types": kinds}
+    if not config.has("gguf_sliding_window"):
+        return config.changed(changes | ({"rope_parameters": _ROPE} if scaling is None else {}))
+    if scaling is not None:
+        changes["rope_scaling"] = {**config.get("rope_scaling"), "truncate": False}
+    changes["eos_token_id"] = config.token_ids("eos_token_id")[:1]  # a file may name the end of a message, too
+    return config.changed(changes)
 
 
 def _entries(ending: str = "", is_transposed: bool = True) -> tuple[Entry, ...]:

@@ -129,6 +129,14 @@ def test_end_ids_are_the_files_and_well_known_turn_ends(path: Path) -> None:
     assert generation_defaults(path).eos_token_ids == (EOS, BOS, IM_END)
 
 
+def test_the_end_of_a_message_ends_no_answer_of_several(path: Path) -> None:
+    special = dict.fromkeys(("<|return|>", "<|end|>", "<|call|>"), CONTROL)
+    byte_level_gguf(
+        path, MERGES, special, eos_token_id=FIRST, eot_token_id=FIRST + 1, **{"general.architecture": "gpt-oss"}
+    )
+    assert load_tokenizer(path).eos_token_ids == (FIRST, FIRST + 2)
+
+
 def test_an_id_outside_the_vocabulary_is_refused_unless_it_means_none(path: Path) -> None:
     byte_level_gguf(path, MERGES, bos_token_id=9999)
     with pytest.raises(CheckpointError, match=r"bos_token_id is 9999, must be below \d+, the number of tokens"):
