@@ -95,13 +95,13 @@ def test_a_rank_that_cannot_read_leaves_every_rank_as_it_was(tmp_path: Path) -> 
         (before,) = prefill(model, [IDS], 60)
         was = dict(model.holding.placements)
         moves.begin()
-        with pytest.raises(CheckpointError, match="rank 1 could not read experts"):
+        with pytest.raises(CheckpointError, match="rank 3 could not read experts"):
             advance_all(moves)
         assert moves.num_left == 0
         assert model.holding.placements == was
         assert torch.equal(prefill(model, [IDS], 60)[0], before)
 
-    on_ranks(settings(tmp_path), run, fails_on=1)
+    on_ranks(settings(tmp_path), run, fails_on=3)
 
 
 def test_what_keeps_experts_from_moving_now_is_tried_again_until_the_end() -> None:
