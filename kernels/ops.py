@@ -231,6 +231,16 @@ class OpSet(Protocol):
     def head_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
         """rms_norm of each head of x [n, heads, d] in place (Qwen3's q/k norm). weight float32 [d]."""
 
+    def mean_squares(self, x: Tensor, shares: Tensor, out: Tensor) -> None:
+        """out[n, c] = Σ over heads h of shares[c, h] · Σ x[n, h]². x [n, heads, d], shares float32 [2, heads],
+        out float32 [n, 2]. With shares of 1 / (heads of a kind · d) these are means of what all heads of a kind hold;
+        ranks that have some of the heads add theirs up."""
+
+    def norm_heads(self, x: Tensor, means: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+        """x[n, h] *= 1 / sqrt(means[n, c] + eps) · weight of h, for the first heads of x [n, heads, d] (c = 0, q_weight
+        float32 [Hq · d]) and the next ones (c = 1, k_weight [Hkv · d]): rms_norm of all heads together, which
+        `mean_squares` begins (MiniMax-M2's q/k norm). Other heads stay."""
+
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Rotates q [n, Hq, d] and k [n, Hkv, d] in place, pairing element i with i + rot/2 (the NeoX convention).
 

@@ -53,6 +53,8 @@ REFERENCE = {
     "add": "allspan.kernels.reference.elementwise:add",
     "linear": "allspan.kernels.reference.linear:linear",
     "head_norm": "allspan.kernels.reference.elementwise:head_norm",
+    "mean_squares": "allspan.kernels.reference.elementwise:mean_squares",
+    "norm_heads": "allspan.kernels.reference.elementwise:norm_heads",
     "rotary": "allspan.kernels.reference.elementwise:rotary",
     "hadamard": "allspan.kernels.reference.elementwise:hadamard",
     "append_kv": "allspan.kernels.reference.attention:append_kv",
@@ -74,6 +76,7 @@ _COMPILED = (
     *("embedding", "rms_norm", "add_rms_norm", "add", "linear", "head_norm", "rotary", "hadamard", "append_kv"),
     *("rotary_append", "attention", "gated_mul", "soft_cap", "layer_norm", "gather_rows"),
     *("packed_embedding", "packed_linear", "packed_linear_add", "packed_gated_linear"),
+    *("mean_squares", "norm_heads"),
     *EXPERT_OPS,
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
@@ -82,6 +85,8 @@ CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows")}  # no step o
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
     "head_norm": "allspan.kernels.cuda.rows.rotary_append:head_norm",
+    "mean_squares": "allspan.kernels.cuda.rows.all_heads:mean_squares",
+    "norm_heads": "allspan.kernels.cuda.rows.all_heads:norm_heads",
     "rotary": "allspan.kernels.cuda.rows.rotary_append:rotary",
     "hadamard": "allspan.kernels.cuda.rows.rotary_append:hadamard",
     "append_kv": "allspan.kernels.cuda.rows.rotary_append:append_kv",

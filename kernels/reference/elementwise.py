@@ -53,6 +53,21 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     x.copy_(_normed(x, weight, eps))
 
 
+def mean_squares(x: Tensor, shares: Tensor, out: Tensor) -> None:
+    """See `OpSet.mean_squares`."""
+    out.copy_((x.float().square().sum(2)[:, None] * shares).sum(2))
+
+
+def norm_heads(x: Tensor, means: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+    """See `OpSet.norm_heads`."""
+    first = 0
+    for kind, weight in enumerate((q_weight, k_weight)):
+        heads = x[:, first : first + weight.numel() // x.shape[2]]
+        first += heads.shape[1]
+        factors = torch.rsqrt(means[:, kind] + eps)[:, None, None]
+        heads.copy_(heads.float() * factors * weight.view(heads.shape[1:]))
+
+
 def gated(gate: Tensor, activation: str, up: Tensor) -> Tensor:
     """Returns activation(gate) · up, or what `OpSet.gated_mul` says of clamped_swiglu."""
     if activation == "silu":

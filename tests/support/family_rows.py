@@ -243,6 +243,17 @@ FAMILIES: dict[str, FamilyRow] = {
             "leading_dense_block_count": 1,
         },
     ),
+    "minimax_m2": FamilyRow(
+        "minimax_m2",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+        "minimax-m2",
+        EXPERT_METADATA | {"rope.dimension_count": 8, "expert_count": 6, "expert_gating_func": 2},
+    ),
     "gpt_oss": FamilyRow(
         "gpt_oss",
         {

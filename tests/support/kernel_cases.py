@@ -209,6 +209,14 @@ def head_norm(n: int, heads: int, dim: int) -> list[Any]:
     return [randn(n, heads, dim), randn(dim, seed=1), 1e-6]
 
 
+def mean_squares(n: int, heads: int, dim: int) -> list[Any]:
+    return [randn(n, heads, dim), randn(2, heads, seed=1).abs(), poison(n, 2)]
+
+
+def norm_heads(n: int, q: int, k: int, dim: int) -> list[Any]:
+    return [randn(n, q + 2 * k, dim), randn(n, 2, seed=1).abs(), randn(q * dim, seed=2), randn(k * dim, seed=3), 1e-6]
+
+
 def embedding(ids: list[int], rows: int, first_row: int, dtype: torch.dtype) -> list[Any]:
     return [ints(ids), randn(rows, 33, dtype=dtype), first_row, poison(len(ids), 33)]
 
@@ -302,6 +310,8 @@ def _cases() -> Iterator[Case]:
         yield Case("gated_mul", f"far-out-{activation}", gated_mul_far_out, (activation,))
     yield from _sized("soft_cap", soft_cap, [(1, 576, 30.0), (7, 33, 50.0), (130, 160, 0.5), (0, 16, 30.0)], 1e-6)
     yield from _sized("head_norm", head_norm, [(1, 9, 64), (19, 3, 80), (65, 2, 48), (5, 1, 256), (0, 2, 8)])
+    yield from _sized("mean_squares", mean_squares, [(1, 9, 64), (19, 3, 33), (0, 2, 8)])
+    yield from _sized("norm_heads", norm_heads, [(1, 6, 2, 64), (19, 3, 1, 33), (0, 2, 1, 8)])
     turns = [(1, 9, 3, 64, 64), (33, 5, 2, 80, 80), (7, 2, 1, 128, 32), (40, 3, 3, 48, 10), (0, 2, 2, 8, 8)]
     yield from _sized("rotary", rotary, turns)
     for has_center in (False, True):

@@ -40,6 +40,18 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     rms_norm(x.clone(), weight, eps, x)
 
 
+def mean_squares(x: Tensor, shares: Tensor, out: Tensor) -> None:
+    for token, heads in enumerate(x):
+        for kind, factors in enumerate(shares):
+            out[token, kind] = sum(factor * head.square().sum() for factor, head in zip(factors, heads, strict=True))
+
+
+def norm_heads(x: Tensor, means: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+    for kind, (first, weight) in enumerate(((0, q_weight), (len(q_weight), k_weight))):
+        flat = x.flatten(1)[:, first : first + len(weight)]
+        flat *= weight / (means[:, kind, None] + eps).sqrt()
+
+
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     half = cos_sin.shape[1] // 2
     for x in (q, k):

@@ -29,6 +29,7 @@ from allspan.worker.models.families.gpt_oss import GPT_OSS
 from allspan.worker.models.families.granite import GRANITE, GRANITE_HYBRID
 from allspan.worker.models.families.llama import LLAMA
 from allspan.worker.models.families.llama_like import ERNIE, HELIUM, SEED_OSS, SMOLLM3
+from allspan.worker.models.families.minimax_m2 import MINIMAX_M2
 from allspan.worker.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from allspan.worker.models.families.mixtral import MIXTRAL
 from allspan.worker.models.families.phi3 import PHI3
@@ -87,6 +88,7 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         GLM4_MOE,
         GPT_OSS,
+        MINIMAX_M2,
     )
 }
 """model_type → family. A new family is one file and one name here."""

@@ -1,4 +1,6 @@
 // The ops of kernels/cpu/rows, and the sum over the ranks.
+#include <cmath>
+
 #include "bindings/ops.h"
 
 namespace allspan {
@@ -64,6 +66,53 @@ Task head_norm(Runtime& runtime, OpArguments& args) {
   const Tensor x = args.floats(args.at(0), "x", {kAny, kAny, kAny});
   const Tensor weight = args.floats(args.at(1), "weight", {x.shape[2]});
   return norm_rows(runtime, x, nullptr, weight, args.number<float>(2), x);
+}
+
+// Sums of a head are made by eight lanes, whatever the instruction set.
+Task mean_squares(Runtime&, OpArguments& args) {
+  constexpr int64_t kLanes = 8, kKinds = 2;
+  const Tensor x = args.floats(args.at(0), "x", {kAny, kAny, kAny});
+  const int64_t heads = x.shape[1], dim = x.shape[2];
+  const Tensor shares = args.floats(args.at(1), "shares", {kKinds, heads});
+  const Tensor out = args.floats(args.at(2), "out", {x.shape[0], kKinds});
+  return {x.shape[0], [=](Worker& worker, int64_t rows) {
+            worker.split(rows, rows_per_part(heads * dim), [&](int64_t begin, int64_t end) {
+              for (int64_t row = begin; row < end; ++row) {
+                float totals[kKinds] = {};
+                for (int64_t head = 0; head < heads; ++head) {
+                  const float* from = x.floats() + (row * heads + head) * dim;
+                  float lanes[kLanes] = {};
+                  for (int64_t i = 0; i < dim; ++i) lanes[i % kLanes] += from[i] * from[i];
+                  float sum = 0;
+                  for (const float lane : lanes) sum += lane;
+                  for (int64_t kind = 0; kind < kKinds; ++kind)
+                    totals[kind] += shares.floats()[kind * heads + head] * sum;
+                }
+                for (int64_t kind = 0; kind < kKinds; ++kind) out.floats()[row * kKinds + kind] = totals[kind];
+              }
+            });
+          }};
+}
+
+Task norm_heads(Runtime&, OpArguments& args) {
+  const Tensor x = args.floats(args.at(0), "x", {kAny, kAny, kAny});
+  const int64_t width = x.shape[1] * x.shape[2];
+  const Tensor means = args.floats(args.at(1), "means", {x.shape[0], 2});
+  const Tensor weights[] = {args.floats(args.at(2), "q_weight", {kAny}), args.floats(args.at(3), "k_weight", {kAny})};
+  const float eps = args.number<float>(4);
+  const int64_t first[] = {0, weights[0].shape[0], weights[0].shape[0] + weights[1].shape[0]};
+  args.require(first[2] <= width, "x has fewer heads than there are weights");
+  const float* factors[] = {weights[0].floats(), weights[1].floats()};
+  return {x.shape[0], [=](Worker& worker, int64_t rows) {
+            worker.split(rows, rows_per_part(width), [&](int64_t begin, int64_t end) {
+              for (int64_t row = begin; row < end; ++row)
+                for (int64_t kind = 0; kind < 2; ++kind) {
+                  const float scale = 1.0f / std::sqrt(means.floats()[row * 2 + kind] + eps);
+                  float* to = x.floats() + row * width + first[kind];
+                  for (int64_t i = 0; i < first[kind + 1] - first[kind]; ++i) to[i] *= scale * factors[kind][i];
+                }
+            });
+          }};
 }
 
 Task add(Runtime& runtime, OpArguments& args) {
@@ -162,6 +211,8 @@ std::vector<OpRow> row_ops() {
       {"rms_norm", 4, rms_norm},
       {"add_rms_norm", 5, add_rms_norm},
       {"head_norm", 3, head_norm},
+      {"mean_squares", 3, mean_squares},
+      {"norm_heads", 5, norm_heads},
       {"add", 2, add},
       {"rotary", 4, rotary},
       {"hadamard", 2, hadamard},

@@ -37,6 +37,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+PART = {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3_moe", {"num_local_experts": 5, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3, plain weights": ("qwen3_moe", {"num_local_experts": 6, "norm_topk_prob": False}),
@@ -45,6 +46,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "glm4": ("glm4_moe", {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "use_qk_norm": True}),
     "glm4, groups": ("glm4_moe", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_bias": True}),
+    "minimax": ("minimax_m2", {"num_local_experts": 8, "intermediate_size": 48, "rope_parameters": PART}),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -68,7 +70,7 @@ def save(folder: Path, name: str) -> Any:
     experts' biases leave the limits of a clamped activation."""
     model_type, config = MODELS[name]
     torch.manual_seed(5)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **config))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | config))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 4.0 if key.endswith("_proj_bias") else 0.15)
@@ -182,7 +184,7 @@ def test_groups_that_cannot_be_are_refused(change: dict[str, Any], says: str, tm
         prepare(replace(ModelConfig(str(tmp_path), "tiny"), **change), CacheConfig(), 0, 2)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "glm4"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "glm4", "minimax"])
 def test_experts_in_one_tensor_a_layer_are_those_of_their_own_tensors(name: str, tmp_path: Path) -> None:
     """As transformers has them in memory, with a layer that drafts behind the last one."""
     model = save(tmp_path, name)
@@ -217,6 +219,19 @@ def test_wrong_experts_in_one_tensor_are_refused_by_name(
     save_file(fused, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=says):
         logits_on_ranks(tmp_path, 1, [IDS])
+
+
+def test_a_released_config_tells_the_rotary_dimension_and_another_norm_is_refused(tmp_path: Path) -> None:
+    expected = reference_logits(save(tmp_path, "minimax"), IDS)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    config |= {"rotary_dim": 8, "rope_theta": 5000000, "scoring_func": "sigmoid", "use_routing_bias": True}
+    path.write_text(json.dumps(config))
+    assert relative_error(logits_on_ranks(tmp_path, 1, [IDS])[0], expected) < 1e-4
+    path.write_text(json.dumps(config | {"qk_norm_type": "per_head"}))
+    with pytest.raises(CheckpointError, match=r"qk_norm_type 'per_head' is not supported \(supported: 'per_layer'\)"):
+        prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), 0, 1)
 
 
 def test_random_weights_of_experts_are_the_same_on_any_ranks(tmp_path: Path) -> None:

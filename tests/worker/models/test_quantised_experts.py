@@ -194,6 +194,7 @@ def test_formats_may_mix_in_a_layer(form: str, kept: tuple[str, ...], tmp_path: 
         ("qwen2_moe", "compressed-int8-alone", ("shared_expert.",), QWEN2),
         ("qwen2_moe", "gptq", (), QWEN2),
         ("mixtral", "gptq-8-bits", (), {"num_local_experts": 4}),
+        ("minimax_m2", "fp8-blocks", (), {"num_local_experts": 4, "intermediate_size": 288}),
         ("glm4_moe", "fp8-blocks", ("shared_experts",), {"n_routed_experts": 4, "first_k_dense_replace": 1}),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages
 from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.models.blocks.head_shares import head_shares
 from allspan.worker.models.blocks.position_scores import QueryScale, alibi_slopes, query_scale_table
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table, mean_rotated
@@ -38,6 +39,8 @@ class Gqa:
     output_bias: bool = False
     qk_norm_eps: float = 0.0
     """With it an RMSNorm of each head of q and k, before the rotary embedding; 0: no norm."""
+    norms_all_heads: bool = False
+    """The norm is one of all heads of q together, and one of all of k; its weights have an element for each of them."""
     window: int = 0
     """Tokens that a query sees, its own included; 0: all."""
     soft_cap: float = 0.0
@@ -71,7 +74,10 @@ class Gqa:
         norms: tuple[Piece, ...] = ()
         if self.qk_norm_eps:
             one_head = Axis(1, self.head_dim)
-            norms = tuple(Vector(f"{prefix}{x}_norm.weight", one_head, rotary_dim=self._rotary_dim) for x in "qk")
+            axes = {"q": self.heads, "k": self.kv_heads} if self.norms_all_heads else {"q": one_head, "k": one_head}
+            norms = tuple(
+                Vector(f"{prefix}{x}_norm.weight", axis, rotary_dim=self._rotary_dim) for x, axis in axes.items()
+            )
         sinks = (Vector(prefix + "sinks.weight", Axis(self.num_heads, 1, TP)),) if self.has_sinks else ()
         output = Linear(prefix + "o", (Part(prefix + "o", hidden),), self.heads, self.output_bias)
         return (self._qkv(prefix, hidden), *norms, *sinks, output)
@@ -88,7 +94,10 @@ class Gqa:
         attended = sub.buffer("attended", heads * size)
         sub.linear("qkv", x, qkv)
         qkv_heads = program.view(qkv, heads + 2 * kv_heads, size)
-        q_norm, k_norm = (sub.weight(f"{each}_norm.weight") if self.qk_norm_eps else None for each in "qk")
+        eps = 0.0 if self.norms_all_heads else self.qk_norm_eps
+        if self.norms_all_heads:
+            self._norm_all_heads(sub, qkv_heads)
+        q_norm, k_norm = (sub.weight(f"{each}_norm.weight") if eps else None for each in "qk")
         tables = tuple(sub.constant("cos_sin", *table) for table in self._tables())
         if self.rotary is not None and self.rotary.is_by_prompt:
             sub.choose_tables(self.rotary.prompt_lengths)
@@ -98,7 +107,7 @@ class Gqa:
             "rotary_append",
             qkv_heads,
             heads,
-            HeadNorms(q_norm, k_norm, self.qk_norm_eps),
+            HeadNorms(q_norm, k_norm, eps),
             sub.rotation(tables, self._rotary_dim, self._query_scales(sub)),
             HadamardRotation(sub.quantised_cache, center),
             pages,
@@ -106,6 +115,15 @@ class Gqa:
         )
         self.attend(sub, qkv_heads, pages, program.view(attended, heads, size))
         return attended
+
+    def _norm_all_heads(self, sub: Sublayer, qkv: Slot) -> None:
+        means, shares = sub.buffer("qk_means", 2, is_exact=True), head_shares(sub.shard, self.heads, self.kv_heads)
+        key = (self.num_heads, self.num_kv_heads, self.head_dim)
+        sub.program.op("mean_squares", qkv, sub.constant("qk_shares", key, lambda _: shares), means)
+        if sub.shard.size > 1:
+            sub.program.op("all_reduce", means)
+        weights = (sub.weight(f"{each}_norm.weight") for each in "qk")
+        sub.program.op("norm_heads", qkv, means, *weights, self.qk_norm_eps)
 
     def attend(self, sub: Sublayer, qkv: Slot, pages: KvPages[Slot], out: Slot) -> None:
         """Appends the attention of queries over the pages, which hold the new keys and values already; a block with

@@ -33,6 +33,7 @@ ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_pos
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3_moe", {"num_local_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2": ("qwen2_moe", {"num_experts": 6, "shared_expert_intermediate_size": 56}),
+    "minimax": ("minimax_m2", {"num_local_experts": 6, "intermediate_size": 48}),
     "glm4": ("glm4_moe", {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "use_qk_norm": True, "n_group": 4}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "sliding_window": 24, "rope_parameters": ROPE}),
 }
@@ -53,7 +54,7 @@ def save(folder: Path, name: str) -> Any:
     """A random model whose routers' biases decide: they are far larger than scores differ."""
     model_type, config = MODELS[name]
     torch.manual_seed(5)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **config))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | config))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
