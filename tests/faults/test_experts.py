@@ -28,12 +28,12 @@ from allspan.worker.models.holding import Holding
 read_expert = Holding.read_expert
 
 def slow_read(self, *arguments):
-    time.sleep(0.3)
+    time.sleep(0.15)
     return read_expert(self, *arguments)
 
 Holding.read_expert = slow_read
 """
-"""Seconds for experts to move, on the leader."""
+"""Experts move for about a second on the leader, longer than the test waits before it kills a rank."""
 
 
 def test_ranks_killed_in_a_step_and_while_experts_move_change_no_token(runtime: Path, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_ranks_killed_in_a_step_and_while_experts_move_change_no_token(runtime: 
             streams.read_until(lambda: streams.count >= TOKENS, 60.0, f"{TOKENS} tokens")
             with ThreadPoolExecutor(1) as caller:
                 moving = caller.submit(engine.rebalance_experts, 60.0)
-                time.sleep(0.2)
+                time.sleep(0.1)
                 assert not moving.done(), moving.exception()
                 os.kill(served.rank_pid(1), signal.SIGKILL)
                 assert streams.read_to_the_end() == expected

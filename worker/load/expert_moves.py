@@ -138,7 +138,7 @@ class ExpertMoves:
                 target.copy_(staged)
             self._model.place_experts(layer, placement)
             self._stage()
-        self.num_left -= 1
+        self.num_left = max(0, self.num_left - 1)  # none, where they were dropped meanwhile
 
     def drop(self, why: str) -> None:
         """Gives up what is not switched yet; `rebalance` raises Unavailable if there is a reason."""

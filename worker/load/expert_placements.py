@@ -80,7 +80,9 @@ def read_loads(path: str) -> dict[int, tuple[int, ...]]:
         told: Any = json.loads(Path(path).read_text())
         layers = told["experts"] if isinstance(told, dict) else told
         loads = {int(layer["layer"]): tuple(layer["tokens"]) for layer in layers}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"expert_load {path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"expert_load {path}: is not the JSON of GET /cluster with its loads of experts: {error!r}"
         ) from None

@@ -18,6 +18,7 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.load.expert_moves import ExpertMoves, rebalance_regularly
 from allspan.worker.load.loader import open_checkpoint, prepare
 from allspan.worker.models.model import Model
+from allspan.worker.scheduler.plan import Operation
 from allspan.worker.weights.checkpoint import Checkpoint
 from support.threads import ThreadWorld
 from support.tiny_models import load_model, prefill, prompt, relative_error, save_tiny
@@ -102,6 +103,30 @@ def test_a_rank_that_cannot_read_leaves_every_rank_as_it_was(tmp_path: Path) -> 
         assert torch.equal(prefill(model, [IDS], 60)[0], before)
 
     on_ranks(settings(tmp_path), run, fails_on=3)
+
+
+def test_moves_that_are_dropped_end_for_the_caller_with_the_reason(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2_moe")
+
+    def run(model: Model, moves: ExpertMoves) -> None:
+        prefill(model, [IDS], 60)
+        was = dict(model.holding.placements)
+        at: list[Operation] = []
+
+        def operate(operation: Operation, timeout: float) -> None:
+            at.append(operation)
+            (moves.begin if operation is Operation.REBALANCE_EXPERTS else moves.advance)()
+            if len(at) == 1:
+                moves.drop("the weights were unloaded")
+
+        with pytest.raises(Unavailable, match="the weights were unloaded"):
+            moves.rebalance(operate, 20.0)
+        assert at == [Operation.REBALANCE_EXPERTS]
+        moves.advance()  # a plan that was on its way
+        assert moves.num_left == 0
+        assert model.holding.placements == was
+
+    on_ranks(settings(tmp_path), run)
 
 
 def test_what_keeps_experts_from_moving_now_is_tried_again_until_the_end() -> None:

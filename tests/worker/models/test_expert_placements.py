@@ -89,7 +89,7 @@ def test_sixty_experts_over_eight_ranks_are_seven_and_eight_a_rank(tmp_path: Pat
         (2, {"enable_expert_parallel": False, "redundant_experts": 2}, "redundant_experts is 2 without --enable-exp"),
         (2, {"redundant_experts": 7}, "redundant_experts is 7, must be at most 6"),
         (8, {}, "expert_parallel_size is 8, must divide the 8 ranks and be at most the 6 experts"),
-        (2, {"expert_load": "missing.json"}, "expert_load missing.json: is not the JSON of GET /cluster"),
+        (2, {"expert_load": "missing.json"}, "expert_load missing.json: cannot be read: No such"),
         (
             2,
             {"expert_load": "loads.json", "expert_nodes": 1, "hf_overrides": '{"num_experts": 5}'},
