@@ -41,9 +41,16 @@ function show(cluster) {
   byId("uptime").textContent = duration(cluster.uptime_s);
   const { queries = 0, hits = 0 } = cluster.prefix ?? {};
   byId("hits").textContent = queries ? `${Math.round((100 * hits) / queries)} %` : "–";
+  showExperts(cluster.experts ?? []);
   showPages(cluster.kv ?? {});
   showSpark(cluster.tokens_per_s?.generation ?? 0);
   byId("ranks").replaceChildren(...cluster.ranks.map((rank) => rankRow(rank, cluster.replicas.total > 1)));
+}
+
+// The layer in which the work is spread worst decides: in each, all ranks wait for the busiest.
+function showExperts(layers) {
+  byId("experts-figure").hidden = !layers.length;
+  byId("experts").textContent = `${Math.max(1, ...layers.map((layer) => layer.imbalance)).toFixed(2)} × mean`;
 }
 
 // Pages of different cache groups hold different layers' tokens, so they are not added up: the fullest group says how

@@ -35,6 +35,7 @@ CLUSTER = {
         "free_tokens": 1920,
     },
     "prefix": {"queries": 200, "hits": 126},
+    "experts": [{"layer": 0, "imbalance": 1.04}, {"layer": 1, "imbalance": 1.3849}],
     "tokens_per_s": {"prompt": 1203.2, "generation": 845.4},
     "ranks": [
         {"replica": -1, "rank": 0, "host": "a", "pid": 7, "where": "node 0", "state": "running", "heard_s": 0.1},
@@ -125,13 +126,13 @@ async def test_the_cluster_is_shown_while_it_is_looked_at(browser: Browser) -> N
         await page.route("**/cluster", cluster)
         await page.keyboard.press("Alt+c")
         await expect(page.locator("#ranks tr")).to_have_count(2)
-        shown = {
-            name: await page.inner_text(f"#{name}") for name in ("running", "generation", "hits", "kv-text", "uptime")
-        }
+        names = ("running", "generation", "hits", "experts", "kv-text", "uptime")
+        shown = {name: await page.inner_text(f"#{name}") for name in names}
         assert shown == {
             "running": "12",
             "generation": "845",
             "hits": "63 %",
+            "experts": "1.38 × mean",
             "kv-text": "40 % of the pages; 1,920 more tokens fit",
             "uptime": "1 h 6 min",
         }
