@@ -186,8 +186,8 @@ class OpSet(Protocol):
     ) -> None:
         """Each slot of a place: out[token, choice, column : column + N] = x[token] · weight[place]ᵀ (+ bias[place]).
 
-        x [n, K]; weight uint8 [places, *spec.shape]; bias float32 [places, N]; out [n, k, column + N or more]. Other
-        slots' rows are left as they are.
+        x [n, K], or with a row for each slot [n, k, K]; weight uint8 [places, *spec.shape]; bias float32 [places, N];
+        out [n, k, column + N or more]. Other slots' rows are left as they are.
         """
 
     def expert_gated_linear(
@@ -201,6 +201,11 @@ class OpSet(Protocol):
         out: Tensor,
     ) -> None:
         """Writes `gated_mul` of the two parts' columns that `expert_linear` would write. out [n, k, N / 2]."""
+
+    def expert_gather(self, x: Tensor, columns: Tensor, routing: Routing[Tensor], out: Tensor) -> None:
+        """out[token, choice] = x[token, columns[place]] of each slot of a place, or of x [n, k, K] those of the slot's
+        row: `gather_columns` with an order for each expert. x [n, K]; columns int32 [places, K]; out [n, k, K]. Other
+        slots' rows are left as they are."""
 
     def expert_gated_mul(self, gate_up: Tensor, activation: str, routing: Routing[Tensor], out: Tensor) -> None:
         """`gated_mul` of the rows of each slot of a place. gate_up [n, k, 2 · I], out [n, k, I]."""

@@ -43,7 +43,10 @@ class Backend:
     """(op's name, its arguments) -> name of the kernel that runs them, for ops that choose among several."""
 
 
-EXPERT_OPS = ("route", "expert_linear", "expert_gated_linear", "expert_gated_mul", "expert_sum", "scale_rows")
+EXPERT_OPS = (
+    *("route", "expert_linear", "expert_gated_linear", "expert_gated_mul", "expert_sum", "expert_gather"),
+    "scale_rows",
+)
 
 REFERENCE = {
     "embedding": "allspan.kernels.reference.elementwise:embedding",
@@ -108,7 +111,7 @@ CUDA = {
     "packed_embedding": "allspan.kernels.cuda.linear.packed_embedding:packed_embedding",
     "route": "allspan.kernels.cuda.moe.route:route",
     **{op: f"allspan.kernels.cuda.moe.product:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
-    **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gated_mul", "scale_rows")},
+    **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},
 }
 
 BACKENDS: Mapping[str, Backend] = {

@@ -83,7 +83,8 @@ def expert_linear(
     """See `OpSet.expert_linear`."""
     rows = out.view(-1, out.shape[2])
     for place, slots in _chosen(routing):
-        found = product(x[slots // out.shape[1]], weight[place], None if bias is None else bias[place], spec)
+        own = _rows_of(x, slots, out.shape[1])
+        found = product(own, weight[place], None if bias is None else bias[place], spec)
         rows[slots, column : column + spec.features] = found.to(out.dtype)
 
 
@@ -100,6 +101,13 @@ def expert_gated_linear(
     gate_up = torch.zeros(*out.shape[:2], spec.features, device=out.device)
     expert_linear(x, weight, bias, spec, 0, routing, gate_up)
     expert_gated_mul(gate_up, activation, routing, out)
+
+
+def expert_gather(x: Tensor, columns: Tensor, routing: Routing[Tensor], out: Tensor) -> None:
+    """See `OpSet.expert_gather`."""
+    rows = out.view(-1, out.shape[2])
+    for place, slots in _chosen(routing):
+        rows[slots] = _rows_of(x, slots, out.shape[1])[:, columns[place].long()]
 
 
 def expert_gated_mul(gate_up: Tensor, activation: str, routing: Routing[Tensor], out: Tensor) -> None:
@@ -129,6 +137,11 @@ def expert_sum(
 def scale_rows(x: Tensor, logits: Tensor) -> None:
     """See `OpSet.scale_rows`."""
     x.copy_(x.float() * logits.float().sigmoid())
+
+
+def _rows_of(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
+    """What the slots read: their tokens' rows, or of x [n, k, K] their own."""
+    return x[slots // top_k] if x.dim() == 2 else x.view(-1, x.shape[2])[slots]
 
 
 def _chosen(routing: Routing[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -307,6 +307,18 @@ def test_other_expert_ops_agree_with_their_definitions(backend: str) -> None:
     ops.expert_linear(rows, weight, None, spec, 6, routing, products)
     op_set("reference").expert_linear(rows, weight, None, spec, 6, routing, expected)
     torch.testing.assert_close(products, expected, rtol=1e-5, atol=1e-5)
+    columns = torch.stack([torch.randperm(96, generator=generator) for _ in range(5)]).int()
+    slots_rows = rows[:, None].expand(7, 2, 96).contiguous()
+    for x in (rows, slots_rows):
+        gathered = torch.full((7, 2, 96), 7.0)
+        ops.expert_gather(x, columns, routing, gathered)
+        for row, own in enumerate(routing.places.tolist()):
+            for j, place in enumerate(own):
+                right = torch.full((96,), 7.0) if place < 0 else rows[row, columns[place].long()]
+                assert torch.equal(gathered[row, j], right)
+    again = torch.full((7, 2, 50), 7.0)
+    ops.expert_linear(slots_rows, weight, None, spec, 6, routing, again)
+    assert torch.equal(again, products)
 
 
 def _refused(change: dict[int, Any]) -> None:

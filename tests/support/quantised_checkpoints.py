@@ -76,6 +76,8 @@ class Whole:
     is_symmetric: bool = False
     is_ordered: bool = False
     is_irregular: bool = False
+    seed: int = 0
+    """Of the order."""
 
     def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """codes [out, in], zeros and scales (float16) [out, groups], and the group of each input."""
@@ -83,7 +85,7 @@ class Whole:
         size = inputs if self.group == -1 else self.group
         group_of = torch.arange(inputs) // size
         if self.is_ordered:
-            group_of = group_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+            group_of = group_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + self.seed))]
         if self.is_irregular:
             group_of[:3] = 0
         scales, zeros = (torch.empty(len(weight), -(-inputs // size)) for _ in range(2))

@@ -33,12 +33,14 @@ class ExpertProducts:
         if len(self._packed) == 1:
             (part,) = self._packed
             weight, bias = self._of(0)
-            program.op("expert_gated_linear", x, weight, bias, part.spec, activation, routing, out)
+            seen = self._ordered(part, x, routing, choices)
+            program.op("expert_gated_linear", seen, weight, bias, part.spec, activation, routing, out)
             return
         both = program.view(program.scratch("expert product", x, choices * 2 * width), choices, 2 * width)
         for number, part in enumerate(self._packed):
             weight, bias = self._of(number)
-            program.op("expert_linear", x, weight, bias, part.spec, part.column, routing, both)
+            seen = self._ordered(part, x, routing, choices)
+            program.op("expert_linear", seen, weight, bias, part.spec, part.column, routing, both)
         program.op("expert_gated_mul", both, activation, routing, out)
 
     def sum(self, x: Slot, routing: Routing[Slot], adds: bool, out: Slot) -> None:
@@ -46,7 +48,17 @@ class ExpertProducts:
         choices."""
         (part,) = self._packed
         weight, bias = self._of(0)
+        x = self._ordered(part, x, routing, self._program.width(x) // max(1, part.spec.inputs))
         self._program.op("expert_sum", x, weight, bias, part.spec, routing, adds, out)
+
+    def _ordered(self, part: PackedPart, x: Slot, routing: Routing[Slot], choices: int) -> Slot:
+        """What the part's products read: x, or a row for each choice with its inputs in the expert's order."""
+        if not part.is_ordered:
+            return x
+        program, width = self._program, part.spec.inputs
+        ordered = program.view(program.scratch("ordered choices", x, choices * width), choices, width)
+        program.op("expert_gather", x, self._weights[part.order], routing, ordered)
+        return ordered
 
     def _of(self, number: int) -> tuple[Slot, Slot | None]:
         part = self._packed[number]

@@ -216,11 +216,16 @@ class AwqMatrix(QuantisedMatrix):
 
 def joint_kind(kinds: Sequence[str]) -> str:
     """The kind of experts' matrices, which are held alike: theirs, or one that no method holds as it is, where there
-    are several, or where inputs are out of order, which each expert has of its own."""
+    are several. Every expert has an order of its own: the hash is of all, so that gate and up with equal ones agree
+    expert by expert."""
     plain = sorted({without_order(kind) for kind in kinds})
     if len(plain) > 1:
         return " and ".join(kind or "another" for kind in plain)
-    return plain[0] if {*kinds} == {*plain} else f"{plain[0]}/{IRREGULAR}"
+    orders = [kind[len(plain[0]) + 1 :] for kind in kinds]
+    if not any(orders):
+        return plain[0]
+    order = IRREGULAR if IRREGULAR in orders else f"{zlib.crc32(' '.join(orders).encode()):08x}"
+    return f"{plain[0]}/{order}"
 
 
 def without_order(kind: str) -> str:

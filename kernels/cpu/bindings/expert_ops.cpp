@@ -78,11 +78,18 @@ ExpertArgs take_product(Runtime& runtime, OpArguments& args, const PackedSpec& s
   return product;
 }
 
+// Whether x has a row for each choice of a token.
+bool has_choices(nb::handle x) { return nb::cast<int>(x.attr("ndim")) == 3; }
+
 Task slot_product(Runtime& runtime, OpArguments& args, bool gated) {
   const auto spec = std::make_shared<PackedSpec>(args.spec(3));
-  const Tensor x = args.floats(args.at(0), "x", {kAny, spec->inputs});
+  const bool has_slots_rows = has_choices(args.at(0));
+  const Tensor x = has_slots_rows ? args.floats(args.at(0), "x", {kAny, kAny, spec->inputs})
+                                  : args.floats(args.at(0), "x", {kAny, spec->inputs});
   const int64_t rows = x.shape[0];
   ExpertArgs product = take_product(runtime, args, *spec, x.floats(), 5, rows);
+  args.require(!has_slots_rows || product.top_k == x.shape[1], "x has no row for each choice");
+  product.has_slots_rows = has_slots_rows;
   const Tensor out = args.floats(args.at(9), "out", {rows, product.top_k, kAny});
   const int64_t column = gated ? 0 : args.number<int64_t>(4), width = gated ? spec->parts[0] : spec->features;
   args.require(gated == spec->interleaved, "parts are interleaved for a gated product, and for no other");
@@ -115,6 +122,30 @@ Task expert_sum_op(Runtime& runtime, OpArguments& args) {
             ExpertArgs own = sum;
             own.spec = spec.get();
             expert_sum(worker, own, count);
+          }};
+}
+
+Task expert_gather(Runtime&, OpArguments& args) {
+  const bool has_slots_rows = has_choices(args.at(0));
+  const Tensor out = args.floats(args.at(6), "out", {kAny, kAny, kAny});
+  const int64_t rows = out.shape[0], top_k = out.shape[1], width = out.shape[2];
+  const Tensor x =
+      has_slots_rows ? args.floats(args.at(0), "x", {rows, top_k, width}) : args.floats(args.at(0), "x", {rows, width});
+  const Tensor columns = args.ints(args.at(1), "columns", {kAny, width});
+  for (int64_t i = 0; i < columns.shape[0] * width; ++i)
+    args.require(columns.ints()[i] >= 0 && columns.ints()[i] < width, "columns leaves x");
+  const Routing routing = take_routing(args, 2, rows, top_k, columns.shape[0]);
+  return {rows, [=](Worker& worker, int64_t count) {
+            worker.split(count * top_k, rows_per_part(width), [&](int64_t begin, int64_t end) {
+              for (int64_t slot = begin; slot < end; ++slot) {
+                const int32_t place = routing.places[slot];
+                if (place < 0) continue;
+                const float* from = x.floats() + (has_slots_rows ? slot : slot / top_k) * width;
+                const int32_t* column = columns.ints() + place * width;
+                float* to = out.floats() + slot * width;
+                for (int64_t i = 0; i < width; ++i) to[i] = from[column[i]];
+              }
+            });
           }};
 }
 
@@ -159,6 +190,7 @@ std::vector<OpRow> expert_ops() {
       {"expert_linear", 10, expert_linear},
       {"expert_gated_linear", 10, expert_gated_linear},
       {"expert_gated_mul", 7, expert_gated_mul},
+      {"expert_gather", 7, expert_gather},
       {"expert_sum", 10, expert_sum_op},
       {"scale_rows", 2, scale_rows},
   };

@@ -165,7 +165,7 @@ void sum_of(const ExpertArgs& a, const PackedRows& rows, int64_t begin, int64_t 
 void expert_product(Worker& worker, const ExpertArgs& a, int64_t rows) {
   const PackedSpec& spec = *a.spec;
   if (rows == 0 || spec.panels == 0) return;
-  const PackedRows packed(worker, a, rows, true);
+  const PackedRows packed(worker, a, rows, !a.has_slots_rows);
   const int64_t tile = std::min(a.kernels->rows, kMostRows);
   const int64_t most = std::max<int64_t>(1, kRowBlockBytes / packed.row_bytes() / tile) * tile;
   const int64_t unit = unit_of(spec), units = spec.panels / unit;

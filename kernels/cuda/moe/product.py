@@ -110,7 +110,8 @@ def expert_linear(
     out: Tensor,
 ) -> None:
     """See `OpSet.expert_linear`. Raises ValueError for what the kernels would read or write past."""
-    _run(_Call(_SLOTS, x, weight, bias, spec, routing, out.view(-1, out.shape[2]), column))
+    rows = out.view(-1, out.shape[2])
+    _run(_Call(_SLOTS, x.flatten(0, -2), weight, bias, spec, routing, rows, column, has_own_rows=x.dim() == 3))
 
 
 def expert_gated_linear(
@@ -126,7 +127,8 @@ def expert_gated_linear(
     if len(spec.parts) != 2 or spec.parts[0] != spec.parts[1]:
         raise ValueError(f"weight: parts {spec.parts} are not two of one size")
     rows = out.view(-1, out.shape[2])
-    _run(_Call(_GATED, x, weight, bias, spec, routing, rows, activation=GATED[activation]))
+    own, is_gated = x.dim() == 3, GATED[activation]
+    _run(_Call(_GATED, x.flatten(0, -2), weight, bias, spec, routing, rows, activation=is_gated, has_own_rows=own))
 
 
 def expert_sum(

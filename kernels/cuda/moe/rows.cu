@@ -104,6 +104,15 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
+// out[slot] = x[slot / choices] at the columns of the slot's place, of slots that have one.
+extern "C" __global__ void __launch_bounds__(256) gather_slots(const bf16* x, const int* columns, const int* places,
+                                                               bf16* out, long long slots, int width, int choices) {
+  for (long long at = first_of_thread(); at < slots * width; at += all_threads()) {
+    const long long slot = at / width, place = places[slot];
+    if (place >= 0) out[at] = x[slot / choices * width + columns[place * width + at % width]];
+  }
+}
+
 // x[row] *= logistic(logits[row]).
 extern "C" __global__ void __launch_bounds__(256) scale_rows(void* x, const float* logits, long long rows, int width) {
   for (long long at = first_of_thread(); at < rows * width; at += all_threads())

@@ -45,6 +45,18 @@ def scale_rows(x: Tensor, logits: Tensor) -> None:
         _launch("scale_rows", x, x.dtype, x.numel(), (x, logits, np.int64(n), np.int32(width)))
 
 
+def expert_gather(x: Tensor, columns: Tensor, routing: Routing[Tensor], out: Tensor) -> None:
+    """See `OpSet.expert_gather`; x and out are of one type of 16 bits."""
+    n, top_k, width = out.shape
+    check("x", x, HALVES, (n, width) if x.dim() == 2 else (n, top_k, width))
+    check("columns", columns, [torch.int32], (routing.starts.shape[1] - 1, width))
+    check("out", out, [x.dtype], (n, top_k, width))
+    check("routing.places", routing.places, [torch.int32], (n, top_k))
+    if out.numel():
+        sizes = np.int64(n * top_k), np.int32(width), np.int32(top_k if x.dim() == 2 else 1)
+        _launch("gather_slots", out, x.dtype, out.numel(), (x, columns, routing.places, out, *sizes))
+
+
 def expert_gated_mul(gate_up: Tensor, activation: str, routing: Routing[Tensor], out: Tensor) -> None:
     """See `OpSet.expert_gated_mul`."""
     n, top_k, width = out.shape
@@ -76,6 +88,7 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         for out in (torch.float32, dtype):
             for name in ("sum_choices", "sum_halves", "gated_slots", "scale_rows"):
                 yield _kernel(name, out, dtype)
+        yield _kernel("gather_slots", dtype, dtype)
         yield _kernel("exact_linear", torch.float32, dtype)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.moe.product import expert_gated_linear, expert_linear, expert_sum
 from allspan.kernels.cuda.moe.route import route
-from allspan.kernels.cuda.moe.rows import expert_gated_mul, linear, scale_rows
+from allspan.kernels.cuda.moe.rows import expert_gated_mul, expert_gather, linear, scale_rows
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference.elementwise import gated
@@ -220,6 +220,12 @@ def test_products_are_those_of_each_token_and_expert(name: str, group: int, devi
             out = torch.full(plain.shape, 7.0, dtype=kept, device=device)
             expert_linear(x, up.weight, bias, up.spec, 1, routing, out)
             torch.testing.assert_close(out.cpu().double(), plain, rtol=tolerance, atol=tolerance)
+            if rows != 9:
+                continue
+            by_slot = torch.full(plain.shape, 7.0, dtype=kept, device=device)
+            own = x[:, None].expand(rows, top_k, inputs).contiguous()
+            expert_linear(own, up.weight, bias, up.spec, 1, routing, by_slot)
+            torch.testing.assert_close(by_slot, out, rtol=0, atol=0)
         for adds, kept in ((False, dtype), (True, torch.float32)):
             out = torch.full(total.shape, 0.5, dtype=kept, device=device)
             expert_sum(mlp, down.weight, down.bias.to(device), down.spec, routing, adds, out)
@@ -237,6 +243,13 @@ def test_other_ops_agree_with_their_definitions(device: str) -> None:
         expected = torch.where((routing.places >= 0)[..., None], expected, 7.0)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     x = torch.randn(7, 30, generator=generator).bfloat16().to(device)
+    columns = torch.stack([torch.randperm(30, generator=generator) for _ in range(5)]).int().to(device)
+    for rows in (x, x[:, None].expand(7, 2, 30).contiguous()):
+        gathered = torch.full((7, 2, 30), 7.0, device=device).bfloat16()
+        expert_gather(rows, columns, routing, gathered)
+        ordered = x[:, columns[routing.places.long()].long()].diagonal().permute(2, 0, 1)
+        expected = torch.where((routing.places >= 0)[..., None], ordered, 7.0)
+        torch.testing.assert_close(gathered, expected.bfloat16(), rtol=0, atol=0)
     logits = torch.randn(7, 1, generator=generator).to(device)
     right = (x.double() * logits.double().sigmoid()).bfloat16()
     scale_rows(x, logits)

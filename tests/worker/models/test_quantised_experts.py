@@ -4,6 +4,7 @@ stand for, however ranks share the experts out."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,9 +30,13 @@ from support.quantised_checkpoints import (
     FORMS,
     FP8,
     FP8_BLOCKS,
+    Form,
+    Whole,
     fp8_of_all,
     fp8_of_blocks,
     fp8_of_outputs,
+    gptq,
+    gptq_config,
     quantise_folder,
 )
 from support.tiny_models import logits_on_ranks, prompt, reference_logits
@@ -54,7 +59,7 @@ QWEN2 = {"num_experts": 5, "shared_expert_intermediate_size": 96}
 PLAIN = (".gate.", "shared_expert_gate")
 LAYOUTS = ((1, 0), (2, 0), (4, 0), (2, 2), (4, 2), (4, 4))
 """Ranks, and groups of them that have experts of their own (0: none)."""
-DECODED = {"gptq-ordered", "gptq-irregular", "compressed-int4-ordered"}
+ORDERED = {"gptq-ordered", "compressed-int4-ordered"}
 """Forms with an order of inputs for each expert."""
 IDS = prompt(23, 97)
 
@@ -100,12 +105,14 @@ def decoded_logits(folder: Path, tensors: dict[str, Tensor]) -> Tensor:
     return reference_logits(AutoModelForCausalLM.from_pretrained(plain).eval(), IDS)
 
 
-def save(folder: Path, form: str, kept: tuple[str, ...] = (), model_type: str = "qwen3_moe", **config: Any) -> Saved:
-    """A random model in one of FORMS; what has `kept` in its name stays plain."""
+def save(
+    folder: Path, form: str | tuple[Form, Any], kept: tuple[str, ...] = (), model_type: str = "qwen3_moe", **config: Any
+) -> Saved:
+    """A random model in a form, or one of FORMS; what has `kept` in its name stays plain."""
     plain = save_plain(folder, model_type, **config or {"num_experts": 5})
-    make, described = FORMS[form]
+    make, described = FORMS[form] if isinstance(form, str) else form
     decoded = quantise_folder(folder, make, described, PLAIN + kept)
-    return Saved(folder, form, decoded_logits(folder, plain | decoded), decoded)
+    return Saved(folder, str(form), decoded_logits(folder, plain | decoded), decoded)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -153,9 +160,13 @@ def test_rows_of_a_gpu_hold_what_the_tensors_of_each_expert_stand_for(
             if not isinstance(piece, Linear) or piece.experts is None:
                 continue
             (packed,) = holding.method.packed(holding.shape_of(piece))
-            assert packed.spec.kind.is_quantised == (saved.form not in DECODED)
+            is_cut = groups != ranks and piece.name.endswith("down")
+            is_decoded = saved.form == "gptq-irregular" or (saved.form in ORDERED and is_cut)
+            assert packed.spec.kind.is_quantised != is_decoded
             for place, expert in enumerate(holding.shard.units(piece.experts)):
                 values = unpack(tensors[f"{piece.name}.{packed.weight}"][place], packed.spec, torch.float64)
+                if packed.is_ordered:
+                    values = values[:, tensors[f"{piece.name}.{packed.order}"][place].argsort()]
                 for part, held in zip(piece.parts, torch.split(values, list(packed.spec.parts)), strict=True):
                     layer, role = part.name.removeprefix("layers.").split(".expert_")
                     name = f"model.layers.{layer}.mlp.experts.{expert}.{role}_proj.weight"
@@ -214,12 +225,34 @@ def test_experts_of_several_types_are_decoded_and_a_line_says_so(
     assert "tensors of type int4/32 and plain are decoded and held as bfloat16" in caplog.text
 
 
-def test_inputs_in_an_order_of_each_expert_are_decoded_and_a_line_says_so(
+def test_inputs_in_orders_of_experts_that_ranks_share_are_decoded_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = save(tmp_path, "gptq-ordered", ("self_attn",))
-    note_decoded("tiny", prepare(ModelConfig(str(saved.path), "tiny"), CacheConfig(), 0, 1).holding)
+    for config, size in (({}, 1), (split(2), 2), ({}, 2)):
+        assert not caplog.text
+        holding = prepare(ModelConfig(str(saved.path), "tiny", **config), CacheConfig(), 0, size).holding
+        note_decoded("tiny", holding)
     assert "tensors of type int4/64 with inputs out of order are decoded and held as bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("alike", [3, 1], ids=["an order an expert", "an order a matrix"])
+def test_each_expert_has_its_inputs_in_an_order_of_its_own(alike: int, tmp_path: Path) -> None:
+    """Of three matrices gate and up have the same order, or every matrix another one; names come by expert."""
+    numbers, what = itertools.count(), Whole(4, 64, is_ordered=True)
+
+    def form(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return gptq(replace(what, seed=next(numbers) // alike), weight)
+
+    saved = save(tmp_path, (form, gptq_config(what)), ("self_attn",))
+    for ranks, groups in LAYOUTS[:4]:
+        assert saved.error(ranks, groups, dtype="float32", backend="cpu") < 0.01
+    holding = prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), 0, 1).holding
+    assert isinstance(holding.method, PackedMethod)
+    pieces = [piece for piece in layout(holding.spec) if isinstance(piece, Linear) and piece.experts is not None]
+    packed = [holding.method.packed(holding.shape_of(piece)) for piece in pieces]
+    assert [len(parts) for parts in packed] == [1 if alike == 3 else 2, 1] * 2
+    assert all(part.is_ordered and part.spec.format == "group4" for parts in packed for part in parts)
 
 
 Stack = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
