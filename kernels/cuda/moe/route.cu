@@ -1,14 +1,17 @@
 // The choice of experts for each token, and the sort of all slots (token, choice) by place: see `route` in
-// kernels/ops.py. A warp chooses for a row, from logits that its lanes hold; one block sorts. `route` does both, for
-// few rows; `choose` and `sort` share them out.
+// kernels/ops.py. A warp chooses for a row, from logits that its lanes hold. `route` does both, for few rows; `choose`
+// and `sort` share them out.
 //
-// Compiled with EACH: logits of a lane, so that 32 · EACH experts are the most.
+// Compiled with EACH: logits of a lane, so that 32 · EACH experts are the most; and CLUSTER, blocks of `route`.
 #include "ptx/ptx.cuh"
 
 #ifndef EACH
 #define EACH 4
 #endif
-constexpr int kMostChoices = 64, kSortWarps = 32;
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+constexpr int kSortWarps = 32, kNowhere = 0x7fffffff;
 constexpr int kSoftmax = 0, kSigmoid = 1;  // scores; 2: the softmax of those chosen
 
 struct Router {
@@ -32,21 +35,35 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// What a warp has of a row.
-struct Chosen {
-  float choices[32 * EACH];
-  int experts[kMostChoices], keys[kMostChoices];
-  float weights[kMostChoices];
+// The logits of a lane: those of EACH neighbouring experts, so that of equal choices the lowest lane has the lower
+// ones.
+struct Logits {
+  float of[EACH];
+
+  __device__ __forceinline__ void load(const float* row, int experts) {
+    const int first = threadIdx.x % 32 * EACH;
+    if (EACH % 4 == 0 && experts % 4 == 0 && reinterpret_cast<unsigned long long>(row) % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i + 3 < EACH; i += 4) {
+        const float4 four = first + i < experts ? *reinterpret_cast<const float4*>(row + first + i)
+                                                : make_float4(-kInf, -kInf, -kInf, -kInf);
+        of[i] = four.x, of[i + 1] = four.y, of[i + 2] = four.z, of[i + 3] = four.w;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) of[i] = first + i < experts ? row[first + i] : -kInf;
+  }
 };
 
-// Groups that count, as bits: the best of them, between equal ones the lower.
-__device__ __forceinline__ unsigned kept_groups(const Chosen& held, const Router& router, int lane) {
+// Groups that count, as bits: the best of them, between equal ones the lower. `choices`: those of a warp's row.
+__device__ __forceinline__ unsigned kept_groups(const float* choices, const Router& router, int lane) {
   const int size = router.experts / router.groups;
   unsigned key = 0;
   if (lane < router.groups) {
     float best = -kInf, second = -kInf;
     for (int i = 0; i < size; ++i) {
-      const float x = held.choices[lane * size + i];
+      const float x = choices[lane * size + i];
       second = fmaxf(second, fminf(best, x)), best = fmaxf(best, x);
     }
     key = ordered(router.two_best && size > 1 ? best + second : best);
@@ -61,22 +78,43 @@ __device__ __forceinline__ unsigned kept_groups(const Chosen& held, const Router
   return kept;
 }
 
-__device__ __forceinline__ void choose_row(const float* logits, const float* bias, const int* places,
+// What is the same for all rows: of the experts of a lane, where they are and what their choices are more than scores.
+struct Experts {
+  int place[EACH];
+  float bias[EACH];
+
+  __device__ __forceinline__ void load(const int* places, const float* biases, const Router& router) {
+    const int first = threadIdx.x % 32 * EACH;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const bool is_there = first + i < router.experts;
+      place[i] = router.copies == 1 && is_there ? places[first + i] : -1;
+      bias[i] = biases && is_there ? biases[first + i] : 0.0f;
+    }
+  }
+};
+
+struct Choice {
+  int expert, place;
+  float score;
+  int pad;
+};
+
+// By a warp. `choices`, of 32 · EACH, and `chosen`, of top_k, are its own, in shared memory. put(j, place or -1,
+// weight) is called for each choice j, in ascending order of places.
+template <class Put>
+__device__ __forceinline__ void choose_row(const Logits& logits, const Experts& all_experts, const int* places,
                                            unsigned long long* load, bool is_padding, const Router& router,
-                                           int num_places, Chosen& held, int* out_places, float* out_weights) {
-  const int lane = threadIdx.x % 32, experts = router.experts, top_k = router.top_k;
+                                           float* choices, Choice* chosen, const Put& put) {
+  const int lane = threadIdx.x % 32, experts = router.experts, top_k = router.top_k, mine = lane * EACH;
   if (is_padding) {
-    for (int j = lane; j < top_k; j += 32) out_places[j] = -1, out_weights[j] = 0;
+    for (int j = lane; j < top_k; j += 32) put(j, -1, 0.0f);
     return;
   }
   float score[EACH];
   bool is_bad = false;
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int expert = i * 32 + lane;
-    score[i] = expert < experts ? logits[expert] : -kInf;
-    is_bad |= score[i] != score[i];
-  }
+  for (int i = 0; i < EACH; ++i) score[i] = logits.of[i], is_bad |= score[i] != score[i];
   is_bad = __any_sync(~0u, is_bad);
   if (router.score == kSoftmax) {
     float top = score[0], total = 0;
@@ -92,88 +130,91 @@ __device__ __forceinline__ void choose_row(const float* logits, const float* bia
 #pragma unroll
     for (int i = 0; i < EACH; ++i) score[i] = 1.0f / (1.0f + expf(-score[i]));
   }
-  float choice[EACH];
+  unsigned key[EACH];  // 0: cannot be chosen, or was
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int expert = i * 32 + lane;
-    choice[i] = score[i] + (bias && expert < experts ? bias[expert] : 0.0f);
-    held.choices[expert] = choice[i];
+    const float choice = score[i] + all_experts.bias[i];
+    key[i] = mine + i < experts ? ordered(choice) : 0;
+    if (router.groups > 1) choices[mine + i] = choice;
   }
-  __syncwarp();
-  const unsigned kept = router.groups > 1 ? kept_groups(held, router, lane) : 0;
-  const int size = experts / router.groups;
-  unsigned key[EACH];
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int expert = i * 32 + lane;
-    key[i] = ordered(router.groups > 1 && expert < experts && !(kept >> expert / size & 1) ? -kInf : choice[i]);
-    if (expert >= experts) key[i] = 0;
-  }
-  for (int j = 0; j < top_k; ++j) {
-    unsigned most = key[0];
-#pragma unroll
-    for (int i = 1; i < EACH; ++i) most = max(most, key[i]);
-    most = __reduce_max_sync(~0u, most);
-    unsigned first = ~0u;
-#pragma unroll
-    for (int i = EACH - 1; i >= 0; --i)
-      if (key[i] == most) first = i * 32 + lane;
-    first = __reduce_min_sync(~0u, first);
+  if (router.groups > 1) {
+    __syncwarp();
+    const unsigned kept = kept_groups(choices, router, lane);
+    const int size = experts / router.groups;
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-      if (first == i * 32 + lane) {
-        key[i] = 0;
-        held.experts[j] = is_bad ? j : first, held.weights[j] = score[i];
+      if (mine + i < experts && !(kept >> (mine + i) / size & 1)) key[i] = ordered(-kInf);
+  }
+  for (int j = 0; j < top_k; ++j) {
+    unsigned best = key[0];
+#pragma unroll
+    for (int i = 1; i < EACH; ++i) best = max(best, key[i]);
+    const unsigned most = __reduce_max_sync(~0u, best);
+    if (lane != __ffs(__ballot_sync(~0u, best == most)) - 1) continue;
+    Choice choice = {};
+    bool is_found = false;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      if (!is_found && key[i] == most) {
+        is_found = true, key[i] = 0;
+        choice.expert = mine + i, choice.place = all_experts.place[i], choice.score = score[i];
       }
+    chosen[j] = choice;
   }
   __syncwarp();
 
   // Lane j has choices j and j + 32.
-  float weight[2], total = 0, top = -kInf;
-  int expert[2], all = 0;
+  float weight[2], total = 0;
+  int expert[2], place[2], all = 0;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int j = i * 32 + lane;
-    expert[i] = j < top_k ? held.experts[j] : 0, weight[i] = j < top_k ? held.weights[j] : -kInf;
-    top = fmaxf(top, weight[i]), all += expert[i];
+  for (int h = 0; h < 2; ++h) {
+    const int j = h * 32 + lane;
+    expert[h] = 0, place[h] = -1, weight[h] = -kInf;
+    if (j >= top_k) continue;
+    expert[h] = is_bad ? j : chosen[j].expert, place[h] = chosen[j].place, weight[h] = chosen[j].score;
+    all += expert[h];
   }
+  if (router.score > kSigmoid) {
+    const float top = chosen[0].score;
 #pragma unroll
-  for (int o = 16; o; o >>= 1) all += __shfl_xor_sync(~0u, all, o);
-  const bool is_of_chosen = router.score > kSigmoid;
-  if (is_of_chosen) {
-    top = warp_max(top);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) weight[i] = expf(weight[i] - top), total += weight[i];
+    for (int h = 0; h < 2; ++h) weight[h] = expf(weight[h] - top), total += weight[h];
     total = warp_sum(total);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) weight[i] /= total;
+    for (int h = 0; h < 2; ++h) weight[h] /= total;
     total = 0;
   }
+  if (router.normalises) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) total += i * 32 + lane < top_k ? weight[i] : 0.0f;
-  total = warp_sum(total) + router.epsilon;
+    for (int h = 0; h < 2; ++h) total += h * 32 + lane < top_k ? weight[h] : 0.0f;
+    total = warp_sum(total) + router.epsilon;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int j = i * 32 + lane;
-    if (j >= top_k) continue;
-    if (router.normalises) weight[i] /= total;
-    weight[i] = is_bad ? __int_as_float(0x7fc00000) : weight[i] * router.scale;
-    if (load) atomicAdd(load + expert[i], 1ull);  // whole numbers: the same in any order
-    const int place = places[all % router.copies * experts + expert[i]];
-    held.keys[j] = place < 0 ? num_places : place;
+    for (int h = 0; h < 2; ++h) weight[h] /= total;
   }
-  __syncwarp();
+  if (router.copies > 1) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int j = i * 32 + lane;
-    if (j >= top_k) continue;
-    const int mine = held.keys[j];
-    int rank = 0;
-    for (int other = 0; other < top_k; ++other)
-      rank += held.keys[other] < mine || (held.keys[other] == mine && other < j);
-    out_places[rank] = mine == num_places ? -1 : mine, out_weights[rank] = weight[i];
+    for (int o = 16; o; o >>= 1) all += __shfl_xor_sync(~0u, all, o);
   }
-  __syncwarp();  // before what is held becomes the next row's
+  int key_of[2], rank[2] = {};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int j = h * 32 + lane;
+    weight[h] = is_bad ? __int_as_float(0x7fc00000) : weight[h] * router.scale;
+    if (j < top_k) {
+      if (load) atomicAdd(load + expert[h], 1ull);  // whole numbers: the same in any order
+      if (is_bad || router.copies > 1) place[h] = places[all % router.copies * experts + expert[h]];
+      key_of[h] = place[h] < 0 ? kNowhere : place[h];
+    } else {
+      key_of[h] = kNowhere;
+    }
+  }
+  for (int other = 0; other < top_k; ++other) {
+    const int its = __shfl_sync(~0u, other < 32 ? key_of[0] : key_of[1], other % 32);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rank[h] += its < key_of[h] || (its == key_of[h] && other < h * 32 + lane);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (h * 32 + lane < top_k) put(rank[h], key_of[h] == kNowhere ? -1 : key_of[h], weight[h]);
 }
 
 // By one block of kSortWarps warps, each with a stretch of neighbouring slots, so that the order is the same each time.
@@ -243,19 +284,98 @@ __device__ __forceinline__ void sort_slots(const int* places, int total, int num
 
 // logits [n, experts]; bias [experts] or null; places [copies, experts]; rows [n] or null: negative where a row is
 // padding; load [experts] or null. Written: own_places and weights [n, top_k], slots, starts [num_places + 1].
-extern "C" __global__ void __launch_bounds__(kSortWarps * 32)
+//
+// A cluster of blocks has all rows, each a stretch of at most 32: one multiprocessor would take longer to choose for
+// many. Each place has a bit for each row of the stretch that goes there, no row twice to one: a slot's number among
+// those of its place is the number of bits before its own, so the sort meets no memory but the blocks'.
+#if CLUSTER > 1
+#define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define OF_CLUSTER
+#endif
+extern "C" __global__ void OF_CLUSTER __launch_bounds__(kSortWarps * 32)
     route(const float* logits, const float* bias, const int* places, const int* rows, unsigned long long* load, int n,
           Router router, int num_places, int* own_places, float* weights, int* slots, int* starts) {
   DYNAMIC_SHARED(shared);
-  Chosen* const held = reinterpret_cast<Chosen*>(shared);
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, top_k = router.top_k;
+  const int rank = CLUSTER > 1 ? blockIdx.x : 0, stretch = (n + CLUSTER - 1) / CLUSTER, row0 = rank * stretch;
+  const int own = max(min(n - row0, stretch), 0);
+  Choice* const chosen = reinterpret_cast<Choice*>(shared) + warp * top_k;
+  int* const of_warps = reinterpret_cast<int*>(reinterpret_cast<Choice*>(shared) + warps * top_k);  // [kSortWarps]
+  int* const begins = of_warps + kSortWarps;                                                        // [num_places]
+  unsigned* const bits = reinterpret_cast<unsigned*>(begins + num_places);                          // [num_places]
+  int* const held = begins + num_places * 2;  // [stretch][top_k] places
+  float* const choices = reinterpret_cast<float*>(held + stretch * top_k) + warp * (32 * EACH);
+  for (int i = threadIdx.x; i < num_places; i += blockDim.x) bits[i] = 0;
   let_next_begin();
   wait_for_ahead();
-  for (int row = warp; row < n; row += kSortWarps)
-    choose_row(logits + row * router.experts, bias, places, load, rows && rows[row] < 0, router, num_places, held[warp],
-               own_places + row * router.top_k, weights + row * router.top_k);
+  Logits logits_of, next;
+  Experts experts;
+  bool is_padding = false;
+  if (warp < own) {
+    next.load(logits + (row0 + warp) * router.experts, router.experts);
+    experts.load(places, bias, router);
+    is_padding = rows && rows[row0 + warp] < 0;
+  }
   __syncthreads();
-  sort_slots(own_places, n * router.top_k, num_places, reinterpret_cast<int*>(held + kSortWarps), slots, starts);
+  for (int i = warp; i < own; i += warps) {
+    logits_of = next;
+    const bool is_none = is_padding;
+    if (i + warps < own) {
+      next.load(logits + (row0 + i + warps) * router.experts, router.experts);
+      is_padding = rows && rows[row0 + i + warps] < 0;
+    }
+    const auto put = [&](int j, int place, float weight) {
+      const int slot = (row0 + i) * top_k + j;
+      own_places[slot] = held[i * top_k + j] = place, weights[slot] = weight;
+      if (place >= 0) atomicOr(bits + place, 1u << i);
+    };
+    choose_row(logits_of, experts, places, load, is_none, router, choices, chosen, put);
+    __syncwarp();  // before what is held becomes the next row's
+  }
+  if (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  int before = 0;
+  for (int first = 0; first < num_places; first += blockDim.x) {
+    const int place = first + threadIdx.x;
+    int count = 0, ahead = 0;  // of all blocks, and of those before this one
+    if (place < num_places) {
+      unsigned its[CLUSTER];
+#pragma unroll
+      for (int r = 0; r < CLUSTER; ++r) its[r] = CLUSTER > 1 ? *of_block(bits + place, r) : bits[place];
+#pragma unroll
+      for (int r = 0; r < CLUSTER; ++r) count += __popc(its[r]), ahead += r < rank ? __popc(its[r]) : 0;
+    }
+    int up_to = count;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const int other = __shfl_up_sync(~0u, up_to, o);
+      if (lane >= o) up_to += other;
+    }
+    if (lane == 31) of_warps[warp] = up_to;
+    __syncthreads();
+    int its = lane < warps ? of_warps[lane] : 0, earlier = lane < warp ? its : 0;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) its += __shfl_xor_sync(~0u, its, o), earlier += __shfl_xor_sync(~0u, earlier, o);
+    if (place < num_places) {
+      const int begin = before + earlier + up_to - count;
+      begins[place] = begin + ahead;
+      if (rank == 0) starts[place] = begin;
+    }
+    before += its;
+    __syncthreads();
+  }
+  if (CLUSTER > 1) cluster_arrive();  // this block reads no other's memory any more
+  if (rank == 0 && threadIdx.x == 0) starts[num_places] = before;
+  for (int i = threadIdx.x; i < own * top_k; i += blockDim.x) {
+    const int place = held[i];
+    if (place >= 0) slots[begins[place] + __popc(bits[place] & ((1u << i / top_k) - 1))] = row0 * top_k + i;
+  }
+  if (CLUSTER > 1) cluster_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -265,10 +385,17 @@ extern "C" __global__ void __launch_bounds__(256)
   const int warp = threadIdx.x / 32, row = blockIdx.x * 8 + warp;
   let_next_begin();
   wait_for_ahead();
-  if (row < n)
-    choose_row(logits + static_cast<long long>(row) * router.experts, bias, places, load, rows && rows[row] < 0, router,
-               num_places, reinterpret_cast<Chosen*>(shared)[warp], own_places + row * router.top_k,
-               weights + row * router.top_k);
+  if (row >= n) return;
+  Logits own;
+  Experts experts;
+  own.load(logits + static_cast<long long>(row) * router.experts, router.experts);
+  experts.load(places, bias, router);
+  const auto put = [&](int j, int place, float weight) {
+    own_places[row * router.top_k + j] = place, weights[row * router.top_k + j] = weight;
+  };
+  Choice* const chosen = reinterpret_cast<Choice*>(shared);
+  float* const choices = reinterpret_cast<float*>(chosen + 8 * router.top_k) + warp * (32 * EACH);
+  choose_row(own, experts, places, load, rows && rows[row] < 0, router, choices, chosen + warp * router.top_k, put);
 }
 
 extern "C" __global__ void __launch_bounds__(kSortWarps * 32)

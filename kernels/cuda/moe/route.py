@@ -1,5 +1,5 @@
-"""The choice of experts and the sort by place, on a GPU: route.cu. One kernel up to `MOST_FUSED` rows, else two or,
-with many slots, three."""
+"""The choice of experts and the sort by place, on a GPU: route.cu. One kernel up to 32 rows, or 256 where thread blocks
+come in clusters (sm_90 and later), else two or, with many slots, three."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allspan.kernels.cuda.jit.modules import Kernel, kernel, launch
+from allspan.kernels.cuda.jit.modules import Kernel, gpu, kernel, launch
 from allspan.kernels.cuda.moe.sort import sort_slots
 from allspan.kernels.cuda.rows.arguments import check
 from allspan.kernels.ops import Routing
@@ -19,8 +19,10 @@ from allspan.kernels.router_spec import GROUP_SCORES, SCORES, RouterSpec
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
 
-MOST_FUSED = 128
-"""Rows for which one block chooses as fast as several would."""
+_MOST_ROWS = 32
+"""Rows of a thread block."""
+_CLUSTER, _FEW = 8, 8
+"""Blocks of a cluster, and rows for which one block chooses as fast as a cluster would."""
 _LEAST_SHARED = 4096
 """Slots from which on several blocks sort them."""
 _MOST_CHOICES, _MOST_GROUPS, _WARPS = 64, 32, 32
@@ -48,49 +50,42 @@ def route(
         return
     each = next(each for each in _EACH if experts <= 32 * each)
     num_places, total = routing.starts.shape[1] - 1, n * spec.top_k
+    score, normalises = SCORES.index(spec.score), spec.normalises
+    if spec.score == "softmax" and normalises and not spec.epsilon and bias is None and spec.groups == 1:
+        score, normalises = SCORES.index("softmax_of_chosen"), False  # the same, without the sum over all experts
     router = _ROUTER.pack(
-        experts, len(places), spec.top_k, SCORES.index(spec.score), spec.groups, spec.kept_groups,
-        GROUP_SCORES.index(spec.group_score), spec.normalises, spec.epsilon, spec.scale,
+        experts, len(places), spec.top_k, score, spec.groups, spec.kept_groups,
+        GROUP_SCORES.index(spec.group_score), normalises, spec.epsilon, spec.scale,
     )  # fmt: skip
-    given = (
-        logits,
-        bias,
-        places,
-        rows,
-        load,
-        np.int32(n),
-        router,
-        np.int32(num_places),
-        routing.places,
-        routing.weights,
-    )
+    sizes = np.int32(n), router, np.int32(num_places)
+    given = (logits, bias, places, rows, load, *sizes, routing.places, routing.weights)
     sorted_into = routing.slots, routing.starts
-    held, counts = _held_bytes(each), 4 * (_WARPS + 1) * num_places
-    if n <= MOST_FUSED:
-        shared = _WARPS * held + counts
-        launch(_kernel("route", each), (1,), 32 * _WARPS, (*given, *sorted_into), shared, is_early=True)
+    has_clusters = gpu(logits.device).capability >= (9, 0)
+    cluster = _CLUSTER if n > _FEW and has_clusters else 1
+    stretch = -(-n // cluster)
+    of_warp = 4 * spec.top_k + 32 * each
+    if stretch <= _MOST_ROWS:
+        warps = min(_WARPS, max(stretch, -(-num_places // 32)))
+        shared = 4 * (_WARPS + 2 * num_places + stretch * spec.top_k + warps * of_warp)
+        launch(_kernel("route", each, cluster), (cluster,), 32 * warps, (*given, *sorted_into), shared, is_early=True)
         return
-    launch(_kernel("choose", each), (-(-n // 8),), 256, given, 8 * held, is_early=True)
-    sizes = np.int32(total), np.int32(num_places)
+    launch(_kernel("choose", each), (-(-n // 8),), 256, given, 8 * 4 * of_warp, is_early=True)
     if total >= _LEAST_SHARED:
         sort_slots(routing)
         return
-    arguments = (routing.places, *sizes, *sorted_into)
-    launch(_kernel("sort", each), (1,), 32 * _WARPS, arguments, counts, is_early=True)
+    arguments = (routing.places, np.int32(total), np.int32(num_places), *sorted_into)
+    launch(_kernel("sort", each), (1,), 32 * _WARPS, arguments, 4 * (_WARPS + 1) * num_places, is_early=True)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for each in _EACH:
         yield from (_kernel(name, each) for name in ("route", "choose", "sort"))
+        if capability >= (9, 0):
+            yield _kernel("route", each, _CLUSTER)
 
 
-def _kernel(name: str, each: int) -> Kernel:
-    return kernel("moe/route.cu", name, EACH=each)
-
-
-def _held_bytes(each: int) -> int:
-    """Returns the size of `Chosen` in route.cu."""
-    return 4 * (32 * each + 3 * _MOST_CHOICES)
+def _kernel(name: str, each: int, cluster: int = 1) -> Kernel:
+    return kernel("moe/route.cu", name, EACH=each, CLUSTER=cluster)
 
 
 def _check_rows(n: int, experts: int, load: Tensor | None, rows: Tensor | None) -> None:
