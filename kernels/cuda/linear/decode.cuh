@@ -67,7 +67,7 @@ __device__ __forceinline__ void limit(float& gate, float& up, int epilogue) {
 }
 __device__ __forceinline__ float gated(float gate, float up, int epilogue) {
   limit(gate, up, epilogue);
-  return gate / (1.0f + __expf(-logit_of(gate, epilogue))) * up;
+  return __fdividef(gate, 1.0f + __expf(-logit_of(gate, epilogue))) * up;
 }
 
 // The chunk's 8 inputs of a set: four pairs.

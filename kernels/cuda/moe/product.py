@@ -2,7 +2,7 @@
 
 x is bfloat16 or float16, out of its type or float32; sums are float32. Weights of 16 bits are of x's type, quantised
 ones meet x as it is, whatever the spec's activation. A token's weighted sum has one order, that of its places: up to
-`_MOST_SUMMED_ROWS` rows a block goes over all places itself, with more rows every slot's product is kept, and another
+`_MOST_SUMMED_SLOTS` slots a block goes over all places itself, with more every slot's product is kept, and another
 kernel adds these up.
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, gpu, kernel, launch
+from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, gpu, kernel, launch, shared_limit
 from allspan.kernels.cuda.linear.call import GATED, is_float
-from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, groups, groups_of_k_tile, k_tiles
+from allspan.kernels.cuda.linear.macros import bits_macros, common_specs, group_sets, groups, k_tiles
 from allspan.kernels.cuda.moe import grouped_sm90
 from allspan.kernels.cuda.moe.rows import sum_choices
 from allspan.kernels.ops import Routing
@@ -30,10 +30,12 @@ LEAST_CAPABILITY = (7, 5)
 
 _SLOTS, _GATED, _SUM = 0, 1, 2
 """Modes of the kernel."""
-_MOST_SUMMED_ROWS = 64
-"""Rows whose sums a block keeps in shared memory."""
-_HELD_SLOTS = 512
-_PRODUCT = struct.Struct("=2q16i")
+_MOST_SUMMED_SLOTS = 512
+"""Slots whose products a block keeps in shared memory."""
+_HELD_SLOTS, _MOST_PLACES = 512, 2047
+_AHEAD = 104 << 10
+"""Bytes of weights that a block has room for, if that is two spans of each warp: what it leaves is the cache for x."""
+_PRODUCT = struct.Struct("=2q8iI7i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +43,15 @@ class _Form:
     """The shape of the thread blocks of `expert_product`: its macros."""
 
     tiles: int
-    """Multiples of 8 rows that a unit has."""
-    warps_k: int
-    warps_f: int
+    """Multiples of 8 rows that a tile has."""
+    warps: int
     stages: int
 
-    @property
-    def warps(self) -> int:
-        return self.warps_k * self.warps_f
-
-    def outputs(self, mode: int) -> int:
-        """Returns the number of outputs of a unit."""
-        return (8 if mode == _GATED else 16) * self.warps_f
-
-    def shared_bytes(self, spec: PackedSpec, mode: int, rows: int, places: int) -> int:
-        sets = 16 // spec.kind.bits
-        stage = 1024 + sets * self.tiles * 512 + groups_of_k_tile(spec) * 64
-        sums = 2 * self.warps_k * 8 * self.tiles * 4 * (self.warps_f * 17 + 1)
-        totals = rows * self.outputs(mode) * 4 if mode == _SUM else 0
-        return self.warps * self.stages * stage + sums + totals + 4 * (_HELD_SLOTS + 2 * (places + 1))
+    def shared_bytes(self, spec: PackedSpec, table: int, places: int) -> int:
+        """`table`: products and what else of 4 bytes a block keeps."""
+        parts = self.warps * 2 * self.tiles * 512
+        numbers = table + _HELD_SLOTS + self.warps + 3 * places + 2
+        return self.warps * self.stages * _stage_bytes(spec) + parts + 4 * numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +135,7 @@ def expert_sum(
     """See `OpSet.expert_sum`."""
     rows = x.view(-1, x.shape[2])
     is_many = grouped_sm90.pays(rows, weight, spec) and out.shape[1] % 8 == 0
-    if len(out) <= _MOST_SUMMED_ROWS and not is_many:
+    if routing.places.numel() <= _MOST_SUMMED_SLOTS and not is_many:
         _run(_Call(_SUM, rows, weight, bias, spec, routing, out, has_own_rows=True, adds=adds))
         return
     if out.shape[1] % 4:
@@ -158,32 +150,37 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dtype in HALVES:
         for spec in common_specs(dtype):
             for mode in (_SLOTS, _GATED, _SUM):
-                yield _kernel(spec, _Form(1 if mode == _SUM else 4, 8, 1, 4), mode, dtype)
+                forms = [_form(spec, mode, each, 0, 128, shared_limit(capability)) for each in (1, 16)]
+                yield from (_kernel(spec, form, mode, dtype) for form in dict.fromkeys(forms))
 
 
 def _run(call: _Call) -> None:
     _check(call)
     if not call.rows or not call.width:
         return
-    if call.mode != _SUM and grouped_sm90.takes(grouped := call.grouped()):
+    is_whole = len(call.weight) == 1 or call.spec.shape[0] * call.spec.shape[1] % 16 == 0
+    if call.mode != _SUM and is_whole and grouped_sm90.takes(grouped := call.grouped()):
         grouped_sm90.multiply(grouped)
         return
     spec, device = call.spec, gpu(call.x.device)
     places = len(call.weight)
     blocks = _blocks(call, device)
-    form = _form(call, blocks, device)
+    own = -(-call.width // blocks) if call.mode == _SUM else 0
     x = _padded(call.x, spec)
+    table = call.slots * own + _HELD_SLOTS if own else 0
+    form = _form(spec, call.mode, call.slots / places, table, places, device.shared_bytes)
     count, sets = groups(spec)
     product = _PRODUCT.pack(
         spec.shape[0] * spec.shape[1], spec.features * k_tiles(spec) * 64,
         places, call.rows, call.routing.places.shape[1], call.routing.places.shape[1] if call.has_own_rows else 1,
-        spec.features, x.shape[1], k_tiles(spec), sets, count,
-        x.stride(0), call.out.stride(0), call.column, call.activation, is_float(call.out), call.adds, 0,
+        spec.features, x.shape[1], k_tiles(spec), count, _by_group(spec, sets),
+        x.stride(0), call.out.stride(0), call.column, call.activation, is_float(call.out), call.adds, -(-own // 16),
     )  # fmt: skip
     routing = call.routing
     arguments = (call.weight, x, call.bias, routing.starts, routing.slots, routing.weights, call.out, product)
-    shared = form.shared_bytes(spec, call.mode, call.rows, places)
-    launch(_kernel(spec, form, call.mode, x.dtype), (blocks,), form.warps * 32, arguments, shared, is_early=True)
+    shared = form.shared_bytes(spec, table, places)
+    what = _kernel(spec, form, call.mode, x.dtype, is_whole)
+    launch(what, (blocks,), form.warps * 32, arguments, shared, is_early=True)
 
 
 def _dtype_of_products(x: Tensor, out: Tensor) -> torch.dtype:
@@ -200,26 +197,34 @@ def _blocks(call: _Call, device: Gpu) -> int:
     return min(device.multiprocessors, call.slots * -(-call.width // 8))
 
 
-def _form(call: _Call, blocks: int, device: Gpu) -> _Form:
-    """Returns the best form that fits: warps along the inputs that have several k tiles each, and as many stages as
-    there is room for."""
-    spec, places = call.spec, len(call.weight)
-    each = call.slots / places
-    tiles = 1 if call.mode == _SUM or each <= 8 else 2 if each <= 16 else 4
-    for warps in (16, 8, 4, 2, 1):
-        warps_k = next(n for n in (16, 8, 4, 2, 1) if n <= warps and (n * 2 <= k_tiles(spec) or n == 1))
-        warps_f = warps // warps_k
-        if call.mode == _SUM:  # a block has all of its outputs at once
-            own = -(-call.width // blocks)
-            warps_f = next(n for n in (1, 2, 4, 8, 16, 32, 64) if 16 * n >= own)
-            warps_k = max(1, min(warps_k if warps_f == 1 else 16, warps // warps_f))
-        if warps_f * warps_k > 32:
-            continue
-        for stages in (8, 6, 4, 3, 2):
-            form = _Form(tiles, warps_k, warps_f, stages)
-            if form.shared_bytes(spec, call.mode, call.rows, places) <= device.shared_bytes:
+def _form(spec: PackedSpec, mode: int, each: float, table: int, places: int, room: int) -> _Form:
+    """Returns the form for so many slots a place, with as many stages as pay and fit."""
+    tiles = 1 if mode == _SUM or each <= 6 else 4
+    for warps in (16, 8, 4) if tiles == 1 else (8, 4):
+        for stages in range(max(2, _AHEAD // (warps * _stage_bytes(spec))), 1, -1):
+            form = _Form(tiles, warps, stages)
+            if form.shared_bytes(spec, table, places) <= room:
                 return form
     raise ValueError(f"experts: {spec} with {places} places do not fit into the shared memory of this GPU")
+
+
+def _stage_bytes(spec: PackedSpec) -> int:
+    """Returns the size of a span, 128 inputs of 16 features: codes and scales."""
+    sets = _group_sets(spec)
+    return 256 * spec.kind.bits + (64 * (4 // sets) if sets else 0)
+
+
+def _by_group(spec: PackedSpec, sets: int) -> int:
+    """Returns 2^32 over the number of spans, or of sets where spans have several groups, that share scales, rounded
+    up; 0 for one."""
+    shared = sets // 4 if _group_sets(spec) == 4 else sets
+    return -(-(1 << 32) // shared) if shared > 1 else 0
+
+
+def _group_sets(spec: PackedSpec) -> int:
+    """Returns the number of sets of 32 inputs of a span that surely share a scale; 0 where all do."""
+    sets = group_sets(spec)
+    return min(sets, 4) if sets in (0, 1, 2) or sets % 4 == 0 else 1
 
 
 def _padded(x: Tensor, spec: PackedSpec) -> Tensor:
@@ -229,20 +234,21 @@ def _padded(x: Tensor, spec: PackedSpec) -> Tensor:
     return x
 
 
-def _kernel(spec: PackedSpec, form: _Form, mode: int, dtype: torch.dtype) -> Kernel:
-    sizes = {"TILES": form.tiles, "WARPS_K": form.warps_k, "WARPS_F": form.warps_f, "STAGES": form.stages}
-    return kernel("moe/product.cu", "expert_product", MODE=mode, **gemm_macros(spec, dtype), **sizes)
+def _kernel(spec: PackedSpec, form: _Form, mode: int, dtype: torch.dtype, is_whole: bool = True) -> Kernel:
+    sizes = {"TILES": form.tiles, "WARPS": form.warps, "STAGES": form.stages}
+    sizes |= {"WORDS": int(not is_whole), "GROUP_SETS": _group_sets(spec)}
+    return kernel("moe/product.cu", "expert_product", MODE=mode, **bits_macros(spec, dtype), **sizes)
 
 
 def _check(call: _Call) -> None:
     x, weight, bias, spec, routing, out = call.x, call.weight, call.bias, call.spec, call.routing, call.out
     places, (n, top_k) = len(weight), routing.places.shape
+    if places > _MOST_PLACES:
+        raise ValueError(f"weight: {places} experts on a rank, at most {_MOST_PLACES} are possible; use more ranks")
     if weight.dtype != torch.uint8 or tuple(weight.shape[1:]) != spec.shape or not weight.is_contiguous():
         raise ValueError(f"weight: {weight.dtype} {list(weight.shape)} is not [places, *spec.shape] of {spec}")
     if spec.memory != "rows":
         raise ValueError(f"weight: lies in {spec.memory}, the kernels of a GPU take rows")
-    if places > 1 and spec.shape[0] * spec.shape[1] % 16:
-        raise ValueError(f"weight: an expert takes {spec.shape[0] * spec.shape[1]} bytes, no multiple of 16: {spec}")
     rows = n * top_k if call.has_own_rows else n
     if x.dtype not in HALVES or tuple(x.shape) != (rows, spec.inputs) or not x.is_contiguous():
         raise ValueError(f"x: {x.dtype} {list(x.shape)} is not bfloat16 or float16 [{rows}, {spec.inputs}]")

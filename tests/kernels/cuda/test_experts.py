@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.moe.product import expert_gated_linear, expert_linear, expert_sum
 from allspan.kernels.cuda.moe.route import route
 from allspan.kernels.cuda.moe.rows import expert_gated_mul, expert_gather, linear, scale_rows
@@ -17,6 +18,7 @@ from allspan.kernels.reference.elementwise import gated
 from allspan.kernels.reference.experts import choose
 from allspan.kernels.reference.packed_linear import unpack
 from allspan.kernels.router_spec import RouterSpec
+from support.emulator.driver import EmulatorDriver
 from support.linear_cases import spec_of
 from support.packed_cases import random_weight
 
@@ -142,6 +144,20 @@ def test_tokens_of_each_expert_are_counted_without_padding(tokens: int, device: 
     assert int(routing.starts[0, -1]) == int((chosen < 20).sum())
 
 
+@pytest.mark.parametrize("rows", [33, 70, 256])
+def test_clusters_of_blocks_choose_as_one_does(rows: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(modules, "driver", lambda: EmulatorDriver(capability=(9, 0)))
+    logits, spec = torch.randn(rows, EXPERTS, generator=torch.Generator().manual_seed(rows)), SPECS["normalised"]
+    chosen, weights = choose(logits.double(), None, spec)
+    ascending = chosen.sort(1)
+    routing = routed(logits, spec, None, everywhere(EXPERTS), device)
+    assert torch.equal(routing.places.long(), ascending.values)
+    expected = weights.gather(1, ascending.indices)
+    torch.testing.assert_close(routing.weights.double(), expected, rtol=2e-6, atol=1e-7)
+    assert_sorted(routing)
+
+
 def some_routing(kind: str, rows: int, top_k: int, places: int, device: str) -> Routing[Tensor]:
     """ "spread" over all places with some of other ranks, all to the "last" ones, or "none" here."""
     generator = torch.Generator().manual_seed(rows)
@@ -232,6 +248,20 @@ def test_products_are_those_of_each_token_and_expert(name: str, group: int, devi
             torch.testing.assert_close(out.cpu().double(), total + 0.5 * adds, rtol=tolerance, atol=2 * tolerance)
 
 
+@pytest.mark.parametrize(("name", "group"), [("group4", 32), ("channel8", 0)])
+def test_experts_may_begin_between_16_bytes(name: str, group: int, device: str) -> None:
+    experts = Experts(spec_of(name, group, (5,), 96), 3, device)
+    assert experts.spec.shape[0] * experts.spec.shape[1] % 16
+    routing = some_routing("spread", 4, 2, 3, device)
+    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    out = torch.full((4, 2, 5), 7.0, device=device)
+    expert_linear(x.to(device), experts.weight, experts.bias.to(device), experts.spec, 0, routing, out)
+    for row, own in enumerate(routing.places.tolist()):
+        for j, place in enumerate(own):
+            expected = experts.product(x[row], place) if place >= 0 else torch.full((5,), 7.0, dtype=torch.float64)
+            torch.testing.assert_close(out[row, j].cpu().double(), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_other_ops_agree_with_their_definitions(device: str) -> None:
     generator = torch.Generator().manual_seed(5)
     routing = some_routing("spread", 7, 2, 5, device)
@@ -299,27 +329,38 @@ def test_a_graph_captured_under_one_routing_is_right_under_the_opposite(rows: in
     x = torch.randn(rows, 128, device="cuda").bfloat16()
     logits, routing = torch.zeros(rows, places, device="cuda"), empty_routing(rows, top_k, places, "cuda")
     mlp, out = torch.zeros(rows, top_k, 48, device="cuda").bfloat16(), torch.zeros(rows, 64, device="cuda")
+    again, numbers = torch.zeros_like(out), torch.zeros(rows, dtype=torch.int32, device="cuda")
     where = everywhere(places).cuda()
 
     def run() -> None:
-        route(logits, None, where, RouterSpec(top_k), routing)
+        route(logits, None, where, RouterSpec(top_k), routing, None, numbers)
         expert_gated_linear(x, up.weight, None, up.spec, "silu", routing, mlp)
         expert_sum(mlp, down.weight, None, down.spec, routing, False, out)
+        route(-logits, None, where, RouterSpec(top_k), routing, None, numbers)
+        expert_sum(mlp, down.weight, None, down.spec, routing, False, again)  # may begin before its routing is there
 
-    def of_logits(values: Tensor) -> Tensor:
+    def settle(values: Tensor, padding: int) -> tuple[Tensor, Tensor]:
         logits.copy_(values)
-        run()
-        return out.clone()
+        numbers.fill_(0)[rows - padding :] = -1
+        torch.cuda.synchronize()
+        return out, again
 
     one = torch.full((rows, places), -5.0, device="cuda")
     one[:, :2] = 5.0  # all rows go to two experts
     other = torch.randn(rows, places, device="cuda")
-    expected = [of_logits(values) for values in (other, one, torch.flip(one, (1,)))]
-    logits.copy_(one)
+    cases = [(other, 0), (one, 0), (torch.flip(one, (1,)), 0), (other, rows // 2), (one, rows)]
+    expected = []
+    for case in cases:
+        settle(*case)
+        run()
+        expected.append((out.clone(), again.clone()))
+        assert (out[rows - case[1] :] == 0).all()
+    settle(*cases[1])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    for values, right in zip((other, one, torch.flip(one, (1,))), expected, strict=True):
-        logits.copy_(values)
+    for case, right in zip(cases, expected, strict=True):
+        settle(*case)
         graph.replay()
-        assert torch.equal(out, right)
+        assert torch.equal(out, right[0])
+        assert torch.equal(again, right[1])
