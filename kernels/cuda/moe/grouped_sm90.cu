@@ -3,11 +3,12 @@
 // · second half.
 //
 // A persistent block makes tiles of up to 128 slots of one place by 256 features, which it finds from where the slots
-// of each place begin: nothing here depends on a routing but what blocks do. Four warps gather rows of x by the slots,
-// and one thread asks for tiles of the weight, ahead, into a ring; two warpgroups with 64 rows each multiply, and one
-// of them has nothing to do where a tile has 64 rows or fewer. Outputs are scattered through a little shared memory of
-// each warp, while the ring fills for the next tile. Of a gated product, a tile has 128 features of each half. Bound by
-// the tensor cores, or by reading the weights where places have few rows.
+// of each place begin: nothing here depends on a routing but what blocks do. Blocks take tiles in order, each when it
+// has time, so that those that read the same part of a weight, or the same rows, do so at about the same time. Four
+// warps gather rows of x by the slots, and one thread asks for tiles of the weight, ahead, into a ring; two warpgroups
+// with 64 rows each multiply, and one of them has nothing to do where a tile has 64 rows or fewer. Outputs are
+// scattered through a little shared memory of each warp, while the ring fills for the next tile. Of a gated product, a
+// tile has 128 features of each half. Bound by the tensor cores, or by reading the weights where places have few rows.
 //
 // Compiled with E4M3 (elements of x and weight; else of 16 bits), GATED and OUT_FLOATS.
 #include "linear/decode.cuh"
@@ -24,6 +25,7 @@
 #endif
 static_assert(!(GATED && OUT_FLOATS));
 constexpr int kRows = 128, kFeatures = 256, kStages = 4, kLead = 2, kGroup = 128, kThreads = 3 * kGroup;
+constexpr int kKept = 4;                                               // tiles of which a block has notes
 constexpr int kBand = 16;                                              // tiles of rows that meet all features together
 constexpr int kTile = 128 * 128, kStage = 3 * kTile;                   // bytes: of x, then of the weight
 constexpr int kAcross = GATED ? 128 : 256;                             // outputs of a tile
@@ -36,14 +38,25 @@ constexpr int kEach = kRows / 16;                                      // rows t
 constexpr uint64_t kAlong = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32 | 1 << 16;
 __device__ __forceinline__ uint64_t matrix(uint32_t at) { return kAlong | (at & 0x3ffff) >> 4; }
 
+__device__ __forceinline__ float activated(float x, int activation) {
+  return __fdividef(x, 1.0f + power(logit_of(x, activation) * -1.4426950408889634f));
+}
+
 // How x, weights and out lie; sizes are of elements, but for chunks of 16 bytes and steps of 128 along the inputs.
 struct Product {
   long long place_bytes, qparams_at;  // of a place, and where its qparams begin
   int places, top_k, x_top_k, features, outputs, steps, x_chunks, x_stride_chunks, out_stride, activation;
 };
 
+// A tile: what those that multiply it need to know, found while rows and weights of the tile before are asked for.
 struct Unit {
   int place, first, rows, output;  // slots in order of places, from `first` on
+};
+struct Notes {
+  Unit unit;
+  int slots[kRows];
+  float scales[kRows];        // of e4m3
+  float2 columns[kFeatures];  // scale and bias
 };
 
 struct Ring {
@@ -56,16 +69,18 @@ struct Ring {
 };
 
 // x_top_k: 1 where slots of a token share its row of x, else top_k. row_scales [rows of x] of e4m3; bias [places]
-// [features] or null.
+// [features] or null; taken_by_all: 0, the tiles that blocks have taken beside their first.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_sm90(const __grid_constant__ TensorMap weight, const char* weights, const uint4* x, const float* row_scales,
-                 const float* bias, const int* starts, const int* slots, void* out, Product p) {
+                 const float* bias, const int* starts, const int* slots, int* taken_by_all, void* out, Product p) {
   DYNAMIC_SHARED(memory);
   char* const begin = memory + (1024 - smem(memory) % 1024) % 1024;
   char* const pieces = begin + kStages * kStage;
   const uint32_t stages = smem(begin), full = smem(pieces) + 8 * kPiece, empty = full + kStages * 8;
-  int* const tiles_before = reinterpret_cast<int*>(pieces + 8 * kPiece + 2 * kStages * 8);  // [places + 1]
-  int* const starts_of = tiles_before + p.places + 1;                                       // [places + 1]
+  Notes* const notes = reinterpret_cast<Notes*>(pieces + 8 * kPiece + 2 * kStages * 8);  // [kKept]
+  int* const tiles_before = reinterpret_cast<int*>(notes + kKept);                       // [places + 1]
+  int* const starts_of = tiles_before + p.places + 1;                                    // [places + 1]
+  int* const taken = starts_of + p.places + 1;  // [kKept]: tiles of this block, in turn
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i * 8, kGroup + 1);
@@ -75,6 +90,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_ahead();
   let_next_begin();
+  const auto take = [&] { return static_cast<int>(gridDim.x) + atomicAdd(taken_by_all, 1); };
+  if (threadIdx.x == kGroup) taken[0] = blockIdx.x, taken[1] = take();
   for (int i = threadIdx.x; i <= p.places; i += kThreads) starts_of[i] = starts[i];
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -118,24 +135,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < kGroup) {
     give_registers<56>();
     const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, to_chunk = line * 128 + ((chunk ^ line % 8) << 4);
-    Ring ring;
-    for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
+    const int me = threadIdx.x;  // the row and the columns of which this thread makes notes
+    const auto row_of = [&](int slot) { return p.x_top_k == 1 ? slot / p.top_k : slot; };
+    const auto slot_of = [&](const Unit& unit) { return me < unit.rows ? slots[unit.first + me] : 0; };
+    const auto scale_of = [&](int slot) { return E4M3 ? row_scales[row_of(slot)] : 1.0f; };
+    const auto column_of = [&](const Unit& unit, int half) {
+      const int feature = unit.output + me + half * second;
+      const bool is_there = (GATED ? unit.output + me : feature) < p.outputs;
+      const float2* const qparams =
+          reinterpret_cast<const float2*>(weights + unit.place * p.place_bytes + p.qparams_at);
+      return make_float2(E4M3 && is_there ? qparams[feature].x : 1.0f,
+                         bias && is_there ? bias[static_cast<long long>(unit.place) * p.features + feature] : 0.0f);
+    };
+    const auto note = [&](int turn, const Unit& unit, int slot, float scale, float2 first, float2 other) {
+      Notes& of_tile = notes[turn % kKept];
+      if (me == 0) of_tile.unit = unit;
+      of_tile.slots[me] = slot, of_tile.scales[me] = scale;
+      of_tile.columns[me] = first, of_tile.columns[me + 128] = other;
+    };
+    int tile = blockIdx.x, next = taken[1];
+    if (tile < count) {
       const Unit unit = unit_at(tile);
+      const int slot = slot_of(unit);
+      note(0, unit, slot, scale_of(slot), column_of(unit, 0), column_of(unit, 1));
+    }
+    turn_wait(1, kGroup);
+    Ring ring;
+    for (int turn = 0; tile < count; ++turn) {
+      const int after = me == 0 && next < count ? take() : next;
+      const Unit unit = notes[turn % kKept].unit, later = unit_at(min(next, count - 1));
       int from[kEach];  // chunks
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int row = line + i * 16, slot = row < unit.rows ? slots[unit.first + row] : 0;
-        from[i] = (p.x_top_k == 1 ? slot / p.top_k : slot) * p.x_stride_chunks;
-      }
-      const int feature = unit.output;
+      for (int i = 0; i < kEach; ++i) from[i] = row_of(notes[turn % kKept].slots[line + i * 16]) * p.x_stride_chunks;
+      const int later_slot = slot_of(later);
+      const float2 columns[2] = {column_of(later, 0), column_of(later, 1)};
+      float later_scale = 1;
       for (int step = 0; step < p.steps; ++step) {
         const uint32_t to = stages + ring.slot * kStage, barrier = full + ring.slot * 8;
         barrier_wait(empty + ring.slot * 8, ring.parity ^ 1);
-        if (threadIdx.x == 0) {
+        if (me == 0) {
           const int element = step * (E4M3 ? 128 : 64);
           barrier_arrive_for(barrier, 2 * kTile);
-          copy_tile(to + kTile, weight, element, feature, unit.place, barrier);
-          copy_tile(to + 2 * kTile, weight, element, feature + second, unit.place, barrier);
+          copy_tile(to + kTile, weight, element, unit.output, unit.place, barrier);
+          copy_tile(to + 2 * kTile, weight, element, unit.output + second, unit.place, barrier);
         }
         const int at = step * 8 + chunk;
         const bool is_there = at < p.x_chunks;
@@ -143,8 +185,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < kEach; ++i)
           if (line + i * 16 < unit.rows) copy16(to + to_chunk + i * 2048, x + from[i] + (is_there ? at : 0), is_there);
         barrier_arrive_with_copies(barrier);
+        if (step == 1) later_scale = scale_of(later_slot);
         ring.next();
       }
+      // Of tiles of two steps or more, those that multiply are at most two behind.
+      note(turn + 1, later, later_slot, later_scale, columns[0], columns[1]);
+      if (me == 0) taken[(turn + 2) % kKept] = after;
+      turn_wait(1, kGroup);
+      tile = next, next = taken[(turn + 2) % kKept];
     }
   } else {
     take_registers<224>();
@@ -157,23 +205,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) barrier_arrive(empty + slot * 8);
     };
     if (side == 1 && p.steps > kLead && blockIdx.x < count) barrier_wait(full + kLead * 8, 0);
-    for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
-      const Unit unit = unit_at(tile);
+    int tile = blockIdx.x;
+    for (int turn = 0; tile < count; tile = taken[++turn % kKept]) {
+      barrier_wait(full + ring.slot * 8, ring.parity);  // for the notes, too
+      const Notes& of_tile = notes[turn % kKept];
+      const Unit unit = of_tile.unit;
       const bool has_rows = side * 64 < unit.rows;
-      int slot_of[4];  // of rows that this lane stores
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = warp * 16 + i * 4 + lane / 8;
-        slot_of[i] = row < unit.rows ? slots[unit.first + row] : -1;
-      }
-      float scale_of[2] = {1, 1};
-      if (E4M3)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = warp * 16 + lane / 4 + h * 8, slot = row < unit.rows ? slots[unit.first + row] : -1;
-          scale_of[h] = slot >= 0 ? row_scales[p.x_top_k == 1 ? slot / p.top_k : slot] : 0;
-        }
-
       int last = 0;
       for (int step = 0; step < p.steps; ++step) {
         barrier_wait(full + ring.slot * 8, ring.parity);
@@ -201,24 +238,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (!has_rows) continue;
 
       if (E4M3 || bias) {
-        const float4* const qparams =
-            reinterpret_cast<const float4*>(weights + unit.place * p.place_bytes + p.qparams_at);
-        const float* const own_bias = bias + static_cast<long long>(unit.place) * p.features;
+        const float scale_of[2] = {of_tile.scales[warp * 16 + lane / 4], of_tile.scales[warp * 16 + lane / 4 + 8]};
 #pragma unroll
         for (int n = 0; n < kFeatures / 8; ++n) {
-          const int column = n * 8 + lane % 4 * 2;
-          if (unit.output + column % kAcross >= p.outputs) continue;
-          const int feature = unit.output + column % 128 + column / 128 * second;
-          float2 scale = make_float2(1, 1), more = make_float2(0, 0);
-          if (E4M3) {
-            const float4 two = qparams[feature / 2];
-            scale = make_float2(two.x, two.z);
-          }
-          if (bias) more = *reinterpret_cast<const float2*>(own_bias + feature);
+          const float4 two = *reinterpret_cast<const float4*>(of_tile.columns + n * 8 + lane % 4 * 2);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             float* const sums = d + n * 4 + h * 2;
-            sums[0] = sums[0] * (scale_of[h] * scale.x) + more.x, sums[1] = sums[1] * (scale_of[h] * scale.y) + more.y;
+            sums[0] = sums[0] * (scale_of[h] * two.x) + two.y, sums[1] = sums[1] * (scale_of[h] * two.z) + two.w;
           }
         }
       }
@@ -239,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             float value[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-              value[e] = GATED ? gated(sums[e], sums[kFeatures / 4 + e], p.activation) : sums[e];
+              value[e] = GATED ? activated(sums[e], p.activation) * sums[kFeatures / 4 + e] : sums[e];
             const int to = h * 1024 + ((i ^ lane / 4) << 4) + lane % 4 * 4;
             *reinterpret_cast<uint32_t*>(row_at + to) = pack(value[0], value[1]);
           }
@@ -248,10 +275,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (output >= p.outputs) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (slot_of[i] < 0) continue;
           const int row = i * 4 + lane / 8;
+          if (warp * 16 + row >= unit.rows) continue;
           const uint4 chunk = *reinterpret_cast<const uint4*>(piece_at + row * 128 + ((lane % 8 ^ row % 8) << 4));
-          const long long to = static_cast<long long>(slot_of[i]) * p.out_stride + output;
+          const long long to = static_cast<long long>(of_tile.slots[warp * 16 + row]) * p.out_stride + output;
           *reinterpret_cast<uint4*>(static_cast<char*>(out) + to * (OUT_FLOATS ? 4 : 2)) = chunk;
         }
       }

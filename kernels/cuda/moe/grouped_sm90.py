@@ -32,9 +32,10 @@ against this: bfloat16 with 4 slots a place 263 against 239, with 8 374 against 
 8 372 against 191; uint4 with 16 294
 against 588, with 32 630 against 588, with 64 1,100 against 589."""
 
-_ROWS, _ACROSS, _STAGES, _THREADS = 128, 256, 4, 384
-_SHARED = 1024 - 128 + _STAGES * 3 * 128 * 128 + 8 * 2048 + 2 * _STAGES * 8
-_MOST_PLACES = 1024
+_ROWS, _ACROSS, _STAGES, _KEPT, _THREADS = 128, 256, 4, 4, 384
+_NOTES = 16 + _ROWS * 8 + _ACROSS * 8
+_SHARED = 1024 - 128 + _STAGES * 3 * 128 * 128 + 8 * 2048 + 2 * _STAGES * 8 + _KEPT * (_NOTES + 4)
+_MOST_PLACES = 512
 _AS_THEY_ARE = (*FLOATS, "fp8")
 """Formats of weights that are multiplied as they are."""
 _MOST_SCRATCH = 1 << 29
@@ -82,7 +83,8 @@ def fits(call: Grouped) -> bool:
         return False
     row_bytes = out.stride(0) * out.element_size()
     is_aligned = out.data_ptr() % 16 == row_bytes % 16 == out.shape[1] * out.element_size() % 16 == 0
-    return is_aligned and spec.features % 2 == 0 and call.x.numel() < 1 << 33
+    has_steps = spec.depth * (1 if spec.format == "fp8" else 2) > 128  # of 128 bytes, two or more
+    return has_steps and is_aligned and spec.features % 2 == 0 and call.x.numel() < 1 << 33
 
 
 def multiply(call: Grouped) -> None:
@@ -124,9 +126,10 @@ def _launch(call: Grouped, matrices: Tensor, scales: Tensor | None = None) -> No
     )  # fmt: skip
     blocks = min(gpu(x.device).multiprocessors, _most_tiles(call.slots, places, outputs))
     arguments = (
-        tensor_map(matrices, 128), call.weight, x, scales, call.bias, routing.starts, routing.slots, out, product,
+        tensor_map(matrices, 128), call.weight, x, scales, call.bias, routing.starts, routing.slots,
+        torch.zeros(1, dtype=torch.int32, device=x.device), out, product,
     )  # fmt: skip
-    shared = _SHARED + 2 * 4 * (places + 1)
+    shared = _SHARED + 4 * 2 * (places + 1)
     launch(_kernel(x.dtype, call.activation is not None, out.dtype), (blocks,), _THREADS, arguments, shared, True)
 
 

@@ -113,7 +113,7 @@ CASES = [
     ("bf16", (136, 200, 0), ("spread", 150), BF16, BF16, "silu"),
     ("bf16", (264, 136, 0), ("last", 65), BF16, BF16, None),
     ("bf16", (40, 72, 0), ("spread", 7), BF16, F32, None),
-    ("f16", (48, 64, 0), ("last", 129), F16, F16, "gelu_tanh"),
+    ("f16", (48, 88, 0), ("last", 129), F16, F16, "gelu_tanh"),
     ("group4", (40, 96, 32), ("spread", 33), BF16, BF16, "silu"),
     ("bf16", (40, 72, 0), ("none", 9), BF16, BF16, None),
     ("fp8", (136, 200, 0), ("spread", 70), BF16, BF16, "silu"),
@@ -144,7 +144,7 @@ def test_products_of_every_size_agree_with_float64(rows: int) -> None:
 
 def test_rows_of_slots_meet_their_own_experts(device: str) -> None:
     check("bf16", (72, 104, 0), routing_of("spread", 41, 3, 4, device), BF16, BF16, None, has_own_rows=True)
-    check("group8", (72, 64, 32), routing_of("spread", 11, 3, 4, device), BF16, F32, None, True, k_offset=32)
+    check("group8", (72, 96, 32), routing_of("spread", 11, 3, 4, device), BF16, F32, None, True, k_offset=32)
 
 
 @pytest.mark.parametrize("kept", [BF16, F32])
@@ -164,27 +164,27 @@ def test_the_ops_take_it_from_some_slots_a_place_on(device: str, monkeypatch: py
     """And what the streaming kernel would have computed."""
     routing = routing_of("spread", 70, 2, 5, device)
     generator = torch.Generator().manual_seed(1)
-    up, down = spec_of("bf16", 0, (40, 40), 64), spec_of("bf16", 0, (72,), 40)
+    up, down = spec_of("bf16", 0, (72, 72), 96), spec_of("bf16", 0, (72,), 72)
     weights = [torch.stack([random_weight(spec, i) for i in range(5)]).to(device) for spec in (up, down)]
-    x = torch.randn(70, 64, generator=generator).bfloat16().to(device)
+    x = torch.randn(70, 96, generator=generator).bfloat16().to(device)
     found = []
     for least in (16, 1 << 20):
         monkeypatch.setattr(module, "LEAST_SLOTS", least)
-        mlp = torch.zeros(70, 2, 40, dtype=BF16, device=device)
+        mlp = torch.zeros(70, 2, 72, dtype=BF16, device=device)
         expert_gated_linear(x, weights[0], None, up, "silu", routing, mlp)
         out = torch.ones(70, 72, device=device)
         expert_sum(mlp, weights[1], None, down, routing, True, out)
         found.append((mlp, out))
-        call = Grouped(x, weights[0], None, up, routing, mlp.view(140, 40), GATED_SILU)
+        call = Grouped(x, weights[0], None, up, routing, mlp.view(140, 72), GATED_SILU)
         assert takes(call) == (least == 16)
     for new, old in zip(*found, strict=True):
         torch.testing.assert_close(new, old, rtol=2e-2, atol=2e-2)
 
 
 def test_what_does_not_fit_goes_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    routing, spec = routing_of("spread", 70, 2, 5, device), spec_of("bf16", 0, (40, 40), 64)
+    routing, spec = routing_of("spread", 70, 2, 5, device), spec_of("bf16", 0, (40, 40), 96)
     weight = torch.zeros(5, *spec.shape, dtype=torch.uint8, device=device)
-    x, out = torch.zeros(70, 64, dtype=BF16, device=device), torch.zeros(140, 48, dtype=BF16, device=device)
+    x, out = torch.zeros(70, 96, dtype=BF16, device=device), torch.zeros(140, 48, dtype=BF16, device=device)
     assert fits(Grouped(x, weight, None, spec, routing, out[:, :40], GATED_SILU))
     assert not fits(Grouped(x, weight, None, spec, routing, out[:, 1:41], GATED_SILU))
     assert not fits(Grouped(x, weight, None, spec, routing, out[:, :40].float(), GATED_SILU))
