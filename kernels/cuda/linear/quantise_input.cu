@@ -72,6 +72,54 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
+// `quantise` of rows of up to kNarrow elements, a warp a row, which its lanes hold.
+constexpr int kNarrow = 2048, kHeld = kNarrow / 256;
+extern "C" __global__ void __launch_bounds__(256)
+    quantise_narrow(const uint4* x, uint2* codes, float* scales, float* sums, int rows, int inputs, int k_tiles) {
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  const uint4* const from = x + static_cast<long long>(row) * (inputs / 8);
+  uint4 held[kHeld];
+  uint32_t most_bits = 0;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = i * 32 + lane;
+    held[i] = at < inputs / 8 ? from[at] : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) most_bits = max(most_bits, largest(held[i]));
+  most_bits = __reduce_max_sync(~0u, most_bits);
+  const float most = wide(most_bits), largest = FLOATS ? 448.0f : 127.0f;
+  const bool usable = most_bits < kInfinite && most >= 1e-30f;
+  const float factor = usable ? largest / most : 0.0f;
+  float sum = 0;
+  uint2* const to = codes + static_cast<long long>(row) * k_tiles * 8;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = i * 32 + lane, set = at / 4 % 2, t = at % 4;
+    if (at >= k_tiles * 8) break;
+    uint32_t halves[2] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t pair = usable ? word(held[i], j) : 0;
+      const float low = wide(pair & 0xffff) * factor, high = wide(pair >> 16) * factor;
+      if (FLOATS) {
+        halves[j / 2] |= pack_e4m3(low, high) << (j % 2 * 16);
+      } else {
+        const int a = __float2int_rn(low), b = __float2int_rn(high);
+        sum += static_cast<float>(a + b);
+        halves[j / 2] |= ((a & 0xff) | (b & 0xff) << 8) << (j % 2 * 16);
+      }
+    }
+    to[at / 8 * 8 + t * 2 + set] = make_uint2(halves[0], halves[1]);
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+  if (lane > 0) return;
+  scales[row] = most_bits >= kInfinite ? __uint_as_float(0x7fffffff) : usable ? most / largest : 0.0f;
+  sums[row] = sum;
+}
+
 // 16 threads for 128 inputs of a row of x [rows, inputs], a multiple of 8: x ≈ code · scale, codes e4m3 in the order of
 // a k tile [all_rows, groups · 128], scales float32 [groups, all_rows]; rows from `rows` on are zeros. scale = most /
 // 448; of a NaN or an infinity it is NaN.

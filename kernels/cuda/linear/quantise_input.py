@@ -17,6 +17,8 @@ LEAST_CAPABILITY = (7, 5)
 
 _HELD_ROW = 20_480
 """Elements of a row that a block keeps while it looks for the largest: 40 KB, for six blocks a multiprocessor."""
+_NARROW = 2048
+"""Elements of a row that a warp holds."""
 _ROWS_TOGETHER = 8
 """Scales of rows of x lie side by side, and cuBLAS reads them 16 bytes at a time."""
 
@@ -26,8 +28,13 @@ def quantise_rows(x: Tensor, spec: PackedSpec, dtype: torch.dtype) -> tuple[Tens
     sums of each row's values float32 [n]."""
     codes = torch.empty(len(x), spec.depth, dtype=dtype, device=x.device)
     scales, sums = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
+    if spec.depth <= _NARROW:
+        narrow = _kernel("quantise_narrow", int(spec.kind.is_e4m3), x.dtype)
+        sizes = [np.int32(size) for size in (len(x), x.shape[1], k_tiles(spec))]
+        launch(narrow, (-(-len(x) // 8),), 256, (x, codes, scales, sums, *sizes))
+        return codes, scales, sums
     held = min(x.shape[1], _HELD_ROW)
-    sizes = np.int32(x.shape[1]), np.int32(k_tiles(spec)), np.int32(held)
+    sizes = [np.int32(size) for size in (x.shape[1], k_tiles(spec), held)]
     quantise = _kernel("quantise", int(spec.kind.is_e4m3), x.dtype)
     launch(quantise, (len(x),), 256, (x, codes, scales, sums, *sizes), 2 * held)
     return codes, scales, sums
@@ -46,7 +53,7 @@ def quantise_blocks(x: Tensor, spec: PackedSpec) -> tuple[Tensor, Tensor]:
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dtype in HALVES:
-        yield from (_kernel("quantise", floats, dtype) for floats in (0, 1))
+        yield from (_kernel(name, floats, dtype) for floats in (0, 1) for name in ("quantise", "quantise_narrow"))
         yield _kernel("quantise_groups", 1, dtype)
 
 

@@ -204,6 +204,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const auto release = [&](int slot) {
       if (lane == 0) barrier_arrive(empty + slot * 8);
     };
+
+    // What goes out while the products of the next tile run: 16-bit outputs in pairs, rows' slots and the first output.
+    uint32_t held[OUT_FLOATS ? 1 : kAcross / 4];
+    int slot_of[4] = {-1, -1, -1, -1}, held_output = 0;
+    const auto put = [&](int piece) {  // from shared memory
+      __syncwarp();
+      const int output = held_output + piece * kColumns + lane % 8 * kChunk;
+      if (output >= p.outputs) return;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (slot_of[i] < 0) continue;
+        const int row = i * 4 + lane / 8;
+        const uint4 chunk = *reinterpret_cast<const uint4*>(piece_at + row * 128 + ((lane % 8 ^ row % 8) << 4));
+        const long long to = static_cast<long long>(slot_of[i]) * p.out_stride + output;
+        *reinterpret_cast<uint4*>(static_cast<char*>(out) + to * (OUT_FLOATS ? 4 : 2)) = chunk;
+      }
+    };
+    char* const row_at = piece_at + lane / 4 * 128;
+    const auto put_held = [&](int piece) {
+      __syncwarp();  // all have read what was here
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          *reinterpret_cast<uint32_t*>(row_at + h * 1024 + ((i ^ lane / 4) << 4) + lane % 4 * 4) =
+              held[(piece * kTiles + i) * 2 + h];
+      put(piece);
+    };
+    bool has_held = false;
     if (side == 1 && p.steps > kLead && blockIdx.x < count) barrier_wait(full + kLead * 8, 0);
     int tile = blockIdx.x;
     for (int turn = 0; tile < count; tile = taken[++turn % kKept]) {
@@ -231,7 +260,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (step > 0) release(last);
         last = ring.slot;
         ring.next();
+        if (!OUT_FLOATS && has_held)
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece)
+            if (step == piece || (step == p.steps - 1 && piece > step)) put_held(piece);
       }
+      has_held = false;
       if (has_rows) wait_products<0>();
       settle(d);
       release(last);
@@ -249,39 +283,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           }
         }
       }
+      held_output = unit.output;
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        char* const row_at = piece_at + lane / 4 * 128;
-        __syncwarp();  // all have read what was here
+      for (int i = 0; i < 4; ++i) {
+        const int row = warp * 16 + i * 4 + lane / 8;
+        slot_of[i] = row < unit.rows ? of_tile.slots[row] : -1;
+      }
+      if (OUT_FLOATS) {
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i)
+        for (int piece = 0; piece < kPieces; ++piece) {
+          __syncwarp();  // all have read what was here
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float* const sums = d + (piece * kTiles + i) * 4 + h * 2;
-            if (OUT_FLOATS) {
+          for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float* const sums = d + (piece * kTiles + i) * 4 + h * 2;
               const int to = h * 1024 + ((i * 2 + lane % 4 / 2 ^ lane / 4) << 4) + lane % 2 * 8;
               *reinterpret_cast<float2*>(row_at + to) = make_float2(sums[0], sums[1]);
-              continue;
             }
-            float value[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-              value[e] = GATED ? activated(sums[e], p.activation) * sums[kFeatures / 4 + e] : sums[e];
-            const int to = h * 1024 + ((i ^ lane / 4) << 4) + lane % 4 * 4;
-            *reinterpret_cast<uint32_t*>(row_at + to) = pack(value[0], value[1]);
-          }
-        __syncwarp();
-        const int output = unit.output + piece * kColumns + lane % 8 * kChunk;
-        if (output >= p.outputs) continue;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = i * 4 + lane / 8;
-          if (warp * 16 + row >= unit.rows) continue;
-          const uint4 chunk = *reinterpret_cast<const uint4*>(piece_at + row * 128 + ((lane % 8 ^ row % 8) << 4));
-          const long long to = static_cast<long long>(of_tile.slots[warp * 16 + row]) * p.out_stride + output;
-          *reinterpret_cast<uint4*>(static_cast<char*>(out) + to * (OUT_FLOATS ? 4 : 2)) = chunk;
+          put(piece);
         }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kAcross / 4; ++i) {
+          const float* const sums = d + i * 2;
+          float value[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            value[e] = GATED ? activated(sums[e], p.activation) * sums[kFeatures / 4 + e] : sums[e];
+          held[OUT_FLOATS ? 0 : i] = pack(value[0], value[1]);
+        }
+        has_held = true;
       }
     }
+    if (!OUT_FLOATS && has_held)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) put_held(piece);
   }
 }

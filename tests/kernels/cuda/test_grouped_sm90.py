@@ -11,6 +11,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.linear.call import GATED_GELU_TANH, GATED_SILU
+from allspan.kernels.cuda.linear.quantise_input import quantise_rows
 from allspan.kernels.cuda.moe import grouped_sm90 as module
 from allspan.kernels.cuda.moe.grouped_sm90 import Grouped, fits, multiply, takes
 from allspan.kernels.cuda.moe.product import expert_gated_linear, expert_sum
@@ -191,3 +192,25 @@ def test_what_does_not_fit_goes_elsewhere(device: str, monkeypatch: pytest.Monke
     if device == "cpu":
         monkeypatch.setattr(modules, "driver", EmulatorDriver)
         assert not fits(Grouped(x, weight, None, spec, routing, out[:, :40], GATED_SILU))
+
+
+@pytest.mark.parametrize("inputs", [72, 2048, 2120])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_rows_of_x_are_codes_times_scales(inputs: int, dtype: torch.dtype, device: str) -> None:
+    """Those that a warp holds, and longer ones; with zeros, and with what is not finite."""
+    x = torch.randn(11, inputs, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    x[3], x[4, 1] = 0, math.inf
+    spec = spec_of("fp8" if dtype == torch.float8_e4m3fn else "channel8", 0, (8,), inputs)
+    codes, scales, sums = quantise_rows(x, spec, dtype)
+    in_order = codes.double().view(11, -1, 4, 2, 8).transpose(2, 3).reshape(11, -1)
+    assert (in_order[:, inputs:] == 0).all()
+    if dtype == torch.int8:
+        torch.testing.assert_close(sums.double(), in_order.sum(1))
+    found = in_order[:, :inputs] * scales.double()[:, None]
+    assert found[4].isnan().all()
+    most = x.double().abs().amax(1, keepdim=True)
+    most[4] = 0
+    right = torch.where(most > 0, x.double(), 0.0)
+    found[4] = 0
+    relative, absolute = (0.0, 0.5 / 127) if dtype == torch.int8 else (2**-4, 2**-10 / 448)
+    assert ((found - right).abs() <= right.abs() * relative + most * (absolute + 1e-6)).all()
