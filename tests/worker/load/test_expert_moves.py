@@ -20,6 +20,7 @@ from allspan.worker.load.loader import open_checkpoint, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.weights.checkpoint import Checkpoint
+from support.mxfp4_model import save_mxfp4
 from support.threads import ThreadWorld
 from support.tiny_models import load_model, prefill, prompt, relative_error, save_tiny
 
@@ -56,11 +57,15 @@ def advance_all(moves: ExpertMoves) -> None:
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize(("quantization", "groups"), [("none", 4), ("int8", 2)])
+@pytest.mark.parametrize(("quantization", "groups"), [("none", 4), ("int8", 2), ("auto", 2)])
 def test_moved_experts_are_those_that_a_rank_with_this_placement_reads(
     quantization: str, groups: int, tmp_path: Path
 ) -> None:
-    save_tiny(tmp_path, "qwen2_moe")
+    """ "auto": gpt-oss, whose experts in MXFP4 have biases."""
+    if quantization == "auto":
+        save_mxfp4(tmp_path)
+    else:
+        save_tiny(tmp_path, "qwen2_moe")
     config = settings(tmp_path, quantization=quantization, expert_parallel_size=groups)
 
     def run(model: Model, moves: ExpertMoves) -> Any:
@@ -78,7 +83,8 @@ def test_moved_experts_are_those_that_a_rank_with_this_placement_reads(
         for name, tensor in model.holding.read(checkpoint, "cpu").items():
             assert torch.equal(tensor, model.weights[name]), name
         (logits,) = prefill(model, [IDS], 60)
-        assert relative_error(logits, before) < 1e-4
+        if quantization != "auto":  # inputs of 8 bits flip a token's choice at times
+            assert relative_error(logits, before) < 1e-4
         moved = dict(model.holding.placements)
         moves.begin()  # by the second prompt's tokens, which are the first one's
         advance_all(moves)
