@@ -20,7 +20,8 @@ _LEAST_NORM = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows to read of a checkpoint's tensor, and which of those are wanted, in order (None: all, as they come)."""
+    """Rows to read of a checkpoint's tensor, perhaps every second one, and which of those are wanted, in order (None:
+    all, as they come)."""
 
     read: range
     order: Tensor | None = None
@@ -109,7 +110,7 @@ class PieceSource:
     def _through_experts(self, name: str, rows: range) -> range:
         """Rows of the expert's matrix, counted through those of all experts where they are one tensor."""
         first = self.expert * self.checkpoint.shape(name)[1] if self._is_stacked else 0
-        return range(first + rows.start, first + rows.stop)
+        return range(first + rows.start, first + rows.stop, rows.step)
 
     @property
     def _is_stacked(self) -> bool:
@@ -136,7 +137,7 @@ class PieceSource:
         if not rows:
             return _Rows(range(0))
         first, last = ((start + row) * among + names[:part].count(names[part]) for row in (rows[0], rows[-1]))
-        return _Rows(range(first, last + 1), torch.arange(0, last + 1 - first, among))
+        return _Rows(range(first, last + 1, among))
 
 
 def read_vector(shard: Shard, weights: WeightMap, checkpoint: Checkpoint, vector: Vector, out: Tensor) -> None:

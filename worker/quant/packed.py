@@ -16,8 +16,9 @@ from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearShape, Source
 from allspan.worker.weights.held_tensor import HeldTensor
 
-_CHUNK = 1 << 20
-"""Elements that are read at a time: bounds the temporaries and keeps them near the processor."""
+_CHUNK = {"panels": 1 << 20, "rows": 1 << 24}
+"""Elements that are read at a time, by how packed weights lie: bounds the temporaries, and keeps those of panels near
+the processor; a GPU packs rows by a few dozen launches, whatever their number."""
 
 _OPS = {Epilogue.STORE: "packed_linear", Epilogue.ADD: "packed_linear_add"}
 
@@ -114,7 +115,7 @@ class PackedMethod(ABC):
                     source.bias(part, out)
             if packed.is_ordered:
                 held[packed.order].copy_(source.order(packed.first_part))
-            step = _CHUNK // max(1, shape.all_inputs) // FEATURES * FEATURES or FEATURES
+            step = _CHUNK[shape.memory] // max(1, shape.all_inputs) // FEATURES * FEATURES or FEATURES
             for number, size in enumerate(parts if shape.inputs else ()):
                 for start in range(0, size, step):
                     target = Target(packed.spec, number, start, held[packed.weight])

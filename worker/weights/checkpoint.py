@@ -30,7 +30,8 @@ class Checkpoint(Protocol):
         """The file that holds the tensor, or (for a missing one) the checkpoint itself."""
 
     def read(self, name: str, ranges: Sequence[range], out: Tensor) -> None:
-        """Copies the slice `ranges` (one range a dimension) into `out`, converting to its dtype; reads no more."""
+        """Copies the slice `ranges` (one range a dimension, perhaps with a step) into `out`, converting to its dtype;
+        reads no more."""
 
     def release(self) -> None:
         """Gives back what reading has left in this process's memory; the checkpoint stays usable."""

@@ -128,7 +128,7 @@ class GgufFile:
         data = stored.file.view(stored.offset, stored.num_rows * stored.row_bytes).reshape(stored.num_rows, -1)
         first, last = columns.start // stored.block, -(-columns.stop // stored.block)
         taken = slice(first * stored.block_bytes, last * stored.block_bytes)
-        return np.ascontiguousarray(data[rows.start : rows.stop, taken])
+        return np.ascontiguousarray(data[rows.start : rows.stop : rows.step, taken])
 
     def _open(self, path: Path) -> None:
         with open_regular(path) as opened:
@@ -155,7 +155,7 @@ def _rows_of(stored: _Stored, ranges: Sequence[range]) -> tuple[range, range]:
         return ranges[0], ranges[1]
     (expert,), rows, columns = ranges
     first = expert * stored.shape[1]
-    return range(first + rows.start, first + rows.stop), columns
+    return range(first + rows.start, first + rows.stop, rows.step), columns
 
 
 def _locate(file: MappedFile, info: GgufTensor) -> _Stored:

@@ -68,7 +68,7 @@ class Mxfp4Folder:
             return
         (expert,), rows, inputs = ranges
         first = expert * self._folder.shape(name)[1]
-        codes, scales = self._blocks(name, range(first + rows.start, first + rows.stop), inputs)
+        codes, scales = self._blocks(name, range(first + rows.start, first + rows.stop, rows.step), inputs)
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(2).int()
         table = torch.tensor(_MAGNITUDES + tuple(-each for each in _MAGNITUDES))
         values = torch.ldexp(table[halves], scales.int().unsqueeze(2) - 127).flatten(1)
@@ -88,7 +88,7 @@ class Mxfp4Folder:
     def _blocks(self, name: str, rows: range, inputs: range) -> tuple[Tensor, Tensor]:
         """uint8 [rows, blocks, 16] and [rows, blocks]: those that hold these inputs; rows of all experts are
         counted."""
-        taken = slice(rows.start, rows.stop), slice(inputs.start // _INPUTS, -(-inputs.stop // _INPUTS))
+        taken = slice(rows.start, rows.stop, rows.step), slice(inputs.start // _INPUTS, -(-inputs.stop // _INPUTS))
         codes, scales = self._folder.view(name), self._folder.view(_scales_of(name))
         return codes.flatten(0, 1)[taken], scales.flatten(0, 1)[taken]
 

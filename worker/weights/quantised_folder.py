@@ -113,12 +113,13 @@ class QuantisedFolder:
         elif out.numel():
             *expert, rows, inputs = ranges
             first = expert[0].start * matrix.dimensions[1] if expert else 0
-            out.copy_(matrix.floats(range(first + rows.start, first + rows.stop), inputs))
+            out.copy_(matrix.floats(range(first + rows.start, first + rows.stop), inputs)[:: rows.step])
 
     def fields(self, name: str, rows: range, inputs: range, device: torch.device) -> dict[str, Tensor]:
         if self._near is None or self._near[:2] != (name, device):  # rows come in pieces, matrix after matrix
             self._near = name, device, self._matrices[name].to(device)
-        return self._near[2].fields(rows, inputs)
+        fields = self._near[2].fields(range(rows.start, rows.stop), inputs)
+        return {field: values[:: rows.step] for field, values in fields.items()}
 
     def order(self, name: str) -> Tensor:
         return self._matrices[name].order()

@@ -84,7 +84,7 @@ class RandomWeights:
         while row < rows.stop:
             start = (seed + row * _STRIDE) % _POOL
             count = min(rows.stop - row, (_POOL - 1 - start) // _STRIDE + 1)
-            windows = pool.as_strided((count, len(columns)), (_STRIDE, 1), start + columns.start)
+            windows = pool.as_strided((count, len(columns)), (_STRIDE, columns.step), start + columns.start)
             target[row - rows.start : row - rows.start + count].copy_(windows)
             row += count
 
@@ -95,7 +95,7 @@ class RandomWeights:
         if kind.name not in self._blocks:
             self._blocks[kind.name] = _random_blocks(kind.name, size)
         pool = self._blocks[kind.name]
-        starts = zlib.crc32(name.encode()) + _STRIDE * np.arange(rows.start, rows.stop)
+        starts = zlib.crc32(name.encode()) + _STRIDE * np.arange(rows.start, rows.stop, rows.step)
         numbers = np.arange(inputs.start // elements, -(-inputs.stop // elements))
         return torch.from_numpy(pool[(starts[:, None] + numbers) % len(pool)].reshape(len(rows), -1))
 

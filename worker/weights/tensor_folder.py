@@ -66,7 +66,7 @@ class TensorFolder:
         return self._folder if stored is None else stored.file.path
 
     def read(self, name: str, ranges: Sequence[range], out: Tensor) -> None:
-        wanted = self._view(name, _FLOATS)[tuple(slice(part.start, part.stop) for part in ranges)]
+        wanted = self._view(name, _FLOATS)[tuple(slice(part.start, part.stop, part.step) for part in ranges)]
         step = max(1, _CHUNK * len(wanted) // max(1, wanted.nbytes))
         for source, target in zip(torch.split(wanted, step), torch.split(out, step), strict=True):
             target.copy_(source)
