@@ -27,6 +27,7 @@ GROUPS = {
     "prefill": "allspan.kernels.bench.attention:prefill_cases",
     "cascade": "allspan.kernels.bench.cascade:cascade_cases",
     "linear": "allspan.kernels.bench.linear:linear_cases",
+    "experts": "allspan.kernels.bench.mixtures:mixture_cases",
     "elementwise": "allspan.kernels.bench.elementwise:elementwise_cases",
     "sampling": "allspan.kernels.bench.sampling:sampling_cases",
 }

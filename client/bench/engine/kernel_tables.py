@@ -14,6 +14,7 @@ TITLES = {
     "prefill": "Prefill attention",
     "cascade": "Cascade attention",
     "linear": "Products",
+    "experts": "Experts of a mixture",
     "elementwise": "Norms, SwiGLU and rotary embedding",
     "sampling": "Sampling",
 }

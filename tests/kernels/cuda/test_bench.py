@@ -17,6 +17,8 @@ from allspan.kernels.bench.elementwise import build_norm, build_rotary, build_si
 from allspan.kernels.bench.linear import Shape as Product
 from allspan.kernels.bench.linear import build as build_product
 from allspan.kernels.bench.measure import GraphClock, Result, measure
+from allspan.kernels.bench.mixtures import Shape as Mixture
+from allspan.kernels.bench.mixtures import build as build_experts
 from allspan.kernels.bench.sampling import Filter
 from allspan.kernels.bench.sampling import build as build_sampling
 from allspan.kernels.cuda.jit.modules import Gpu
@@ -35,6 +37,9 @@ BUILDERS: dict[str, Callable[[str], Built]] = {
     "product bf16": lambda device: build_product(Product("x", 128, 48, 2, "bf16"), device),
     "product int8": lambda device: build_product(Product("x", 128, 48, 2, "int8"), device),
     "product uint4": lambda device: build_product(Product("x", 256, 48, 2, "uint4"), device),
+    "experts bf16": lambda device: build_experts(Mixture(3, "bf16", 128, 5, 2, 40), device),
+    "experts fp8": lambda device: build_experts(Mixture(3, "fp8", 128, 5, 2, 40), device),
+    "experts uint4": lambda device: build_experts(Mixture(3, "uint4", 128, 5, 2, 40), device),
     "greedy": lambda device: build_sampling(2, 300, None, device),
     "top_k": lambda device: build_sampling(3, 3000, Filter(50, 0.9), device),
     "top_p": lambda device: build_sampling(3, 3000, Filter(top_p=0.9), device),
@@ -65,7 +70,9 @@ def check(name: str, device: str) -> None:
         launch(built.sets - 1)
 
 
-@pytest.mark.parametrize("name", ["decode int8", "prefill", "cascade", "norm", "rotary", "product int8", "greedy"])
+@pytest.mark.parametrize(
+    "name", ["decode int8", "prefill", "cascade", "norm", "rotary", "product int8", "experts fp8", "greedy"]
+)
 def test_a_case_finds_its_kernel_right(name: str, device: str) -> None:
     check(name, device)
 
@@ -76,7 +83,7 @@ def test_every_kind_of_case_finds_its_kernel_right(name: str) -> None:
     check(name, "cuda")
 
 
-@pytest.mark.parametrize("name", ["decode int8", "prefill", "norm", "product int8", "greedy"])
+@pytest.mark.parametrize("name", ["decode int8", "prefill", "norm", "product int8", "experts bf16", "greedy"])
 def test_a_case_finds_a_kernel_wrong_that_does_nothing(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = BUILDERS[name](device)
     monkeypatch.setattr("allspan.kernels.cuda.jit.modules.driver", lambda: Idle())

@@ -1,0 +1,146 @@
+"""The experts of one layer, of Qwen3-30B-A3B's shape, beside torch's grouped product with bfloat16 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from allspan.kernels.bench.case import Built, Case, Launch, sets_for
+from allspan.kernels.cuda.moe.product import expert_gated_linear, expert_sum
+from allspan.kernels.cuda.moe.route import route
+from allspan.kernels.ops import Routing
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.reference.packed_linear import unpack
+from allspan.kernels.router_spec import RouterSpec
+from allspan.kernels.row_layout import codes_of, qparams_of
+
+KINDS = {
+    "bf16": ("bf16", 0, "bf16"),
+    "fp8": ("fp8", 0, "e4m3"),
+    "fp8 blocks": ("fp8_block", 0, "e4m3"),
+    "uint4": ("group4", 128, "a16"),
+}
+"""Format, group and activation."""
+ROWS = (1, 8, 64, 256, 1024, 8192)
+_CHECKED = 4
+"""Rows that are compared."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    kind: str
+    hidden: int = 2048
+    experts: int = 128
+    chosen: int = 8
+    width: int = 768
+
+    def spec(self, parts: tuple[int, ...], inputs: int) -> PackedSpec:
+        name, group, activation = KINDS[self.kind]
+        return PackedSpec(name, activation, parts, inputs, group=group, memory="rows")
+
+    @property
+    def up(self) -> PackedSpec:
+        return self.spec((self.width, self.width), self.hidden)
+
+    @property
+    def down(self) -> PackedSpec:
+        return self.spec((self.hidden,), self.width)
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(spec.shape[0] * spec.shape[1] for spec in (self.up, self.down))
+
+
+def mixture_cases() -> Iterator[Case]:
+    for kind in KINDS:
+        for rows in ROWS:
+            shape = Shape(rows, kind)
+            name = f"{rows:,} row{'s' * (rows > 1)} to 8 of 128 experts of 768, {kind}"
+            yield Case("experts", name, partial(build, shape), 2 * shape.experts * shape.expert_bytes)
+
+
+def build(shape: Shape, device: str) -> Built:
+    up, down = (_random_weights(spec, shape.experts, device) for spec in (shape.up, shape.down))
+    touched = shape.experts * (1 - (1 - shape.chosen / shape.experts) ** shape.rows)
+    sets = sets_for(int(touched * shape.expert_bytes))
+    routings = [_random_routing(shape, device) for _ in range(sets)]
+    x = torch.randn(shape.rows, shape.hidden, device=device).bfloat16()
+    mlp = torch.empty(shape.rows, shape.chosen, shape.width, dtype=torch.bfloat16, device=device)
+    out = torch.empty(shape.rows, shape.hidden, dtype=torch.bfloat16, device=device)
+
+    def ours(i: int) -> None:
+        expert_gated_linear(x, up, None, shape.up, "silu", routings[i], mlp)
+        expert_sum(mlp, down, None, shape.down, routings[i], False, out)
+
+    def check(name: str) -> None:
+        out.fill_(float("nan"))
+        ours(0)
+        some = range(0, shape.rows, max(1, shape.rows // _CHECKED))
+        for row in some:
+            right = torch.zeros(shape.hidden, device=device)
+            for place, factor in zip(routings[0].places[row].tolist(), routings[0].weights[row], strict=True):
+                gate, upper = (unpack(up[place], shape.up, torch.float32) @ x[row].float()).chunk(2)
+                chosen = (functional.silu(gate) * upper).bfloat16().float()
+                right += factor * (unpack(down[place], shape.down, torch.float32) @ chosen)
+            error = (out[row].float() - right).norm() / right.norm()
+            assert error < (0.08 if shape.kind.startswith("fp8") else 0.02), f"row {row} is off by {error:.3f}"
+        assert not out.isnan().any()
+
+    num_bytes = int(touched * shape.expert_bytes) + x.nbytes + out.nbytes
+    flops = 6 * shape.rows * shape.chosen * shape.hidden * shape.width
+    peers = {"torch grouped_mm bf16": partial(_grouped, shape, x, routings)}
+    return Built({"allspan": ours}, check, sets, num_bytes, flops, peers)
+
+
+def _grouped(shape: Shape, x: Tensor, routings: list[Routing[Tensor]]) -> Launch:
+    """Prepares what torch has for it: rows sorted by expert, products of groups of them, and sums of a token's."""
+    found: Any = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+    sizes = (shape.experts, shape.hidden, 2 * shape.width), (shape.experts, shape.width, shape.hidden)
+    up, down = (torch.randn(e, n, k, device=x.device).bfloat16().transpose(1, 2) / k**0.5 for e, k, n in sizes)
+    back = [routing.slots.view(-1).argsort() for routing in routings]
+
+    def launch(i: int) -> Tensor:
+        routing = routings[i]
+        ends = routing.starts[0, 1:]
+        gate, upper = found(x[routing.slots.view(-1) // shape.chosen], up, offs=ends).chunk(2, 1)
+        products = found(functional.silu(gate) * upper, down, offs=ends)
+        own = products[back[i]].view(shape.rows, shape.chosen, shape.hidden)
+        out: Tensor = (own * routing.weights[..., None]).sum(1).bfloat16()
+        return out
+
+    launch(0)
+    return launch
+
+
+def _random_routing(shape: Shape, device: str) -> Routing[Tensor]:
+    rows, chosen, experts = shape.rows, shape.chosen, shape.experts
+    integers = [torch.empty(rows, chosen, dtype=torch.int32, device=device) for _ in range(2)]
+    starts = torch.empty(1, experts + 1, dtype=torch.int32, device=device)
+    routing = Routing(integers[0], torch.empty(rows, chosen, device=device), integers[1], starts)
+    places = torch.arange(experts, dtype=torch.int32, device=device)[None]
+    route(torch.randn(rows, experts, device=device), None, places, RouterSpec(chosen, normalises=True), routing)
+    return routing
+
+
+def _random_weights(spec: PackedSpec, experts: int, device: str) -> Tensor:
+    weights = torch.randint(0, 256, (experts, *spec.shape), dtype=torch.uint8, device=device)
+    size = spec.inputs**-0.5
+    for weight in weights:
+        codes, qparams = codes_of(weight, spec), qparams_of(weight, spec)
+        if not spec.kind.is_quantised:
+            codes.normal_(std=size)
+        elif spec.kind.is_e4m3:
+            codes.copy_((torch.randn(codes.shape, device=device) * 16).to(torch.float8_e4m3fn).view(torch.uint8))
+            qparams.fill_(0)
+            qparams[..., 0] = size / 16
+        else:
+            qparams[..., 0] = size * 4 / (1 << spec.kind.bits)
+            qparams[..., 1] = qparams[..., 0] * (1 << spec.kind.bits) / 2
+    return weights
