@@ -321,6 +321,14 @@ def test_other_expert_ops_agree_with_their_definitions(backend: str) -> None:
     assert torch.equal(again, products)
 
 
+@pytest.mark.parametrize("backend", VARIANTS)
+def test_a_clamped_nan_stays_one(backend: str) -> None:
+    gate_up, out = torch.tensor([[torch.nan, 1.0, 9.0, 9.0, torch.nan, 9.0]]), torch.zeros(1, 3)
+    op_set(backend, 2).gated_mul(gate_up, "clamped_swiglu", out)
+    assert out.isnan().tolist() == [[True, True, False]]
+    torch.testing.assert_close(out[0, 2].item(), 56.0, rtol=1e-4, atol=0)
+
+
 def _refused(change: dict[int, Any]) -> None:
     routing = empty_routing(4, 2, 5)
     arguments: list[Any] = [torch.zeros(4, 5), None, everywhere(5), RouterSpec(2), routing, None]

@@ -69,6 +69,14 @@ def _gguf_blocks(codes: dict[str, Tensor], layer: int) -> dict[str, np.ndarray]:
     return made
 
 
+def test_blocks_give_the_same_bits_alone_in_chunks_and_among_others(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    others = [prompt(19, 97), IDS, prompt(1, 97)]
+    alone = logits_on_ranks(tmp_path, 2, [IDS], backend="cpu")[0]
+    assert torch.equal(logits_on_ranks(tmp_path, 2, [IDS], chunk=7, backend="cpu")[0], alone)
+    assert torch.equal(logits_on_ranks(tmp_path, 2, others, backend="cpu")[1], alone)
+
+
 @pytest.mark.parametrize(
     ("ending", "value", "says"),
     [
