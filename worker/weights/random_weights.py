@@ -95,23 +95,25 @@ class RandomWeights:
         if kind.name not in self._blocks:
             self._blocks[kind.name] = _random_blocks(kind.name, size)
         pool = self._blocks[kind.name]
-        starts = zlib.crc32(name.encode()) + _STRIDE * np.arange(rows.start, rows.stop, rows.step)
-        numbers = np.arange(inputs.start // elements, -(-inputs.stop // elements))
-        return torch.from_numpy(pool[(starts[:, None] + numbers) % len(pool)].reshape(len(rows), -1))
+        first, last = inputs.start // elements, -(-inputs.stop // elements)
+        starts = zlib.crc32(name.encode()) + first + _STRIDE * np.arange(rows.start, rows.stop, rows.step)
+        windows = np.lib.stride_tricks.as_strided(pool, (_BLOCKS, (last - first) * size), (size, 1), writeable=False)
+        return torch.from_numpy(windows[starts % _BLOCKS])
 
     def release(self) -> None:
         pass
 
 
 def _random_blocks(kind: str, size: int) -> npt.NDArray[np.uint8]:
-    """uint8 [blocks, size] of weights with the deviation `_SCALE` and a mean near 0."""
+    """uint8 [2 · `_BLOCKS`, size] of weights with the deviation `_SCALE` and a mean near 0; the second half is the
+    first again, so that as many blocks lie behind each of the first half."""
     pool = np.random.default_rng(0).integers(0, 256, (_BLOCKS, size), dtype=np.uint8)
     place, scale, least = _SCALES[kind]
     if kind == "MXFP4":  # a scale is a power of two, of which a byte is the exponent
         pool[:, place] = round(math.log2(scale)) + 128
-        return pool
+        return np.concatenate((pool, pool))
     halves = np.array([scale, least], dtype="<f2").view(np.uint8)
     pool[:, place : place + 2] = halves[:2]
     if least:
         pool[:, place + 2 : place + 4] = halves[2:]
-    return pool
+    return np.concatenate((pool, pool))
