@@ -26,7 +26,8 @@ def parsers() -> list[Parser]:
     """Returns the parsers of all commands, `allspan serve` first."""
     names = [name for name in COMMANDS if name != "bench"]
     made = [command_module(name).make_parser() for name in names]
-    return [*made, *(bench.make_parser(row) for row in bench.BENCHMARKS.values())]
+    made += [bench.make_parser(row) for row in bench.BENCHMARKS.values()]
+    return [*made, *map(bench.make_other_parser, bench.OTHERS)]
 
 
 def reference() -> str:

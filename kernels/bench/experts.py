@@ -142,6 +142,7 @@ def _case(
         "routing": kind,
         "distinct": distinct,
         "imbalance": busiest,
+        "load": loads[0].tolist(),
         "num_bytes": distinct * sum(each_bytes),
         "gated_bytes": distinct * each_bytes[0],
         "flops": 6 * slots * shape.hidden * shape.width,

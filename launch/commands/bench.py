@@ -98,6 +98,20 @@ def make_parser(benchmark: Benchmark) -> Parser:
     return parser
 
 
+def make_other_parser(name: str) -> Parser:
+    """Returns the parser of a benchmark of `OTHERS`."""
+    about, config = {
+        KERNELS: (kernel_bench.ABOUT, kernel_bench.KernelBenchConfig),
+        EXPERTS: (expert_bench.ABOUT, expert_bench.ExpertBenchConfig),
+        ROUTING: (routing_bench.ABOUT, routing_bench.RoutingBenchConfig),
+    }[name]
+    parser = Parser(f"allspan bench {name}", about)
+    add_options(parser, config)
+    help_text = "Prints a JSON object with all figures, the settings and the machine as the last line."
+    parser.add_argument("--json", action="store_true", help=help_text)
+    return parser
+
+
 def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     namespace = make_parser(benchmark).parse(_with_one_goodput(argv))
     config: Any = build(benchmark.config, namespace)
@@ -123,14 +137,7 @@ def _with_one_goodput(argv: Sequence[str]) -> list[str]:
 
 
 def _run_kernels(argv: Sequence[str]) -> int:
-    parser = Parser(f"allspan bench {KERNELS}", kernel_bench.ABOUT)
-    add_options(parser, kernel_bench.KernelBenchConfig)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="Prints a JSON object with all figures, the settings and the machine as the last line.",
-    )
-    config = build(kernel_bench.KernelBenchConfig, parser.parse(argv))
+    config = build(kernel_bench.KernelBenchConfig, make_other_parser(KERNELS).parse(argv))
     if config.markdown:
         print(markdown(read_report(config.markdown)), end="")
         return 0
@@ -142,23 +149,13 @@ def _run_kernels(argv: Sequence[str]) -> int:
 
 
 def _run_routing(argv: Sequence[str]) -> int:
-    parser = Parser(f"allspan bench {ROUTING}", routing_bench.ABOUT)
-    add_options(parser, routing_bench.RoutingBenchConfig)
-    parser.add_argument("--json", action="store_true", help="Prints a JSON object with all figures and the settings.")
-    report = routing_bench.run(build(routing_bench.RoutingBenchConfig, parser.parse(argv)))
+    report = routing_bench.run(build(routing_bench.RoutingBenchConfig, make_other_parser(ROUTING).parse(argv)))
     print(json.dumps(report) if "--json" in argv else routing_bench.table(report), flush=True)
     return 0
 
 
 def _run_experts(argv: Sequence[str]) -> int:
-    parser = Parser(f"allspan bench {EXPERTS}", expert_bench.ABOUT)
-    add_options(parser, expert_bench.ExpertBenchConfig)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="Prints a JSON object with all figures, the settings and the machine as the last line.",
-    )
-    config = build(expert_bench.ExpertBenchConfig, parser.parse(argv))
+    config = build(expert_bench.ExpertBenchConfig, make_other_parser(EXPERTS).parse(argv))
     report = expert_bench.run(config, tell=lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps(report) if "--json" in argv else expert_bench.table(report), flush=True)
     return 0

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -181,4 +182,15 @@ def table(report: Report) -> str:
             )
         )
     about = report["machine"]
-    return f"{about['kernels']}, {about['threads']} threads, copy {about['copy_gb_s']:.1f} GB/s\n\n{columns(rows)}"
+    head_line = f"{about['kernels']}, {about['threads']} threads, copy {about['copy_gb_s']:.1f} GB/s"
+    return f"{head_line}\n\n{columns(rows)}\n\n{_loads(report)}"
+
+
+def _loads(report: Report) -> str:
+    """The rows of each expert in the first of the routings that take turns, the busiest expert first."""
+    lines = {}
+    for case in report["cases"]:
+        counts = Counter(case["load"])
+        parts = (f"{counts[rows]} x {rows}" for rows in sorted(counts, reverse=True))
+        lines[case["rows"], case["routing"]] = f"{case['rows']} rows, {case['routing']}: {', '.join(parts)}"
+    return "\n".join(("Rows of each expert, as experts x rows, the busiest first:", *lines.values()))
