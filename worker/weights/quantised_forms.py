@@ -90,7 +90,7 @@ def _stacked(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | 
     experts, outputs, inputs = weight.shape
     if scale.numel() in (1, experts):
         scale = scale.reshape(-1, 1, 1).expand(experts, 1, 1)
-    elif scale.shape == (experts, outputs):
+    elif scale.ndim == 2 and len(scale) == experts:
         scale = scale.unsqueeze(2)
     tall = {1: outputs, 2: -(-outputs // 2), outputs: 1}.get(scale.shape[1] if scale.ndim == 3 else 0, 0)
     group = -1
@@ -175,8 +175,12 @@ def _weights(config: Config) -> Iterable[Config]:
 
 
 def _has_small_inputs(config: Config) -> bool:
-    groups = (config.get("config_groups") or {}).values()
-    return any((group.get("input_activations") or {}).get("num_bits") == 8 for group in groups)
+    """Whether compressed-tensors has 8 bits for the inputs of integers; other groups may be of other numbers."""
+    for group in (config.get("config_groups") or {}).values():
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        if inputs.get("num_bits") == 8 and weights.get("type", "int") == "int" and weights.get("num_bits", 8) == 8:
+            return True
+    return False
 
 
 def _block(config: Config) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,103 +16,35 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from allspan.kernels.reference.packed_linear import unpack
 from allspan.protos.api.errors import CheckpointError, ConfigError
-from allspan.protos.config.settings import CacheConfig, ModelConfig
+from allspan.protos.config.settings import CacheConfig, ModelConfig, ServiceConfig, WorkerConfig
 from allspan.worker.load import loader
-from allspan.worker.load.loader import note_decoded, open_checkpoint, prepare
+from allspan.worker.load.loader import note_decoded, prepare
 from allspan.worker.models.layout import layout
 from allspan.worker.models.pieces import Linear
 from allspan.worker.quant.packed import PackedMethod
+from allspan.worker.tools.convert import convert
 from support.quantised_checkpoints import (
     FORMS,
-    FP8,
-    FP8_BLOCKS,
-    Form,
     Whole,
-    fp8_of_all,
-    fp8_of_blocks,
-    fp8_of_outputs,
     gptq,
     gptq_config,
     quantise_folder,
 )
-from support.tiny_models import logits_on_ranks, prompt, reference_logits
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-    "head_dim": 32,
-    "intermediate_size": 160,
-    "moe_intermediate_size": 288,
-    "num_experts_per_tok": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-"""Of 288 columns two or four ranks have parts that begin within a group of 64 or 128."""
-QWEN2 = {"num_experts": 5, "shared_expert_intermediate_size": 96}
-PLAIN = (".gate.", "shared_expert_gate")
-LAYOUTS = ((1, 0), (2, 0), (4, 0), (2, 2), (4, 2), (4, 4))
-"""Ranks, and groups of them that have experts of their own (0: none)."""
-ORDERED = {"gptq-ordered", "compressed-int4-ordered"}
-"""Forms with an order of inputs for each expert."""
-IDS = prompt(23, 97)
-
-
-def split(groups: int) -> dict[str, Any]:
-    return {"enable_expert_parallel": True, "expert_parallel_size": groups} if groups else {}
-
-
-@dataclass(frozen=True)
-class Saved:
-    path: Path
-    form: str
-    expected: Tensor
-    """transformers' logits of IDS."""
-    decoded: dict[str, Tensor]
-
-    def error(self, ranks: int, groups: int, **config: Any) -> float:
-        """How far a token's logits are off at most, over the largest; where inputs are rounded, two of the tokens may
-        go to another expert."""
-        (found,) = logits_on_ranks(self.path, ranks, [IDS], **split(groups), **config)
-        errors = (found - self.expected).abs().amax(1) / self.expected.abs().max()
-        return float(errors.sort().values[-3 if self.form == "compressed-int8" else -1])
-
-
-def save_plain(folder: Path, model_type: str, **config: Any) -> dict[str, Tensor]:
-    """A random model, and its tensors."""
-    torch.manual_seed(5)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | config))
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in key else 0.0, 0.1)
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-def decoded_logits(folder: Path, tensors: dict[str, Tensor]) -> Tensor:
-    """transformers' logits of the folder's model with other weights."""
-    config, plain = folder / "config.json", folder / "plain"
-    plain.mkdir()
-    values = json.loads(config.read_text()) | {"quantization_config": None}
-    (plain / "config.json").write_text(json.dumps(values))
-    save_file({name: each.float() for name, each in tensors.items()}, plain / "model.safetensors", {"format": "pt"})
-    return reference_logits(AutoModelForCausalLM.from_pretrained(plain).eval(), IDS)
-
-
-def save(
-    folder: Path, form: str | tuple[Form, Any], kept: tuple[str, ...] = (), model_type: str = "qwen3_moe", **config: Any
-) -> Saved:
-    """A random model in a form, or one of FORMS; what has `kept` in its name stays plain."""
-    plain = save_plain(folder, model_type, **config or {"num_experts": 5})
-    make, described = FORMS[form] if isinstance(form, str) else form
-    decoded = quantise_folder(folder, make, described, PLAIN + kept)
-    return Saved(folder, str(form), decoded_logits(folder, plain | decoded), decoded)
+from support.quantised_experts import (
+    FEW,
+    LAYOUTS,
+    PLAIN,
+    QWEN2,
+    Saved,
+    check_rows,
+    decoded_logits,
+    opened,
+    save,
+    save_plain,
+    split,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,32 +81,7 @@ def test_rows_of_a_gpu_hold_what_the_tensors_of_each_expert_stand_for(
     ranks: int, groups: int, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "memory_of", lambda device, dtype: "rows")
-    config = ModelConfig(str(saved.path), "tiny", dtype="bfloat16", **split(groups))
-    checked = 0
-    for rank in range(ranks):
-        prepared = prepare(config, CacheConfig(), rank, ranks)
-        holding = prepared.holding
-        tensors = holding.read(open_checkpoint(prepared.source, "auto"), "cpu")
-        assert isinstance(holding.method, PackedMethod)
-        for piece in layout(holding.spec):
-            if not isinstance(piece, Linear) or piece.experts is None:
-                continue
-            (packed,) = holding.method.packed(holding.shape_of(piece))
-            is_cut = groups != ranks and piece.name.endswith("down")
-            is_decoded = saved.form == "gptq-irregular" or (saved.form in ORDERED and is_cut)
-            assert packed.spec.kind.is_quantised != is_decoded
-            for place, expert in enumerate(holding.shard.units(piece.experts)):
-                values = unpack(tensors[f"{piece.name}.{packed.weight}"][place], packed.spec, torch.float64)
-                if packed.is_ordered:
-                    values = values[:, tensors[f"{piece.name}.{packed.order}"][place].argsort()]
-                for part, held in zip(piece.parts, torch.split(values, list(packed.spec.parts)), strict=True):
-                    layer, role = part.name.removeprefix("layers.").split(".expert_")
-                    name = f"model.layers.{layer}.mlp.experts.{expert}.{role}_proj.weight"
-                    rows, inputs = (holding.shard.part(axis) for axis in (part.rows, piece.inputs))
-                    expected = saved.decoded[name][rows.start : rows.stop, inputs.start : inputs.stop]
-                    torch.testing.assert_close(held, expected, rtol=4e-3, atol=5e-4, msg=lambda m, n=name: f"{n}: {m}")
-                    checked += 1
-    assert checked == 2 * 3 * 5 * (ranks if not groups else 1)
+    check_rows(saved, ranks, groups)
 
 
 def test_experts_that_a_gpu_cannot_load_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +102,7 @@ def test_experts_that_a_gpu_cannot_load_are_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("form", ["fp8-blocks", "awq"])
 def test_formats_may_mix_in_a_layer(form: str, kept: tuple[str, ...], tmp_path: Path) -> None:
     saved = save(tmp_path, form, kept)
-    for ranks, groups in LAYOUTS[1:4]:
+    for ranks, groups in FEW:
         assert saved.error(ranks, groups, dtype="float32", backend="cpu") < 0.01
 
 
@@ -213,7 +120,7 @@ def test_other_families_have_quantised_experts(
     model_type: str, form: str, kept: tuple[str, ...], config: dict[str, Any], tmp_path: Path
 ) -> None:
     saved = save(tmp_path, form, kept, model_type, **config)
-    for ranks, groups in LAYOUTS[1:4]:
+    for ranks, groups in FEW:
         assert saved.error(ranks, groups, dtype="float32", backend="cpu") < 0.01
 
 
@@ -255,76 +162,6 @@ def test_each_expert_has_its_inputs_in_an_order_of_its_own(alike: int, tmp_path:
     assert all(part.is_ordered and part.spec.format == "group4" for parts in packed for part in parts)
 
 
-Stack = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""One expert's matrix → its codes and scales, and what they stand for."""
-
-
-def of_form(form: Any, scale: str) -> Stack:
-    def stack(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        stored, decoded = form(matrix)
-        return stored["weight"], stored[scale], decoded
-
-    return stack
-
-
-def exponents_of_blocks(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scales = fp8_of_blocks(matrix)[0]["weight_scale_inv"].log2().ceil().exp2()
-    grown = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: matrix.shape[0], : matrix.shape[1]]
-    codes = (matrix / grown).to(torch.float8_e4m3fn)
-    return codes, scales.to(torch.float8_e8m0fnu), codes.double() * grown
-
-
-def halves(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A scale for gate and one for up."""
-    parts = [fp8_of_all(half) for half in matrix.chunk(2)]
-    scales = torch.stack([stored["weight_scale"] for stored, _ in parts]).unsqueeze(1)
-    return torch.cat([stored["weight"] for stored, _ in parts]), scales, torch.cat([decoded for _, decoded in parts])
-
-
-STACKS: dict[str, tuple[Stack, str, dict[str, Any]]] = {
-    "tensors": (of_form(fp8_of_all, "weight_scale"), "_scale", FP8),
-    "halves": (halves, "_scale_inv", FP8),
-    "outputs": (of_form(fp8_of_outputs, "weight_scale"), "_scale", FP8),
-    "blocks": (of_form(fp8_of_blocks, "weight_scale_inv"), "_scale_inv", FP8_BLOCKS),
-    "exponents": (exponents_of_blocks, "_scale_inv", FP8_BLOCKS),
-}
-
-
-def save_stacked(folder: Path, name: str, suffix: str = "") -> Saved:
-    """Experts in one tensor a layer, gate above up."""
-    plain = save_plain(folder, "qwen3_moe", num_experts=5)
-    stack, mark, config = STACKS[name]
-    tensors = {key: each for key, each in plain.items() if ".experts." not in key}
-    decoded: dict[str, Tensor] = {}
-    for layer in range(2):
-        stem = f"model.layers.{layer}.mlp.experts."
-        for roles in (("gate", "up"), ("down",)):
-            codes, scales = [], []
-            for expert in range(5):
-                names = [f"{stem}{expert}.{role}_proj.weight" for role in roles]
-                code, scale, values = stack(torch.cat([plain[each] for each in names]))
-                codes.append(code)
-                scales.append(scale)
-                decoded |= dict(zip(names, torch.split(values, [len(plain[each]) for each in names]), strict=True))
-            fused = f"{stem}{'_'.join(roles)}_proj{suffix}"
-            tensors |= {fused: torch.stack(codes), fused + mark: torch.stack(scales)}
-            tensors[f"{stem}{'_'.join(roles)}_proj_activation_scale"] = torch.ones(5)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
-    return Saved(folder, "fp8", decoded_logits(folder, plain | decoded), decoded)
-
-
-@pytest.mark.parametrize(("name", "suffix"), [*((name, "") for name in STACKS), ("blocks", ".weight")])
-def test_fp8_of_all_experts_may_be_one_tensor(
-    name: str, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = save_stacked(tmp_path, name, suffix)
-    for ranks, groups in LAYOUTS[1:4]:
-        assert saved.error(ranks, groups, dtype="float32", backend="cpu") < 1e-4
-    test_rows_of_a_gpu_hold_what_the_tensors_of_each_expert_stand_for(4, 0, saved, monkeypatch)
-
-
 UP = "model.layers.1.mlp.experts.3.up_proj."
 
 
@@ -360,31 +197,32 @@ def test_a_wrong_expert_is_refused_by_its_name(
     assert "layers.1.mlp.experts.3." in caught.value.message
 
 
-def opened(folder: Path) -> tuple[Any, ...]:
-    config = ModelConfig(str(folder), "tiny")
-    prepared = prepare(config, CacheConfig(), 0, 1)
-    return prepared.source, prepared.holding, config
+def test_groups_of_a_config_may_be_of_different_numbers(tmp_path: Path) -> None:
+    """Attention in fp8 whose inputs have 8 bits, gate and up in integers of 8 bits alone, down in 4 bits."""
+    plain, decoded = save_plain(tmp_path, "qwen3_moe", num_experts=5), {}
+    forms: dict[str, tuple[str, ...]] = {
+        "compressed-fp8": (*PLAIN, "experts"),
+        "compressed-int8-alone": (*PLAIN, "down_proj", "self_attn"),
+        "compressed-int4": (*PLAIN, "gate_proj", "up_proj", "self_attn"),
+    }
+    groups = {}
+    for number, (name, kept) in enumerate(forms.items()):
+        make, config = FORMS[name]
+        decoded |= quantise_folder(tmp_path, make, config, kept)
+        groups[f"group_{number}"] = config["config_groups"]["group_0"]
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["quantization_config"] |= {"format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
+    path.write_text(json.dumps(values))
+    saved = Saved(tmp_path, "mixed", decoded_logits(tmp_path, plain | decoded), decoded)
+    for ranks, parts in FEW:
+        assert saved.error(ranks, parts, dtype="float32", backend="cpu") < 0.01
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"down_proj_scale_inv": None}, "down_proj' has dtype F8_E4M3, and there are no scales"),
-        ({"down_proj_scale_inv": torch.ones(5, 3, 3)}, "down_proj' .*neither one an expert"),
-        ({"down_proj": torch.zeros(4, 160, 288).to(torch.float8_e4m3fn)}, "down_proj' .*neither one an expert"),
-        ({"4.down_proj.weight": torch.zeros(160, 288)}, "4.down_proj.weight' is not part of the model"),
-    ],
-)
-def test_wrong_experts_in_one_tensor_are_refused_by_name(
-    changes: dict[str, Tensor | None], says: str, tmp_path: Path
-) -> None:
-    save_stacked(tmp_path, "blocks")
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for name, value in changes.items():
-        tensors.pop(f"model.layers.1.mlp.experts.{name}", None)
-        if value is not None:
-            tensors[f"model.layers.1.mlp.experts.{name}"] = value
-    save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=says):
-        loader.open_weights(*opened(tmp_path))
+def test_converted_files_hold_the_experts_orders(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "source").mkdir()
+    saved = save(tmp_path / "source", "gptq-ordered")
+    config = ModelConfig(path=str(saved.path), name="tiny", dtype="float32")
+    convert(WorkerConfig(config, ServiceConfig(run_dir="/nowhere")), 2, tmp_path / "out")
+    assert replace(saved, path=tmp_path / "out").error(2, 0) < 0.01
