@@ -1,7 +1,9 @@
-"""The experts of one layer, of Qwen3-30B-A3B's shape, beside torch's grouped product with bfloat16 weights."""
+"""The experts of one layer, of Qwen3-30B-A3B's shape and of gpt-oss-120b's, beside torch's grouped product with
+bfloat16 weights; and the choice of experts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +27,11 @@ KINDS = {
     "fp8": ("fp8", 0, "e4m3"),
     "fp8 blocks": ("fp8_block", 0, "e4m3"),
     "uint4": ("group4", 128, "a16"),
+    "mxfp4": ("mxfp4", 0, "a8"),
 }
 """Format, group and activation."""
-ROWS = (1, 8, 64, 256, 1024, 8192)
+ROWS = (1, 2, 4, 8, 64, 256, 1024, 8192)
+ROUTED_ROWS = (1, 8, 16, 64)
 _CHECKED = 4
 """Rows that are compared."""
 
@@ -60,10 +64,29 @@ class Shape:
 
 def mixture_cases() -> Iterator[Case]:
     for kind in KINDS:
+        sizes = (2880, 128, 4, 2880) if kind == "mxfp4" else (2048, 128, 8, 768)
         for rows in ROWS:
-            shape = Shape(rows, kind)
-            name = f"{rows:,} row{'s' * (rows > 1)} to 8 of 128 experts of 768, {kind}"
-            yield Case("experts", name, partial(build, shape), 2 * shape.experts * shape.expert_bytes)
+            shape = Shape(rows, kind, *sizes)
+            words = f"{rows:,} row{'s' * (rows > 1)} to {shape.chosen} of 128 experts of {shape.width:,}, {kind}"
+            yield Case("experts", words, partial(build, shape), 2 * shape.experts * shape.expert_bytes)
+    for rows in ROUTED_ROWS:
+        words = f"the choice of 8 of 128 experts for {rows} row{'s' * (rows > 1)}"
+        yield Case("experts", words, partial(build_router, Shape(rows, "bf16")))
+
+
+def build_router(shape: Shape, device: str) -> Built:
+    logits = [torch.randn(shape.rows, shape.experts, device=device) for _ in range(8)]
+    places, routing = torch.arange(shape.experts, dtype=torch.int32, device=device)[None], _empty_routing(shape, device)
+    spec = RouterSpec(shape.chosen, normalises=True)
+
+    def ours(i: int) -> None:
+        route(logits[i], None, places, spec, routing)
+
+    def check(name: str) -> None:
+        ours(0)
+        assert torch.equal(routing.places.long(), logits[0].topk(shape.chosen).indices.sort(1).values)
+
+    return Built({"allspan": ours}, check, len(logits), logits[0].nbytes + sum(each.nbytes for each in routing))
 
 
 def build(shape: Shape, device: str) -> Built:
@@ -119,13 +142,17 @@ def _grouped(shape: Shape, x: Tensor, routings: list[Routing[Tensor]]) -> Launch
     return launch
 
 
-def _random_routing(shape: Shape, device: str) -> Routing[Tensor]:
+def _empty_routing(shape: Shape, device: str) -> Routing[Tensor]:
     rows, chosen, experts = shape.rows, shape.chosen, shape.experts
     integers = [torch.empty(rows, chosen, dtype=torch.int32, device=device) for _ in range(2)]
     starts = torch.empty(1, experts + 1, dtype=torch.int32, device=device)
-    routing = Routing(integers[0], torch.empty(rows, chosen, device=device), integers[1], starts)
-    places = torch.arange(experts, dtype=torch.int32, device=device)[None]
-    route(torch.randn(rows, experts, device=device), None, places, RouterSpec(chosen, normalises=True), routing)
+    return Routing(integers[0], torch.empty(rows, chosen, device=device), integers[1], starts)
+
+
+def _random_routing(shape: Shape, device: str) -> Routing[Tensor]:
+    routing, places = _empty_routing(shape, device), torch.arange(shape.experts, dtype=torch.int32, device=device)[None]
+    logits = torch.randn(shape.rows, shape.experts, device=device)
+    route(logits, None, places, RouterSpec(shape.chosen, normalises=True), routing)
     return routing
 
 
@@ -140,6 +167,8 @@ def _random_weights(spec: PackedSpec, experts: int, device: str) -> Tensor:
             codes.copy_((torch.randn(codes.shape, device=device) * 16).to(torch.float8_e4m3fn).view(torch.uint8))
             qparams.fill_(0)
             qparams[..., 0] = size / 16
+        elif spec.kind.is_float:
+            qparams.fill_(0.125 * 2.0 ** round(math.log2(size)))
         else:
             qparams[..., 0] = size * 4 / (1 << spec.kind.bits)
             qparams[..., 1] = qparams[..., 0] * (1 << spec.kind.bits) / 2

@@ -19,6 +19,7 @@ from allspan.kernels.bench.linear import build as build_product
 from allspan.kernels.bench.measure import GraphClock, Result, measure
 from allspan.kernels.bench.mixtures import Shape as Mixture
 from allspan.kernels.bench.mixtures import build as build_experts
+from allspan.kernels.bench.mixtures import build_router
 from allspan.kernels.bench.sampling import Filter
 from allspan.kernels.bench.sampling import build as build_sampling
 from allspan.kernels.cuda.jit.modules import Gpu
@@ -40,6 +41,8 @@ BUILDERS: dict[str, Callable[[str], Built]] = {
     "experts bf16": lambda device: build_experts(Mixture(3, "bf16", 128, 5, 2, 40), device),
     "experts fp8": lambda device: build_experts(Mixture(3, "fp8", 128, 5, 2, 40), device),
     "experts uint4": lambda device: build_experts(Mixture(3, "uint4", 128, 5, 2, 40), device),
+    "experts mxfp4": lambda device: build_experts(Mixture(3, "mxfp4", 128, 5, 2, 40), device),
+    "router": lambda device: build_router(Mixture(9, "bf16", 128, 5, 2, 40), device),
     "greedy": lambda device: build_sampling(2, 300, None, device),
     "top_k": lambda device: build_sampling(3, 3000, Filter(50, 0.9), device),
     "top_p": lambda device: build_sampling(3, 3000, Filter(top_p=0.9), device),
@@ -71,7 +74,11 @@ def check(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["decode int8", "prefill", "cascade", "norm", "rotary", "product int8", "experts fp8", "greedy"]
+    "name",
+    [
+        *("decode int8", "prefill", "cascade", "norm", "rotary", "product int8", "greedy"),
+        *("experts fp8", "experts mxfp4", "router"),
+    ],
 )
 def test_a_case_finds_its_kernel_right(name: str, device: str) -> None:
     check(name, device)
