@@ -16,7 +16,7 @@ from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearShape, Source
 from allspan.worker.weights.held_tensor import HeldTensor
 
-_CHUNK = {"panels": 1 << 20, "rows": 1 << 24}
+_CHUNK = {"panels": 1 << 20, "rows": 1 << 23}
 """Elements that are read at a time, by how packed weights lie: bounds the temporaries, and keeps those of panels near
 the processor; a GPU packs rows by a few dozen launches, whatever their number."""
 
