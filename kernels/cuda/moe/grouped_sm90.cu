@@ -10,7 +10,9 @@
 // scattered through a little shared memory of each warp, while the ring fills for the next tile. Of a gated product, a
 // tile has 128 features of each half. Bound by the tensor cores, or by reading the weights where places have few rows.
 //
-// Compiled with E4M3 (elements of x and weight; else of 16 bits), GATED and OUT_FLOATS.
+// Compiled with E4M3 (elements of x and weight; else of 16 bits), GATED, OUT_FLOATS and, of e4m3, BLOCKS: rows of x and
+// features of the weight have a scale for each 128 inputs, and so tiles, of half the features, have sums of those
+// beside all.
 #include "linear/decode.cuh"
 #include "ptx/ptx_sm90.cuh"
 
@@ -23,12 +25,18 @@
 #ifndef OUT_FLOATS
 #define OUT_FLOATS 0
 #endif
-static_assert(!(GATED && OUT_FLOATS));
-constexpr int kRows = 128, kFeatures = 256, kStages = 4, kLead = 2, kGroup = 128, kThreads = 3 * kGroup;
-constexpr int kKept = 4;                                               // tiles of which a block has notes
-constexpr int kBand = 16;                                              // tiles of rows that meet all features together
-constexpr int kTile = 128 * 128, kStage = 3 * kTile;                   // bytes: of x, then of the weight
-constexpr int kAcross = GATED ? 128 : 256;                             // outputs of a tile
+#ifndef BLOCKS
+#define BLOCKS 0
+#endif
+static_assert(!(GATED && OUT_FLOATS) && (E4M3 || !BLOCKS));
+constexpr int kFeatures = BLOCKS ? 128 : 256, kHalf = kFeatures / 2;  // of a tile, and those that are copied at once
+constexpr int kRows = 128, kStages = BLOCKS ? 6 : 4, kLead = 2, kGroup = 128, kThreads = 3 * kGroup;
+constexpr int kKept = 4;                                   // tiles of which a block has notes
+constexpr int kBand = 16;                                  // tiles of rows that meet all features together
+constexpr int kTile = 128 * 128, kHalfTile = kHalf * 128;  // bytes: of x, and of half of the weight's
+constexpr int kScales = BLOCKS ? 1024 : 0;                 // … of the rows, then of the features
+constexpr int kStage = kTile + 2 * kHalfTile + kScales;
+constexpr int kAcross = GATED ? kHalf : kFeatures;                     // outputs of a tile
 constexpr int kColumns = OUT_FLOATS ? 32 : 64, kChunk = kColumns / 8;  // outputs in 128 bytes, and in 16
 constexpr int kPiece = 16 * 128;                                       // bytes that a warp stores at once: its 16 rows
 constexpr int kPieces = kAcross / kColumns, kTiles = kColumns / 8;     // and tiles of 8 features in a piece
@@ -45,7 +53,8 @@ __device__ __forceinline__ float activated(float x, int activation) {
 // How x, weights and out lie; sizes are of elements, but for chunks of 16 bytes and steps of 128 along the inputs.
 struct Product {
   long long place_bytes, qparams_at;  // of a place, and where its qparams begin
-  int places, top_k, x_top_k, features, outputs, steps, x_chunks, x_stride_chunks, out_stride, activation;
+  int places, top_k, x_top_k, features, outputs, steps, x_chunks, x_stride_chunks, out_stride, activation, scale_stride,
+      pad;
 };
 
 // A tile: what those that multiply it need to know, found while rows and weights of the tile before are asked for.
@@ -68,7 +77,8 @@ struct Ring {
   }
 };
 
-// x_top_k: 1 where slots of a token share its row of x, else top_k. row_scales [rows of x] of e4m3; bias [places]
+// x_top_k: 1 where slots of a token share its row of x, else top_k. row_scales of e4m3 [rows of x], in blocks
+// [steps][scale_stride]; bias [places]
 // [features] or null; taken_by_all: 0, the tiles that blocks have taken beside their first.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_sm90(const __grid_constant__ TensorMap weight, const char* weights, const uint4* x, const float* row_scales,
@@ -114,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   const int feature_tiles = (p.outputs + kAcross - 1) / kAcross, count = tiles_before[p.places] * feature_tiles;
-  const int second = GATED ? p.outputs : 128;  // features from one half of a tile's to the other
+  const int second = GATED ? p.outputs : kHalf;  // features from one half of a tile's to the other
   const auto unit_at = [&](int tile) {
     const int row_tile = tile / feature_tiles;
     int low = 0, high = p.places;  // tiles_before[low] <= row_tile < tiles_before[high]
@@ -138,26 +148,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int me = threadIdx.x;  // the row and the columns of which this thread makes notes
     const auto row_of = [&](int slot) { return p.x_top_k == 1 ? slot / p.top_k : slot; };
     const auto slot_of = [&](const Unit& unit) { return me < unit.rows ? slots[unit.first + me] : 0; };
-    const auto scale_of = [&](int slot) { return E4M3 ? row_scales[row_of(slot)] : 1.0f; };
-    const auto column_of = [&](const Unit& unit, int half) {
-      const int feature = unit.output + me + half * second;
-      const bool is_there = (GATED ? unit.output + me : feature) < p.outputs;
+    const auto scale_of = [&](int slot) { return E4M3 && !BLOCKS ? row_scales[row_of(slot)] : 1.0f; };
+    const auto feature_of = [&](const Unit& unit, int column, bool& is_there) {
+      const int feature = unit.output + column % kHalf + column / kHalf * second;
+      is_there = (GATED ? unit.output + column % kHalf : feature) < p.outputs;
+      return feature;
+    };
+    const auto column_of = [&](const Unit& unit, int column) {
+      bool is_there;
+      const int feature = feature_of(unit, column, is_there);
       const float2* const qparams =
           reinterpret_cast<const float2*>(weights + unit.place * p.place_bytes + p.qparams_at);
-      return make_float2(E4M3 && is_there ? qparams[feature].x : 1.0f,
+      return make_float2(E4M3 && !BLOCKS && is_there ? qparams[feature].x : 1.0f,
                          bias && is_there ? bias[static_cast<long long>(unit.place) * p.features + feature] : 0.0f);
     };
     const auto note = [&](int turn, const Unit& unit, int slot, float scale, float2 first, float2 other) {
       Notes& of_tile = notes[turn % kKept];
       if (me == 0) of_tile.unit = unit;
       of_tile.slots[me] = slot, of_tile.scales[me] = scale;
-      of_tile.columns[me] = first, of_tile.columns[me + 128] = other;
+      of_tile.columns[me] = first;
+      if (kFeatures > 128) of_tile.columns[me + kFeatures - 128] = other;
     };
     int tile = blockIdx.x, next = taken[1];
     if (tile < count) {
       const Unit unit = unit_at(tile);
       const int slot = slot_of(unit);
-      note(0, unit, slot, scale_of(slot), column_of(unit, 0), column_of(unit, 1));
+      note(0, unit, slot, scale_of(slot), column_of(unit, me), column_of(unit, me + kFeatures - 128));
     }
     turn_wait(1, kGroup);
     Ring ring;
@@ -168,16 +184,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kEach; ++i) from[i] = row_of(notes[turn % kKept].slots[line + i * 16]) * p.x_stride_chunks;
       const int later_slot = slot_of(later);
-      const float2 columns[2] = {column_of(later, 0), column_of(later, 1)};
+      const float2 columns[2] = {column_of(later, me), column_of(later, me + kFeatures - 128)};
       float later_scale = 1;
+      bool has_column;
+      const int feature = feature_of(unit, me, has_column), own_row = row_of(notes[turn % kKept].slots[me]);
+      const float* const column_scales =
+          reinterpret_cast<const float*>(weights + unit.place * p.place_bytes + p.qparams_at) +
+          (has_column ? feature : 0);
       for (int step = 0; step < p.steps; ++step) {
         const uint32_t to = stages + ring.slot * kStage, barrier = full + ring.slot * 8;
         barrier_wait(empty + ring.slot * 8, ring.parity ^ 1);
         if (me == 0) {
           const int element = step * (E4M3 ? 128 : 64);
-          barrier_arrive_for(barrier, 2 * kTile);
+          barrier_arrive_for(barrier, 2 * kHalfTile);
           copy_tile(to + kTile, weight, element, unit.output, unit.place, barrier);
-          copy_tile(to + 2 * kTile, weight, element, unit.output + second, unit.place, barrier);
+          copy_tile(to + kTile + kHalfTile, weight, element, unit.output + second, unit.place, barrier);
+        }
+        if (BLOCKS) {
+          const uint32_t scales = to + kTile + 2 * kHalfTile + me * 4;
+          copy4(scales, row_scales + static_cast<long long>(step) * p.scale_stride + own_row, true);
+          copy4(scales + 512, column_scales + static_cast<long long>(step) * p.features, has_column);
         }
         const int at = step * 8 + chunk;
         const bool is_there = at < p.x_chunks;
@@ -200,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const uint64_t a = matrix(stages + side * kTile / 2), b = matrix(stages + kTile);
     char* const piece_at = pieces + warp * kPiece;
     Ring ring;
-    float d[kFeatures / 2];
+    float d[kFeatures / 2], of_block[kFeatures / 2];
     const auto release = [&](int slot) {
       if (lane == 0) barrier_arrive(empty + slot * 8);
     };
@@ -249,29 +275,56 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           begin_products();
 #pragma unroll
           for (int part = 0; part < 4; ++part) {
-            if (E4M3)
-              multiply_tiles_e4m3(d, a + ahead + part * 2, b + ahead + part * 2, step + part > 0);
-            else
-              multiply_tiles(d, a + ahead + part * 2, b + ahead + part * 2, step + part > 0);
+            const uint64_t x_at = a + ahead + part * 2, weight_at = b + ahead + part * 2;
+#if BLOCKS
+            multiply_tiles_e4m3(of_block, x_at, weight_at, part > 0);
+#elif E4M3
+            multiply_tiles_e4m3(d, x_at, weight_at, step + part > 0);
+#else
+            multiply_tiles(d, x_at, weight_at, step + part > 0);
+#endif
           }
           end_products();
-          wait_products<1>();
+          if (!BLOCKS) wait_products<1>();
         }
-        if (step > 0) release(last);
+        if (!BLOCKS && step > 0) release(last);
         last = ring.slot;
         ring.next();
         if (!OUT_FLOATS && has_held)
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece)
             if (step == piece || (step == p.steps - 1 && piece > step)) put_held(piece);
+        if (BLOCKS) {
+          if (has_rows) {
+            const float* const scales = reinterpret_cast<const float*>(begin + last * kStage + kTile + 2 * kHalfTile);
+            const float of_rows[2] = {scales[warp * 16 + lane / 4], scales[warp * 16 + lane / 4 + 8]};
+            wait_products<0>();
+            settle(of_block);
+#pragma unroll
+            for (int n = 0; n < kFeatures / 8; ++n) {
+              const float2 two = *reinterpret_cast<const float2*>(scales + 128 + n * 8 + lane % 4 * 2);
+#pragma unroll
+              for (int h = 0; h < 2; ++h) {
+                float* const sums = d + n * 4 + h * 2;
+                const float* const more = of_block + n * 4 + h * 2;
+                sums[0] = (step > 0 ? sums[0] : 0) + more[0] * (of_rows[h] * two.x);
+                sums[1] = (step > 0 ? sums[1] : 0) + more[1] * (of_rows[h] * two.y);
+              }
+            }
+            __syncwarp();
+          }
+          release(last);
+        }
       }
       has_held = false;
-      if (has_rows) wait_products<0>();
-      settle(d);
-      release(last);
+      if (!BLOCKS) {
+        if (has_rows) wait_products<0>();
+        settle(d);
+        release(last);
+      }
       if (!has_rows) continue;
 
-      if (E4M3 || bias) {
+      if ((E4M3 && !BLOCKS) || bias) {
         const float scale_of[2] = {of_tile.scales[warp * 16 + lane / 4], of_tile.scales[warp * 16 + lane / 4 + 8]};
 #pragma unroll
         for (int n = 0; n < kFeatures / 8; ++n) {

@@ -1,7 +1,8 @@
 """Products of many rows with weights of experts, on Hopper: see grouped_sm90.cu.
 
-Weights of 16 bits are multiplied as they are; those of fp8, too, and x becomes e4m3, with a scale a row. Others are
-dequantised to x's type before, some experts at a time. Sums are float32, those of e4m3 as the tensor cores have them.
+Weights of 16 bits are multiplied as they are; those of fp8 and fp8_block, too, and x becomes e4m3, with a scale a row
+or for each 128 inputs. Others are dequantised to x's type before, some experts at a time. Sums are float32, those of
+e4m3 as the tensor cores have them, but from block to block.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn import functional
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch, tensor_map
 from allspan.kernels.cuda.linear.call import is_float
 from allspan.kernels.cuda.linear.dequantise import dequantised
-from allspan.kernels.cuda.linear.quantise_input import quantise_rows
+from allspan.kernels.cuda.linear.quantise_input import quantise_blocks, quantise_rows
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import FLOATS
@@ -31,15 +32,11 @@ written and read again. µs on one H200, 128 places of 768 columns with 2,048 in
 against this: bfloat16 with 4 slots a place 263 against 193, with 8 374 against 198, with 64 1,025 against 212; fp8 with
 8 372 against 112; uint4 with 16 294 against 588, with 32 630 against 588, with 64 1,100 against 589."""
 
-_ROWS, _ACROSS, _STAGES, _KEPT, _THREADS = 128, 256, 4, 4, 384
-_NOTES = 16 + _ROWS * 8 + _ACROSS * 8
-_SHARED = 1024 - 128 + _STAGES * 3 * 128 * 128 + 8 * 2048 + 2 * _STAGES * 8 + _KEPT * (_NOTES + 4)
+_ROWS, _KEPT, _THREADS = 128, 4, 384
 _MOST_PLACES = 512
-_AS_THEY_ARE = (*FLOATS, "fp8")
-"""Formats of weights that are multiplied as they are."""
 _MOST_SCRATCH = 1 << 29
 """Bytes of dequantised weights at a time."""
-_PRODUCT = struct.Struct("=2q10i")
+_PRODUCT = struct.Struct("=2q12i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,37 @@ def takes(call: Grouped) -> bool:
     return pays(call.routing.slots.view(-1), call.weight, call.spec) and fits(call)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What a thread block multiplies at once."""
+
+    features: int
+    stages: int
+    scales: int
+    """Bytes beside a step's tiles."""
+
+    def shared_bytes(self, places: int) -> int:
+        steps = self.stages * ((_ROWS + self.features) * 128 + self.scales + 16)
+        notes = _KEPT * (16 + _ROWS * 8 + self.features * 8 + 4)
+        return 1024 - 128 + steps + 8 * 2048 + notes + 8 * (places + 1)
+
+
+_WHOLE, _BLOCKS = _Tile(256, 4, 0), _Tile(128, 6, 1024)
+
+
+def _has_blocks(spec: PackedSpec) -> bool:
+    """Whether scales of 128 inputs meet x's."""
+    return spec.format == "fp8_block" and spec.k_offset == 0 and spec.depth % spec.block == 0
+
+
+def _is_as_it_is(spec: PackedSpec) -> bool:
+    """Whether codes are multiplied without being dequantised."""
+    return spec.format in FLOATS or spec.format == "fp8" or _has_blocks(spec)
+
+
 def pays(slots: Tensor, weight: Tensor, spec: PackedSpec) -> bool:
     """Whether `multiply` is faster than the kernel that streams weights; `slots` has a row for each."""
-    least = LEAST_SLOTS if spec.format in _AS_THEY_ARE else LEAST_SLOTS_DEQUANTISED
+    least = LEAST_SLOTS if _is_as_it_is(spec) else LEAST_SLOTS_DEQUANTISED
     return len(slots) >= least * len(weight) and gpu(weight.device).capability == CAPABILITY
 
 
@@ -82,16 +107,21 @@ def fits(call: Grouped) -> bool:
         return False
     row_bytes = out.stride(0) * out.element_size()
     is_aligned = out.data_ptr() % 16 == row_bytes % 16 == out.shape[1] * out.element_size() % 16 == 0
-    has_steps = spec.depth * (1 if spec.format == "fp8" else 2) > 128  # of 128 bytes, two or more
+    is_e4m3 = _is_as_it_is(spec) and spec.kind.is_e4m3
+    has_steps = spec.depth * (1 if is_e4m3 else 2) > (
+        256 if _has_blocks(spec) else 128
+    )  # as many as tiles are kept for
     return has_steps and is_aligned and spec.features % 2 == 0 and call.x.numel() < 1 << 33
 
 
 def multiply(call: Grouped) -> None:
     """Writes the products of all slots that have a place."""
     x, spec = _padded(call.x, call.spec), call.spec
-    if spec.format in _AS_THEY_ARE:
+    if _is_as_it_is(spec):
         codes, scales = x, None
-        if spec.format == "fp8":
+        if _has_blocks(spec):
+            codes, scales = quantise_blocks(x, spec)
+        elif spec.format == "fp8":
             codes, scales, _ = quantise_rows(x, spec, torch.float8_e4m3fn)
         _launch(replace(call, x=codes), _matrices(call.weight, spec, codes.dtype), scales)
         return
@@ -112,9 +142,11 @@ def _matrices(weight: Tensor, spec: PackedSpec, dtype: torch.dtype) -> Tensor:
 
 
 def _launch(call: Grouped, matrices: Tensor, scales: Tensor | None = None) -> None:
-    """matrices [places, features, depth] of x's type; scales float32 of the rows of x."""
+    """matrices [places, features, depth] of x's type; scales float32 of the rows of x, or [steps, rows]."""
     x, routing, out, spec = call.x, call.routing, call.out, call.spec
     top_k, places = routing.places.shape[1], len(matrices)
+    has_blocks = scales is not None and scales.ndim == 2
+    tile = _BLOCKS if has_blocks else _WHOLE
     outputs = spec.features if call.activation is None else spec.features // 2
     depth_bytes = matrices.shape[2] * matrices.element_size()
     row_chunks = x.stride(0) * x.element_size() // 16
@@ -122,19 +154,20 @@ def _launch(call: Grouped, matrices: Tensor, scales: Tensor | None = None) -> No
         spec.shape[0] * spec.shape[1], spec.features * spec.depth, places,
         top_k, top_k if call.has_own_rows else 1, spec.features, outputs, -(-depth_bytes // 128),
         row_chunks, row_chunks, out.stride(0), call.activation or 0,
+        scales.stride(0) if scales is not None else 0, 0,
     )  # fmt: skip
-    blocks = min(gpu(x.device).multiprocessors, _most_tiles(call.slots, places, outputs))
+    blocks = min(gpu(x.device).multiprocessors, _most_tiles(call.slots, places, outputs, tile))
     arguments = (
-        tensor_map(matrices, 128), call.weight, x, scales, call.bias, routing.starts, routing.slots,
+        tensor_map(matrices, tile.features // 2), call.weight, x, scales, call.bias, routing.starts, routing.slots,
         torch.zeros(1, dtype=torch.int32, device=x.device), out, product,
     )  # fmt: skip
-    shared = _SHARED + 4 * 2 * (places + 1)
-    launch(_kernel(x.dtype, call.activation is not None, out.dtype), (blocks,), _THREADS, arguments, shared, True)
+    chosen = _kernel(x.dtype, call.activation is not None, out.dtype, has_blocks)
+    launch(chosen, (blocks,), _THREADS, arguments, tile.shared_bytes(places), is_early=True)
 
 
-def _most_tiles(slots: int, places: int, outputs: int) -> int:
+def _most_tiles(slots: int, places: int, outputs: int, tile: _Tile) -> int:
     """Returns a number of tiles that no routing exceeds."""
-    return (slots // _ROWS + min(slots, places)) * -(-outputs // (_ACROSS // 2))
+    return (slots // _ROWS + min(slots, places)) * -(-outputs // (tile.features // 2))
 
 
 def _padded(x: Tensor, spec: PackedSpec) -> Tensor:
@@ -149,9 +182,15 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         for dtype in HALVES:
             for is_gated, out in itertools.product((False, True), (dtype, torch.float32)):
                 if not (is_gated and out is torch.float32):
-                    yield from (_kernel(inputs, is_gated, out) for inputs in (dtype, torch.float8_e4m3fn))
+                    yield _kernel(dtype, is_gated, out)
+                    yield from (_kernel(torch.float8_e4m3fn, is_gated, out, blocks) for blocks in (False, True))
 
 
-def _kernel(inputs: torch.dtype, is_gated: bool, out: torch.dtype) -> Kernel:
-    macros = {"GATED": int(is_gated), "OUT_FLOATS": int(out is torch.float32), **element_macro(inputs, out)}
+def _kernel(inputs: torch.dtype, is_gated: bool, out: torch.dtype, has_blocks: bool = False) -> Kernel:
+    macros = {
+        "BLOCKS": int(has_blocks),
+        "GATED": int(is_gated),
+        "OUT_FLOATS": int(out is torch.float32),
+        **element_macro(inputs, out),
+    }
     return kernel("moe/grouped_sm90.cu", "grouped_sm90", E4M3=int(inputs is torch.float8_e4m3fn), **macros)

@@ -180,6 +180,18 @@ __device__ __forceinline__ void multiply_values(float (&d)[32], const uint32_t* 
       : ALLSPAN_32(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+// … of e4m3, 32 deep.
+__device__ __forceinline__ void multiply_tiles_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool adds) {
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " ALLSPAN_SUMS64
+      ", %64, %65, adds, 1, 1;\n"
+      "}"
+      : ALLSPAN_32(d, 0), ALLSPAN_32(d, 32)
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
+}
 // d[64][256] (+)= a[64][32 bytes] · b[32 bytes][256], like multiply_keys: of 16-bit elements, or of e4m3.
 #define ALLSPAN_MULTIPLY_TILES(shape, more)                                                     \
   asm volatile(                                                                                 \

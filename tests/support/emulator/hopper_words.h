@@ -260,6 +260,9 @@ inline void multiply_values(float (&d)[32], const uint32_t* a, uint64_t b) { sta
 inline void multiply_tiles(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
   start_product(d, nullptr, a, b, false, adds);
 }
+inline void multiply_tiles_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool adds) {
+  start_product<true>(d, nullptr, a, b, false, adds);
+}
 inline void multiply_tiles_e4m3(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
   start_product<true>(d, nullptr, a, b, false, adds);
 }
