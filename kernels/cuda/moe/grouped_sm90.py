@@ -26,11 +26,11 @@ from allspan.kernels.row_layout import FLOATS
 
 CAPABILITY = (9, 0)
 
-LEAST_SLOTS, LEAST_SLOTS_DEQUANTISED = 4, 32
+LEAST_SLOTS, LEAST_SLOTS_BLOCKS, LEAST_SLOTS_DEQUANTISED = 4, 8, 48
 """Slots a place from which on this is faster than the kernel that streams weights; those that are dequantised are read,
-written and read again. µs on one H200, 128 places of 768 columns with 2,048 inputs, the gated product, streaming
-against this: bfloat16 with 4 slots a place 263 against 193, with 8 374 against 198, with 64 1,025 against 212; fp8 with
-8 372 against 112; uint4 with 16 294 against 588, with 32 630 against 588, with 64 1,100 against 589."""
+written and read again. µs of both products on one H200, 128 places of 768 columns with 2,048 inputs, streaming against
+this: bfloat16 with 2 slots a place 263 against 275, with 4 304 against 305; fp8 with 2 155 against 165, with 4 194
+against 176; fp8_block with 4 214 against 217; uint4 with 32 547 against 819."""
 
 _ROWS, _KEPT, _THREADS = 128, 4, 384
 _MOST_PLACES = 512
@@ -94,7 +94,9 @@ def _is_as_it_is(spec: PackedSpec) -> bool:
 
 def pays(slots: Tensor, weight: Tensor, spec: PackedSpec) -> bool:
     """Whether `multiply` is faster than the kernel that streams weights; `slots` has a row for each."""
-    least = LEAST_SLOTS if _is_as_it_is(spec) else LEAST_SLOTS_DEQUANTISED
+    least = LEAST_SLOTS_BLOCKS if _has_blocks(spec) else LEAST_SLOTS
+    if not _is_as_it_is(spec):
+        least = LEAST_SLOTS_DEQUANTISED
     return len(slots) >= least * len(weight) and gpu(weight.device).capability == CAPABILITY
 
 
