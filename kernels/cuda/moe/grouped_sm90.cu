@@ -46,10 +46,6 @@ constexpr int kEach = kRows / 16;                                      // rows t
 constexpr uint64_t kAlong = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32 | 1 << 16;
 __device__ __forceinline__ uint64_t matrix(uint32_t at) { return kAlong | (at & 0x3ffff) >> 4; }
 
-__device__ __forceinline__ float activated(float x, int activation) {
-  return __fdividef(x, 1.0f + power(logit_of(x, activation) * -1.4426950408889634f));
-}
-
 // How x, weights and out lie; sizes are of elements, but for chunks of 16 bytes and steps of 128 along the inputs.
 struct Product {
   long long place_bytes, qparams_at;  // of a place, and where its qparams begin
@@ -363,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           float value[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            value[e] = GATED ? activated(sums[e], p.activation) * sums[kFeatures / 4 + e] : sums[e];
+            value[e] = GATED ? gated(sums[e], sums[kFeatures / 4 + e], p.activation) : sums[e];
           held[OUT_FLOATS ? 0 : i] = pack(value[0], value[1]);
         }
         has_held = true;

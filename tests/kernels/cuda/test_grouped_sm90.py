@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit import modules
-from allspan.kernels.cuda.linear.call import GATED_GELU_TANH, GATED_SILU
+from allspan.kernels.cuda.linear.call import GATED, GATED_SILU
 from allspan.kernels.cuda.linear.quantise_input import quantise_rows
 from allspan.kernels.cuda.moe import grouped_sm90 as module
 from allspan.kernels.cuda.moe.grouped_sm90 import Grouped, fits, multiply, takes
@@ -90,7 +91,7 @@ def check(
     bias = torch.randn(places, spec.features, generator=generator).to(device) if rows % 2 else None
     beside = torch.full((rows * top_k, outputs + 16), 7.0, dtype=kept, device=device)
     out = beside[:, 8 : 8 + outputs]
-    code = None if activation is None else {"silu": GATED_SILU, "gelu_tanh": GATED_GELU_TANH}[activation]
+    code = None if activation is None else GATED[activation]
     call = Grouped(x, weight, bias, spec, routing, out, code, has_own_rows)
     assert fits(call)
     multiply(call)
@@ -121,7 +122,7 @@ CASES = [
     ("bf16", (264, 136, 0), ("last", 65), BF16, BF16, None),
     ("bf16", (40, 72, 0), ("spread", 7), BF16, F32, None),
     ("f16", (48, 88, 0), ("last", 129), F16, F16, "gelu_tanh"),
-    ("group4", (40, 96, 32), ("spread", 33), BF16, BF16, "silu"),
+    ("group4", (40, 96, 32), ("spread", 33), BF16, BF16, "clamped_swiglu"),
     ("bf16", (40, 72, 0), ("none", 9), BF16, BF16, None),
     ("fp8", (136, 200, 0), ("spread", 70), BF16, BF16, "silu"),
     ("fp8", (40, 136, 0), ("last", 7), F16, F32, None),
@@ -223,3 +224,35 @@ def test_rows_of_x_are_codes_times_scales(inputs: int, dtype: torch.dtype, devic
     found[4] = 0
     relative, absolute = (0.0, 0.5 / 127) if dtype == torch.int8 else (2**-4, 2**-10 / 448)
     assert ((found - right).abs() <= right.abs() * relative + most * (absolute + 1e-6)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_block", "group4"])
+def test_a_graph_captured_under_one_routing_is_right_under_the_opposite(name: str) -> None:
+    rows, places = 700, 6
+    up, down = spec_of(name, 128 * (name == "group4"), (384, 384), 512), spec_of(name, 0, (264,), 384)
+    down = down if name != "group4" else spec_of(name, 128, (264,), 384)
+    weights = [torch.stack([random_weight(spec, i) for i in range(places)]).cuda() for spec in (up, down)]
+    x = torch.randn(rows, 512, device="cuda").bfloat16()
+    mlp, out = torch.zeros(rows, 2, 384, device="cuda").bfloat16(), torch.zeros(rows, 264, device="cuda")
+    routings = [routing_of(kind, rows, 2, places, "cuda") for kind in ("last", "spread", "none")]
+    given = Routing(*(each.clone() for each in routings[0]))
+
+    def run() -> None:
+        expert_gated_linear(x, weights[0], None, up, "silu", given, mlp)
+        expert_sum(mlp, weights[1], None, down, given, False, out)
+
+    def of_routing(routing: Routing[Tensor], launch: Callable[[], None]) -> Tensor:
+        for into, values in zip(given, routing, strict=True):
+            into.copy_(values)
+        launch()
+        return out.clone()
+
+    expected = [of_routing(routing, run) for routing in routings]
+    of_routing(routings[0], run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for routing, right in zip(routings[::-1], expected[::-1], strict=True):
+        assert torch.equal(of_routing(routing, graph.replay), right)
+    assert not expected[2].any()
