@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -75,9 +76,10 @@ class PieceSource:
 
     def blocks(self, part: int, rows: range, inputs: range) -> Tensor:
         name, found = self._find(part, rows)
-        if not isinstance(self.checkpoint, BlockCheckpoint):
+        if not hasattr(self.checkpoint, "blocks"):  # a protocol's isinstance takes longer than a small matrix
             raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no blocks")
-        blocks = self.checkpoint.blocks(name, self._through_experts(name, found.read), inputs)
+        checkpoint = cast(BlockCheckpoint, self.checkpoint)
+        blocks = checkpoint.blocks(name, self._through_experts(name, found.read), inputs)
         return blocks if found.order is None else blocks[found.order]
 
     def fields(self, part: int, rows: range, inputs: range, device: torch.device) -> Mapping[str, Tensor]:
@@ -93,9 +95,9 @@ class PieceSource:
         return self._quantised(name).order(name)
 
     def _quantised(self, name: str) -> QuantisedCheckpoint:
-        if not isinstance(self.checkpoint, QuantisedCheckpoint):
+        if not hasattr(self.checkpoint, "fields"):
             raise InternalError(f"{self.checkpoint.where(name)}: tensor {name!r} has no codes")
-        return self.checkpoint
+        return cast(QuantisedCheckpoint, self.checkpoint)
 
     def _read(self, name: str, ranges: list[range], order: Tensor | None, out: Tensor) -> None:
         """Reads `ranges` of a tensor into `out`: of the expert's matrix, where those of all experts are one tensor."""
