@@ -18,7 +18,7 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfi
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.spec import ITEM_BITS, CacheGroup
 from allspan.worker.load.converted import ConvertedWeights
-from allspan.worker.load.expert_checks import check_expert_bytes
+from allspan.worker.load.expert_checks import check_expert_bytes, check_router
 from allspan.worker.load.expert_placements import ONE_RANK, expert_groups, placements
 from allspan.worker.load.registry import ModelSource, find_model, with_random_weights
 from allspan.worker.models.holding import Holding, Progress
@@ -119,6 +119,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         memory=memory,
         placements=placements(config, source.spec, groups),
     )
+    check_router(holding)
     check_expert_bytes(holding)
     return Prepared(
         source=source,

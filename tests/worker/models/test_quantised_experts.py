@@ -92,6 +92,11 @@ def test_experts_that_a_gpu_cannot_load_are_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match=r"layers.0.expert_gate_up.weight: on rank 0 of 4 an expert has 102 rows of"):
         prepare(config, CacheConfig(), 0, 4)
     prepare(replace(config, **split(4)), CacheConfig(), 0, 4)
+    path = tmp_path / "config.json"
+    key = "num_local_experts" if "num_local_experts" in path.read_text() else "num_experts"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: 520}))
+    with pytest.raises(ConfigError, match="layer 0 has 520 experts, must be at most 512 on GPUs"):
+        prepare(config, CacheConfig(), 0, 1)
 
 
 @pytest.mark.parametrize(
