@@ -91,6 +91,9 @@ class HarmonyReader:
         at = self._buffer.find(_BODY)
         is_long = len(self._buffer) > MAX_HELD_CHARS and not 0 <= at <= MAX_HELD_CHARS
         if is_long or (at < 0 and self._final and "<|" not in self._buffer):
+            text = self._buffer.lstrip(SPACE)  # without its mark, which would begin a header again
+            mark = next((each for each in _ENDS if text.startswith(each)), "")
+            self._buffer = text.removeprefix(mark) if mark else self._buffer
             self._open(Content)
             return True
         if at < 0:  # what breaks off here is no text

@@ -76,6 +76,8 @@ CASES: list[tuple[str, Seen]] = [
     (f"{FINAL}a < b <|end", ("a < b <|end", None, [])),
     ("just text", ("just text", None, [])),
     (" to=Paris", (" to=Paris", None, [])),
+    (f"<|channel|>{'x' * 1024}", ("x" * 1024, None, [])),
+    (f"{ANALYSIS}{NEXT}{'x' * 1024}{ANALYSIS}", ("assistant" + "x" * 1024, "hm\nhm", [])),
     ("", (None, None, [])),
 ]  # fmt: skip
 
