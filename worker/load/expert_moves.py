@@ -40,6 +40,8 @@ _WAITS, _READY, _FAILED = range(3)
 
 Staged = list[tuple[Tensor, Tensor]]
 """Where a tensor of an expert goes, and what goes there."""
+Move = tuple[int, Placement, tuple[int, ...]]
+"""A layer, its new placement, and the counts of its experts' tokens by which that was chosen."""
 
 
 class ExpertMoves:
@@ -65,8 +67,8 @@ class ExpertMoves:
         self._open, self._holding = open_weights, replace(model.holding, packer=packer)
         self._before: dict[int, tuple[int, ...]] = {}
         self._checkpoint = open_weights
-        self._queue: deque[tuple[int, Placement]] = deque()
-        self._planning: Future[list[tuple[int, Placement]]] | None = None
+        self._queue: deque[Move] = deque()
+        self._planning: Future[list[Move]] | None = None
         self._staging: Future[Staged] | None = None
         self._dropped = threading.Event()
         self._reader = ThreadPoolExecutor(1, "experts")
@@ -84,7 +86,9 @@ class ExpertMoves:
                 raise DeadlineExceeded(f"experts have not all moved within {timeout:g} s; call again to go on")
             return seconds
 
-        with self._one_call:
+        if not self._one_call.acquire(timeout=left()):
+            raise DeadlineExceeded(f"another call has not moved its experts within {timeout:g} s; call again to go on")
+        try:
             operate(Operation.REBALANCE_EXPERTS, left())
             while self.num_left:
                 task: Future[Any] | None = self._planning or self._staging
@@ -95,6 +99,8 @@ class ExpertMoves:
                     time.sleep(min(POLL_S, left()))
             if self._failure:
                 raise Unavailable(self._failure)
+        finally:
+            self._one_call.release()
 
     def begin(self) -> None:
         """Takes the counts by which placements are chosen. Raises, alike on every rank, Unavailable."""
@@ -113,7 +119,8 @@ class ExpertMoves:
         task: Future[Any] | None = planning or staging
         state, left = _READY if task is None else _state_of(task), len(self._queue)
         chosen = planning.result() if planning is not None and state == _READY else []
-        told = self._gather([state, left or len(chosen), zlib.crc32(repr(chosen).encode()) & 0x7FFFFFFF])
+        digest = zlib.crc32(repr([move[:2] for move in chosen]).encode()) & 0x7FFFFFFF
+        told = self._gather([state, left or len(chosen), digest])
         states = told[:, 0].tolist()
         if _FAILED in states:
             self.drop("")
@@ -133,10 +140,11 @@ class ExpertMoves:
             self._stage()
             return
         if staging is not None:
-            layer, placement = self._queue.popleft()
+            layer, placement, counts = self._queue.popleft()
             for target, staged in staging.result():
                 target.copy_(staged)
             self._model.place_experts(layer, placement)
+            self._before[layer] = counts  # only now: what breaks off is chosen by the same tokens the next time
             self._stage()
         self.num_left = max(0, self.num_left - 1)  # none, where they were dropped meanwhile
 
@@ -148,18 +156,19 @@ class ExpertMoves:
         self._failure = why if self.num_left else ""
         self._planning, self._staging, self.num_left = None, None, 0
 
-    def _choose(self, loads: Sequence[ExpertLoad], groups: int) -> list[tuple[int, Placement]]:
+    def _choose(self, loads: Sequence[ExpertLoad], groups: int) -> list[Move]:
         """The layers that gain from another placement, and theirs: the same on all ranks that share the layers, which
         have counted the same tokens."""
-        chosen: list[tuple[int, Placement]] = []
+        chosen: list[Move] = []
         for load in loads:
             before = self._before.get(load.layer, (0,) * len(load.tokens))
             tokens = [now - then for now, then in zip(load.tokens, before, strict=True)]
-            self._before[load.layer] = load.tokens
             now = self._holding.placement(load.layer, len(tokens))
             new = self._balanced(load.layer, tokens, groups).moved_from(now)
             if max(new.tokens(tokens)) < (1 - LEAST_GAIN) * max(now.tokens(tokens)):
-                chosen.append((load.layer, new))
+                chosen.append((load.layer, new, load.tokens))
+            else:
+                self._before[load.layer] = load.tokens
         return chosen
 
     def _balanced(self, layer: int, tokens: Sequence[int], groups: int) -> Placement:
@@ -170,7 +179,7 @@ class ExpertMoves:
         """Begins to read what the next layer's new places hold."""
         self._staging = None
         if self._queue:
-            self._staging = self._reader.submit(self._read, *self._queue[0], self._checkpoint, self._dropped)
+            self._staging = self._reader.submit(self._read, *self._queue[0][:2], self._checkpoint, self._dropped)
 
     def _read(
         self, layer: int, placement: Placement, opened: Callable[[], Checkpoint], dropped: threading.Event
