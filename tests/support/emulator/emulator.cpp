@@ -135,7 +135,7 @@ void begin_block() {
   block.warps.assign((count + kWarp - 1) / kWarp, Warp());
   block.barrier = Barrier(), block.alive = count;
   std::fill(std::begin(block.turns), std::end(block.turns), Barrier());
-  block.stacks.resize(static_cast<size_t>(count) * kStack);
+  block.stacks.grow(static_cast<size_t>(count) * kStack);
   spoil(block.shared.data(), block.shared.data() + block.shared.size());
   spoil(__start_allspan_shared, __stop_allspan_shared);
   for (int i = 0; i < count; ++i) {
@@ -143,7 +143,7 @@ void begin_block() {
     thread->index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
     thread->lane = i % kWarp, thread->warp = &block.warps[i / kWarp];
     ++thread->warp->alive;
-    begin(thread->fiber, &block.stacks[static_cast<size_t>(i) * kStack], kStack, start);
+    begin(thread->fiber, &block.stacks.bytes[static_cast<size_t>(i) * kStack], kStack, start);
     block.threads.push_back(std::move(thread));
   }
 }

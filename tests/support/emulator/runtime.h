@@ -80,11 +80,21 @@ struct Late {
   uint32_t word;
 };
 
+// Memory that is not cleared, so that only those pages of it count that a thread's calls reach.
+struct Stacks {
+  std::unique_ptr<char[]> bytes;
+  size_t size = 0;
+
+  void grow(size_t to) {
+    if (to > size) bytes.reset(new char[to]), size = to;
+  }
+};
+
 struct Block {
   Fiber scheduler;
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
-  std::vector<char> stacks;
+  Stacks stacks;
   std::vector<char> shared;
   char* base = nullptr;
   size_t size = 0;
