@@ -32,6 +32,5 @@ folders=(tests/kernels tests/cluster tests/worker tests/client tests/examples)
 for folder in tests/[a-z]*/; do
     case " ${folders[*]} tests/support " in *" ${folder%/} "*) ;; *) folders+=("${folder%/}") ;; esac
 done
-# Each process computes on one thread there: torch's would spin beside those of the other processes.
-OMP_NUM_THREADS=1 python -m pytest --durations 15 -m "not alone and not nightly" -n logical --dist loadfile --no-loadscope-reorder "${folders[@]}"
+python -m pytest --durations 15 -m "not alone and not nightly" -n logical --dist loadfile --no-loadscope-reorder "${folders[@]}"
 python -m pytest --durations 15 -m "alone and not nightly" "${folders[@]}"
