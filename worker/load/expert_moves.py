@@ -164,7 +164,7 @@ class ExpertMoves:
             before = self._before.get(load.layer, (0,) * len(load.tokens))
             tokens = [now - then for now, then in zip(load.tokens, before, strict=True)]
             now = self._holding.placement(load.layer, len(tokens))
-            new = self._balanced(load.layer, tokens, groups).moved_from(now)
+            new = self._balanced(load.layer, tokens, groups).moved_from(now, self._config.expert_nodes)
             if max(new.tokens(tokens)) < (1 - LEAST_GAIN) * max(now.tokens(tokens)):
                 chosen.append((load.layer, new, load.tokens))
             else:

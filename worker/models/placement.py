@@ -54,13 +54,15 @@ class Placement:
                     table[number :: len(copies), expert] = place
         return table
 
-    def moved_from(self, old: Placement) -> Placement:
+    def moved_from(self, old: Placement, nodes: int = 1) -> Placement:
         """The same groups of experts, given to the ranks that hold most of them already, each expert where it lies: so
-        that little has to be moved. Groups keep their numbers where they have another size."""
+        that little has to be moved. Groups stay on their nodes, and keep their numbers where they have another
+        size."""
         chosen: dict[int, tuple[int, ...]] = {}
         left = list(range(len(self.groups)))
-        for held in old.groups:
-            fitting = [number for number in left if len(self.groups[number]) == len(held)]
+        node_of = [number * nodes // len(self.groups) for number in left]
+        for held, node in zip(old.groups, node_of, strict=True):
+            fitting = [number for number in left if node_of[number] == node and len(self.groups[number]) == len(held)]
             best = max(fitting, key=lambda number: (_common(self.groups[number], held), -number))
             left.remove(best)
             chosen[len(chosen)] = _in_place(self.groups[best], held)

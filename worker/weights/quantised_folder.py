@@ -132,7 +132,7 @@ class QuantisedFolder:
         views = {suffix: self._folder.view(name) for suffix, name in tensors.items()}
         try:
             return quantised_matrix(views, self._config)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, IndexError, ZeroDivisionError, RuntimeError) as error:
             said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             shapes = ", ".join(f"{suffix} {list(view.shape)}" for suffix, view in views.items())
             where = self._folder.where(next(iter(tensors.values())))

@@ -164,7 +164,9 @@ def _order(group_of: Tensor | None, inputs: int, group: int) -> Tensor | None:
         return None
     if group_of.shape != (inputs,):
         raise ValueError(f"{list(group_of.shape)} groups are named for {inputs} inputs")
-    named = group_of.long()
+    named, count = group_of.long(), -(-inputs // group)
+    if inputs and (named.min() < 0 or named.max() >= count):
+        raise ValueError(f"inputs are in groups {named.min()} to {named.max()}, must be in 0 to {count - 1}")
     return None if torch.equal(named, in_groups(inputs, group)) else named
 
 

@@ -238,6 +238,13 @@ def test_random_weights_of_a_quantised_config_are_plain(tmp_path: Path) -> None:
     assert found.isfinite().all()
 
 
+def strange_groups(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    tensors, decoded = gptq(Whole(4, 32), weight)
+    groups = torch.arange(weight.shape[1], dtype=torch.int32) // 32
+    groups[0] = -1
+    return tensors | {"g_idx": groups}, decoded
+
+
 @pytest.mark.parametrize(
     ("form", "config", "message"),
     [
@@ -248,6 +255,7 @@ def test_random_weights_of_a_quantised_config_are_plain(tmp_path: Path) -> None:
         (partial(awq, Whole(4, 32)), AWQ | {"version": "gemv"}, r"AWQ with 4 bits in version 'gemv' is not supported"),
         (partial(gptq, Whole(2, 32)), gptq_config(Whole(2, 32)), r"codes of 2 bits are not supported \(4, 8\)"),
         (partial(gptq, Whole(4, 32)), gptq_config(Whole(4, 64)), r"288 inputs do not have 9 groups of \[64\]"),
+        (strange_groups, gptq_config(Whole(4, 32)), r"mlp.*inputs are in groups -1 to 8, must be in 0 to 8"),
         (fp8_of_all, {"quant_method": "bitsandbytes"}, r"quantised checkpoint \(bitsandbytes\) is not supported .*fp8"),
     ],
 )

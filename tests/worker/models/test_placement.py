@@ -78,6 +78,8 @@ def test_the_published_example_has_its_published_placement(
     assert placement.groups == groups
     anywhere = balanced(load, 8, 4)
     assert sorted(anywhere.copies) == sorted(placement.copies)
+    moved = placement.moved_from(Placement(groups[4:] + groups[:4]), nodes=2)
+    assert sorted(moved.groups[:4]) == sorted(groups[:4])
     assert max(anywhere.tokens(load)) <= max(placement.tokens(load))
 
 
