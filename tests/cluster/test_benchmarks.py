@@ -26,6 +26,8 @@ from support.tiny_models import reference_logits, save_tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 OPTIONS = {"max_queued_requests": 6}
+LENGTH = 1024
+"""Tokens that the model's context has room for."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Any:
     """transformers' model; its tokens are bytes."""
-    model = save_tiny(folder, "qwen3", vocab_size=256, eos_token_id=255)
+    model = save_tiny(folder, "qwen3", vocab_size=256, eos_token_id=255, max_position_embeddings=LENGTH)
     config = (folder / "config.json").read_text()
     write_byte_tokenizer(folder)
     (folder / "config.json").write_text(config)
@@ -99,12 +101,18 @@ def test_ops_are_timed_in_prefill_and_in_decode(engine: ClientEngine) -> None:
 
 
 def test_step_counts_decode_steps_only(engine: ClientEngine) -> None:
-    report = measured(STEP, engine, StepConfig(batch_sizes=(1, 3), output_len=200, repeats=2))
+    # As many as fit: on a fast machine a few hundred are over before the counters are read the second time.
+    report = measured(STEP, engine, StepConfig(batch_sizes=(1, 3), output_len=LENGTH - 16, repeats=2))
     assert [batch["batch_size"] for batch in report["batches"]] == [1, 3]
     for batch in report["batches"]:
-        assert 0 < batch["steps"] <= 2 * 200
+        assert 0 < batch["steps"] <= 2 * LENGTH
         assert 0 < batch["host_s"]["min"] <= batch["host_s"]["median"]
         assert batch["model_s"]["min"] > 0
+
+
+def test_step_ends_with_an_error_when_the_context_ends_before_its_requests(engine: ClientEngine) -> None:
+    with pytest.raises(ConfigError, match=r"--output-len is 10016, but a request ended after \d+ tokens"):
+        measured(STEP, engine, StepConfig(batch_sizes=(2,), output_len=10_000, repeats=1))
 
 
 def test_grammar_counts_its_masks_and_compares_like_with_like(engine: ClientEngine) -> None:

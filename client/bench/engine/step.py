@@ -88,24 +88,29 @@ async def _decode(
     queues = [queue for _, queue in opened]
     try:
         for queue in queues:
-            await _read_until(queue, 1)
+            await _read_until(queue, 1, config)
         before = await engine.astatistics()
         last = config.output_len - MARGIN
         while all(queue.num_tokens < last for queue in queues):
-            await _read_until(queues[0], queues[0].num_tokens + 1)
+            await _read_until(queues[0], queues[0].num_tokens + 1, config)
         after = await engine.astatistics()
         for queue in queues:
-            await _read_until(queue, config.output_len)
+            await _read_until(queue, config.output_len, config)
     finally:
         for handle, _ in opened:
             engine.release_request(handle)
     return before, after
 
 
-async def _read_until(queue: ResultQueue, num_tokens: int) -> None:
-    """Returns when so many have come, or it has ended."""
-    while queue.num_tokens < num_tokens and await queue.aget() is not None:
-        pass
+async def _read_until(queue: ResultQueue, num_tokens: int, config: StepConfig) -> None:
+    """Returns when so many have come; ConfigError when the request has ended before."""
+    while queue.num_tokens < num_tokens:
+        if await queue.aget() is None:
+            raise ConfigError(
+                f"--input-len + --output-len is {config.input_len + config.output_len}, but a request ended after"
+                f" {config.input_len + queue.num_tokens} tokens, at the end of the cluster's context: give less, or"
+                " start the cluster with more --max-model-len"
+            )
 
 
 def table(report: Report) -> str:
