@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.worker.weights.quantised_config import check_config
 from allspan.worker.weights.quantised_forms import MARKS, STACKED_MARKS, SUFFIXES, quantised_matrix
 from allspan.worker.weights.quantised_matrix import QuantisedMatrix
 from allspan.worker.weights.tensor_folder import TensorFolder
@@ -45,6 +46,7 @@ class QuantisedFolder:
     def __init__(self, folder: Path, config: Mapping[str, Any], source: str) -> None:
         """`config`: the quantization_config, found in the file `source`. Raises CheckpointError for what is not
         supported, and if nothing is quantised."""
+        check_config(config, source)
         self._folder = TensorFolder(folder)
         self._config, self._source = config, source
         names = set(self._folder.names())

@@ -79,9 +79,19 @@ def _scaled(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
     elif scale.ndim == 2 and scale.shape[0] == outputs:
         tall, group = 1, _group(inputs, scale.shape[1], config)
     else:
-        raise ValueError(f"the scales are neither one for all, nor for each output, nor for blocks of {block}")
+        raise ValueError(_misfit("for all", weight, scale, block))
     zero = None if zero is None else zero.reshape(scale.shape)
     return ScaledMatrix(names[weight.dtype], (outputs, inputs), group, None, weight, scale, tall, zero)
+
+
+def _misfit(one: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> str:
+    """What is wrong with the shape of these scales, and which one blocks would have."""
+    text = f"the scales are neither one {one}, nor for each output, nor for blocks of {block}"
+    if block is None:
+        return text
+    *experts, outputs, inputs = weight.shape
+    expected = [*experts, -(-outputs // block[0]), -(-inputs // block[1])]
+    return f"{text}: they have shape {list(scale.shape)}, where blocks have {expected}"
 
 
 def _stacked(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> QuantisedMatrix:
@@ -97,7 +107,7 @@ def _stacked(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | 
     if block is not None and scale.shape == (experts, -(-outputs // block[0]), -(-inputs // block[1])):
         tall, group = block
     elif not tall or len(scale) != experts or scale.shape[2] != 1:
-        raise ValueError(f"the scales are neither one an expert, nor for each output, nor for blocks of {block}")
+        raise ValueError(_misfit("an expert", weight, scale, block))
     scale = scale.reshape(-1, scale.shape[2])
     return ScaledMatrix(
         name, (experts * outputs, inputs), group, None, weight.flatten(0, 1), scale, tall, None, experts

@@ -238,6 +238,9 @@ def test_random_weights_of_a_quantised_config_are_plain(tmp_path: Path) -> None:
     assert found.isfinite().all()
 
 
+COMPRESSED = {"quant_method": "compressed-tensors"}
+
+
 def strange_groups(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     tensors, decoded = gptq(Whole(4, 32), weight)
     groups = torch.arange(weight.shape[1], dtype=torch.int32) // 32
@@ -256,6 +259,26 @@ def strange_groups(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch
         (partial(gptq, Whole(2, 32)), gptq_config(Whole(2, 32)), r"codes of 2 bits are not supported \(4, 8\)"),
         (partial(gptq, Whole(4, 32)), gptq_config(Whole(4, 64)), r"288 inputs do not have 9 groups of \[64\]"),
         (strange_groups, gptq_config(Whole(4, 32)), r"mlp.*inputs are in groups -1 to 8, must be in 0 to 8"),
+        (
+            partial(gptq, Whole(4, 32)),
+            gptq_config(Whole(4, 32)) | {"bits": 0},
+            r"bits of the .* is '0', must be a number",
+        ),
+        (partial(gptq, Whole(4, 32)), gptq_config(Whole(4, 32)) | {"bits": None}, r"bits of the .* is missing: add"),
+        (
+            partial(gptq, Whole(4, 32)),
+            gptq_config(Whole(4, 32)) | {"group_size": 0},
+            r"group_size of the .* is '0', must",
+        ),
+        (partial(awq, Whole(4, 32)), AWQ | {"bits": "4"}, r"bits of the quantization_config is '4', must be a number"),
+        (fp8_of_all, FP8_BLOCKS | {"weight_block_size": 128}, r"weight_block_size of the .* is '128', must be the"),
+        (fp8_of_all, COMPRESSED | {"config_groups": []}, r"config_groups of the .* is '\[\]', must be an object"),
+        (fp8_of_all, COMPRESSED | {"config_groups": {"a": [1]}}, r"config_groups.a of the .* is '\[1\]', must be"),
+        (
+            fp8_of_all,
+            COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 0}}}},
+            r"json: config_groups.a.weights.num_bits of the .* is '0', must be a number of bits from 1 on: take",
+        ),
         (fp8_of_all, {"quant_method": "bitsandbytes"}, r"quantised checkpoint \(bitsandbytes\) is not supported .*fp8"),
     ],
 )

@@ -176,7 +176,11 @@ UP = "model.layers.1.mlp.experts.3.up_proj."
         ("fp8-blocks", {"weight_scale_inv": None}, "3.up_proj.weight' has dtype F8_E4M3, and there are no scales for"),
         ("fp8-blocks", {"weight": None}, "3.up_proj' .*: it has no 'weight'"),
         ("fp8-blocks", {"weight": None, "weight_scale_inv": None}, "3.up_proj.weight' is missing"),
-        ("fp8-blocks", {"weight_scale_inv": torch.ones(2, 2)}, "3.up_proj' .*neither one for all"),
+        (
+            "fp8-blocks",
+            {"weight_scale_inv": torch.ones(2, 2)},
+            r"3.up_proj' .*neither one for all.*\[2, 2\], where blocks have \[3, 2\]",
+        ),
         ("fp8", {"weight": torch.zeros(287, 160).to(torch.float8_e4m3fn)}, "3.up_proj.weight' has shape .287,"),
         ("fp8", {"weight_scale_inv": torch.ones(1)}, "3.up_proj' .*it has both weight_scale and weight_scale_inv"),
         ("gptq", {"weight": torch.zeros(288, 160)}, "3.up_proj' .*it has both weight and qweight: remove one of them"),
