@@ -209,13 +209,15 @@ class ExpertMoves:
 
 
 def rebalance_regularly(rebalance: Callable[[float], None], interval: float, ended: threading.Event) -> None:
-    """Calls `rebalance` every `interval` seconds until the end, with that much time. What it raises is logged: the next
-    call may find the weights loaded and files readable again."""
+    """Calls `rebalance` every `interval` seconds until the end, with that much time. What it raises is logged, with a
+    traceback what nobody foresaw: the next call may find the weights loaded and files readable again."""
     while not ended.wait(interval):
         try:
             rebalance(interval)
         except AllspanError as error:
             logger.warning("experts are not rebalanced, which is tried again in %g s: %s", interval, error.message)
+        except Exception:
+            logger.exception("experts are not rebalanced, which is tried again in %g s", interval)
 
 
 def _state_of(task: Future[Any]) -> int:
