@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -193,7 +194,9 @@ def load_model(
     holding = replace(prepared.holding, packer=Packer(ops.runtime))
     weights = open_weights(prepared.source, holding, config)
     check_room(prepared)
+    begun = time.monotonic()
     tensors = weights.read(backend.capabilities.tensors, on_progress)
+    logger.info("weights: %.2f GiB read in %.1f s", prepared.weight_bytes / 2**30, time.monotonic() - begun)
     limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, not config.disable_cascade_attn)
     return Model(holding, tensors, prepared.cache_groups, limits, ops, collectives, backend)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,6 +20,8 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import InputBuffers, StepInputs
 from allspan.worker.step.model import DeviceModel
+
+logger = logging.getLogger(__name__)
 
 _PROMPTS = (2, 9, 17, 33, 65, 257, 513, 1025, 4097)
 """Tokens of a step: few are multiplied by other kernels than many."""
@@ -38,7 +42,7 @@ def warm_up(
     what they allocate is measured. Kernels that are not compiled yet are then compiled side by side. Every rank calls
     it at once. Raises CompilationError.
     """
-    taken = 0
+    taken, begun = 0, time.monotonic()
     with modules.noting() as kernels:
         if launch_sampling is not None:
             launch_sampling()
@@ -46,11 +50,15 @@ def warm_up(
             model.bind_cache(*(KVCache(group.spec, 1, str(device)) for group in model.cache_groups))
             steps = _steps(buffers, sizes)
             taken = _measure(device, lambda: [model.forward(inputs) for inputs in steps])
+    noted = time.monotonic()
     wanted = list(kernels)
     if launch_sampling is not None:
         wanted += variants_of(sampling, capability=modules.gpu(device).capability)
     if wanted:
         modules.driver().prepare(wanted)
+    logger.info(
+        "warm-up: %d kernels noted in %.1f s, compiled in %.1f s", len(wanted), noted - begun, time.monotonic() - noted
+    )
     return taken
 
 
