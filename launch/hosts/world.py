@@ -249,9 +249,13 @@ class HostsWorld:
             while data := os.read(pipe.fileno(), 65536):
                 self._tail += data
                 del self._tail[:-TAIL_BYTES]
-                with suppress(OSError):  # a log that cannot be written is no reason for the ranks to stop
-                    sys.stderr.buffer.write(notices.pass_on(data))
-                    sys.stderr.flush()
+                self._show(notices.pass_on(data))
+            self._show(notices.rest())
+
+    def _show(self, lines: bytes) -> None:
+        with suppress(OSError):  # a log that cannot be written is no reason for the ranks to stop
+            sys.stderr.buffer.write(lines)
+            sys.stderr.flush()
 
 
 def _death(end: RankExit) -> Death:

@@ -15,6 +15,7 @@ _MPICH = re.compile(
 _LOST_DAEMON = re.compile(r"lost communication with a remote daemon.*? Remote daemon: \S+ on node (?P<host>\S+)")
 _SILENT_DAEMON = re.compile(r"daemon failed to report back after being spawned.*? Remote host: (?P<host>\S+)")
 _ERROR_LINE = re.compile(rb"allspan\.worker: rank \d+: ")
+_ENDS = re.compile(rb"(?<=[\r\n])")
 _RULE = re.compile(rb"\s*(-{40,}|={40,})\s*")
 
 
@@ -47,35 +48,28 @@ def find_lost_daemon(output: str) -> str:
 
 class NoticeFilter:
     """Drops mpirun's notices, which stand between two rules of dashes (or equals signs), and the ranks' final error
-    lines, which the supervisor reports itself; passes everything else on.
+    lines, which the supervisor reports itself; passes everything else on, in whole lines or states of a progress bar.
 
-    Works on pieces of any length; only a line that may be dropped is held back until it is complete.
+    mpirun passes on pieces of any length; a piece of a line would meet the lines that other processes write meanwhile.
     """
 
     def __init__(self) -> None:
-        self._line = b""
-        self._passed = 0
+        self._held = b""
         self._inside = False
 
     def pass_on(self, data: bytes) -> bytes:
         """Returns the part of `data` (and of earlier data held back) that is to be shown."""
-        shown = b""
         # Open MPI 5 ends some notices with a zero byte.
-        for piece in data.replace(b"\0", b"").splitlines(keepends=True):
-            self._line += piece
-            if self._line.endswith(b"\n"):
-                shown += self._complete()
-            elif not self._inside and self._line.lstrip()[:1] not in (b"", b"-", b"=", b"a"):
-                shown += self._line[self._passed :]
-                self._passed = len(self._line)
-        return shown
+        *whole, self._held = _ENDS.split(self._held + data.replace(b"\0", b""))
+        return b"".join(line for line in whole if self._is_shown(line))
 
-    def _complete(self) -> bytes:
-        line, passed = self._line, self._passed
-        self._line, self._passed = b"", 0
+    def rest(self) -> bytes:
+        """Returns the last line, which nothing ended, if it is to be shown; for the end of the data."""
+        line, self._held = self._held, b""
+        return line + b"\n" if line and self._is_shown(line) else b""
+
+    def _is_shown(self, line: bytes) -> bool:
         if _RULE.fullmatch(line):
             self._inside = not self._inside
-            return b""
-        if _ERROR_LINE.match(line):
-            return b""
-        return b"" if self._inside else line[passed:]
+            return False
+        return not self._inside and not _ERROR_LINE.match(line)

@@ -240,11 +240,14 @@ class WorldProcess:
                 self._tail += data
                 self._received += len(data)
                 del self._tail[:-TAIL_BYTES]
-                # A log that cannot be written (full disk, closed pipe) is no reason for the ranks to stop.
-                with suppress(OSError):
-                    shown = notices.pass_on(data)
-                    sys.stderr.buffer.write(foreign.pass_on(shown) if foreign else shown)
-                    sys.stderr.flush()
+                self._show(notices.pass_on(data), foreign)
+            self._show(notices.rest(), foreign)
+
+    def _show(self, lines: bytes, foreign: ForeignLines | None) -> None:
+        # A log that cannot be written (full disk, closed pipe) is no reason for the ranks to stop.
+        with suppress(OSError):
+            sys.stderr.buffer.write(foreign.pass_on(lines) if foreign else lines)
+            sys.stderr.flush()
 
     def _output(self) -> str:
         return bytes(self._tail).decode(errors="replace")

@@ -157,14 +157,22 @@ def test_the_dead_rank_is_read_from_either_launcher() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_notices_and_exit_reports_are_kept_from_the_terminal_and_bars_pass_at_once(step: int) -> None:
+def test_notices_and_exit_reports_are_kept_from_the_terminal_and_bars_pass(step: int) -> None:
     rule = b"-" * 74 + b"\n"
     data = (
         b"one\n" + rule + b"mpirun noticed\nthat\n" + rule + b"allspan.worker: rank 1: bad\n50%\r99%\rtwo\n- item\nlast"
     )
     notices = NoticeFilter()
     shown = b"".join(notices.pass_on(data[i : i + step]) for i in range(0, len(data), step))
-    assert shown == b"one\n50%\r99%\rtwo\n- item\nlast"
+    assert shown == b"one\n50%\r99%\rtwo\n- item\n"
+    assert notices.rest() == b"last\n"
+    assert notices.rest() == b""
+
+
+def test_a_piece_of_a_line_waits_for_its_end_and_a_state_of_a_bar_does_not() -> None:
+    notices = NoticeFilter()
+    pieces = [notices.pass_on(data) for data in (b"INFO [ra", b"nk 1] here\nINFO", b" [rank 0]", b"\n50%\r")]
+    assert pieces == [b"", b"INFO [rank 1] here\n", b"", b"INFO [rank 0]\n50%\r"]
 
 
 def test_a_rank_with_a_gpu_sees_no_other() -> None:
