@@ -15,8 +15,12 @@ from hypothesis import HealthCheck, settings
 from support import artefacts, node_client
 
 HERE = Path(__file__).parent
-ALONE = (HERE / "faults", *(HERE / "cluster" / f"test_{name}.py" for name in ("observing", "gpus", "gpu_faults")))
-"""Places whose tests want the machine to themselves: they measure how long real processes take."""
+TIMED_FAULTS = ("deaths", "hosts", "inside", "lost_hosts", "networks", "overload", "resume", "silence", "stops")
+ALONE = (
+    *(HERE / "faults" / f"test_{name}.py" for name in TIMED_FAULTS),
+    *(HERE / "cluster" / f"test_{name}.py" for name in ("observing", "gpus", "gpu_faults")),
+)
+"""Files whose tests want the machine to themselves: they measure how long real processes take."""
 
 # How long an example takes to draw says how busy the machine is, not whether the code is right.
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
@@ -48,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.path.is_relative_to(folder) for folder in ALONE):
+        if item.path in ALONE:
             item.add_marker("alone")
 
 
