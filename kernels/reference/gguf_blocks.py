@@ -214,7 +214,7 @@ def _with_parity(signs: Tensor) -> Tensor:
 def _scales_and_signs(words: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [..., groups] and bits [..., 32 · groups] of little-endian words, [..., groups, 4 bytes]: four times seven
     signs, and then a scale."""
-    whole = words.contiguous().view(torch.int32)
+    whole = words.clone(memory_format=torch.contiguous_format).view(torch.int32)  # a lone block is a view of its bytes
     signs = whole >> torch.tensor([0, 7, 14, 21]) & 127
     scales = whole.squeeze(-1) >> 28 & 15
     return _odd(scales.to(torch.uint8)), _bits(_with_parity(signs.to(torch.uint8)).flatten(-2))

@@ -119,14 +119,18 @@ def test_every_packer_gives_the_same_bytes(name: str, group: int, size: float) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_packer_gives_the_same_bytes_of_blocks(kind: str) -> None:
-    raw = blocks_of(kind, 53, 512)
-    spec = PackedSpec(KINDS[kind], "a8", (7, 53), 512, group=32 if kind == "Q4_1" else 0)
-    held = []
-    for packer in packers():
-        weight = torch.zeros(spec.shape, dtype=torch.uint8)
-        packer.blocks(raw, Target(spec, 1, 0, weight))
-        held.append(weight)
-    assert all(torch.equal(held[0], other) for other in held)
+    """Panels that are full, and those that lack features, whose codes and scales are zeros."""
+    opened = packers()
+    for rows, inputs in ((1, 256), (16, 768), (53, 512)):
+        raw = blocks_of(kind, rows, inputs)
+        spec = PackedSpec(KINDS[kind], "a8", (7, rows), inputs, group=32 if kind == "Q4_1" else 0)
+        held = []
+        for packer in opened:
+            weight = torch.zeros(spec.shape, dtype=torch.uint8)
+            weight[1:] = 255
+            packer.blocks(raw, Target(spec, 1, 0, weight))
+            held.append(weight)
+        assert all(torch.equal(held[0], other) for other in held)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("f32", torch.float32), ("bf16", torch.bfloat16)])

@@ -63,50 +63,103 @@ void scatter_words(const char* row, int64_t words, uint8_t* panel, int64_t featu
 
 void put(uint8_t* at, int64_t index, uint32_t word) { std::memcpy(at + index * 4, &word, 4); }
 
-// Bits 0 and 1 of the codes, and bit 2 behind them.
-void put_few_bits(int bits, const uint32_t* quads, int64_t feature, uint8_t* group) {
-  for (int64_t half = 0; half < 2; ++half) {
-    uint32_t pairs = 0;
-    for (int64_t j = 0; j < 4; ++j) pairs |= (quads[half * 4 + j] & 0x03030303u) << (2 * j);
-    put(group, half * kFeatures + feature, pairs);
-  }
-  for (int64_t q = 0; bits == 3 && q < 8; ++q) {
-    const uint32_t four = (quads[q] >> 2 & 0x01010101u) * 0x01020408u >> 24;
-    group[128 + q * 8 + feature / 2] |= static_cast<uint8_t>(four << (feature % 2 * 4));
+uint32_t word_at(const uint8_t* bytes) {
+  uint32_t word;
+  std::memcpy(&word, bytes, 4);
+  return word;
+}
+
+// Four codes (or bytes of a file) of each of a panel's features. Loops over the features compile to vectors.
+struct Quad {
+  uint32_t of[kFeatures];
+};
+
+// out = make(feature)
+template <class Make>
+inline void each_feature(Quad& out, Make make) {
+  for (int64_t f = 0; f < kFeatures; ++f) out.of[f] = make(f);
+}
+
+// Bits `from` and from + 1 of the codes.
+void put_pairs(const Quad* quads, int from, uint8_t* at) {
+  for (int64_t half = 0; half < 2; ++half, quads += 4) {
+    Quad pairs;
+    each_feature(pairs, [&](int64_t f) {
+      uint32_t word = 0;
+      for (int64_t j = 0; j < 4; ++j) word |= (quads[j].of[f] >> from & 0x03030303u) << (2 * j);
+      return word;
+    });
+    std::memcpy(at + half * sizeof pairs, &pairs, sizeof pairs);
   }
 }
 
-// 32 codes of a feature to where a panel has the feature's share of their group.
-void put_codes(int bits, const uint8_t* codes, int64_t feature, uint8_t* group) {
-  uint32_t quads[8];
-  std::memcpy(quads, codes, sizeof quads);
+// Bit `from` of the codes.
+void put_single_bits(const Quad* quads, int from, uint8_t* at) {
+  for (int64_t q = 0; q < 8; ++q) {
+    Quad fours;  // the bits of four bytes gathered in the lowest
+    each_feature(fours, [&](int64_t f) {
+      uint32_t word = quads[q].of[f] >> from & 0x01010101u;
+      word |= word >> 7;
+      return (word | word >> 14) & 15;
+    });
+    for (int64_t i = 0; i < kFeatures / 2; ++i)
+      at[q * 8 + i] = static_cast<uint8_t>(fours.of[2 * i] | fours.of[2 * i + 1] << 4);
+  }
+}
+
+// 32 codes of all of a panel's features to their group of a block.
+void put_codes(int bits, const Quad* quads, uint8_t* group) {
   if (bits == 8) {
-    for (int64_t q = 0; q < 8; ++q) put(group, q * kFeatures + feature, quads[q]);
+    std::memcpy(group, quads, 8 * sizeof(Quad));
     return;
   }
-  if (bits < 4) return put_few_bits(bits, quads, feature, group);
-  constexpr uint32_t kLow = 0x0f0f0f0f;
-  for (int64_t q = 0; q < 4; ++q) put(group, q * kFeatures + feature, (quads[q] & kLow) | (quads[q + 4] & kLow) << 4);
-  uint8_t* rest = group + 256;
-  if (bits == 5) {
-    // The product gathers the bits of four bytes in its highest.
-    for (int64_t q = 0; q < 8; ++q) {
-      const uint32_t four = (quads[q] >> 4 & 0x01010101u) * 0x01020408u >> 24;
-      rest[q * 8 + feature / 2] |= static_cast<uint8_t>(four << (feature % 2 * 4));
-    }
-  } else if (bits == 6) {
-    for (int64_t half = 0; half < 2; ++half) {
-      uint32_t pairs = 0;
-      for (int64_t j = 0; j < 4; ++j) pairs |= (quads[half * 4 + j] >> 4 & 0x03030303u) << (2 * j);
-      put(rest, half * kFeatures + feature, pairs);
-    }
+  if (bits < 4) {
+    put_pairs(quads, 0, group);
+    if (bits == 3) put_single_bits(quads, 2, group + 128);
+    return;
   }
+  constexpr uint32_t kLow = 0x0f0f0f0f;
+  for (int64_t q = 0; q < 4; ++q) {
+    Quad both;
+    each_feature(both, [&](int64_t f) { return (quads[q].of[f] & kLow) | (quads[q + 4].of[f] & kLow) << 4; });
+    std::memcpy(group + q * sizeof both, &both, sizeof both);
+  }
+  if (bits == 5) put_single_bits(quads, 4, group + 256);
+  if (bits == 6) put_pairs(quads, 4, group + 256);
 }
 
+// Codes of a block of a GGUF file, of all of a panel's features.
+struct BlockCodes {
+  Quad quads[256 / 4];
+
+  // `count` codes of one feature.
+  void set(int64_t feature, const uint8_t* codes, int64_t count) {
+    for (int64_t q = 0; q < count / 4; ++q) quads[q].of[feature] = word_at(codes + q * 4);
+  }
+  // Features from `count` on have codes of 0.
+  void cut(int64_t count, int64_t inputs) {
+    for (int64_t q = 0; count < kFeatures && q < inputs / 4; ++q)
+      std::fill(quads[q].of + count, quads[q].of + kFeatures, 0u);
+  }
+  void put(const PackedSpec& spec, uint8_t* at) const {
+    const int bits = bits_of(spec.format);
+    for (int64_t group = 0; group < spec.block / kGroup; ++group)
+      put_codes(bits, quads + group * kGroup / 4, at + group * kGroup * kFeatures * bits / 8);
+  }
+};
+
+// A block of one feature's codes, of 8 or 4 bits, to where a panel has the feature's share of it.
 void put_block(const PackedSpec& spec, const uint8_t* codes, int64_t feature, uint8_t* at) {
+  constexpr uint32_t kLow = 0x0f0f0f0f;
   const int bits = bits_of(spec.format);
-  for (int64_t group = 0; group < spec.block / kGroup; ++group)
-    put_codes(bits, codes + group * kGroup, feature, at + group * kGroup * kFeatures * bits / 8);
+  for (int64_t i = 0; i < spec.block; i += kGroup, codes += kGroup, at += kGroup * kFeatures * bits / 8) {
+    uint32_t quads[8];
+    std::memcpy(quads, codes, sizeof quads);
+    if (bits == 8)
+      for (int64_t q = 0; q < 8; ++q) put(at, q * kFeatures + feature, quads[q]);
+    else
+      for (int64_t q = 0; q < 4; ++q) put(at, q * kFeatures + feature, (quads[q] & kLow) | (quads[q + 4] & kLow) << 4);
+  }
 }
 
 // Rounded to nearest even; NaN, infinity and what is too large for float16 (infinity) included.
@@ -227,18 +280,6 @@ void quantise_channel(const PackedSpec& spec, const float* values, int64_t colum
   }
 }
 
-// Codes of 4 bits: all low halves of `count` bytes, then all high ones.
-void halves(const uint8_t* bytes, int64_t count, uint8_t* codes) {
-  for (int64_t i = 0; i < count; ++i) {
-    codes[i] = bytes[i] & 15;
-    codes[count + i] = bytes[i] >> 4;
-  }
-}
-
-void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
-  for (int64_t i = 0; i < 32; ++i) codes[i] |= static_cast<uint8_t>((bits[i / 8] >> (i % 8) & 1) << 4);
-}
-
 // Float16 that becomes number `index` of a feature's; `sign` is turned over with it.
 void put_half(const uint8_t* half, uint8_t* at, int64_t index, int64_t feature, uint8_t sign = 0) {
   uint8_t* to = at + (index * kFeatures + feature) * 2;
@@ -260,56 +301,8 @@ void put_super_scales(const uint8_t* raw, int64_t feature, uint8_t* at) {
   }
 }
 
-void decode_q6k(const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes) {
-  for (int64_t part = 0; part < 2; ++part) {
-    uint8_t* to = codes + part * 128;
-    halves(raw + part * 64, 64, to);
-    for (int64_t i = 0; i < 128; ++i)
-      to[i] |= static_cast<uint8_t>((raw[128 + part * 32 + i % 32] >> (i / 32 * 2) & 3) << 4);
-  }
-  put_half(raw + 208, at, 0, feature);
-  for (int64_t i = 0; i < 16; ++i) at[2 * kFeatures + i * kFeatures + feature] = raw[192 + i];
-}
-
-// Pairs of bits: of every 32 bytes all lowest ones first.
-void in_128s(const uint8_t* bytes, uint8_t* codes) {
-  for (int64_t i = 0; i < 256; ++i) codes[i] = bytes[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
-}
-
 void put_scale(uint8_t* at, int64_t index, int64_t feature, int scale) {
   at[2 * kFeatures + index * kFeatures + feature] = static_cast<uint8_t>(scale);
-}
-
-void decode_q3k(const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes) {
-  in_128s(raw + 32, codes);
-  for (int64_t i = 0; i < 256; ++i) codes[i] |= static_cast<uint8_t>((raw[i % 32] >> (i / 32) & 1) << 2);
-  put_half(raw + 108, at, 0, feature);
-  for (int64_t i = 0; i < 16; ++i) {
-    const int low = raw[96 + i % 8] >> (i / 8 * 4) & 15, high = raw[104 + i % 4] >> (i / 4 * 2) & 3;
-    put_scale(at, i, feature, (low | high << 4) - 32);
-  }
-}
-
-void decode_q2k(const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes) {
-  in_128s(raw + 16, codes);
-  put_half(raw + 80, at, 0, feature);
-  put_half(raw + 82, at, 1, feature);
-  for (int64_t i = 0; i < 16; ++i) at[4 * kFeatures + i * kFeatures + feature] = raw[i];
-}
-
-void decode_iq4xs(const uint8_t* raw, int64_t feature, uint8_t* at, uint8_t* codes) {
-  put_half(raw, at, 0, feature);
-  for (int64_t i = 0; i < 8; ++i) {
-    const int low = raw[4 + i / 2] >> (i % 2 * 4) & 15, high = raw[2 + i / 4] >> (i % 4 * 2) & 3;
-    put_scale(at, i, feature, (low | high << 4) - 32);
-    halves(raw + 8 + i * 16, 16, codes + i * 32);
-  }
-}
-
-uint32_t word_at(const uint8_t* bytes) {
-  uint32_t word;
-  std::memcpy(&word, bytes, 4);
-  return word;
 }
 
 // Seven signs of eight: the last one makes their number even.
@@ -327,12 +320,14 @@ void put_odd_scales(const uint8_t* scales, int64_t count, int64_t feature, uint8
 // `eight(i)` are those of the weights from 8 i on; of grids of four, number(i, half).
 template <class Number, class Signs>
 void from_grid(const uint8_t* grid, int64_t weights, Number number, Signs eight, uint8_t* codes) {
-  const int64_t sign_bit = weights == 8 ? 2 : 3;
+  const int sign_bit = weights == 8 ? 2 : 3;
   for (int64_t i = 0; i < 32; ++i) {
     const uint32_t signs = eight(i);
-    for (int64_t j = 0; j < 8; ++j) {
-      const uint8_t code = grid[number(i, j / weights) * weights + j % weights];
-      codes[i * 8 + j] = static_cast<uint8_t>(code | (signs >> j & 1) << sign_bit);
+    for (int64_t half = 0; half < 2; ++half) {
+      const uint8_t* four = grid + number(i, half) * weights + (weights == 8 ? half * 4 : 0);
+      // The product has bit j of the four signs at the lowest bit of byte j.
+      const uint32_t spread = (signs >> (half * 4) & 15) * 0x00204081u & 0x01010101u;
+      put(codes, i * 2 + half, word_at(four) | spread << sign_bit);
     }
   }
 }
@@ -380,58 +375,136 @@ void decode_iq2(Format format, const uint8_t* raw, const uint8_t* grid, int64_t 
       [&](int64_t i) -> uint32_t { return raw[34 + i]; }, codes);
 }
 
-// A block of a GGUF file: its scales to a panel's block `at`, and its codes.
-void decode(Format format, const uint8_t* raw, const uint8_t* grid, int64_t feature, uint8_t* at, uint8_t* codes) {
+// Scales of a feature's block of a GGUF file, to a panel's block `at`.
+void put_block_scales(Format format, const uint8_t* raw, int64_t feature, uint8_t* at) {
   constexpr uint8_t kMinus = 128;
   switch (format) {
-    case Format::kQ8_0:
+    case Format::kMxfp4:
+      at[feature] = raw[0];
+      return;
+    case Format::kGroup4:
+    case Format::kQ5_1:
       put_half(raw, at, 0, feature);
-      for (int64_t i = 0; i < 32; ++i) codes[i] = raw[2 + i] ^ 128;
+      return put_half(raw + 2, at, 1, feature, kMinus);
+    case Format::kQ4K:
+    case Format::kQ5K:
+      return put_super_scales(raw, feature, at);
+    case Format::kQ6K:
+      put_half(raw + 208, at, 0, feature);
+      for (int64_t i = 0; i < 16; ++i) put_scale(at, i, feature, raw[192 + i]);
+      return;
+    case Format::kQ3K:
+      put_half(raw + 108, at, 0, feature);
+      for (int64_t i = 0; i < 16; ++i) {
+        const int low = raw[96 + i % 8] >> (i / 8 * 4) & 15, high = raw[104 + i % 4] >> (i / 4 * 2) & 3;
+        put_scale(at, i, feature, (low | high << 4) - 32);
+      }
+      return;
+    case Format::kQ2K:
+      put_half(raw + 80, at, 0, feature);
+      put_half(raw + 82, at, 1, feature);
+      for (int64_t i = 0; i < 16; ++i) at[4 * kFeatures + i * kFeatures + feature] = raw[i];
+      return;
+    case Format::kIq4Xs:
+      put_half(raw, at, 0, feature);
+      for (int64_t i = 0; i < 8; ++i) {
+        const int low = raw[4 + i / 2] >> (i % 2 * 4) & 15, high = raw[2 + i / 4] >> (i % 4 * 2) & 3;
+        put_scale(at, i, feature, (low | high << 4) - 32);
+      }
+      return;
+    default:
+      put_half(raw, at, 0, feature);
+  }
+}
+
+// Blocks that lie at the same place of a panel's rows, and are those of a panel's features.
+struct RawBlocks {
+  const uint8_t* of[kFeatures];
+
+  // Four bytes of each block.
+  Quad words(int64_t at) const {
+    Quad out;
+    each_feature(out, [&](int64_t f) { return word_at(of[f] + at); });
+    return out;
+  }
+};
+
+// Codes of 4 bits of `quads` times 4 bytes: all low halves, then all high ones.
+void halves(const RawBlocks& raw, int64_t at, int64_t quads, Quad* out) {
+  for (int64_t q = 0; q < quads; ++q) {
+    const Quad both = raw.words(at + q * 4);
+    each_feature(out[q], [&](int64_t f) { return both.of[f] & 0x0f0f0f0fu; });
+    each_feature(out[quads + q], [&](int64_t f) { return both.of[f] >> 4 & 0x0f0f0f0fu; });
+  }
+}
+
+// The bits of the 4 bytes at `at`, the lowest first, become bit 4 of 32 codes.
+void add_fifth_bits(const RawBlocks& raw, int64_t at, Quad* out) {
+  const Quad bits = raw.words(at);
+  for (int64_t q = 0; q < 8; ++q)
+    each_feature(out[q], [&](int64_t f) {
+      const uint32_t four = bits.of[f] >> (4 * q) & 15;
+      return out[q].of[f] | (four & 1) << 4 | (four & 2) << 11 | (four & 4) << 18 | (four & 8) << 25;
+    });
+}
+
+// 32 bytes have `bits` of the codes of 8 / bits groups of 32, the lowest of all first; they are added above `to`.
+void add_planes(const RawBlocks& raw, int64_t at, int bits, int to, Quad* out) {
+  const uint32_t mask = bits == 1 ? 0x01010101u : 0x03030303u;
+  for (int64_t q = 0; q < 8; ++q) {
+    const Quad word = raw.words(at + q * 4);
+    for (int64_t group = 0; group < 8 / bits; ++group)
+      each_feature(out[group * 8 + q],
+                   [&](int64_t f) { return out[group * 8 + q].of[f] | (word.of[f] >> (group * bits) & mask) << to; });
+  }
+}
+
+// The codes of types whose bits lie in whole words.
+void decode_words(Format format, const RawBlocks& raw, Quad* out) {
+  switch (format) {
+    case Format::kQ8_0:
+      for (int64_t q = 0; q < 8; ++q)
+        each_feature(out[q], [&](int64_t f) { return word_at(raw.of[f] + 2 + q * 4) ^ 0x80808080u; });
       return;
     case Format::kQ4_0:
     case Format::kIq4Nl:
-      put_half(raw, at, 0, feature);
-      return halves(raw + 2, 16, codes);
+      return halves(raw, 2, 4, out);
     case Format::kGroup4:
-      put_half(raw, at, 0, feature);
-      put_half(raw + 2, at, 1, feature, kMinus);
-      return halves(raw + 4, 16, codes);
+      return halves(raw, 4, 4, out);
+    case Format::kMxfp4:
+      return halves(raw, 1, 4, out);
     case Format::kQ5_0:
-      put_half(raw, at, 0, feature);
-      halves(raw + 6, 16, codes);
-      return add_fifth_bits(raw + 2, codes);
+      halves(raw, 6, 4, out);
+      return add_fifth_bits(raw, 2, out);
     case Format::kQ5_1:
-      put_half(raw, at, 0, feature);
-      put_half(raw + 2, at, 1, feature, kMinus);
-      halves(raw + 8, 16, codes);
-      return add_fifth_bits(raw + 4, codes);
+      halves(raw, 8, 4, out);
+      return add_fifth_bits(raw, 4, out);
     case Format::kQ4K:
     case Format::kQ5K:
-      put_super_scales(raw, feature, at);
       for (int64_t pair = 0; pair < 4; ++pair)
-        halves(raw + (format == Format::kQ4K ? 16 : 48) + pair * 32, 32, codes + pair * 64);
-      if (format == Format::kQ5K)
-        for (int64_t i = 0; i < 256; ++i) codes[i] |= static_cast<uint8_t>((raw[16 + i % 32] >> (i / 32) & 1) << 4);
+        halves(raw, (format == Format::kQ4K ? 16 : 48) + pair * 32, 8, out + pair * 16);
+      if (format == Format::kQ5K) add_planes(raw, 16, 1, 4, out);
       return;
-    case Format::kQ3K:
-      return decode_q3k(raw, feature, at, codes);
-    case Format::kQ2K:
-      return decode_q2k(raw, feature, at, codes);
-    case Format::kMxfp4:
-      at[feature] = raw[0];
-      return halves(raw + 1, 16, codes);
     case Format::kIq4Xs:
-      return decode_iq4xs(raw, feature, at, codes);
-    case Format::kIq3S:
-    case Format::kIq3Xxs:
-      return decode_iq3(format, raw, grid, feature, at, codes);
-    case Format::kIq2Xxs:
-    case Format::kIq2Xs:
-    case Format::kIq2S:
-      return decode_iq2(format, raw, grid, feature, at, codes);
-    default:
-      return decode_q6k(raw, feature, at, codes);
+      for (int64_t i = 0; i < 8; ++i) halves(raw, 8 + i * 16, 4, out + i * 8);
+      return;
+    case Format::kQ6K:
+      for (int64_t part = 0; part < 2; ++part) {
+        halves(raw, part * 64, 16, out + part * 32);
+        add_planes(raw, 128 + part * 32, 2, 4, out + part * 32);
+      }
+      return;
+    default:  // q2_k and q3_k
+      std::memset(out, 0, 64 * sizeof(Quad));
+      for (int64_t part = 0; part < 2; ++part)
+        add_planes(raw, (format == Format::kQ3K ? 32 : 16) + part * 32, 2, 0, out + part * 32);
+      if (format == Format::kQ3K) add_planes(raw, 0, 1, 2, out);
   }
+}
+
+void decode_grid(Format format, const uint8_t* raw, const uint8_t* grid, int64_t feature, uint8_t* at, uint8_t* codes) {
+  const bool four = format == Format::kIq3S || format == Format::kIq3Xxs;
+  (four ? decode_iq3 : decode_iq2)(format, raw, grid, feature, at, codes);
 }
 
 int64_t scale_bytes(const PackedSpec& spec) {
@@ -468,16 +541,27 @@ void pack_quantised(Pool& pool, const float* values, int64_t rows, int64_t colum
 
 void pack_blocks(Pool& pool, const uint8_t* blocks, const uint8_t* grid, int64_t rows, const PackTarget& target) {
   const PackedSpec& spec = *target.spec;
-  const int64_t bytes = gguf_block_bytes(spec.format), codes_at = scale_bytes(spec);
+  const int64_t bytes = gguf_block_bytes(spec.format), row_bytes = spec.blocks * bytes, codes_at = scale_bytes(spec);
+  const bool has_grid = grid_entries(spec.format) > 0;
   each_panel(pool, rows, target, [&](uint8_t* panel, int64_t first, int64_t count) {
-    alignas(64) uint8_t codes[256];
-    for (int64_t f = 0; f < count; ++f) {
-      const uint8_t* row = blocks + (first + f) * spec.blocks * bytes;
-      for (int64_t block = 0; block < spec.blocks; ++block) {
-        uint8_t* at = panel + block * spec.block_bytes;
-        decode(spec.format, row + block * bytes, grid, f, at, codes);
-        put_block(spec, codes, f, at + codes_at);
+    alignas(64) BlockCodes block_codes;
+    RawBlocks raw;  // what the panel has no rows for reads the first one, and is cut
+    for (int64_t f = 0; f < kFeatures; ++f) raw.of[f] = blocks + (first + (f < count ? f : 0)) * row_bytes;
+    for (int64_t block = 0; block < spec.blocks; ++block) {
+      uint8_t* at = panel + block * spec.block_bytes;
+      for (int64_t f = 0; f < count; ++f) {
+        alignas(64) uint8_t codes[256];
+        if (!has_grid) {
+          put_block_scales(spec.format, raw.of[f], f, at);
+        } else {
+          decode_grid(spec.format, raw.of[f], grid, f, at, codes);
+          block_codes.set(f, codes, 256);
+        }
       }
+      if (!has_grid) decode_words(spec.format, raw, block_codes.quads);
+      block_codes.cut(count, spec.block);
+      block_codes.put(spec, at + codes_at);
+      for (const uint8_t*& feature : raw.of) feature += bytes;
     }
   });
 }
